@@ -1,0 +1,203 @@
+"""The file that training state travels in: how its preamble is written, read and distrusted.
+
+A snapshot is a complete safetensors file: eight bytes of length, a JSON header, then every tensor's
+bytes without a gap. The header is canonical, so equal states are equal files: JSON with sorted keys
+and no spaces, padded with spaces until the data begin at a multiple of 64. Tensors lie in the order
+of falling element size, then name, which keeps each one aligned to its own elements. What is not a
+tensor is the canonical JSON under ``__metadata__["fabric"]``.
+
+Reading believes nothing. Lengths are bounded before memory is taken, types are exact, and the
+tensors must cover the data from the first byte to the last, once. This module needs no torch, so
+that a process which only moves bytes can check them.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.errors import StateError
+
+ALIGNMENT_BYTES = 64
+MAX_HEADER_BYTES = 100_000_000  # what readers of the format accept
+MAX_FILE_BYTES = 1 << 46
+METADATA_KEY = "fabric"
+_LENGTH = struct.Struct("<Q")
+_MAX_DIMENSIONS = 64
+_MAX_NAME_CHARACTERS = 4096
+
+ELEMENT_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """One tensor's place: ``begin`` and ``end`` count bytes from the first byte of the *file*."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked preamble: ``nbytes`` of it, then ``tensors`` in file order, which end at ``end``."""
+
+    nbytes: int
+    tensors: tuple[TensorSpan, ...]
+    metadata: str
+
+    @property
+    def end(self) -> int:
+        return self.tensors[-1].end if self.tensors else self.nbytes
+
+
+def canonical_json(value: object) -> str:
+    """The one spelling of ``value``: sorted keys, no spaces, ASCII, no NaN. ValueError otherwise."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def file_order(name: str, dtype: str) -> tuple[int, str]:
+    """Sort key that puts tensors in file order."""
+    return -ELEMENT_BYTES[dtype], name
+
+
+def build_preamble(tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: str) -> bytes:
+    """The bytes before the data, for (name, dtype, shape, nbytes) given in file order.
+
+    Raises StateError where the header would be longer than readers accept.
+    """
+    entries: dict[str, object] = {"__metadata__": {METADATA_KEY: metadata}}
+    offset = 0
+    for name, dtype, shape, nbytes in tensors:
+        end = offset + nbytes
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = canonical_json(entries).encode()
+    padding = -(len(text) + _LENGTH.size) % ALIGNMENT_BYTES
+    if len(text) + padding > MAX_HEADER_BYTES:
+        raise StateError(
+            f"The training state needs a header of {len(text)} bytes and at most {MAX_HEADER_BYTES} are"
+            " allowed; keep large lists in tensors."
+        )
+    return _LENGTH.pack(len(text) + padding) + text + b" " * padding
+
+
+def read_header(file: memoryview) -> Header:
+    """Parses and checks the preamble of ``file`` (flat bytes, exactly the whole file).
+
+    Raises StateError that names what is wrong; takes no memory beyond the header's own size.
+    """
+    if len(file) < _LENGTH.size:
+        raise StateError(f"The state is {len(file)} bytes long, too short to be a snapshot file.")
+    (length,) = _LENGTH.unpack(file[: _LENGTH.size])
+    if length > MAX_HEADER_BYTES or length > len(file) - _LENGTH.size:
+        raise StateError(
+            f"The state announces a header of {length} bytes in a file of {len(file)}; it is damaged"
+            " or no snapshot at all."
+        )
+    begin = _LENGTH.size + length
+    entries = _parse(bytes(file[_LENGTH.size : begin]))
+    metadata = _metadata(entries.pop("__metadata__", None))
+    spans = sorted(
+        (_span(name, entry, begin) for name, entry in entries.items()),
+        key=lambda span: (span.begin, span.end),
+    )
+    _check_cover(spans, begin, len(file))
+    return Header(begin, tuple(spans), metadata)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON from outside, without duplicate keys, NaN or endless depth. Raises StateError otherwise."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"The state's description is not valid JSON ({error}); it is damaged.") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    entries = parse_json(text)
+    if not isinstance(entries, dict):
+        raise StateError("The state's header is not a JSON object; it is damaged.")
+    return entries
+
+
+def _metadata(value: object) -> str:
+    if not isinstance(value, dict) or not isinstance(value.get(METADATA_KEY), str):
+        raise StateError("The file carries no fabric metadata, so it is not a snapshot of training state.")
+    text: str = value[METADATA_KEY]
+    return text
+
+
+def is_count(value: object, most: int) -> bool:
+    """Whether ``value`` is an integer (no bool) from 0 to ``most``."""
+    return type(value) is int and 0 <= value <= most
+
+
+def _span(name: str, entry: object, data_begin: int) -> TensorSpan:
+    label = f"Tensor {name[:200]!r} of the state"
+    if not name or len(name) > _MAX_NAME_CHARACTERS or not isinstance(entry, dict):
+        raise StateError(f"{label} has no usable name or description; the state is damaged.")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
+        raise StateError(f"{label} has the unknown dtype {str(dtype)[:40]!r}.")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MAX_DIMENSIONS
+        or not all(is_count(n, 1 << 62) for n in shape)
+    ):
+        raise StateError(f"{label} has an impossible shape.")
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(is_count(n, MAX_FILE_BYTES) for n in offsets)
+    ):
+        raise StateError(f"{label} has impossible offsets.")
+    nbytes = ELEMENT_BYTES[dtype]
+    for size in shape:
+        nbytes *= size
+        if nbytes > MAX_FILE_BYTES and 0 not in shape:
+            raise StateError(f"{label} has an impossible shape.")
+    if offsets[1] - offsets[0] != nbytes:
+        raise StateError(f"{label} has {offsets[1] - offsets[0]} bytes where its shape needs {nbytes}.")
+    return TensorSpan(name, dtype, tuple(shape), data_begin + offsets[0], data_begin + offsets[1])
+
+
+def _check_cover(spans: list[TensorSpan], begin: int, end: int) -> None:
+    for span in spans:
+        if span.begin != begin:
+            raise StateError(
+                f"The bytes before tensor {span.name[:200]!r} overlap or leave a gap; the state is damaged."
+            )
+        begin = span.end
+    if begin != end:
+        raise StateError(f"The state's tensors end at byte {begin} of a file of {end}; it is damaged.")

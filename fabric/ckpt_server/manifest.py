@@ -1,0 +1,90 @@
+"""What a checkpoint server says about a snapshot, and how little of it is believed.
+
+A manifest names the state (job, generation, step, digest) and cuts its file into blocks with a
+digest each, so that a transfer can be striped over many sources and verified as it arrives. It
+comes from outside: every number is bounded before anything is allocated for it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fabric.ckpt_server.digest import BLOCK_BYTES
+from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count
+from fabric.errors import StateError
+from fabric.model import SnapshotRef
+
+MANIFEST_FORMAT = 1
+DIGEST_DIGITS = 32
+BLOCK_DIGITS = 16
+MIN_BLOCK_BYTES = 4096
+MAX_BLOCK_BYTES = 1 << 30
+_HEX = frozenset("0123456789abcdef")
+_MAX_NUMBER = 1 << 62
+
+
+def make_manifest(
+    state: SnapshotRef, nbytes: int, blocks: Sequence[str], *, job: str, replica: str, created: float
+) -> dict[str, Any]:
+    """The manifest of a snapshot file of ``nbytes`` bytes, taken at Unix time ``created``."""
+    return {
+        "format": MANIFEST_FORMAT,
+        "job": job,
+        "replica": replica,
+        "generation": state.generation,
+        "step": state.step,
+        "digest": state.digest,
+        "nbytes": nbytes,
+        "block_bytes": BLOCK_BYTES,
+        "blocks": list(blocks),
+        "created": created,
+    }
+
+
+def is_hex(value: object, digits: int) -> bool:
+    """Whether ``value`` is a string of exactly ``digits`` lower-case hex digits."""
+    return isinstance(value, str) and len(value) == digits and _HEX.issuperset(value)
+
+
+def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
+    """Returns ``manifest`` when it is well-formed and of at most ``max_nbytes``; StateError otherwise."""
+    if not isinstance(manifest, dict):
+        raise StateError("The manifest is not a JSON object.")
+    if manifest.get("format") != MANIFEST_FORMAT:
+        raise StateError(
+            f"The manifest is of format {str(manifest.get('format'))[:20]!r} and not {MANIFEST_FORMAT}."
+        )
+    for key in ("generation", "step"):
+        if not is_count(manifest.get(key), _MAX_NUMBER):
+            raise StateError(f"The manifest has no usable {key}.")
+    if not is_hex(manifest.get("digest"), DIGEST_DIGITS):
+        raise StateError(f"The manifest's digest is not {DIGEST_DIGITS} hex digits.")
+    nbytes, block_bytes = manifest.get("nbytes"), manifest.get("block_bytes")
+    if not is_count(nbytes, MAX_FILE_BYTES) or not nbytes:
+        raise StateError("The manifest has no usable size.")
+    assert isinstance(nbytes, int)
+    if nbytes > max_nbytes:
+        raise StateError(f"The snapshot has {nbytes} bytes and at most {max_nbytes} are accepted here.")
+    if (
+        not is_count(block_bytes, MAX_BLOCK_BYTES)
+        or not isinstance(block_bytes, int)
+        or block_bytes < MIN_BLOCK_BYTES
+    ):
+        raise StateError("The manifest has no usable block size.")
+    _check_blocks(manifest, math.ceil(nbytes / block_bytes))
+    return manifest
+
+
+def _check_blocks(manifest: Mapping[str, Any], expected: int) -> None:
+    blocks = manifest.get("blocks")
+    if not isinstance(blocks, list) or len(blocks) != expected:
+        found = len(blocks) if isinstance(blocks, list) else 0
+        raise StateError(f"The manifest lists {found} blocks where its size needs {expected}.")
+    if not all(is_hex(block, BLOCK_DIGITS) for block in blocks):
+        raise StateError(f"The manifest has a block digest that is not {BLOCK_DIGITS} hex digits.")
+
+
+def same_content(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two well-formed manifests promise the very same bytes."""
+    keys = ("generation", "step", "digest", "nbytes", "block_bytes", "blocks")
+    return all(one[key] == other[key] for key in keys)

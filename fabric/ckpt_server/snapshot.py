@@ -1,0 +1,312 @@
+"""Snapshots: a consistent copy of live state in shared memory while training goes on.
+
+The state is consistent between two optimizer steps. ``start`` is called there and returns at once;
+the copy runs while the next forward and backward do; ``fence`` is called before anything changes the
+state again and returns when that is safe; ``join`` returns the digests. Between ``start`` and
+``fence`` nothing may change what the view refers to, buffers and moving averages included.
+
+On the CPU a few threads of low priority copy and digest block by block. Whoever waits helps: the
+trainer's thread takes units itself rather than wait for a thread that the scheduler starves.
+
+On a GPU a side stream waits for an event recorded behind the optimizer step, copies into registered
+(page-locked) shared memory, and records an event of its own. ``fence`` makes the compute stream wait
+for that event and the host for nothing. No byte is digested before the event has happened.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from fabric.ckpt_server.copying import Bytes, Copying, Slice, SnapshotDigests, slices_of, units_of
+from fabric.ckpt_server.manifest import make_manifest
+from fabric.ckpt_server.state import StateView
+from fabric.errors import StateError
+from fabric.model import SnapshotRef
+
+__all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaLane", "DeviceLane", "SnapshotDigests", "build_manifest"]
+
+_log = logging.getLogger(__name__)
+_PACK_BELOW_BYTES = 256 << 10  # smaller device tensors are gathered on the device first
+_PACK_BYTES = 16 << 20
+
+
+class Copier(Protocol):
+    """Copies one view at a time; all calls come from one thread."""
+
+    def start(self, view: StateView, target: memoryview) -> None:
+        """Begins to copy ``view`` into the first ``view.nbytes`` of ``target``."""
+
+    def fence(self) -> None:
+        """After this the state may be changed (on a GPU: by work enqueued after this)."""
+
+    def join(self) -> SnapshotDigests:
+        """Waits for the end; the target is complete then. Raises what went wrong."""
+
+    def close(self) -> None:
+        """Ends the threads, waiting for a copy in progress."""
+
+
+def build_manifest(
+    view: StateView, digests: SnapshotDigests, *, job: str, replica: str, generation: int, created: float
+) -> dict[str, Any]:
+    """What the checkpoint server publishes about this snapshot; ``created`` is Unix time."""
+    state = SnapshotRef(generation, view.step, digests.digest)
+    return make_manifest(state, view.nbytes, digests.blocks, job=job, replica=replica, created=created)
+
+
+def _lower_priority(niceness: int) -> None:
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; the copy is merely less polite then
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+class _Workers:
+    """A few threads of low priority and what they do for the copy at hand."""
+
+    def __init__(self, threads: int, niceness: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "fabric-snapshot", _lower_priority, (niceness,))
+        self._threads = threads
+        self._running: list[Future[None]] = []
+
+    def run(self, copying: Copying, units: "deque[list[Slice]]") -> None:
+        """Copies and digests ``units`` on every thread."""
+        self._running += [
+            self._pool.submit(copying.run, units, copy=True) for _ in range(min(self._threads, len(units)))
+        ]
+
+    def then(self, event: "Event", copying: Copying, units: "deque[list[Slice]]") -> None:
+        """Digests ``units`` on one thread after ``event``."""
+
+        def digest() -> None:
+            event.synchronize()
+            copying.run(units, copy=False)
+
+        self._running.append(self._pool.submit(digest))
+
+    def finish(self) -> None:
+        """Waits for everything; raises the first error after all have ended."""
+        running, self._running = self._running, []
+        errors = [error for error in (future.exception() for future in running) if error is not None]
+        if errors:
+            raise StateError(f"The snapshot failed and is not usable: {errors[0]}.") from errors[0]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+class CpuCopier:
+    """Copies host tensors with ``threads`` threads at the given niceness (0 to 19)."""
+
+    def __init__(self, threads: int = 2, niceness: int = 10) -> None:
+        self._workers = _Workers(threads, niceness)
+        self._units: deque[list[Slice]] = deque()
+        self._copying: Copying | None = None
+
+    def start(self, view: StateView, target: memoryview) -> None:
+        """See ``Copier``. Raises StateError for a target that is too small, or device tensors."""
+        if self._copying is not None:
+            raise StateError("A snapshot is still being copied; join it before the next one is started.")
+        for name, tensor in view.tensors:
+            if tensor.device.type != "cpu":
+                raise StateError(f"{name} is on {tensor.device}; a CpuCopier copies host memory only.")
+        copying = Copying(view, target)
+        self._units = deque(units_of(slices_of(view)))
+        self._copying = copying
+        self._workers.run(copying, self._units)
+
+    def fence(self) -> None:
+        """Helps until every live tensor has been read. An error is kept for ``join``."""
+        if self._copying is None:
+            return
+        with contextlib.suppress(StateError):
+            self._help()
+
+    def join(self) -> SnapshotDigests:
+        """See ``Copier``; the calling thread helps. StateError when nothing was started."""
+        if self._copying is None:
+            raise StateError("No snapshot was started, so there is none to wait for.")
+        try:
+            self._help()
+            return self._copying.digests()
+        finally:
+            self._copying = None
+
+    def close(self) -> None:
+        self._workers.close()
+
+    def _help(self) -> None:
+        assert self._copying is not None
+        self._copying.run(self._units, copy=True)
+        self._workers.finish()
+
+
+class Event(Protocol):
+    """A point in a device's work."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until the device has reached it."""
+
+
+class DeviceLane(Protocol):
+    """The five things that a snapshot asks of a device; ``CudaLane`` is the real one."""
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor is in the device's memory."""
+
+    def register(self, memory: Bytes) -> None:
+        """Makes host memory fit to be copied to without blocking; repeated calls are free."""
+
+    def begin(self) -> None:
+        """Copies enqueued from here on see all work enqueued for computing before."""
+
+    def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        """Enqueues the copy of flat ``tensors``, one behind the other, into ``memory``."""
+
+    def end(self) -> Event:
+        """An event behind all copies enqueued."""
+
+    def hold(self, event: Any) -> None:
+        """Computing enqueued from here on waits, on the device, for ``event``."""
+
+    def close(self) -> None:
+        """Undoes every registration."""
+
+
+class CudaLane:
+    """A side stream of one CUDA device, and the host memory registered for it."""
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        index = torch.device(device).index
+        self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._stream = torch.cuda.Stream(self._device)
+        self._registered: dict[int, int] = {}
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._device
+
+    def register(self, memory: Bytes) -> None:
+        address, nbytes = memory.ctypes.data, memory.nbytes
+        if self._registered.get(address, 0) >= nbytes:
+            return
+        self.release(address)
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if code == 0:
+            self._registered[address] = nbytes
+        else:  # copies still work, but the host waits for each
+            _log.warning("Shared memory of %d bytes could not be page-locked (CUDA error %d).", nbytes, code)
+
+    def release(self, address: int) -> None:
+        """Undoes the registration of memory at ``address``; needed before it is unmapped."""
+        if self._registered.pop(address, 0):
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    def begin(self) -> None:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(ready)
+
+    def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        with torch.cuda.stream(self._stream):
+            # What the gathering allocates belongs to the side stream, so it is not reused too early.
+            source = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            torch.from_numpy(memory).copy_(source, non_blocking=True)
+
+    def end(self) -> Event:
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return done
+
+    def hold(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        for address in list(self._registered):
+            self.release(address)
+
+
+class CudaCopier:
+    """Copies device tensors through a lane, and host tensors (Adam's step counters) with threads."""
+
+    def __init__(self, lane: DeviceLane | None = None, threads: int = 2, niceness: int = 10) -> None:
+        self._lane: DeviceLane = CudaLane() if lane is None else lane
+        self._host = _Workers(threads, niceness)
+        self._device = _Workers(1, niceness)
+        self._units: deque[list[Slice]] = deque()
+        self._current: tuple[StateView, Copying, Event] | None = None
+
+    def start(self, view: StateView, target: memoryview) -> None:
+        """See ``Copier``. Raises StateError for a target that is too small, or a foreign device."""
+        if self._current is not None:
+            raise StateError("A snapshot is still being copied; join it before the next one is started.")
+        for name, tensor in view.tensors:
+            if tensor.device.type != "cpu" and not self._lane.owns(tensor):
+                raise StateError(f"{name} is on {tensor.device}, another device than the snapshot's.")
+        copying = Copying(view, target)
+        self._lane.register(copying.memory)
+        slices = slices_of(view)
+        device = [part for part in slices if self._lane.owns(part.tensor)]
+        self._lane.begin()
+        for pack in _packs(device):
+            self._lane.copy([part.tensor for part in pack], copying.memory[pack[0].begin : pack[-1].end])
+        event = self._lane.end()
+        self._units = deque(units_of([part for part in slices if not self._lane.owns(part.tensor)]))
+        self._current = view, copying, event  # the view keeps the tensors alive until join
+        self._host.run(copying, self._units)
+        self._device.then(event, copying, deque(units_of(device)))
+
+    def fence(self) -> None:
+        """Makes later work of the compute stream wait for the copy; helps with host tensors."""
+        if self._current is None:
+            return
+        _, copying, event = self._current
+        self._lane.hold(event)
+        with contextlib.suppress(StateError):
+            self._help(copying)
+
+    def join(self) -> SnapshotDigests:
+        """See ``Copier``. StateError when nothing was started."""
+        if self._current is None:
+            raise StateError("No snapshot was started, so there is none to wait for.")
+        _, copying, _ = self._current
+        try:
+            self._help(copying)
+            self._device.finish()
+            return copying.digests()
+        finally:
+            self._current = None
+
+    def close(self) -> None:
+        self._host.close()
+        self._device.close()
+        self._lane.close()
+
+    def _help(self, copying: Copying) -> None:
+        copying.run(self._units, copy=True)
+        self._host.finish()
+
+
+def _packs(slices: Iterable[Slice]) -> list[list[Slice]]:
+    """Runs of small tensors that lie behind one another in the file, and each larger one alone."""
+    packs: list[list[Slice]] = []
+    for part in slices:
+        if part.begin == part.end:
+            continue
+        last = packs[-1] if packs else None
+        if (
+            last is not None
+            and last[-1].end == part.begin
+            and part.end - part.begin < _PACK_BELOW_BYTES > last[0].end - last[0].begin
+            and part.end - last[0].begin <= _PACK_BYTES
+        ):
+            last.append(part)
+        else:
+            packs.append([part])
+    return packs

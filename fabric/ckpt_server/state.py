@@ -1,0 +1,231 @@
+"""Training state in and out: a consistent view of live objects, and live objects from a file.
+
+The shared state of a job is a few named objects with ``state_dict`` and ``load_state_dict``: model,
+optimizer, scheduler, scaler, moving averages. ``capture`` describes them as one safetensors file
+without copying a tensor; the view is valid until something changes the state, so it is taken and
+used between two optimizer steps. ``restore`` reads such a file back. It checks everything against
+the live objects before it touches one of them, and undoes what it did when an object refuses.
+
+Only what decides training is in the file: no devices, no addresses, no types by name. So the digest
+is equal on every replica that is in the same state, whatever it runs on.
+
+Two things differ from what ``load_state_dict`` alone would give. Optimizer state keeps its own dtype
+(torch casts it to the parameter's, which loses bits of a float32 average beside a bfloat16
+parameter). And tensors are never left pointing into the file.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from fabric.ckpt_server.digest import combine
+from fabric.ckpt_server.encoding import (
+    FILE_DTYPE,
+    TORCH_DTYPE,
+    Blobs,
+    Decoder,
+    Path,
+    bytes_of,
+    encode,
+)
+from fabric.ckpt_server.layout import (
+    TensorSpan,
+    build_preamble,
+    canonical_json,
+    file_order,
+    is_count,
+    parse_json,
+    read_header,
+)
+from fabric.ckpt_server.loading import check_fit, load_all
+from fabric.errors import IntegrityError, StateError
+
+FORMAT = 1
+_MAX_STEP = 1 << 62
+_PIECE_BYTES = 16 << 20  # how much of a device tensor is on the host at a time while digesting
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """A consistent view of live state at one step; the tensors are references, not copies.
+
+    ``header`` is the file's preamble, ``tensors`` its data in file order (contiguous), ``nbytes``
+    the size of the whole file. Valid until the state is changed.
+    """
+
+    header: bytes
+    tensors: tuple[tuple[str, torch.Tensor], ...]
+    nbytes: int
+
+    def digest(self) -> str:
+        """The state's digest, 32 hex digits, without a copy of the state.
+
+        Tensors on a device come down piece by piece, so memory on the host stays bounded.
+        """
+        return combine(self.header, (_tensor_digest(tensor) for _, tensor in self.tensors))
+
+
+def capture(objects: Mapping[str, object], step: int) -> StateView:
+    """The state of ``objects`` after ``step`` committed steps, as a file that is not yet written.
+
+    Raises StateError with the path of whatever cannot be serialised.
+    """
+    if not is_count(step, _MAX_STEP):
+        raise StateError(f"A step must be a whole number from 0, not {step!r}.")
+    tree, blobs = _walk(objects)
+    entries = []
+    for name, tensor in blobs.tensors.items():
+        dtype, shape = FILE_DTYPE.get(tensor.dtype), tuple(tensor.shape)
+        if dtype is None:  # the format has no word for it: raw bytes, one dimension more
+            dtype, shape = "U8", (*shape, tensor.dtype.itemsize)
+        entries.append((name, dtype, shape, tensor.numel() * tensor.dtype.itemsize))
+    entries.sort(key=lambda entry: file_order(entry[0], entry[1]))
+    try:
+        metadata = canonical_json({"format": FORMAT, "step": step, "state": tree})
+    except ValueError as error:
+        raise StateError(f"The training state has a number that cannot be written down: {error}.") from error
+    header = build_preamble(entries, metadata)
+    tensors = tuple((entry[0], blobs.tensors[entry[0]]) for entry in entries)
+    return StateView(header, tensors, len(header) + sum(entry[3] for entry in entries))
+
+
+def check_serialisable(objects: Mapping[str, object]) -> None:
+    """Raises StateError naming what keeps ``objects`` from being captured, e.g. ``scheduler.fn[0]``."""
+    capture(objects, 0)
+
+
+def restore(file: memoryview, objects: Mapping[str, object]) -> int:
+    """Loads the snapshot in ``file`` (exactly its bytes) into ``objects``; returns its step.
+
+    Names, shapes, dtypes and structure are checked first. Raises StateError that names the first
+    difference, or the object that refused its state; nothing is changed then.
+    """
+    file = file.cast("B") if file.format != "B" or file.ndim != 1 else file
+    header = read_header(file)
+    step, tree = _describe(header.metadata)
+    _require_names(set(tree), objects)
+    spans = {span.name: span for span in header.tensors}
+    unused = set(spans)
+
+    def view(name: str) -> torch.Tensor:
+        span = spans.get(name)
+        if span is None:
+            raise StateError(
+                f"The state refers to tensor {name[:200]!r}, which it does not contain; it is damaged."
+            )
+        return _tensor_at(file, span)
+
+    def own(name: str) -> torch.Tensor:
+        return view(name).clone()
+
+    decoded = {}
+    for name, node in tree.items():  # a module copies out of the file by itself
+        decoder = Decoder(view if isinstance(objects[name], torch.nn.Module) else own, unused)
+        decoded[name] = decoder.decode(node)
+    if unused:
+        raise StateError(
+            f"The state contains tensor {min(unused)[:200]!r}, which belongs to nothing; it is damaged."
+        )
+    for name, live in objects.items():
+        check_fit(name, live, decoded[name])
+    load_all(objects, decoded)
+    return step
+
+
+def restored_digest(objects: Mapping[str, object], step: int) -> str:
+    """The digest of ``objects`` as they are now; after ``restore`` it equals the snapshot's."""
+    return capture(objects, step).digest()
+
+
+def verify(objects: Mapping[str, object], step: int, digest: str) -> None:
+    """Raises IntegrityError unless ``objects`` are in exactly the state that ``digest`` names."""
+    found = restored_digest(objects, step)
+    if found != digest:
+        raise IntegrityError(
+            f"After loading step {step} the state's digest is {found} and must be {digest}: an object did not"
+            " take over all of its state; check that its load_state_dict reverses its state_dict."
+        )
+
+
+def layout_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """16 hex digits that are equal where names, shapes and dtypes are, in the same order."""
+    rows = [
+        [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in parameters
+    ]
+    return xxhash.xxh3_64_hexdigest(canonical_json(rows).encode())
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """A contiguous host tensor's memory as flat bytes; valid as long as the tensor."""
+    return bytes_of(tensor).numpy().data
+
+
+def _walk(objects: Mapping[str, object]) -> tuple[dict[str, Any], Blobs]:
+    tree: dict[str, Any] = {}
+    blobs = Blobs()
+    for name in sorted(objects):
+        if not isinstance(name, str) or not name:
+            raise StateError(
+                f"The shared state has the name {name!r}; names must be strings that are not empty."
+            )
+        value = objects[name]
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(value, method, None)):
+                raise StateError(
+                    f"{name} is a {type(value).__qualname__} without {method}(); shared state needs both"
+                    " state_dict() and load_state_dict()."
+                )
+        ties: dict[object, str] | None = {} if isinstance(value, torch.nn.Module) else None
+        path = Path(name, name.replace("~", "~0").replace("/", "~1"))
+        tree[name] = encode(value.state_dict(), path, blobs, ties)  # type: ignore[attr-defined]
+    return tree, blobs
+
+
+def _describe(metadata: str) -> tuple[int, dict[str, Any]]:
+    description = parse_json(metadata)
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise StateError(
+            f"The state is not of format {FORMAT}; run the same version of fabric on every replica."
+        )
+    step, tree = description.get("step"), description.get("state")
+    if not is_count(step, _MAX_STEP) or not isinstance(tree, dict):
+        raise StateError("The state names no step or no objects; it is damaged.")
+    assert isinstance(step, int)
+    return step, tree
+
+
+def _require_names(found: set[str], objects: Mapping[str, object]) -> None:
+    missing, unknown = sorted(set(objects) - found), sorted(found - set(objects))
+    if missing or unknown:
+        raise StateError(
+            f"The snapshot holds {', '.join(sorted(found)) or 'nothing'} and here the shared state is"
+            f" {', '.join(sorted(objects)) or 'nothing'}; attach the same objects on every replica."
+        )
+
+
+def _tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
+    dtype = TORCH_DTYPE[span.dtype]
+    if span.begin == span.end:
+        return torch.empty(span.shape, dtype=dtype)
+    raw = np.frombuffer(file[span.begin : span.end], np.uint8)
+    if file.readonly or raw.ctypes.data % dtype.itemsize:
+        raw = raw.copy()  # torch knows neither memory it must not write nor odd addresses
+    return torch.from_numpy(raw).view(dtype).reshape(span.shape)
+
+
+def _tensor_digest(tensor: torch.Tensor) -> int:
+    if tensor.device.type == "cpu":
+        return xxhash.xxh3_64_intdigest(host_bytes(tensor))
+    hasher = xxhash.xxh3_64()
+    for piece in _pieces(bytes_of(tensor)):
+        hasher.update(piece.cpu().numpy().data)
+    return hasher.intdigest()
+
+
+def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    for begin in range(0, flat.numel(), _PIECE_BYTES):
+        yield flat[begin : begin + _PIECE_BYTES]

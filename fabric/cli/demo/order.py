@@ -1,0 +1,46 @@
+"""Which samples belong to which micro-batch, recomputed from the documented rule alone.
+
+The data of a job is the concatenation of permutations of its dataset: pass k over it is
+``numpy.random.Generator(numpy.random.PCG64([seed, k])).permutation(dataset_size)``. Step s takes the
+positions [s*G, (s+1)*G), and micro-batch i of it the positions [i*m, (i+1)*m) of those. The trainers
+have their own code for this rule; that the two agree is part of what is verified.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Runs cross the end of the dataset rarely and in order: two neighbouring passes are enough.
+_CACHED_PASSES = 2
+
+
+class DataOrder:
+    """The data order of one job; ``data`` is the ``data`` field of a journal's ``start`` line."""
+
+    def __init__(self, data: Mapping[str, int]) -> None:
+        self.dataset_size = data["dataset_size"]
+        self.global_batch_size = data["global_batch_size"]
+        self.micro_batch_size = data["micro_batch_size"]
+        self.micro_batches = data["micro_batches"]
+        self.seed = data["seed"]
+        self._passes: dict[int, NDArray[np.int64]] = {}
+
+    def samples(self, step: int, micro_batch: int) -> list[int]:
+        """The dataset indices of micro-batch ``micro_batch`` of step ``step``, in order."""
+        first = step * self.global_batch_size + micro_batch * self.micro_batch_size
+        return [self._at(first + offset) for offset in range(self.micro_batch_size)]
+
+    def step_samples(self, step: int) -> list[int]:
+        """The dataset indices of the whole global batch of step ``step``, in order."""
+        first = step * self.global_batch_size
+        return [self._at(first + offset) for offset in range(self.global_batch_size)]
+
+    def _at(self, position: int) -> int:
+        number, offset = divmod(position, self.dataset_size)
+        if number not in self._passes:
+            if len(self._passes) >= _CACHED_PASSES:
+                del self._passes[min(self._passes)]
+            generator = np.random.Generator(np.random.PCG64([self.seed, number]))
+            self._passes[number] = generator.permutation(self.dataset_size)
+        return int(self._passes[number][offset])

@@ -1,0 +1,151 @@
+"""``report.html`` and ``events.jsonl``: a run as people look at it.
+
+The page stands alone (no network, no other file) and is written from the same evidence as the
+verdict; it shows a broken run as readily as a good one.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from fabric.cli.demo.audit import Evidence
+from fabric.cli.demo.charts import Mark, Point, Span, bars, colour, curves, rosters
+from fabric.cli.demo.journal import Journal, Line, lines_of
+from fabric.cli.demo.summary import mean_loss, step_gaps
+from fabric.cli.demo.tables import Cells, failure_rows, join_rows
+from fabric.cli.demo.verify import Verdict
+
+
+def write_report(directory: Path, verdict: Verdict) -> None:
+    """Write ``report.html`` and ``events.jsonl`` into ``directory``."""
+    (directory / "report.html").write_text(render(verdict), encoding="utf-8")
+    events = [json.dumps(entry) + "\n" for entry in merged_events(verdict.evidence)]
+    (directory / "events.jsonl").write_text("".join(events), encoding="utf-8")
+
+
+def merged_events(evidence: Evidence) -> list[Mapping[str, object]]:
+    """All journal lines and supervisor events, ordered by wall time."""
+    entries: list[Mapping[str, object]] = [
+        dict(line.fields) for journal in evidence.run.journals.values() for line in journal.lines
+    ]
+    entries.extend({**event, "source": "supervisor"} for event in evidence.run.supervisor)
+    return sorted(entries, key=lambda entry: float(str(entry["t"])))
+
+
+def render(verdict: Verdict) -> str:
+    """The page as text."""
+    evidence, summary = verdict.evidence, verdict.summary
+    zero, seconds = _extent(evidence)
+    marks = [Mark(f.t - zero, "kill", f"{f.replica} dies") for f in summary.failure_list]
+    marks += [Mark(j.t - zero, "join", f"{j.replica} joins") for j in summary.join_list]
+    replicas = sorted(evidence.run.journals)
+    spans = {name: _spans(evidence.run.journals[name], zero) for name in replicas}
+    template = Template((files("fabric.cli.demo") / "report.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=f"{len(replicas)} replicas, {summary.steps} steps, failures: {len(summary.failure_list)}",
+        subtitle=f"A training run of {seconds:.1f} s, as the journals of its replicas tell it.",
+        verdict=_verdict(verdict),
+        verdict_class="bad" if verdict.broken else "good",
+        broken=_list(verdict.broken),
+        facts=_facts(verdict),
+        legend="".join(_legend(index, name) for index, name in enumerate(replicas)),
+        loss=curves(_losses(evidence, zero), marks, seconds),
+        roster=rosters(spans, marks, seconds),
+        steps=bars(_step_times(evidence, zero), marks, seconds, summary.median_step_s),
+        failures=_table(failure_rows(summary), "No process failed."),
+        joins=_table(join_rows(summary), "No process joined the running job."),
+    )
+
+
+def _extent(evidence: Evidence) -> tuple[float, float]:
+    times = [line.t for journal in evidence.run.journals.values() for line in journal.lines]
+    zero = min(times, default=0.0)
+    return zero, max(times, default=0.0) - zero
+
+
+def _verdict(verdict: Verdict) -> str:
+    if verdict.broken:
+        return f"{len(verdict.broken)} promises of the protocol were broken."
+    return (
+        "Every step was committed once, with every sample counted once, and all replicas hold the same bits."
+    )
+
+
+def _list(sentences: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences[:50])
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _facts(verdict: Verdict) -> str:
+    summary = verdict.summary
+    facts = [
+        ("steps lost", str(summary.steps_lost)),
+        ("samples skipped", str(summary.samples_skipped)),
+        ("samples repeated", str(summary.samples_repeated)),
+        ("median step", f"{summary.median_step_s:.3f} s"),
+        ("longest stall", f"{summary.max_survivor_stall_s:.3f} s"),
+        ("final loss", f"{summary.final_loss:.4f}"),
+    ]
+    return "".join(f'<div class="fact"><b>{value}</b><span>{name}</span></div>' for name, value in facts)
+
+
+def _legend(index: int, replica: str) -> str:
+    return (
+        f'<button data-replica="{escape(replica)}" aria-pressed="true">'
+        f'<i style="background:{colour(index)}"></i>{escape(replica)}</button>'
+    )
+
+
+def _table(rows: Cells, empty: str) -> str:
+    head, body = rows
+    if not body:
+        return f"<p>{empty}</p>"
+
+    def row(tag: str, cells: Iterable[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    return f"<table>{row('th', head)}{''.join(row('td', cells) for cells in body)}</table>"
+
+
+def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[Point]]]:
+    return {
+        replica: [
+            [_loss(line, zero) for line in lines_of(lines, "commit")] for lines in journal.incarnations()
+        ]
+        for replica, journal in sorted(evidence.run.journals.items())
+    }
+
+
+def _loss(line: Line, zero: float) -> Point:
+    replay, loss = line.flag("replay"), mean_loss(line)
+    tip = f"{line.replica}, step {line.integer('step')}: {loss:.4f}{' (replayed)' if replay else ''}"
+    return Point(line.t - zero, loss, tip, hollow=replay)
+
+
+def _step_times(evidence: Evidence, zero: float) -> dict[str, list[Point]]:
+    series: dict[str, list[Point]] = {name: [] for name in sorted(evidence.run.journals)}
+    for line, gap in step_gaps(evidence):
+        tip = f"{line.replica}, step {line.integer('step')}: {gap:.3f} s"
+        series[line.replica].append(Point(line.t - zero, gap, tip))
+    return series
+
+
+def _spans(journal: Journal, zero: float) -> list[Span]:
+    """What the replica was when: by its own record of the epochs, from each line to the next."""
+    spans: list[Span] = []
+    for lines in journal.incarnations():
+        start, epoch = lines[0].t, None
+        for line in lines_of(lines, "epoch"):
+            member = journal.replica in line.fields["roster"]
+            spans.append(_one_span(journal.replica, start - zero, line.t - zero, epoch))
+            start, epoch = line.t, line.integer("epoch") if member else None
+        spans.append(_one_span(journal.replica, start - zero, lines[-1].t - zero, epoch))
+    return spans
+
+
+def _one_span(replica: str, start: float, end: float, epoch: int | None) -> Span:
+    what = "starts or catches up" if epoch is None else f"in epoch {epoch}"
+    return Span(start, end, epoch, f"{replica} {what}, {start:.2f} s to {end:.2f} s")

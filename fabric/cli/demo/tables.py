@@ -1,0 +1,84 @@
+"""The summary as tables: the cells once, shown in the terminal here and in the page by ``report``."""
+
+from rich.console import Console
+from rich.table import Table
+
+from fabric.cli.demo.summary import Summary
+
+# A head and rows of text.
+Cells = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def overview_rows(summary: Summary) -> Cells:
+    """The run as a whole."""
+    head = (
+        "steps",
+        "failures",
+        "joins",
+        "steps lost",
+        "samples skipped / repeated",
+        "digests",
+        "longest stall / median step",
+        "final loss",
+    )
+    row = (
+        str(summary.steps),
+        str(len(summary.failure_list)),
+        str(len(summary.join_list)),
+        str(summary.steps_lost),
+        f"{summary.samples_skipped} / {summary.samples_repeated}",
+        "equal" if summary.digests_equal else "DIFFERENT",
+        f"{summary.max_survivor_stall_s:.3f} s / {summary.median_step_s:.3f} s",
+        f"{summary.final_loss:.4f}",
+    )
+    return head, [row]
+
+
+def failure_rows(summary: Summary) -> Cells:
+    """One row per process that died; times count from its death."""
+    head = ("replica", "died at step", "detected", "epoch committed", "first step committed")
+    rows: list[tuple[str, ...]] = [
+        (f.replica, str(f.step), _s(f.detected_s), _s(f.epoch_s), _s(f.first_commit_s))
+        for f in summary.failure_list
+    ]
+    return head, rows
+
+
+def join_rows(summary: Summary) -> Cells:
+    """One row per process that entered the running job."""
+    head = ("replica", "joined at step", "fetched", "in", "rate", "steps replayed", "caught up in")
+    rows: list[tuple[str, ...]] = [
+        (
+            j.replica,
+            str(j.step),
+            f"{j.bytes / 1e6:.1f} MB",
+            f"{j.seconds:.3f} s",
+            f"{j.bytes / max(j.seconds, 1e-9) / 1e9:.2f} GB/s",
+            str(j.replayed),
+            f"{j.catch_up_s:.3f} s",
+        )
+        for j in summary.join_list
+    ]
+    return head, rows
+
+
+def print_tables(console: Console, summary: Summary) -> None:
+    """Print the overview, the failures and the joins."""
+    sections = (
+        ("", overview_rows(summary)),
+        ("Failures, seconds after the process died", failure_rows(summary)),
+        ("Joins", join_rows(summary)),
+    )
+    for title, (head, rows) in sections:
+        if not rows:
+            continue
+        table = Table(title=title or None, title_justify="left")
+        for name in head:
+            table.add_column(name)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def _s(seconds: float | None) -> str:
+    return "not recorded" if seconds is None else f"{seconds:.3f} s"

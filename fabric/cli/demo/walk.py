@@ -1,0 +1,186 @@
+"""The life of one trainer process, replayed line by line against what the protocol allows.
+
+A committed step rises by exactly one, from zero or from the step that was fetched in a ``join``; the
+digest of the state follows every commit; a contribution is written once per round and before its
+commit; nothing follows the end. A process that was killed may stop anywhere, one that finished may
+not. What an incarnation alone cannot show (that others saw the same) is in ``audit``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fabric.cli.demo.journal import Line
+
+
+@dataclass(slots=True)
+class Walk:
+    """Where one incarnation stands while its lines are read.
+
+    ``next_step`` is the step of its state; ``due`` the step whose state digest must come next, or
+    None. ``epoch`` is the newest forced epoch, ``heard`` the newest of any kind. ``rounds`` holds the
+    (generation, epoch, step) that it contributed to.
+    """
+
+    next_step: int = 0
+    due: int | None = None
+    generation: int = 0
+    epoch: int = 0
+    heard: int = 0
+    replayed: int = 0
+    joining: bool = False
+    ended: bool = False
+    last_state: int | None = None
+    rounds: set[tuple[int, int, int]] = field(default_factory=set)
+
+
+def walk(lines: Sequence[Line]) -> list[str]:
+    """The broken rules of one incarnation, one sentence each; ``lines`` begin with its ``start``."""
+    broken: list[str] = []
+    if lines[0].event != "start":
+        broken.append(f"{lines[0].place} does not begin with a start line.")
+    state = Walk()
+    previous = lines[0]
+    for line in lines:
+        if line.incarnation != lines[0].incarnation:
+            broken.append(f"{line.place} changes its incarnation without a start line.")
+        if line.mono < previous.mono:
+            broken.append(f"{line.place} goes back in time by {previous.mono - line.mono:.3f} s.")
+        if state.ended and line.event != "stop":
+            broken.append(f"{line.place} has a {line.event} line after its end.")
+        rule = _RULES.get(line.event)
+        if rule is not None:
+            broken.extend(f"{line.place} {problem}." for problem in rule(state, line))
+        previous = line
+    return broken
+
+
+def _settled(state: Walk) -> list[str]:
+    """The state digest that was due is not coming any more."""
+    if state.due is None:
+        return []
+    step, state.due = state.due, None
+    return [f"has no digest of its state at step {step}"]
+
+
+def _contribute(state: Walk, line: Line) -> list[str]:
+    broken = _settled(state)
+    step = line.integer("step")
+    if step != state.next_step:
+        broken.append(f"contributes to step {step} while its state is at step {state.next_step}")
+    key = (line.integer("generation"), line.integer("epoch"), step)
+    if key in state.rounds:
+        broken.append(f"contributes twice to the round of epoch {key[1]}, step {step}")
+    state.rounds.add(key)
+    ids = line.fields["micro_batches"]
+    if len(set(ids)) != len(ids):
+        broken.append(f"contributes a micro-batch of step {step} twice")
+    return broken
+
+
+def _commit(state: Walk, line: Line) -> list[str]:
+    broken = _settled(state)
+    step, generation = line.integer("step"), line.integer("generation")
+    if step != state.next_step:
+        broken.append(f"commits step {step} where step {state.next_step} had to follow")
+    if generation < state.generation:
+        broken.append(f"commits step {step} in generation {generation} after {state.generation}")
+    if line.flag("replay") and line.flag("live"):
+        broken.append(f"calls the commit of step {step} both live and a replay")
+    if line.flag("replay"):
+        state.replayed += 1
+        if not state.joining:
+            broken.append(f"replays step {step} without having joined by a fetched state")
+    elif line.integer("epoch") < state.epoch:
+        broken.append(f"commits step {step} in epoch {line.integer('epoch')} after {state.epoch}")
+    state.generation = generation
+    state.next_step = step + 1
+    state.due = step + 1
+    return broken
+
+
+def _state(state: Walk, line: Line) -> list[str]:
+    step = line.integer("step")
+    if state.due == step:
+        state.due = None
+        state.last_state = step
+        return []
+    # The state that a process starts with, or has just fetched, may be recorded too: once.
+    if state.due is None and step == state.next_step and state.last_state != step:
+        state.last_state = step
+        return []
+    wanted = state.next_step if state.due is None else state.due
+    return [f"records the state of step {step} where its state is at step {wanted}"]
+
+
+def _join(state: Walk, line: Line) -> list[str]:
+    broken = _settled(state)
+    state.next_step = line.integer("step")
+    state.generation = line.integer("generation")
+    state.replayed = 0
+    state.joining = True
+    state.last_state = None
+    return broken
+
+
+def _joined(state: Walk, line: Line) -> list[str]:
+    broken = _settled(state)
+    step, replayed = line.integer("step"), line.integer("replayed")
+    if step != state.next_step:
+        broken.append(f"joins at step {step} with the state of step {state.next_step}")
+    if replayed != state.replayed:
+        broken.append(f"says that it replayed {replayed} steps and recorded {state.replayed}")
+    state.joining = False
+    return broken
+
+
+def _epoch(state: Walk, line: Line) -> list[str]:
+    epoch = line.integer("epoch")
+    if epoch <= state.heard:
+        return [f"hears of epoch {epoch} after epoch {state.heard}"]
+    state.heard = epoch
+    # A planned epoch is heard of while rounds of the one before still commit: only forced ones bar.
+    if line.flag("forced"):
+        state.epoch = epoch
+    return []
+
+
+def _abort(state: Walk, line: Line) -> list[str]:
+    step = line.integer("step")
+    if step != state.next_step:
+        return [f"aborts a round of step {step} with the state of step {state.next_step}"]
+    return []
+
+
+def _resume(state: Walk, line: Line) -> list[str]:
+    step = line.integer("step")
+    # One step ahead: it holds the round that leads there, and commits it now.
+    if step < state.next_step:
+        return [f"is told to go on at step {step} with the state of step {state.next_step}"]
+    return []
+
+
+def _finish(state: Walk, line: Line) -> list[str]:
+    broken = _settled(state)
+    if line.integer("step") != state.next_step:
+        broken.append(f"finishes at step {line.integer('step')} with step {state.next_step}")
+    state.ended = True
+    return broken
+
+
+def _stop(state: Walk, line: Line) -> list[str]:
+    state.ended = True
+    return []
+
+
+_RULES: Mapping[str, Callable[[Walk, Line], list[str]]] = {
+    "contribute": _contribute,
+    "commit": _commit,
+    "state": _state,
+    "join": _join,
+    "joined": _joined,
+    "epoch": _epoch,
+    "abort": _abort,
+    "resume": _resume,
+    "finish": _finish,
+    "stop": _stop,
+}

@@ -1,0 +1,244 @@
+"""The control thread: an event loop that drives the member core and performs its effects.
+
+The trainer's main thread posts events and takes orders from ``orders``; exchange, transfer and keeper
+threads post the outcomes of what they were told to do. Nothing here decides anything.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.client.exchange import Exchange
+from fabric.client.journal import Journal
+from fabric.client.leader_link import LeaderLink
+from fabric.client.peers import Peers
+from fabric.client.slots import GradientSlots
+from fabric.client.transfer import Transfer
+from fabric.client.worker import Worker
+from fabric.errors import FabricError
+from fabric.ftar.plane import DataPlane
+from fabric.protocol import member_io as io
+from fabric.protocol.member import Member
+from fabric.protocol.messages import Bar, Contribution
+from fabric.runtime.driver import Driver
+from fabric.runtime.points import Points
+
+# Effects that are orders to the trainer's main thread.
+Order = io.Compute | io.Apply | io.Install | io.TakeSnapshot | io.DropGradient | io.Finish | io.Stop
+_ORDERS = (io.Compute, io.Apply, io.Install, io.TakeSnapshot, io.DropGradient, io.Finish, io.Stop)
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the engine drives."""
+
+    handle: ServerHandle
+    plane: DataPlane
+    peers: Peers
+    leader: LeaderLink
+    slots: GradientSlots
+    exchange: Exchange
+    transfer: Transfer
+    keeper: Worker
+    journal: Journal
+    points: Points
+
+
+class Engine:
+    """Runs from ``start`` until ``close``; ``post`` and ``orders`` are the main thread's side of it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self.member: Member | None = None
+        self._parts = parts
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._driver: Driver[io.Event, io.Effect] | None = None
+        self._stopping: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._contributed: tuple[int, int] = (0, -1)
+        self._performers: dict[type, Callable[[Any], None]] = {
+            io.SendPeer: self._send_peer,
+            io.SendLeader: lambda e: parts.leader.send(e.message),
+            io.LinkUp: self._link_up,
+            io.Switch: self._switch,
+            io.StartExchange: self._start_exchange,
+            io.AbortExchange: self._abort_exchange,
+            io.Publish: self._publish,
+            io.FetchState: lambda e: parts.transfer.fetch_state(e, self.post),
+            io.FetchGradient: lambda e: parts.transfer.fetch_gradient(e, self.post),
+            io.CancelFetch: lambda _: parts.transfer.cancel(),
+            io.Listen: self._listen,
+            io.Note: self._note,
+        }
+
+    def start(self, make_member: Callable[[int], Member], bind: str, ports: str) -> None:
+        """Begin: ``make_member(port)`` builds the core once the listener's port is known.
+
+        Raises ConfigError where the listener cannot bind.
+        """
+        ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main(make_member, (bind, ports), ready)),
+            name="fabric-control",
+            daemon=True,
+        )
+        self._thread.start()
+        problem = ready.get()
+        if problem is not None:
+            raise problem
+
+    def post(self, event: io.Event) -> None:
+        """Hand an event to the core; from any thread, never blocks."""
+        if self._loop is not None:
+            # The loop closes only after the job is complete: nobody waits for what comes later.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._feed, event)
+
+    def close(self) -> None:
+        """Say goodbye to the peers and end the thread."""
+        if self._loop is not None and self._stopping is not None and self._thread is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(timeout=5.0)
+        self._parts.transfer.close()
+        self._parts.exchange.close()
+        self._parts.keeper.close(within_s=2.0)
+
+    def crash(self, error: BaseException) -> None:
+        """A defect in the core or a thread: this process must start anew."""
+        reason = f"internal error in {type(error).__name__}: {error}"
+        self._parts.journal.write("stop", code=75, reason=reason)
+        self.orders.put(io.Stop(75, reason))
+
+    async def _main(
+        self,
+        make_member: Callable[[int], Member],
+        listen: tuple[str, str],
+        ready: "queue.SimpleQueue[BaseException | None]",
+    ) -> None:
+        parts = self._parts
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            port = await parts.peers.start(*listen, self._feed)
+            self.member = make_member(port)
+            self._driver = Driver(self.member, self._perform, tick=io.Tick(), on_crash=self.crash)
+        except FabricError as error:
+            ready.put(error)
+            return
+        session = asyncio.create_task(parts.leader.run(self._feed, self._refused))
+        ready.put(None)
+        await self._stopping.wait()
+        await parts.leader.drain(within_s=1.0)
+        await parts.peers.close()
+        session.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await session
+        self._driver.close()
+        parts.plane.close()
+
+    def _feed(self, event: io.Event) -> None:
+        if self._driver is not None:
+            self._driver.feed(event)
+
+    def _refused(self, reason: str) -> None:
+        self.orders.put(io.Stop(1, reason))
+
+    # --- effects ----------------------------------------------------------------------------------
+
+    def _perform(self, effect: io.Effect) -> None:
+        if isinstance(effect, _ORDERS):
+            if isinstance(effect, io.Stop):
+                self._parts.journal.write("stop", code=effect.code, reason=effect.reason)
+            elif isinstance(effect, io.Apply) and effect.held is not None:
+                self._parts.points.reach("after-barrier", effect.step)
+            self.orders.put(effect)
+        else:
+            self._performers[type(effect)](effect)
+
+    def _send_peer(self, effect: io.SendPeer) -> None:
+        message = effect.message
+        if isinstance(message, Contribution):
+            self._journal_contribution(message.fence.epoch, message)
+        elif isinstance(message, Bar):
+            self._parts.points.reach("before-barrier", message.step)
+        self._parts.peers.send(effect.replica, effect.incarnation, message)
+        if isinstance(message, Bar):
+            self._parts.points.reach("barrier", message.step)
+
+    def _journal_contribution(self, epoch: int, message: Contribution) -> None:
+        """Written before the contribution leaves this process, once per round."""
+        if self._contributed == (epoch, message.step):
+            return
+        self._contributed = (epoch, message.step)
+        self._parts.journal.write(
+            "contribute",
+            generation=message.fence.generation,
+            epoch=epoch,
+            step=message.step,
+            micro_batches=list(message.micro_batches),
+            samples=self.samples(message.step, message.micro_batches),
+            weight=message.weight,
+        )
+
+    # What the main thread fed: set by the session.
+    samples: Callable[[int, tuple[int, ...]], dict[str, list[int]]] = staticmethod(lambda _step, _ids: {})
+
+    def _link_up(self, effect: io.LinkUp) -> None:
+        record = effect.record
+        self._parts.journal.write(
+            "epoch",
+            epoch=record.epoch,
+            generation=record.generation,
+            forced=record.is_forced,
+            roster=list(record.names),
+            reason=record.reason,
+        )
+        self._parts.peers.link_up(record)
+
+    def _switch(self, effect: io.Switch) -> None:
+        assert self.member is not None
+        step = self.member.state.step
+        self._parts.points.reach("switch", step)
+        self._parts.peers.switch(effect.record)
+        me = effect.record.member(self.member.identity.replica)
+        if me is not None and me.fresh:
+            self._parts.points.reach("first-round", step)
+
+    def _start_exchange(self, effect: io.StartExchange) -> None:
+        assert self.member is not None and self.member.round is not None
+        own = self.member.round.contributions[self.member.identity.replica]
+        self._journal_contribution(effect.fence.epoch, own)
+        self._parts.exchange.start(effect, self.post)
+
+    def _abort_exchange(self, effect: io.AbortExchange) -> None:
+        self._parts.plane.abort(effect.epoch, effect.why)
+        assert self.member is not None
+        self._parts.points.reach("abort", self.member.state.step)
+
+    def _publish(self, effect: io.Publish) -> None:
+        self._parts.keeper.submit(lambda: self._publish_now(effect))
+
+    def _publish_now(self, effect: io.Publish) -> None:
+        parts = self._parts
+        try:
+            parts.slots.publish(effect.generation, effect.held)
+        except FabricError:
+            # The server is gone. It is started again, with new memory for the rounds to come.
+            with contextlib.suppress(FabricError):
+                if parts.handle.ensure():
+                    parts.slots.reset()
+
+    def _listen(self, effect: io.Listen) -> None:
+        self._parts.slots.listening = effect.on
+
+    def _note(self, note: io.Note) -> None:
+        if note.kind == "resume":
+            self._parts.points.reach("recovery", note.step)
+        self._parts.journal.write(
+            note.kind.replace(" ", "-"), epoch=note.epoch, step=note.step, why=note.why, about=note.about
+        )

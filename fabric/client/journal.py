@@ -1,0 +1,51 @@
+"""What this replica did, one JSON line per event: the independent record that a run is verified from.
+
+Each line is one ``write`` on a file opened for appending, so that a SIGKILL loses at most the line being
+written; every incarnation of the replica appends to the same file. Written only where FABRIC_JOURNAL says.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from fabric.errors import ConfigError
+
+
+class Journal:
+    """Appends events; without a path it does nothing."""
+
+    def __init__(self, path: Path | None, replica: str, incarnation: int) -> None:
+        self._who = {"replica": replica, "incarnation": incarnation}
+        self._descriptor = -1
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            # A killed predecessor may have left half a line: what follows must not be glued to it.
+            if path.stat().st_size:
+                with path.open("rb") as file:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":
+                        os.write(self._descriptor, b"\n")
+        except OSError as error:
+            raise ConfigError(f"the journal {path} cannot be written: {error.strerror}") from error
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is written."""
+        return self._descriptor >= 0
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one line; safe from any thread."""
+        if not self.on:
+            return
+        body = {"event": event, "t": time.time(), "mono": time.monotonic(), **self._who, **values}
+        os.write(self._descriptor, json.dumps(body, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        if self.on:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,109 @@
+"""The session with the lighthouse: one WebSocket, kept open to whichever instance leads.
+
+Addresses are tried in turn, the last leader first, with attempts under a second and jittered back-off.
+A refusal (wrong token, unknown job) that waiting cannot heal ends the process with its sentence.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import aiohttp
+
+from fabric.errors import FabricError, ProtocolError
+from fabric.protocol import member_io as io
+from fabric.protocol import wire
+from fabric.protocol.messages import LeaderMessage, MemberMessage
+
+_CONNECT_S = 0.9
+_BACKOFF_S = (0.05, 0.5)
+_LEADER_KINDS = LeaderMessage.__args__
+_MAX_MESSAGE_BYTES = wire.MAX_BYTES
+
+
+class LeaderLink:
+    """Feeds LeaderConnected, FromLeader and LeaderLost; ``send`` while away is dropped on purpose: the
+    core says again what matters when a session opens."""
+
+    def __init__(self, urls: tuple[str, ...], job: str, replicas: str, token: bytes, replica: str) -> None:
+        self._urls = list(urls)
+        self._path = f"/v1/jobs/{job}/session"
+        self._query = {"replicas": replicas, "replica": replica}
+        self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
+        self._outbox: asyncio.Queue[bytes] | None = None
+        self.problem = ""
+
+    def send(self, message: MemberMessage) -> None:
+        """Queue one message for the leader."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(wire.encode(message))
+
+    async def run(self, feed: Callable[[io.Event], None], on_refused: Callable[[str], None]) -> None:
+        """Keep a session open until cancelled."""
+        jitter = random.Random()  # noqa: S311  (back-off, not a secret)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http:
+            while True:
+                url = self._urls[0]
+                try:
+                    await self._session(http, url, feed)
+                except aiohttp.WSServerHandshakeError as error:
+                    self.problem = f"{url} answered {error.status}"
+                    if error.status in (400, 401, 403, 404):
+                        on_refused(_refusal(url, error.status))
+                        return
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    self.problem = f"{url} cannot be reached ({type(error).__name__})"
+                except FabricError as error:
+                    self.problem = str(error)
+                self._urls.append(self._urls.pop(0))
+                await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
+
+    async def _session(self, http: aiohttp.ClientSession, url: str, feed: Callable[[io.Event], None]) -> None:
+        async with asyncio.timeout(_CONNECT_S * 3):
+            socket = await http.ws_connect(
+                url + self._path, params=self._query, max_msg_size=_MAX_MESSAGE_BYTES
+            )
+        self._outbox = asyncio.Queue()
+        self.problem = ""
+        sender = asyncio.get_running_loop().create_task(self._send_all(socket, self._outbox))
+        feed(io.LeaderConnected())
+        try:
+            async for message in socket:
+                if message.type is not aiohttp.WSMsgType.TEXT:
+                    raise ProtocolError(f"{url} sent {message.type.name} where JSON text was expected")
+                decoded = wire.decode(message.data)
+                if not isinstance(decoded, _LEADER_KINDS):
+                    raise ProtocolError(f"{url} sent a {type(decoded).__name__}, which is not for members")
+                feed(io.FromLeader(decoded))
+        finally:
+            self._outbox = None
+            sender.cancel()
+            await socket.close()
+            feed(io.LeaderLost())
+        # A clean end of the session (fail-over, restart): try the same address last.
+
+    async def _send_all(
+        self, socket: aiohttp.ClientWebSocketResponse, outbox: "asyncio.Queue[bytes]"
+    ) -> None:
+        while True:
+            data = await outbox.get()
+            await socket.send_str(data.decode())
+
+    async def drain(self, within_s: float) -> None:
+        """Wait until what was sent has left, at most ``within_s``."""
+        deadline = asyncio.get_running_loop().time() + within_s
+        while self._outbox is not None and not self._outbox.empty():
+            if asyncio.get_running_loop().time() > deadline:
+                return
+            await asyncio.sleep(0.005)
+
+
+def _refusal(url: str, status: int) -> str:
+    if status in (401, 403):
+        return f"the lighthouse at {url} refused the token: give FABRIC_TOKEN_FILE the job's token"
+    if status == 404:
+        return f"{url} is not a lighthouse: check FABRIC_LIGHTHOUSE"
+    return (
+        f"the lighthouse at {url} refused the job or the replica count: check FABRIC_JOB and FABRIC_REPLICAS"
+    )

@@ -1,0 +1,235 @@
+"""Links to the other members: one ordered control link per process, ring sockets per epoch.
+
+Control links outlive epochs and are keyed by (replica, incarnation); of two members the one whose id sorts
+first dials. Ring sockets belong to one epoch: each member dials the next in roster order and is dialled by
+the one before, outside the step. An epoch is linked when all of that stands; what is missing is retried
+until it is superseded, and reported as failed after ``link_s`` so that the leader hears of it.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fabric.errors import FabricError, ProtocolError
+from fabric.ftar.plane import DataPlane, Ring
+from fabric.model import Member, Record
+from fabric.protocol import member_io as io
+from fabric.protocol import wire
+from fabric.protocol.messages import Bar, Contribution, PeerMessage
+from fabric.transport.greeting import Greeting
+from fabric.transport.link import Link
+from fabric.transport.tcp import Identity, Listener, dial
+
+_RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+_DIAL_S = 3.0
+# A member may receive one message per peer before its own main thread is ready: some megabytes at most.
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Linking:
+    """One epoch's links on their way up."""
+
+    record: Record
+    next_socket: socket.socket | None = None
+    previous_socket: socket.socket | None = None
+    task: "asyncio.Task[None] | None" = None
+    done: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Peers:
+    """Owns the listener and every link of this process; lives on the control thread's loop.
+
+    ``feed`` takes the member core's events.
+    """
+
+    def __init__(
+        self, identity: Identity, incarnation: int, token: bytes, plane: DataPlane, link_s: float
+    ) -> None:
+        self._me: Key = (identity.replica, incarnation)
+        self._identity = identity
+        self._token = token
+        self._plane = plane
+        self._link_s = link_s
+        self._feed: Callable[[io.Event], None] = lambda _: None
+        self._listener = Listener(identity, token, self._on_connection)
+        self._links: dict[Key, Link] = {}
+        self._ring_arrivals: dict[tuple[int, Key], socket.socket] = {}
+        self._epochs: dict[int, _Linking] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, bind: str, ports: str, feed: Callable[[io.Event], None]) -> int:
+        """Listen; returns the port."""
+        self._feed = feed
+        await self._listener.start(bind, ports)
+        return self._listener.address[1]
+
+    async def close(self) -> None:
+        """Say goodbye to everybody, then end every task."""
+        links = list(self._links.values())
+        await asyncio.gather(*(link.close(linger_s=1.0) for link in links), return_exceptions=True)
+        for task in [*self._tasks, *(e.task for e in self._epochs.values() if e.task is not None)]:
+            task.cancel()
+        await self._listener.close()
+        for sock in self._ring_arrivals.values():
+            sock.close()
+
+    def send(self, replica: str, incarnation: int, message: PeerMessage) -> None:
+        """Queue a message; a link that is down has told the core so, or will."""
+        link = self._links.get((replica, incarnation))
+        if link is not None:
+            link.send(wire.encode(message))
+
+    # --- bringing epochs up -----------------------------------------------------------------------
+
+    def link_up(self, record: Record) -> None:
+        """Make what is missing of the links of ``record``; feeds Linked or LinkFailed."""
+        self._identity.store_id = record.store_id
+        linking = self._epochs.get(record.epoch)
+        if linking is None:
+            linking = self._epochs[record.epoch] = _Linking(record)
+        if linking.task is None or linking.task.done():
+            linking.done = False
+            linking.task = asyncio.get_running_loop().create_task(self._bring_up(linking))
+
+    def switch(self, record: Record) -> None:
+        """``record`` is in force: older epochs' ring sockets go."""
+        for epoch in [e for e in self._epochs if e < record.epoch]:
+            linking = self._epochs.pop(epoch)
+            if linking.task is not None:
+                linking.task.cancel()
+            if not linking.done:
+                for sock in (linking.next_socket, linking.previous_socket):
+                    if sock is not None:
+                        sock.close()
+        for key in [k for k in self._ring_arrivals if k[0] < record.epoch]:
+            self._ring_arrivals.pop(key).close()
+        self._plane.retire(record.epoch)
+
+    async def _bring_up(self, linking: _Linking) -> None:
+        record = linking.record
+        try:
+            async with asyncio.timeout(self._link_s):
+                dials = [self._dial_control(record, x) for x in self._to_dial(record)]
+                await asyncio.gather(*dials, self._dial_next(linking))
+                while self._missing(linking):
+                    linking.changed.clear()
+                    await linking.changed.wait()
+        except (TimeoutError, FabricError) as error:
+            missing = self._missing(linking)
+            about = missing[0] if missing else ""
+            why = str(error) or f"no link to {', '.join(missing)} within {self._link_s:g} s"
+            linking.task = None
+            self._feed(io.LinkFailed(record.epoch, about, why))
+            return
+        self._install(linking)
+        self._feed(io.Linked(record.epoch))
+
+    def _install(self, linking: _Linking) -> None:
+        if linking.done:
+            return
+        linking.done = True
+        record = linking.record
+        position = record.names.index(self._me[0])
+        ring = Ring(record.epoch, position, record.names)
+        if len(record.roster) > 1:
+            linking.previous_socket = self._ring_arrivals.pop((record.epoch, self._previous(record)))
+        self._plane.install(ring, linking.next_socket, linking.previous_socket)
+
+    def _to_dial(self, record: Record) -> list[Member]:
+        others = [x for x in record.roster if x.replica > self._me[0]]
+        return [x for x in others if (x.replica, x.incarnation) not in self._links]
+
+    def _missing(self, linking: _Linking) -> list[str]:
+        record = linking.record
+        others = [(x.replica, x.incarnation) for x in record.roster if x.replica != self._me[0]]
+        missing = [key[0] for key in others if key not in self._links]
+        if others and not linking.done:
+            previous = self._previous(record)
+            if (record.epoch, previous) not in self._ring_arrivals and previous[0] not in missing:
+                missing.append(previous[0])
+        return missing
+
+    def _previous(self, record: Record) -> Key:
+        member = record.roster[record.names.index(self._me[0]) - 1]
+        return member.replica, member.incarnation
+
+    async def _dial_control(self, record: Record, member: Member) -> None:
+        key = (member.replica, member.incarnation)
+        sock = await self._dial(record, member, "control", lambda: key in self._links)
+        if sock is not None:
+            self._adopt(key, sock)
+
+    async def _dial_next(self, linking: _Linking) -> None:
+        record = linking.record
+        if len(record.roster) < 2 or linking.next_socket is not None:
+            return
+        member = record.roster[(record.names.index(self._me[0]) + 1) % len(record.roster)]
+        linking.next_socket = await self._dial(record, member, "data", lambda: False)
+
+    async def _dial(
+        self, record: Record, member: Member, kind: str, is_up: Callable[[], bool]
+    ) -> socket.socket | None:
+        """Dial until it works or ``is_up``; the caller's timeout bounds it."""
+        greeting = Greeting(
+            job=self._identity.job,
+            store_id=record.store_id,
+            replica=self._me[0],
+            incarnation=self._me[1],
+            kind="data" if kind == "data" else "control",
+            epoch=record.epoch,
+            to=member.replica,
+        )
+        tries = 0
+        while not is_up():
+            try:
+                return await dial(member.link, greeting, self._token, _DIAL_S)
+            except FabricError:
+                # The peer may not have heard of the epoch, or its place may just be taken over.
+                await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+                tries += 1
+        return None
+
+    # --- links as they come -----------------------------------------------------------------------
+
+    def _on_connection(self, greeting: Greeting, sock: socket.socket) -> None:
+        key = (greeting.replica, greeting.incarnation)
+        if greeting.kind == "control":
+            self._adopt(key, sock)
+            return
+        stale = self._ring_arrivals.pop((greeting.epoch, key), None)
+        if stale is not None:
+            stale.close()
+        self._ring_arrivals[greeting.epoch, key] = sock
+        self._changed()
+
+    def _adopt(self, key: Key, sock: socket.socket) -> None:
+        link = Link(sock, key[0])
+        old = self._links.get(key)
+        self._links[key] = link
+        if old is not None:
+            old.abort("replaced by a newer link to the same process")
+        task = asyncio.get_running_loop().create_task(self._run(key, link))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._changed()
+
+    async def _run(self, key: Key, link: Link) -> None:
+        def on_message(data: bytes) -> None:
+            message = wire.decode(data)
+            if not isinstance(message, Contribution | Bar):
+                raise ProtocolError(f"{key[0]} sent a {type(message).__name__}, which is not for peers")
+            self._feed(io.FromPeer(key[0], key[1], message))
+
+        def on_closed(reason: str) -> None:
+            if self._links.get(key) is link:
+                del self._links[key]
+                self._feed(io.LinkLost(key[0], key[1], reason))
+
+        await link.run(on_message, on_closed)
+
+    def _changed(self) -> None:
+        for linking in self._epochs.values():
+            linking.changed.set()

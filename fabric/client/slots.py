@@ -1,0 +1,113 @@
+"""Where reduced gradients live: slots in the checkpoint server's shared memory, used in turn.
+
+A round reduces straight into a slot, so publishing it costs no copy. The last two committed gradients are
+always there (a third slot takes the round under way); while somebody catches up more slots keep more steps,
+up to a limit in bytes. When the server is gone the round uses private memory and is not published.
+"""
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.errors import FabricError
+from fabric.protocol.member_io import Hold
+
+_ALWAYS = 3
+_LISTENING = 32
+
+
+@dataclass(slots=True)
+class Slot:
+    """One result buffer: the step it was reduced for, and whether that was published."""
+
+    index: int
+    buffer: torch.Tensor
+    step: int = -1
+    published: bool = False
+    shared: bool = True
+
+
+@dataclass(slots=True)
+class GradientSlots:
+    """``nbytes`` of one flat gradient; ``limit_bytes`` for all slots together."""
+
+    handle: ServerHandle
+    nbytes: int
+    layout: str
+    limit_bytes: int = 2**30
+    listening: bool = False
+    _slots: list[Slot] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def for_round(self, step: int) -> Slot:
+        """The slot that a round of ``step`` may overwrite."""
+        with self._lock:
+            slot = next((s for s in self._slots if s.step == step and not s.published), None)
+            if slot is None:
+                slot = self._next()
+            slot.step, slot.published = step, False
+            return slot
+
+    def _next(self) -> Slot:
+        most = max(_ALWAYS, min(_LISTENING, self.limit_bytes // max(self.nbytes, 1)))
+        if len(self._slots) < (most if self.listening else _ALWAYS):
+            slot = self._allocate(len(self._slots))
+            self._slots.append(slot)
+            return slot
+        slot = min(self._slots, key=lambda s: s.step)
+        if slot.shared:
+            try:
+                self.handle.begin("gradient", slot.index)
+            except FabricError:
+                self._detach()
+                return slot
+        return slot
+
+    def _allocate(self, index: int) -> Slot:
+        try:
+            memory = self.handle.allocate("gradient", index, max(self.nbytes, 1))
+            self.handle.begin("gradient", index)
+        except FabricError:
+            return Slot(index, torch.zeros(self.nbytes, dtype=torch.uint8), shared=False)
+        return Slot(index, torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes])
+
+    def _detach(self) -> None:
+        """The server is gone: its memory stays mapped here, but nobody serves it any more."""
+        for slot in self._slots:
+            slot.shared = False
+
+    def publish(self, generation: int, held: Hold) -> None:
+        """Serve the committed gradient that lies in the slot of its step; raises FabricError."""
+        with self._lock:
+            slot = next((s for s in self._slots if s.step == held.step), None)
+            if slot is None:
+                return
+            slot.published = True
+        if not slot.shared:
+            return
+        self.handle.publish_gradient(
+            slot.index,
+            generation=generation,
+            step=held.step,
+            epoch=held.epoch,
+            nbytes=self.nbytes,
+            digest=held.gradient_digest,
+            weight=held.weight,
+            layout=self.layout,
+            meta={
+                "contributions": {name: list(ids) for name, ids in held.contributions},
+                "metrics": dict(held.metrics),
+            },
+        )
+
+    def find(self, step: int) -> torch.Tensor:
+        """The buffer of the newest round of ``step``."""
+        with self._lock:
+            return next(s.buffer for s in self._slots if s.step == step)
+
+    def reset(self) -> None:
+        """A new server: allocate everything anew, except what is in use by its step."""
+        with self._lock:
+            self._slots.clear()

@@ -1,0 +1,135 @@
+"""When this replica snapshots its state, and how: into two slots of the server's memory, in turn.
+
+The copy starts at a step boundary and is joined before the user's update code may change anything. The
+policy keeps the cost under a share of the step time, and no snapshot older than ten minutes; a newcomer's
+request is served on top of either.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.snapshot import Copier, build_manifest
+from fabric.ckpt_server.state import StateView, capture
+from fabric.errors import FabricError
+from fabric.protocol.member_io import Snapshotted
+
+MAX_AGE_S = 600.0
+_SLOTS = 2
+
+
+@dataclass(slots=True)
+class OverheadBudget:
+    """Due when the last copy's cost is at most ``share`` of the time since, or after MAX_AGE_S."""
+
+    share: float
+    taken: float = -1.0
+    cost_s: float = 0.0
+
+    def is_due(self, now: float) -> bool:
+        if self.taken < 0:
+            return True
+        age = now - self.taken
+        return age >= MAX_AGE_S or (self.share > 0 and self.cost_s <= self.share * age)
+
+    def record(self, now: float, cost_s: float) -> None:
+        self.taken, self.cost_s = now, cost_s
+
+
+class Snapshots:
+    """One at a time. ``submit`` runs a job on the keeper thread; ``post`` takes Snapshotted."""
+
+    def __init__(
+        self,
+        handle: ServerHandle,
+        objects: Mapping[str, object],
+        copier: Copier,
+        budget: OverheadBudget,
+        who: tuple[str, str],
+    ) -> None:
+        self._handle = handle
+        self._objects = objects
+        self._copier = copier
+        self._budget = budget
+        self._job, self._replica = who
+        self._next_slot = 0
+        self._copied = threading.Event()
+        self._copied.set()
+
+    def is_due(self) -> bool:
+        """Whether the policy wants one at this boundary."""
+        return self._copied.is_set() and self._budget.is_due(time.monotonic())
+
+    def start(
+        self,
+        step: int,
+        generation: int,
+        submit: Callable[[Callable[[], None]], None],
+        post: Callable[[Snapshotted], None],
+    ) -> None:
+        """Begin to copy the state at ``step``, which must not change until ``wait_copied`` returns."""
+        self.wait_copied()
+        started = time.monotonic()
+        view = capture(self._objects, step)
+        try:
+            slot = self._take_slot()
+            target = self._handle.allocate("snapshot", slot, view.nbytes)
+            self._copier.start(view, target)
+        except FabricError:
+            post(Snapshotted(step, ""))
+            return
+        self._copied.clear()
+        submit(lambda: self._finish(view, slot, (step, generation), started, post))
+
+    def _take_slot(self) -> int:
+        """The slot to overwrite: the older one, unless somebody reads it and nobody reads the other."""
+        for slot in (self._next_slot, 1 - self._next_slot):
+            if self._handle.begin("snapshot", slot, unless_read=True):
+                break
+        else:
+            slot = self._next_slot
+            self._handle.begin("snapshot", slot)
+        self._next_slot = (slot + 1) % _SLOTS
+        return slot
+
+    def _finish(
+        self,
+        view: StateView,
+        slot: int,
+        when: tuple[int, int],
+        started: float,
+        post: Callable[[Snapshotted], None],
+    ) -> None:
+        step, generation = when
+        digest = ""
+        try:
+            try:
+                digests = self._copier.join()
+            finally:
+                self._budget.record(time.monotonic(), time.monotonic() - started)
+                self._copied.set()
+            manifest = build_manifest(
+                view,
+                digests,
+                job=self._job,
+                replica=self._replica,
+                generation=generation,
+                created=time.time(),
+            )
+            self._handle.publish_snapshot(slot, manifest)
+            digest = digests.digest
+        except FabricError:
+            # The server died under us: the newcomer is told that this replica missed the step.
+            digest = ""
+        post(Snapshotted(step, digest))
+
+    def wait_copied(self) -> None:
+        """Return once no copy reads the live state any more."""
+        self._copied.wait()
+
+    def target(self, nbytes: int) -> tuple[int, memoryview]:
+        """A slot for a state that is fetched: it becomes this replica's own snapshot."""
+        slot = self._take_slot()
+        return slot, self._handle.allocate("snapshot", slot, nbytes)

@@ -1,0 +1,109 @@
+"""The transfer thread: fetches a snapshot or one published gradient at a time, and can be cancelled."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fabric.ckpt_server.fetch import Fetched, GradientMeta, StateFetcher
+from fabric.client.snapshots import Snapshots
+from fabric.client.worker import Worker
+from fabric.errors import FabricError, Gone
+from fabric.protocol import member_io as io
+from fabric.runtime.points import Points
+
+# A long poll shorter than the server's bound; the core asks again.
+_WAIT_S = 20.0
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A fetched state in one of my own slots, not yet loaded."""
+
+    slot: int
+    file: memoryview
+    fetched: Fetched
+
+
+class Transfer:
+    """Performs FetchState and FetchGradient; what arrived is in ``state`` and ``gradient``."""
+
+    def __init__(
+        self,
+        fetcher: StateFetcher,
+        snapshots: Snapshots,
+        gradient_bytes: int,
+        points: Points,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._fetcher = fetcher
+        self._snapshots = snapshots
+        self._gradient_bytes = gradient_bytes
+        self._points = points
+        self._worker = Worker("fabric-transfer", on_crash)
+        self._wanted = 0
+        self.buffer: torch.Tensor | None = None
+        self.state: Arrived | None = None
+        self.gradient: GradientMeta | None = None
+
+    def fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
+        """Queue a snapshot's fetch."""
+        self._worker.submit(lambda: self._fetch_state(order, post))
+
+    def _fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
+        self._points.reach("fetch", order.state.step)
+        slot = -1
+        file = memoryview(b"")
+
+        def allocate(nbytes: int) -> memoryview:
+            nonlocal slot, file
+            slot, memory = self._snapshots.target(nbytes)
+            file = memory[:nbytes]
+            return file
+
+        try:
+            fetched = self._fetcher.fetch_state(order.urls, order.state, allocate)
+        except FabricError as error:
+            post(io.FetchFailed(str(error)))
+            return
+        self.state = Arrived(slot, file, fetched)
+        post(io.StateFetched(order.state.step, order.state.digest))
+
+    def fetch_gradient(self, order: io.FetchGradient, post: Callable[[io.Event], None]) -> None:
+        """Queue one gradient's fetch; CancelFetch makes those queued before it void."""
+        ticket = self._wanted = self._wanted + 1
+        self._worker.submit(lambda: self._fetch_gradient(order, ticket, post))
+
+    def _fetch_gradient(self, order: io.FetchGradient, ticket: int, post: Callable[[io.Event], None]) -> None:
+        if ticket != self._wanted:
+            return
+        if self.buffer is None:
+            self.buffer = torch.zeros(self._gradient_bytes, dtype=torch.uint8)
+        try:
+            meta = self._fetcher.fetch_gradient(
+                order.urls,
+                generation=order.generation,
+                step=order.step,
+                into=memoryview(self.buffer.numpy()),
+                wait_s=_WAIT_S,
+            )
+        except Gone as error:
+            if ticket == self._wanted:
+                post(io.GradientGone(order.step, gone=True, why=str(error)))
+            return
+        except FabricError as error:
+            # Not published yet, or every source is away for the moment: the core asks again.
+            if ticket == self._wanted:
+                post(io.GradientGone(order.step, gone=False, why=str(error)))
+            return
+        self.gradient = meta
+        post(io.GradientFetched(order.step, meta.digest))
+
+    def cancel(self) -> None:
+        """The gradient under way is no longer wanted."""
+        self._wanted += 1
+        self._fetcher.cancel()
+
+    def close(self) -> None:
+        self.cancel()
+        self._worker.close(within_s=1.0)

@@ -1,0 +1,33 @@
+"""A daemon thread that runs jobs in order. Daemon, because a trainer whose main thread has raised must
+be able to exit while an exchange or a fetch is still blocked."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class Worker:
+    """Runs what is submitted, one at a time; a job handles its own errors, anything else is ``on_crash``."""
+
+    def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._on_crash = on_crash
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job."""
+        self._jobs.put(job)
+
+    def close(self, within_s: float) -> None:
+        """End after what is queued, waiting at most ``within_s``."""
+        self._jobs.put(None)
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001  (the one supervisor of this thread)
+                self._on_crash(error)
+                return

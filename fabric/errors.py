@@ -1,0 +1,77 @@
+"""The one error hierarchy: every message is one sentence that says what happened, to whom, and what
+to do about it."""
+
+
+class FabricError(Exception):
+    """Base of every error that fabric raises on purpose."""
+
+
+class ConfigError(FabricError):
+    """A setting, argument or environment variable cannot be used as given."""
+
+
+class ProtocolError(FabricError):
+    """Bytes or a message from outside that do not follow the protocol."""
+
+
+class IllegalTransition(FabricError):
+    """A state machine was asked for a step that its table does not allow: a bug, never a user error."""
+
+
+class Unauthorized(FabricError):
+    """A token is missing or does not match."""
+
+
+class Refused(FabricError):
+    """The other side understood and said no; the message carries its reason."""
+
+
+class Unreachable(FabricError):
+    """Nobody answers at an address, or went silent before the link was made."""
+
+
+class RoundAborted(FabricError):
+    """An exchange ended without a result; the local gradient is untouched and the round is redone.
+
+    ``about`` names the peer that it failed on, empty where nobody in particular is to blame.
+    """
+
+    def __init__(self, message: str, about: str = "") -> None:
+        super().__init__(message)
+        self.about = about
+
+
+class StoreError(FabricError):
+    """The control store answered with an error; the write was definitely not applied."""
+
+
+class StoreIndefinite(StoreError):
+    """A write timed out or lost its connection: it may have been applied, or may be later."""
+
+
+class StoreUnavailable(StoreError):
+    """The control store could not be reached or has no leader; nothing was applied, try again."""
+
+
+class LeaseGone(StoreError):
+    """A lease has expired or was revoked, and the keys under it are deleted; the write was not applied."""
+
+
+class Compacted(StoreError):
+    """A watch asks for a revision that the store no longer keeps: list the keys again."""
+
+
+class StateError(FabricError):
+    """Training state cannot be captured, described, fetched or loaded; the target is untouched."""
+
+
+class IntegrityError(StateError):
+    """Bytes do not match their digest."""
+
+
+class Gone(StateError):
+    """A step or slot that was asked for is no longer held; the message lists what is."""
+
+
+class Evicted(FabricError):
+    """This process must stop or re-initialise: its place in the job is gone."""

@@ -1,0 +1,166 @@
+"""What a forced epoch goes on with: a pure function of its members' reports.
+
+Given the record of a forced epoch and the frozen report of every member, answer at which step T they
+resume and what each must still compute. Every leader that sees the same reports decides the same.
+
+Why T = C + 1 needs *all* reporters of the newest round to hold: holding is a promise (who loses it exits),
+so if one member of that round reports without holding, nobody can have left its commit barrier, dead or
+alive, and the round is redone. If all of them hold, somebody may have committed, and committing is allowed.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from fabric.model import Record
+from fabric.protocol.assignment import assign, spread
+from fabric.protocol.messages import Assignment, Report, Resume
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Reports of the same step carry different digests: these members are the minority."""
+
+    replicas: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Undecidable:
+    """Two members disagree and no third can tell who is right: the job stops rather than guess."""
+
+    reason: str
+
+
+Decision = Resume | Evict | Undecidable
+
+
+def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) -> Decision:
+    """The decision of forced epoch ``record.epoch`` from the reports of all its members.
+
+    ``micro_batches`` is how many make a step. Raises KeyError when a member's report is missing.
+    """
+    if record.cold == record.epoch:
+        return _cold(record, micro_batches)
+    by_name = {m.replica: reports[m.replica] for m in record.roster}
+    # A newcomer that never held a state of this generation says nothing about it.
+    valid = {r: x for r, x in by_name.items() if x.state_generation == record.generation}
+    split = _digest_split(valid)
+    if split is not None:
+        return split
+    newest = max((_newest_step(x, record) for x in valid.values()), default=record.base.step)
+    witnesses = _witnesses(record, valid, newest)
+    if witnesses and all(_holds(w, record, newest) for w in witnesses.values()):
+        split = _minority({name: w.gradient_digest for name, w in witnesses.items()}, "the reduced gradient")
+        return split or _commit(record, witnesses, newest, micro_batches)
+    return _redo(record, valid, newest, micro_batches)
+
+
+def _cold(record: Record, micro_batches: int) -> Resume:
+    shares = assign(range(micro_batches), record.roster)
+    table = tuple(Assignment(name, ids, drop=True) for name, ids in shares.items())
+    return Resume(record.fence, record.base.step, table, reason="cold start")
+
+
+def _newest_step(report: Report, record: Record) -> int:
+    return max(report.step, report.round_step) if _counts(report, record) else report.step
+
+
+def _counts(report: Report, record: Record) -> bool:
+    """Whether the report's round is of this generation: older rounds are void."""
+    return report.round_epoch >= max(record.cold, 1)
+
+
+def _holds(report: Report, record: Record, step: int) -> bool:
+    return report.holds and _counts(report, record) and report.round_step == step
+
+
+def _witnesses(record: Record, reports: Mapping[str, Report], step: int) -> dict[str, Report]:
+    """The reporters that belong to the roster of the newest epoch that had a round at ``step``.
+
+    A report that stands for an older round than that one does not hold it, whatever else it holds.
+    """
+    entered = [x for x in reports.values() if _counts(x, record) and x.round_step == step]
+    if not entered:
+        return {}
+    newest = max(entered, key=lambda x: x.round_epoch)
+    return {
+        name: x if x.round_epoch == newest.round_epoch else replace(x, holds=False)
+        for name, x in reports.items()
+        if name in newest.round_roster
+    }
+
+
+def _commit(record: Record, witnesses: Mapping[str, Report], step: int, micro_batches: int) -> Resume:
+    """Everybody of the newest round holds it: they commit it and go on with the next step."""
+    able = [m for m in record.roster if m.replica in witnesses]
+    shares = assign(range(micro_batches), able)
+    table = tuple(Assignment(m.replica, shares.get(m.replica, ())) for m in record.roster)
+    digest = next(iter(witnesses.values())).gradient_digest
+    reason = f"all of {', '.join(sorted(witnesses))} hold step {step}"
+    return Resume(record.fence, step + 1, table, digest, reason)
+
+
+def _redo(record: Record, reports: Mapping[str, Report], step: int, micro_batches: int) -> Resume:
+    """Redo round ``step``: what nobody at that step has is spread over those who can compute."""
+    digest = next((x.committed_digest for x in reports.values() if x.step == step), "")
+    load: dict[str, int] = {}
+    dropped: set[str] = set()
+    taken: set[int] = set()
+    for member in record.roster:
+        report = reports.get(member.replica)
+        if report is None or not _able(report, record, step, digest):
+            continue
+        mine = set(report.have) if report.step == step else set()
+        if mine & taken:
+            # Two members computed the same micro-batch (a table that one of them missed): the later in
+            # roster order starts afresh.
+            dropped.add(member.replica)
+            mine = set()
+        taken |= mine
+        load[member.replica] = len(mine)
+    able = [m for m in record.roster if m.replica in load]
+    missing = set(range(micro_batches)) - taken
+    extra = spread(missing, able, load) if able else {}
+    table = tuple(
+        Assignment(m.replica, extra.get(m.replica, ()), drop=m.replica in dropped) for m in record.roster
+    )
+    reason = f"step {step} is redone, {len(missing)} micro-batches change hands"
+    return Resume(record.fence, step, table, digest, reason)
+
+
+def _able(report: Report, record: Record, step: int, digest: str) -> bool:
+    """Whether this member computes in the redone round: it is at ``step``, or gets there at once."""
+    behind = report.step == step - 1 and _holds(report, record, step - 1)
+    return report.step == step or (behind and bool(digest) and report.gradient_digest == digest)
+
+
+def _digest_split(reports: Mapping[str, Report]) -> Evict | Undecidable | None:
+    by_step: dict[int, dict[str, str]] = {}
+    for name, report in reports.items():
+        if report.digest:
+            by_step.setdefault(report.step, {})[name] = report.digest
+    for step, digests in sorted(by_step.items()):
+        split = _minority(digests, f"the state at step {step}")
+        if split is not None:
+            return split
+    return None
+
+
+def _minority(digests: Mapping[str, str], what: str) -> Evict | Undecidable | None:
+    """Who disagrees with the majority. A tie of more than two goes against the shorter tenure, which is
+    roster order: newcomers are appended."""
+    counts = Counter(digests.values())
+    if len(counts) <= 1:
+        return None
+    if len(digests) == 2:
+        names = " and ".join(sorted(digests))
+        return Undecidable(
+            f"{names} disagree about {what} and no third replica can tell who is right: "
+            "restart the job from a checkpoint and check both hosts' memory"
+        )
+    best = max(counts.values())
+    order: Iterable[str] = digests.values()
+    winner = next(d for d in order if counts[d] == best)
+    losers = tuple(name for name, digest in digests.items() if digest != winner)
+    return Evict(losers, f"{', '.join(losers)} disagree with the majority about {what}")

@@ -1,0 +1,142 @@
+"""What a leader core hears (events, past tense) and orders (effects, imperative), for one job."""
+
+from dataclasses import dataclass
+
+from fabric.model import Record
+from fabric.protocol.messages import LeaderMessage, MemberMessage, Pulse, Session
+
+# --- events -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Elected:
+    """This lighthouse leads, and ``record`` is what the store holds for the job (None: nothing yet)."""
+
+    store_id: str
+    record: Record | None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A member's session began with this message."""
+
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    replica: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class FromMember:
+    replica: str
+    incarnation: int
+    message: MemberMessage
+
+
+@dataclass(frozen=True, slots=True)
+class PulseSeen:
+    pulse: Pulse
+
+
+@dataclass(frozen=True, slots=True)
+class PulseClosed:
+    """The connection of this replica's checkpoint server ended."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordWritten:
+    """The write with this nonce is committed in the store."""
+
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRead:
+    """What the store holds now, read after an indefinite write or a refused guard."""
+
+    record: Record | None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The write did not happen (``definite``), or nobody knows yet."""
+
+    nonce: str
+    definite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """``action`` is drain or evict; recorded with who and why."""
+
+    action: str
+    replica: str
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    Elected
+    | SessionOpened
+    | SessionClosed
+    | FromMember
+    | PulseSeen
+    | PulseClosed
+    | RecordWritten
+    | RecordRead
+    | WriteFailed
+    | Operator
+    | Tick
+)
+
+# --- effects ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendMember:
+    replica: str
+    incarnation: int
+    message: LeaderMessage
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRecord:
+    """Replace the record, guarded by the election key and by ``previous`` still being in the store."""
+
+    record: Record
+    previous: Record | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRecord:
+    """Read the record again; ends in RecordRead."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDown:
+    """Somebody else wrote: stop leading."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A transition worth a line for people: ``kind``, who it is about, and why in a sentence."""
+
+    kind: str
+    epoch: int
+    about: str = ""
+    why: str = ""
+
+
+Effect = SendMember | WriteRecord | ReadRecord | StepDown | Tell

@@ -1,0 +1,129 @@
+"""Who is alive, from two sources: the trainer's session, and the pulse of its checkpoint server.
+
+The kernel's word (gone, stopped) counts at once; silence counts only when both sources are silent, for
+trainers may hold the GIL for long. A verdict is a sentence that says what was seen, or empty: alive.
+"""
+
+from dataclasses import dataclass, field
+
+from fabric.model import Member, SnapshotRef
+from fabric.protocol.messages import Beat, Session
+
+
+@dataclass(frozen=True, slots=True)
+class LivenessConfig:
+    """Seconds. ``stopped_s``: how long a stopped trainer is waited for. ``reconnect_s``: how long a
+    session may be away while the pulse says that the trainer runs. ``silence_s``: both sources silent.
+    ``credit_s``: after an election nobody is dead for silence or absence."""
+
+    stopped_s: float = 0.15
+    reconnect_s: float = 3.0
+    silence_s: float = 2.0
+    lost_s: float = 0.05
+    credit_s: float = 3.0
+
+
+@dataclass(slots=True)
+class Peer:
+    """One replica's newest session and what it said."""
+
+    session: Session
+    connected: bool
+    seen: float
+    beat: Beat | None = None
+    closed: float = 0.0
+
+    @property
+    def incarnation(self) -> int:
+        return self.session.incarnation
+
+    @property
+    def step(self) -> int:
+        return self.beat.step if self.beat is not None else self.session.step
+
+    @property
+    def generation(self) -> int:
+        return self.beat.generation if self.beat is not None else self.session.generation
+
+
+@dataclass(slots=True)
+class PulseState:
+    """One replica's checkpoint server: what it last said of the trainer, and since when."""
+
+    incarnation: int
+    trainer: str
+    since: float
+    seen: float
+    connected: bool = True
+    ckpt: str = ""
+    snapshots: tuple[SnapshotRef, ...] = ()
+
+
+@dataclass(slots=True)
+class Liveness:
+    """Both sources by replica; ``verdict`` and ``confirmed`` are pure functions of them and the time."""
+
+    config: LivenessConfig
+    elected: float
+    peers: dict[str, Peer] = field(default_factory=dict)
+    pulses: dict[str, PulseState] = field(default_factory=dict)
+
+    def verdict(self, member: Member, now: float) -> str:
+        """Why this member counts as dead, or empty."""
+        confirmed = self.confirmed(member)
+        if confirmed:
+            return confirmed
+        config, pulse = self.config, self._pulse(member)
+        if pulse is not None and pulse.trainer == "stopped" and now - pulse.since >= config.stopped_s:
+            return f"its trainer has been stopped for {now - pulse.since:.2f} s"
+        if now - self.elected < config.credit_s:
+            return ""
+        heard = self._pulse_heard(pulse, now)
+        peer = self._peer(member)
+        away = self.elected + config.credit_s if peer is None else peer.closed
+        if peer is None or not peer.connected:
+            patience = config.reconnect_s if heard else config.lost_s
+            return f"its session ended {now - away:.2f} s ago" if now - away >= patience else ""
+        if not heard and now - peer.seen >= config.silence_s:
+            return f"its host has been silent for {now - peer.seen:.2f} s"
+        return ""
+
+    def confirmed(self, member: Member) -> str:
+        """Why it is certain that this process has ended, or empty."""
+        pulse, newest = self._pulse(member), self.peers.get(member.replica)
+        if pulse is not None and pulse.trainer == "gone":
+            return "its process is gone"
+        newer = newest is not None and newest.incarnation > member.incarnation
+        if newer and newest is not None and newest.session.predecessors_gone:
+            return "a newer process of it has registered and found this one gone"
+        return ""
+
+    def out_of_contact(self, member: Member, now: float, limit_s: float) -> bool:
+        """Whether nothing was heard of this process for ``limit_s`` (from the election on)."""
+        peer, pulse = self._peer(member), self._pulse(member)
+        heard = [self.elected]
+        if peer is not None:
+            heard.append(now if peer.connected else peer.closed)
+        if pulse is not None and pulse.trainer != "gone":
+            heard.append(pulse.seen)
+        return now - max(heard) >= limit_s
+
+    def next_check(self, roster: tuple[Member, ...], now: float) -> float | None:
+        """When a verdict may change by time alone: soon while anybody is in doubt, else in a while."""
+        for member in roster:
+            peer, pulse = self._peer(member), self._pulse(member)
+            stopped = pulse is not None and pulse.trainer == "stopped"
+            if peer is None or not peer.connected or stopped:
+                return now + self.config.lost_s / 2
+        return now + self.config.silence_s / 4
+
+    def _peer(self, member: Member) -> Peer | None:
+        peer = self.peers.get(member.replica)
+        return peer if peer is not None and peer.incarnation == member.incarnation else None
+
+    def _pulse(self, member: Member) -> PulseState | None:
+        pulse = self.pulses.get(member.replica)
+        return pulse if pulse is not None and pulse.incarnation == member.incarnation else None
+
+    def _pulse_heard(self, pulse: PulseState | None, now: float) -> bool:
+        return pulse is not None and pulse.connected and now - pulse.seen < self.config.silence_s

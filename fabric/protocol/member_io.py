@@ -1,0 +1,396 @@
+"""What a member core hears (events, past tense) and orders (effects, imperative).
+
+The shell performs effects in order. Sends are ordered per peer; operations (link up, exchange, fetch,
+snapshot, install) end in exactly one event each, success or failure.
+"""
+
+from dataclasses import dataclass
+
+from fabric.model import Fence, Record, SnapshotRef, StepTimes
+from fabric.protocol.messages import LeaderMessage, MemberMessage, PeerMessage
+
+# --- events: the trainer's main thread ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The state at ``step`` is complete and the main thread waits. ``digest`` is empty when not taken."""
+
+    step: int
+    digest: str = ""
+    times: StepTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The gradients of these micro-batches are added to the kept gradient; the main thread waits."""
+
+    step: int
+    micro_batches: tuple[int, ...]
+    weight: float
+    metrics: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The fetched state was loaded and has this digest; the main thread waits."""
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstallFailed:
+    """The fetched state does not fit; nothing was changed."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The user's loop has ended at the current step."""
+
+
+# --- events: links and the data plane ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """Every link of ``epoch`` is up: control to all its members, data to the ring neighbours."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFailed:
+    """Links of ``epoch`` could not be made."""
+
+    epoch: int
+    about: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The control link to this process ended."""
+
+    replica: str
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """Round (epoch, step) is fully reduced in my memory and no I/O touches it any more."""
+
+    epoch: int
+    step: int
+    gradient_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeFailed:
+    """The exchange of round (epoch, step) ended without a result."""
+
+    epoch: int
+    step: int
+    about: str
+    why: str
+
+
+# --- events: messages -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    replica: str
+    incarnation: int
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class FromLeader:
+    message: LeaderMessage
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderConnected:
+    """A session to the leader is open; the shell has sent nothing on it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderLost:
+    """The session ended."""
+
+
+# --- events: transfer -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StateFetched:
+    """The state lies complete and verified in my own memory, not yet loaded."""
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """No source delivered the state."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFetched:
+    """The published gradient of ``step`` lies verified in my memory."""
+
+    step: int
+    gradient_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class GradientGone:
+    """Nobody holds the gradient of ``step`` (any more); ``gone`` False: not published within the wait."""
+
+    step: int
+    gone: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshotted:
+    """The checkpoint server holds the state at ``step``; digest empty when it could not be taken."""
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    Ready
+    | Computed
+    | Installed
+    | InstallFailed
+    | Closing
+    | Linked
+    | LinkFailed
+    | LinkLost
+    | Exchanged
+    | ExchangeFailed
+    | FromPeer
+    | FromLeader
+    | LeaderConnected
+    | LeaderLost
+    | StateFetched
+    | FetchFailed
+    | GradientFetched
+    | GradientGone
+    | Snapshotted
+    | Tick
+)
+
+# --- effects: messages --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendPeer:
+    replica: str
+    incarnation: int
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class SendLeader:
+    message: MemberMessage
+
+
+# --- effects: links and the data plane ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """Make what is missing of the links of ``record``; ends in Linked or LinkFailed."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """``record`` is in force for me: links of older epochs may go."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class StartExchange:
+    """Reduce round (epoch, step): the kept gradient, or zeros when ``weight`` is zero."""
+
+    fence: Fence
+    step: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class AbortExchange:
+    """End every wait of this epoch's exchanges at once."""
+
+    epoch: int
+    why: str
+
+
+# --- effects: the trainer's main thread -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Add these micro-batches to the kept gradient of ``step``; ends in Computed."""
+
+    step: int
+    micro_batches: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropGradient:
+    """Forget the kept gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A fully reduced round: what its commit will apply and say.
+
+    ``contributions`` are the micro-batches by member in roster order, ``metrics`` their sums.
+    """
+
+    epoch: int
+    step: int
+    gradient_digest: str
+    weight: float
+    contributions: tuple[tuple[str, tuple[int, ...]], ...]
+    metrics: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Step ``step`` is committed: let the user's update code run on its averaged gradient; ends in Ready.
+
+    ``held`` is the reduced round in my memory, or None for a published gradient that was fetched.
+    ``digest`` asks for the digest of the state after the update. ``live`` is false where I contributed
+    nothing.
+    """
+
+    step: int
+    held: Hold | None
+    live: bool
+    digest: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Serve this committed round's reduced gradient to whoever catches up."""
+
+    generation: int
+    held: Hold
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Load the fetched state; ends in Installed or InstallFailed."""
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Snapshot the state at ``step``, which is the current one; ends in Snapshotted."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The job is complete: the main thread may close."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """This process must end with ``code`` (75: restart me, 1: do not)."""
+
+    code: int
+    reason: str
+
+
+# --- effects: transfer ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FetchState:
+    """Fetch a snapshot; ends in StateFetched or FetchFailed."""
+
+    state: SnapshotRef
+    urls: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchGradient:
+    """Fetch or await the published gradient of ``step``; ends in GradientFetched or GradientGone."""
+
+    generation: int
+    step: int
+    urls: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFetch:
+    """The fetch under way is no longer wanted; it may still end in its event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Keep published gradients from now on (or no longer) beyond the last two: somebody catches up."""
+
+    on: bool
+
+
+# --- effects: telling people ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something worth a line in the journal: ``kind`` names it."""
+
+    kind: str
+    epoch: int
+    step: int
+    why: str = ""
+    about: str = ""
+
+
+Effect = (
+    SendPeer
+    | SendLeader
+    | LinkUp
+    | Switch
+    | StartExchange
+    | AbortExchange
+    | Compute
+    | DropGradient
+    | Apply
+    | Publish
+    | Install
+    | TakeSnapshot
+    | Finish
+    | Stop
+    | FetchState
+    | FetchGradient
+    | CancelFetch
+    | Listen
+    | Note
+)

@@ -1,0 +1,123 @@
+"""The parts of a member core's state: its mode and the moves between modes, what its memory holds, the
+gradient it keeps, what it fetches, its session with the leader, and its links."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fabric.model import SnapshotRef
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+
+# Rounds that peers may be ahead of me with their first messages: the next step, and the next epoch's.
+MAX_EARLY_ROUNDS = 8
+
+
+class Mode(Enum):
+    OUTSIDE = "outside"
+    JOINED = "joined"
+    RUN = "run"
+    ABORTED = "aborted"
+    REPORTED = "reported"
+    CATCH_UP = "catch-up"
+
+
+TRANSITIONS: dict[Mode, frozenset[Mode]] = {
+    Mode.OUTSIDE: frozenset({Mode.JOINED}),
+    Mode.JOINED: frozenset({Mode.RUN, Mode.REPORTED, Mode.OUTSIDE}),
+    Mode.RUN: frozenset({Mode.ABORTED, Mode.OUTSIDE}),
+    Mode.ABORTED: frozenset({Mode.REPORTED, Mode.OUTSIDE}),
+    Mode.REPORTED: frozenset({Mode.RUN, Mode.CATCH_UP, Mode.REPORTED, Mode.OUTSIDE}),
+    Mode.CATCH_UP: frozenset({Mode.RUN, Mode.ABORTED, Mode.OUTSIDE}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is; the same in every session it opens."""
+
+    replica: str
+    incarnation: int
+    link: str
+    ckpt: str
+    micro_batches: int
+    layout: str = ""
+    data: str = ""
+    shares: int = 1
+    predecessors_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemberConfig:
+    """Times in seconds. ``digest_every``: steps between digests of the shared state (0: never)."""
+
+    min_replicas: int = 1
+    autonomy_s: float = 1800.0
+    beat_s: float = 1.0
+    digest_every: int = 1
+
+
+@dataclass(slots=True)
+class State:
+    """What my memory holds: ``generation`` 0 is a state that nobody vouches for."""
+
+    generation: int = 0
+    step: int = 0
+    digest: str = ""
+    committed_digest: str = ""
+
+
+@dataclass(slots=True)
+class Kept:
+    """The kept gradient of the current step, and what the main thread is adding to it."""
+
+    have: set[int] = field(default_factory=set)
+    computing: tuple[int, ...] = ()
+    weight: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    stale: bool = False
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Catch-up: what is being fetched (``state``, ``gradient`` or nothing) and what lies ready."""
+
+    doing: str = ""
+    wanted: SnapshotRef | None = None
+    urls: tuple[str, ...] = ()
+    state: SnapshotRef | None = None
+    gradient: io.GradientFetched | None = None
+
+
+@dataclass(slots=True)
+class Contact:
+    """The session with the leader: ``last`` is when the newest answered beat was sent."""
+
+    last: float
+    next_beat: float
+    connected: bool = False
+    number: int = 0
+    sent: dict[int, float] = field(default_factory=dict)
+    aborted: m.Aborted | None = None
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Links:
+    """Epochs whose links are up, and messages of rounds that I have not entered yet (bounded)."""
+
+    up: set[int] = field(default_factory=set)
+    early: dict[tuple[int, int], list[io.FromPeer]] = field(default_factory=dict)
+    first_step: int = -1
+    suspect: bool = False
+
+    def keep_early(self, key: tuple[int, int], event: io.FromPeer, floor: int) -> None:
+        self.early = {k: v for k, v in self.early.items() if k[0] >= floor}
+        kept = self.early.setdefault(key, [])
+        twin = [e for e in kept if e.replica == event.replica and type(e.message) is type(event.message)]
+        if not twin:
+            kept.append(event)
+        while len(self.early) > MAX_EARLY_ROUNDS:
+            del self.early[min(self.early)]
+
+    def take_early(self, key: tuple[int, int]) -> list[io.FromPeer]:
+        return self.early.pop(key, [])

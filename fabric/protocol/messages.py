@@ -1,0 +1,278 @@
+"""Every message of the protocol. Frozen values; who sends what to whom is in the section heads.
+
+All carry the fence of the epoch they speak about; a receiver drops what is older than it promised.
+"""
+
+from dataclasses import dataclass
+
+from fabric.model import Fence, Record, SnapshotRef, StepTimes
+
+# --- member to member ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What I put into round (epoch, step): sent to every member before my first chunk of it.
+
+    ``weight`` is the sum of the micro-batches' weights; zero listens. ``metrics`` are summed over
+    members at the commit. ``layout`` fails the round with a clear error where it differs.
+    """
+
+    fence: Fence
+    step: int
+    weight: float
+    micro_batches: tuple[int, ...]
+    layout: str = ""
+    metrics: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """I hold round (epoch, step), and am ready for epoch ``ready`` (>= epoch).
+
+    ``state_digest`` is of the shared state at ``step``, empty where it was not computed.
+    """
+
+    fence: Fence
+    step: int
+    ready: int
+    gradient_digest: str
+    state_digest: str = ""
+
+
+PeerMessage = Contribution | Bar
+
+# --- leader to member ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """A committed record. Announced to everybody with a session, never before it is committed."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One member's row of a Resume table: drop the kept gradient or not, then compute these."""
+
+    replica: str
+    micro_batches: tuple[int, ...]
+    drop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The decision of forced epoch ``fence.epoch``: go on at ``step`` with this table.
+
+    Who is one step behind and holds a gradient of digest ``commit_digest`` commits it first.
+    """
+
+    fence: Fence
+    step: int
+    table: tuple[Assignment, ...]
+    commit_digest: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Snapshot the state at ``step`` and keep published gradients from there on for ``joiner``."""
+
+    fence: Fence
+    joiner: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServeEnd:
+    """``joiner`` needs no more published gradients."""
+
+    fence: Fence
+    joiner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where a joiner finds the state at ``step``: base URLs of checkpoint servers, one digest."""
+
+    fence: Fence
+    state: SnapshotRef
+    urls: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The job is finished at ``step``: close, exit 0."""
+
+    fence: Fence
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The session is refused: ``reason`` is for a person. ``retry`` says whether waiting can help."""
+
+    reason: str
+    retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BeatReply:
+    """Answer to the beat with the same number: contact dates from when that beat was sent."""
+
+    number: int
+
+
+LeaderMessage = Epoch | Resume | Serve | ServeEnd | Sources | Complete | Rejected | BeatReply
+
+# --- member to leader ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """First message of every session: who I am, what state I hold, where I am reached.
+
+    ``generation`` 0 means "nothing but my initial state". ``micro_batches`` is how many make a step;
+    ``data`` is the hash of everything else that the data order depends on. ``predecessors_gone`` vouches
+    that every earlier process of this replica has ended (seen by its checkpoint server or the kernel).
+    """
+
+    replica: str
+    incarnation: int
+    generation: int
+    step: int
+    digest: str
+    epoch: int
+    link: str
+    ckpt: str
+    micro_batches: int
+    layout: str = ""
+    data: str = ""
+    shares: int = 1
+    snapshots: tuple[SnapshotRef, ...] = ()
+    predecessors_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Progress: sent at every step and at least once a second.
+
+    ``phase`` is one word (mode and what the main thread does); ``waiting_for`` names peers.
+    ``busy`` is the reason given to ``session.busy``, empty outside of it.
+    """
+
+    number: int
+    epoch: int
+    generation: int
+    step: int
+    digest: str = ""
+    phase: str = ""
+    waiting_for: tuple[str, ...] = ()
+    busy: str = ""
+    times: StepTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """I entered my first round of this epoch."""
+
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """My round of this epoch ended without a result. ``about`` is the peer it failed on, or empty."""
+
+    fence: Fence
+    step: int
+    why: str
+    about: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """My answer to forced epoch ``fence.epoch``; built once, and a promise to stay out of older ones.
+
+    ``round_epoch``, ``round_step``, ``round_roster`` describe the newest round I entered (epoch 0:
+    none); ``holds`` whether I hold it; ``have`` the micro-batches of step ``step`` in my kept gradient;
+    ``committed_digest`` is of the gradient that led to ``step``, empty where there was none.
+    """
+
+    fence: Fence
+    state_generation: int
+    step: int
+    digest: str
+    round_epoch: int
+    round_step: int
+    round_roster: tuple[str, ...]
+    holds: bool
+    gradient_digest: str
+    have: tuple[int, ...]
+    committed_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NeedState:
+    """I am outside and cannot go on by replay: have somebody snapshot for me."""
+
+    fence: Fence
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """My checkpoint server holds the snapshot that ``joiner`` was promised."""
+
+    fence: Fence
+    joiner: str
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """I was past ``step`` when Serve came, or could not snapshot."""
+
+    fence: Fence
+    joiner: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The user's loop ended at ``step``; I stay linked until Complete."""
+
+    fence: Fence
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fallen:
+    """I am in the roster but cannot go on in it: evict me, I will join again."""
+
+    fence: Fence
+    why: str
+
+
+MemberMessage = Session | Beat | Running | Aborted | Report | NeedState | Taken | Missed | Finished | Fallen
+
+# --- checkpoint server to leader ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The second source of liveness: what the kernel says of the trainer, and what memory holds.
+
+    ``trainer`` is ``running``, ``stopped``, ``gone`` or ``absent`` (none has attached yet).
+    """
+
+    replica: str
+    incarnation: int
+    trainer: str
+    number: int
+    ckpt: str = ""
+    snapshots: tuple[SnapshotRef, ...] = ()
+
+
+Message = PeerMessage | LeaderMessage | MemberMessage | Pulse

@@ -1,0 +1,79 @@
+"""One round (epoch, step): collects contributions and bars, and says when it is held and committed.
+
+Held: my reduction is finished and every member's contribution is known, so the total weight and who
+computed what are known too. Committed: every member of the roster says that it holds, with equal digests.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fabric.model import Record
+from fabric.protocol.member_io import Hold
+from fabric.protocol.messages import Bar, Contribution
+
+
+@dataclass(slots=True)
+class Round:
+    """State of one round at one member. ``share`` is what it still has to compute for it."""
+
+    record: Record
+    step: int
+    share: tuple[int, ...] = ()
+    contributed: bool = False
+    exchanging: bool = False
+    gradient_digest: str = ""
+    ready_record: Record | None = None
+    contributions: dict[str, Contribution] = field(default_factory=dict)
+    bars: dict[str, Bar] = field(default_factory=dict)
+
+    def hold(self) -> Hold | None:
+        """What I hold when the reduction is done and all contributions are known, else None."""
+        names = self.record.names
+        if not self.gradient_digest or any(n not in self.contributions for n in names):
+            return None
+        parts = [self.contributions[n] for n in names]
+        return Hold(
+            epoch=self.record.epoch,
+            step=self.step,
+            gradient_digest=self.gradient_digest,
+            weight=sum(p.weight for p in parts),
+            contributions=tuple((n, p.micro_batches) for n, p in zip(names, parts, strict=True)),
+            metrics=_sum_metrics([p.metrics for p in parts]),
+        )
+
+    def missing(self) -> tuple[str, ...]:
+        """Whose contribution or bar this round waits for."""
+        if self.gradient_digest and not any(n not in self.contributions for n in self.record.names):
+            return tuple(n for n in self.record.names if n not in self.bars)
+        return tuple(n for n in self.record.names if n not in self.contributions)
+
+    def complete(self) -> bool:
+        """Whether every member of the roster has entered the barrier."""
+        return all(n in self.bars for n in self.record.names)
+
+    def disagreement(self) -> str:
+        """Why the bars forbid the commit, naming digests by member; empty when they agree."""
+        for what, digests in (
+            ("the reduced gradient", {n: b.gradient_digest for n, b in self.bars.items()}),
+            ("the state", {n: b.state_digest for n, b in self.bars.items() if b.state_digest}),
+        ):
+            if len(set(digests.values())) > 1:
+                return f"digests of {what} at step {self.step} differ: {_by_member(digests)}"
+        return ""
+
+    def next_epoch(self) -> int:
+        """The epoch everybody is ready for, or this one."""
+        ready = {b.ready for b in self.bars.values()}
+        return ready.pop() if len(ready) == 1 else self.record.epoch
+
+
+def _by_member(digests: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {digest[:8]}" for name, digest in sorted(digests.items()))
+
+
+def _sum_metrics(parts: list[tuple[tuple[str, float], ...]]) -> tuple[tuple[str, float], ...]:
+    totals: dict[str, float] = {}
+    for part in parts:
+        for name, value in part:
+            totals[name] = totals.get(name, 0.0) + value
+    return tuple(sorted(totals.items()))

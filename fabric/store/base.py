@@ -1,0 +1,281 @@
+"""The control store: what the lighthouse keeps, and the operations it may rely on.
+
+The problem: several lighthouses decide about one job, any of them may die in mid-write, and a write
+whose answer is lost may still be applied. The mechanism is small on purpose: a handful of small keys,
+each with the revision at which it was created and last changed; transactions that apply all of their
+operations or none, guarded by those revisions; leases whose end deletes the keys put under them; and a
+watch that resumes from a revision. Three backends (memory, SQLite, etcd) keep the same promises and
+pass the same contract suite.
+
+Every failure of a write says whether it is *definite* (``StoreError``: not applied) or *indefinite*
+(``StoreIndefinite``: read again before deciding anything). A failed guard is no error but an answer.
+
+A lease is a hint, not a fence: it may outlive its TTL by any amount, so its holder steps down by its own
+monotonic clock, counted from before the call, and every write is guarded by the holder's own key.
+"""
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+
+__all__ = [
+    "STORE_ID_KEY",
+    "Compacted",
+    "Compare",
+    "Delete",
+    "KeyValue",
+    "Lease",
+    "LeaseGone",
+    "Operation",
+    "Put",
+    "Store",
+    "StoreUnavailable",
+    "WatchEvent",
+]
+
+# Under this key lies the random name of the store's lifetime; see ``Store.connect``.
+STORE_ID_KEY = "/fabric/store-id"
+
+# etcd's own defaults are 1.5 MiB per request and 128 operations; the same bounds everywhere, so that a
+# job which runs on one backend does not discover them on another.
+MAX_KEY_BYTES = 1024
+MAX_VALUE_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 1_400_000
+MAX_OPERATIONS = 100
+MAX_COMPARES = 100
+MAX_LISTED_KEYS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """One key as it was read. ``lease`` is 0 without one. Revisions start at 1; 0 is "not there"."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """A guard: the key's revisions must be exactly these; 0 means that the key does not exist.
+
+    Raises ValueError when it guards nothing, which is never meant.
+    """
+
+    key: str
+    create_revision: int | None = None
+    mod_revision: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.create_revision is None and self.mod_revision is None:
+            raise ValueError(f"the guard on {self.key!r} names neither create_revision nor mod_revision")
+
+    def holds(self, create_revision: int, mod_revision: int) -> bool:
+        """Whether a key with these revisions (0, 0 when absent) passes."""
+        return self.create_revision in (None, create_revision) and self.mod_revision in (None, mod_revision)
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Set a key; ``lease`` 0 detaches it from any lease it had."""
+
+    key: str
+    value: bytes
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove a key; removing one that is not there is no error and makes no event."""
+
+    key: str
+
+
+Operation = Put | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """A change. A delete's ``key_value`` has an empty value, create_revision 0 and no lease."""
+
+    kind: Literal["put", "delete"]
+    key_value: KeyValue
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease and the TTL that was granted, in seconds, which may be longer than was asked for."""
+
+    id: int
+    ttl_s: float
+
+
+class Store(Protocol):
+    """A handle on one store. ``connect`` first; all other methods raise StoreError before that.
+
+    Every method raises StoreUnavailable when the store cannot be reached (nothing was applied) and
+    StoreError when it answers with an error or a bound of this module is exceeded.
+    """
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences for the operator about this store, known after ``connect``."""
+        ...
+
+    async def connect(self) -> str:
+        """Reach the store and return its id: random, written once by whoever came first.
+
+        A wiped or replaced store has another id; nothing known about the old one holds for it.
+        """
+        ...
+
+    async def get(self, key: str) -> KeyValue | None:
+        """The key's newest committed value (linearizable), or None."""
+        ...
+
+    async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
+        """All keys with the prefix, in key order, at one revision, and that revision."""
+        ...
+
+    async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        """Apply all operations if all guards hold, atomically; no key may occur in two operations.
+
+        Returns the store's revision afterwards, or None when a guard failed. Raises LeaseGone when a
+        Put names a lease that has ended, StoreIndefinite when the outcome is not known.
+        """
+        ...
+
+    async def grant_lease(self, ttl_s: float) -> Lease:
+        """A new lease. An outcome that was lost leaves at most a lease that ends unused."""
+        ...
+
+    async def keep_alive(self, lease_id: int) -> float:
+        """Renew a lease; returns the TTL in seconds. Raises LeaseGone when it has ended."""
+        ...
+
+    async def revoke(self, lease_id: int) -> None:
+        """End a lease now and delete its keys; one that has already ended is fine."""
+        ...
+
+    def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[WatchEvent, None]:
+        """The changes under a prefix, in order, none left out, from a revision (>= 1) on.
+
+        Usually the revision of ``list`` plus one. Survives lost connections; ends when the store is
+        closed. Raises Compacted when the store no longer knows that revision: list again.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give up connections, threads and watches. Leases run out by themselves."""
+        ...
+
+
+def key_bytes(key: str) -> bytes:
+    """The key as UTF-8. Raises StoreError when it is empty, too long or no text."""
+    try:
+        encoded = key.encode()
+    except UnicodeEncodeError as error:
+        raise StoreError(f"The key {key!r} is not valid Unicode text: use another key.") from error
+    if not encoded or len(encoded) > MAX_KEY_BYTES or b"\0" in encoded:
+        raise StoreError(f"The key {key[:80]!r} must have 1 to {MAX_KEY_BYTES} bytes and no zero byte.")
+    return encoded
+
+
+def key_range(prefix: str) -> tuple[bytes, bytes]:
+    """The half-open range of keys with a prefix; an end of one zero byte means "no upper end"."""
+    if not prefix:
+        return b"\0", b"\0"
+    start = key_bytes(prefix)
+    # UTF-8 never contains 0xff, so the last byte can always be raised.
+    return start, start[:-1] + bytes([start[-1] + 1])
+
+
+def check_transaction(compares: Sequence[Compare], operations: Sequence[Operation]) -> None:
+    """Refuse what one of the backends could not apply. Raises StoreError."""
+    if len(compares) > MAX_COMPARES or len(operations) > MAX_OPERATIONS:
+        raise StoreError(
+            f"A transaction of {len(compares)} guards and {len(operations)} operations was refused: "
+            f"at most {MAX_COMPARES} and {MAX_OPERATIONS} are possible, split it."
+        )
+    total = 0
+    written = set()
+    for compare in compares:
+        total += len(key_bytes(compare.key))
+    for operation in operations:
+        if operation.key in written:
+            raise StoreError(f"The key {operation.key!r} occurs twice in one transaction: write it once.")
+        written.add(operation.key)
+        total += len(key_bytes(operation.key))
+        if isinstance(operation, Put):
+            total += len(operation.value)
+            if len(operation.value) > MAX_VALUE_BYTES:
+                raise StoreError(
+                    f"The value for {operation.key!r} has {len(operation.value)} bytes, more than the "
+                    f"{MAX_VALUE_BYTES} that a store takes: store less."
+                )
+    if total > MAX_REQUEST_BYTES:
+        raise StoreError(
+            f"A transaction of {total} bytes was refused: {MAX_REQUEST_BYTES} are possible, split it."
+        )
+
+
+def check_watch(from_revision: int) -> None:
+    """Raises ValueError for a revision that no watch can start from."""
+    if from_revision < 1:
+        raise ValueError(f"a watch starts from revision 1 or later, not from {from_revision}")
+
+
+def check_ttl(ttl_s: float) -> float:
+    """The TTL, or ValueError for one that is not a positive number of at most a day."""
+    if not 0 < ttl_s <= 86_400:
+        raise ValueError(f"a lease lasts more than 0 and at most 86400 seconds, not {ttl_s}")
+    return ttl_s
+
+
+def compacted(prefix: str, from_revision: int, oldest: int) -> Compacted:
+    """The error of a watch that comes too late."""
+    return Compacted(
+        f"The store no longer knows what happened to {prefix!r} at revision {from_revision} (the oldest it "
+        f"knows is {oldest}): list the keys again and watch from there."
+    )
+
+
+def lease_gone(lease_id: int) -> LeaseGone:
+    """The error of using a lease that has ended."""
+    return LeaseGone(f"The lease {lease_id} has ended, with its keys: ask for a new one and start over.")
+
+
+async def settle_store_id(store: Store) -> str:
+    """Read the store's id, or be the one who writes it; all callers get the same one.
+
+    Raises StoreError when the key holds something else, StoreIndefinite when it cannot be settled.
+    """
+    lost: StoreIndefinite | None = None
+    for _ in range(3):
+        found = await store.get(STORE_ID_KEY)
+        if found is not None:
+            return _checked_store_id(found.value)
+        mine = Put(STORE_ID_KEY, secrets.token_hex(8).encode())
+        try:
+            await store.commit([Compare(STORE_ID_KEY, create_revision=0)], [mine])
+        except StoreIndefinite as error:
+            lost = error
+    raise StoreIndefinite(
+        f"The store did not keep its id under {STORE_ID_KEY!r} in three attempts: check its health."
+    ) from lost
+
+
+def _checked_store_id(value: bytes) -> str:
+    text = value[:64].decode("ascii", "replace")
+    if not (0 < len(value) <= 64 and text.isascii() and text.isalnum()):
+        raise StoreError(
+            f"The key {STORE_ID_KEY!r} does not hold a store id of ours: this store belongs to something "
+            "else, use another one or delete that key."
+        )
+    return text

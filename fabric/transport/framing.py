@@ -1,0 +1,60 @@
+"""Messages on a byte stream: four bytes of length, big-endian, then the payload.
+
+A length of zero is the goodbye that a clean close sends, so a message is never empty. The parser is
+incremental and pure: it is fed whatever arrived, gives back what is complete, and refuses a length over
+its limit before a byte of that payload is kept.
+"""
+
+from fabric.errors import ProtocolError
+
+MAX_FRAME_BYTES = 1024 * 1024
+HEADER_BYTES = 4
+GOODBYE = b"\0" * HEADER_BYTES
+
+
+def frame(payload: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """``payload`` with its length in front; raises ProtocolError for an empty or oversized one."""
+    if not payload:
+        raise ProtocolError("a message cannot be empty: nothing was sent")
+    if len(payload) > limit_bytes:
+        raise ProtocolError(
+            f"a message of {len(payload)} bytes is over the limit of {limit_bytes}: it was not sent"
+        )
+    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
+
+
+class FrameParser:
+    """Turns pieces of a stream into payloads; holds at most one unfinished frame and what was fed."""
+
+    def __init__(self, limit_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._pending = bytearray()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of a frame that has begun and not ended."""
+        return len(self._pending)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[bytes]:
+        """The payloads that ``data`` completes, ``b""`` for a goodbye.
+
+        Raises ProtocolError at a length over the limit; the stream cannot be used after that.
+        """
+        self._pending += data
+        payloads: list[bytes] = []
+        start = 0
+        while len(self._pending) - start >= HEADER_BYTES:
+            body = start + HEADER_BYTES
+            length = int.from_bytes(self._pending[start:body], "big")
+            if length > self._limit_bytes:
+                self._pending.clear()
+                raise ProtocolError(
+                    f"a message announces {length} bytes, over the limit of {self._limit_bytes}: "
+                    "the other side is not fabric, or of another version"
+                )
+            if len(self._pending) - body < length:
+                break
+            payloads.append(bytes(self._pending[body : body + length]))
+            start = body + length
+        del self._pending[:start]
+        return payloads

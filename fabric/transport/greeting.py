@@ -1,0 +1,149 @@
+"""Who dials, for what, and the proof that both sides hold the job's token: bytes only, no sockets.
+
+The acceptor opens with its wire version and a random challenge. The dialler answers with a nonce of its
+own, an HMAC-SHA256 keyed by the token, and its greeting in JSON. The acceptor replies with an HMAC over
+all of that, or with one sentence that says why not. The token itself never travels, neither side's proof
+can be replayed, and a dialler that reached the wrong process (a reused port) learns it here. An empty
+token means that anybody who reaches the port may pass. Nothing here is encrypted.
+"""
+
+import hashlib
+import hmac
+import json
+import secrets
+from dataclasses import asdict, dataclass
+
+from fabric.errors import ProtocolError, Refused, Unauthorized
+from fabric.model import PROTOCOL_VERSION
+from fabric.protocol.wire import check_version, decode_as
+
+# Version of the handshake itself, before anything that a greeting says can be read.
+WIRE = b"fabric-link/1\n"
+CHALLENGE_BYTES = 32
+PROOF_BYTES = hashlib.sha256().digest_size
+MAX_HANDSHAKE_BYTES = 4096
+MAX_REFUSAL_CHARACTERS = 400
+_ACCEPTED, _REFUSED, _BAD_TOKEN = b"+", b"-", b"!"
+# Longer names would push a greeting over the bound of the handshake.
+MAX_NAME_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a dialler says of itself; ``to`` is the replica it means to reach, empty for any.
+
+    ``kind`` is ``control`` for an ordered message link, ``data`` for a ring link of ``epoch``.
+    """
+
+    job: str
+    store_id: str
+    replica: str
+    incarnation: int
+    kind: str
+    epoch: int = 0
+    protocol: int = PROTOCOL_VERSION
+    to: str = ""
+
+
+def challenge_frame(challenge: bytes) -> bytes:
+    """What the acceptor says first."""
+    return WIRE + challenge
+
+
+def read_challenge(payload: bytes) -> bytes:
+    """The challenge in the acceptor's first frame; raises ProtocolError if it is not one of ours."""
+    if not payload.startswith(WIRE) or len(payload) != len(WIRE) + CHALLENGE_BYTES:
+        raise ProtocolError(
+            "the address does not answer as a fabric link of this version: "
+            "check the address, and that both sides run the same release"
+        )
+    return payload[len(WIRE) :]
+
+
+def hello_frame(greeting: Greeting, challenge: bytes, nonce: bytes, token: bytes) -> bytes:
+    """The dialler's answer to ``challenge``."""
+    body = json.dumps(asdict(greeting), separators=(",", ":")).encode()
+    hello = nonce + _proof(token, b"dial", challenge, nonce, body) + body
+    if len(hello) > MAX_HANDSHAKE_BYTES:
+        raise ProtocolError(
+            f"the greeting of {greeting.replica[:40]!r} is over {MAX_HANDSHAKE_BYTES} bytes: "
+            "use shorter job and replica names"
+        )
+    return hello
+
+
+def read_hello(hello: bytes, challenge: bytes, token: bytes) -> Greeting:
+    """The greeting in a dialler's answer.
+
+    Raises Unauthorized where the proof does not match, ProtocolError for anything malformed and for
+    a protocol version that we do not speak.
+    """
+    start = CHALLENGE_BYTES + PROOF_BYTES
+    if len(hello) <= start:
+        raise ProtocolError("the greeting is cut short: the other side is not fabric")
+    nonce, proof, body = hello[:CHALLENGE_BYTES], hello[CHALLENGE_BYTES:start], hello[start:]
+    if not hmac.compare_digest(proof, _proof(token, b"dial", challenge, nonce, body)):
+        raise Unauthorized(
+            "the dialler's token does not match this job's token: give both processes the same token file"
+        )
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the greeting is not JSON: {error}") from error
+    if isinstance(value, dict):
+        check_version(value.get("protocol"))
+    greeting = decode_as(Greeting, value, "greeting")
+    if greeting.kind not in ("control", "data"):
+        raise ProtocolError(f"a link is of kind control or data, not {greeting.kind[:20]!r}")
+    if max(len(greeting.replica), len(greeting.job), len(greeting.store_id)) > MAX_NAME_CHARACTERS:
+        raise ProtocolError(f"a name in the greeting is over {MAX_NAME_CHARACTERS} characters")
+    return greeting
+
+
+def accept_frame(challenge: bytes, hello: bytes, token: bytes) -> bytes:
+    """The acceptor's yes, which proves that it holds the token too."""
+    return _ACCEPTED + _proof(token, b"accept", challenge, hello)
+
+
+def refuse_frame(error: Exception) -> bytes:
+    """The acceptor's no, with the sentence that the dialler's user will read."""
+    mark = _BAD_TOKEN if isinstance(error, Unauthorized) else _REFUSED
+    return mark + str(error)[:MAX_REFUSAL_CHARACTERS].encode()
+
+
+def read_verdict(verdict: bytes, challenge: bytes, hello: bytes, token: bytes) -> None:
+    """Return if the acceptor said yes and proved itself.
+
+    Raises Unauthorized where either token is wrong, Refused with the acceptor's sentence otherwise.
+    """
+    if verdict[:1] == _ACCEPTED:
+        if not hmac.compare_digest(verdict[1:], _proof(token, b"accept", challenge, hello)):
+            raise Unauthorized(
+                "the acceptor does not hold this job's token: "
+                "give both processes the same token file, or check the address"
+            )
+        return
+    sentence = _printable(verdict[1:].decode(errors="replace"))
+    if verdict[:1] == _BAD_TOKEN:
+        raise Unauthorized(sentence)
+    if verdict[:1] == _REFUSED:
+        raise Refused(sentence)
+    raise ProtocolError("the acceptor's verdict cannot be read: the other side is not fabric")
+
+
+def random_bytes() -> bytes:
+    """A challenge or nonce that nobody can guess."""
+    return secrets.token_bytes(CHALLENGE_BYTES)
+
+
+def _proof(token: bytes, role: bytes, *parts: bytes) -> bytes:
+    # Each part is preceded by its length, so no two different conversations hash alike.
+    mac = hmac.new(token, WIRE + role, hashlib.sha256)
+    for part in parts:
+        mac.update(len(part).to_bytes(4, "big"))
+        mac.update(part)
+    return mac.digest()
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text[:MAX_REFUSAL_CHARACTERS])

@@ -1,0 +1,230 @@
+"""One ordered message link on a connected socket, for the thread that runs an event loop.
+
+Writes go straight to the socket and queue only what it does not take, bounded: a peer that stops reading
+costs memory up to the limit, then the link. Reads are driven by readiness, so the end of the peer's
+process is reported as soon as the kernel knows. A clean close sends a goodbye and half-closes, then reads
+on until the peer has closed too: closing a socket with unread bytes would reset it, and the reset would
+destroy what the peer had not yet read. For the same reason a failed write only ends the writing; the
+reader then finds what the peer still said, and the end.
+"""
+
+import asyncio
+import os
+import socket
+from collections import deque
+
+from fabric.errors import ProtocolError
+from fabric.transport.framing import GOODBYE, MAX_FRAME_BYTES, FrameParser, frame
+from fabric.transport.interface import OnClosed, OnMessage
+
+# What may wait for a slow peer: many times what an epoch's messages need.
+QUEUE_LIMIT_BYTES = 16 * 1024 * 1024
+_READ_BYTES = 256 * 1024
+
+
+class Link:
+    """A MessageLink over a connected stream socket, which it owns and makes non-blocking.
+
+    Construct it inside the running loop. Sending works at once, reading begins with ``run``.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        queue_limit_bytes: int = QUEUE_LIMIT_BYTES,
+        frame_limit_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._peer = peer
+        self._outbox = _Outbox(sock, queue_limit_bytes, frame_limit_bytes)
+        self._inbox = _Inbox(frame_limit_bytes)
+        self._reason = ""
+        self._leaving = False
+        self._changed = asyncio.Event()
+        self._ended = asyncio.Event()
+        sock.setblocking(False)
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
+    def clean(self) -> bool:
+        return self._inbox.clean
+
+    def send(self, data: bytes) -> bool:
+        """Queue one message: see MessageLink."""
+        if self._reason or self._leaving or self._outbox.failure:
+            return False
+        self._outbox.add(data)
+        self._flush()
+        if self._outbox.overflowed:
+            self.abort(
+                f"{self._peer} does not read: {self._outbox.queued_bytes} bytes wait for it, "
+                "so the link was closed"
+            )
+        return not self._reason and not self._outbox.failure
+
+    async def run(self, on_message: OnMessage, on_closed: OnClosed) -> None:
+        """Deliver messages until the link closes: see MessageLink."""
+        try:
+            self._start_reading()
+            while True:
+                # No await between the check and the wait: nothing can change in between.
+                while self._inbox.messages and not self._leaving:
+                    on_message(self._inbox.messages.popleft())
+                if self._reason:
+                    break
+                self._changed.clear()
+                await self._changed.wait()
+        except ProtocolError as error:
+            self.abort(f"{self._peer} sent what cannot be used: {error}")
+        finally:
+            self.abort(f"the link to {self._peer} was dropped here")
+            on_closed(self._reason)
+
+    async def close(self, linger_s: float = 1.0) -> None:
+        """Close cleanly: see MessageLink."""
+        if not self._reason and not self._leaving:
+            self._leaving = True
+            self._outbox.end()
+            self._start_reading()
+            self._flush()
+        try:
+            await asyncio.wait_for(self._ended.wait(), linger_s)
+        except TimeoutError:
+            self.abort(f"closed here; {self._peer} did not close its side within {linger_s:g} s")
+
+    def abort(self, reason: str) -> None:
+        """Close at once: see MessageLink."""
+        if self._reason:
+            return
+        self._reason = reason
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+        self._changed.set()
+        self._ended.set()
+
+    def _start_reading(self) -> None:
+        if not self._reason:
+            self._loop.add_reader(self._sock, self._readable)
+
+    def _flush(self) -> None:
+        if self._outbox.flush():
+            self._loop.add_writer(self._sock, self._flush)
+        else:
+            self._loop.remove_writer(self._sock)
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.abort(f"{self._peer} is gone: {_words(error)}")
+            return
+        if not data:
+            self.abort(self._end_sentence())
+            return
+        try:
+            self._inbox.feed(data)
+        except ProtocolError as error:
+            self.abort(f"{self._peer} sent what cannot be used: {error}")
+            return
+        if self._leaving:
+            self._inbox.messages.clear()
+        self._changed.set()
+
+    def _end_sentence(self) -> str:
+        if self._leaving:
+            return "closed here"
+        if self._inbox.clean:
+            return f"{self._peer} closed the link"
+        detail = self._outbox.failure or "its end of the link closed without a goodbye"
+        return f"{self._peer} is gone: {detail}"
+
+
+class _Inbox:
+    """Complete messages not yet delivered; a goodbye sets ``clean`` and must be the last frame."""
+
+    def __init__(self, frame_limit_bytes: int) -> None:
+        self._parser = FrameParser(frame_limit_bytes)
+        self.messages: deque[bytes] = deque()
+        self.clean = False
+
+    def feed(self, data: bytes) -> None:
+        for payload in self._parser.feed(data):
+            if self.clean:
+                raise ProtocolError("there is a message after the goodbye")
+            if payload:
+                self.messages.append(payload)
+            else:
+                self.clean = True
+
+
+class _Outbox:
+    """Frames that the socket has not taken yet, in order, with a bound on their bytes."""
+
+    def __init__(self, sock: socket.socket, limit_bytes: int, frame_limit_bytes: int) -> None:
+        self._sock = sock
+        self._limit_bytes = limit_bytes
+        self._frame_limit_bytes = frame_limit_bytes
+        self._frames: deque[memoryview] = deque()
+        self._ending = False
+        self.queued_bytes = 0
+        self.failure = ""
+
+    @property
+    def overflowed(self) -> bool:
+        return self.queued_bytes > self._limit_bytes
+
+    def add(self, payload: bytes) -> None:
+        self._append(frame(payload, self._frame_limit_bytes))
+
+    def end(self) -> None:
+        """After what is queued: the goodbye, and no more."""
+        self._append(GOODBYE)
+        self._ending = True
+
+    def flush(self) -> bool:
+        """Write what the socket takes; whether something is left to write."""
+        try:
+            return self._flush()
+        except OSError as error:
+            self.failure = _words(error)
+            self._frames.clear()
+            self.queued_bytes = 0
+            return False
+
+    def _append(self, framed: bytes) -> None:
+        if not self.failure:
+            self._frames.append(memoryview(framed))
+            self.queued_bytes += len(framed)
+
+    def _flush(self) -> bool:
+        while self._frames:
+            head = self._frames[0]
+            try:
+                sent = self._sock.send(head)
+            except BlockingIOError:
+                return True
+            self.queued_bytes -= sent
+            if sent == len(head):
+                self._frames.popleft()
+            else:
+                self._frames[0] = head[sent:]
+        if self._ending:
+            self._ending = False
+            self._sock.shutdown(socket.SHUT_WR)
+        return False
+
+
+def _words(error: OSError) -> str:
+    return os.strerror(error.errno).lower() if error.errno else str(error)

@@ -1,0 +1,311 @@
+"""Sockets between peers: a listener that survives any client, a dialler that is bounded in time.
+
+Both run the handshake of ``greeting`` with exact reads, so not one byte after it is swallowed, and hand
+on a raw non-blocking socket: a control one becomes a Link, a data one goes to a ring in another thread.
+
+``TCP_USER_TIMEOUT`` bounds how long sent bytes may stay unacknowledged, so that a cut network shows on
+control links. The kernel also counts the time for which a peer's window stays closed, and a healthy
+member that computes for minutes does not read its ring: data sockets therefore do not get it (0), and
+the exchange has deadlines of its own.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from fabric.errors import ConfigError, FabricError, ProtocolError, Refused, Unreachable
+from fabric.transport import greeting as proof
+from fabric.transport.framing import HEADER_BYTES, frame
+from fabric.transport.greeting import MAX_HANDSHAKE_BYTES, Greeting
+
+logger = logging.getLogger(__name__)
+
+CONTROL_USER_TIMEOUT_S = 10.0
+HANDSHAKE_S = 5.0
+# Strangers that open connections and say nothing hold at most this many at a time.
+MAX_HANDSHAKES = 64
+_ACCEPT_BACKOFF_S = 0.05
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
+
+OnConnection = Callable[[Greeting, socket.socket], None]
+
+
+@dataclass(slots=True)
+class Identity:
+    """Who the acceptor is. ``store_id`` may be set later; while empty, any is accepted."""
+
+    job: str
+    replica: str
+    store_id: str = ""
+
+
+def admit_everybody(_greeting: Greeting) -> str:
+    """The default admission: no reason to refuse."""
+    return ""
+
+
+class Listener:
+    """Accepts links for one identity and hands each authenticated socket to ``on_connection``.
+
+    ``admit`` may refuse a greeting with a sentence, which the dialler gets as Refused. The socket is
+    non-blocking and belongs to the callback. ``close`` ends accepting and unfinished handshakes alone.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        token: bytes,
+        on_connection: OnConnection,
+        admit: Callable[[Greeting], str] = admit_everybody,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        self.identity = identity
+        self._token = token
+        self._on_connection = on_connection
+        self._admit = admit
+        self._handshake_s = handshake_s
+        self._server: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(MAX_HANDSHAKES)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port it is bound to; raises ConfigError before ``start``."""
+        if self._server is None:
+            raise ConfigError("the listener has no address before it is started")
+        host, port = self._server.getsockname()[:2]
+        return str(host), int(port)
+
+    async def start(self, host: str, ports: int | str = 0) -> None:
+        """Bind and begin to accept on the first free of ``ports`` ("29500-29510", a number, 0: any).
+
+        Raises ConfigError where none can be bound.
+        """
+        self._server = await _bind(host, parse_ports(ports))
+        self._spawn(self._accept_loop(self._server))
+
+    async def close(self) -> None:
+        """Stop accepting; sockets already handed on stay open."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept_loop(self, server: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._room.acquire()
+            try:
+                sock, _ = await loop.sock_accept(server)
+            except OSError as error:
+                # Out of descriptors, or a client that left in the queue: the next one may do better.
+                self._room.release()
+                logger.warning("could not accept a connection: %s", error)
+                await asyncio.sleep(_ACCEPT_BACKOFF_S)
+                continue
+            except asyncio.CancelledError:
+                self._room.release()
+                raise
+            self._spawn(self._serve(sock))
+
+    async def _serve(self, sock: socket.socket) -> None:
+        handed_on = False
+        try:
+            sock.setblocking(False)
+            async with asyncio.timeout(self._handshake_s):
+                greeting = await self._handshake(sock)
+            tune(sock, greeting.kind)
+            self._on_connection(greeting, sock)
+            handed_on = True
+        except TimeoutError:
+            logger.warning("a client did not greet within %g s and was dropped", self._handshake_s)
+        except (OSError, FabricError) as error:
+            logger.warning("a connection was refused: %s", error)
+        finally:
+            self._room.release()
+            if not handed_on:
+                sock.close()
+
+    async def _handshake(self, sock: socket.socket) -> Greeting:
+        challenge = proof.random_bytes()
+        await _send_frame(sock, proof.challenge_frame(challenge))
+        hello = await _receive_frame(sock)
+        try:
+            greeting = proof.read_hello(hello, challenge, self._token)
+            self._check(greeting)
+        except FabricError as error:
+            with suppress(OSError):
+                await _send_frame(sock, proof.refuse_frame(error))
+            raise
+        await _send_frame(sock, proof.accept_frame(challenge, hello, self._token))
+        return greeting
+
+    def _check(self, greeting: Greeting) -> None:
+        own, who = self.identity, f"{greeting.replica!r}"
+        if greeting.job != own.job:
+            raise Refused(
+                f"{who} belongs to job {greeting.job!r}, this is job {own.job!r}: "
+                "check the address and the job's name"
+            )
+        if own.store_id and greeting.store_id != own.store_id:
+            raise Refused(
+                f"{who} was told of store {greeting.store_id!r}, this job's store is "
+                f"{own.store_id!r}: the control store was wiped or is another one, restart {who}"
+            )
+        if greeting.to and greeting.to != own.replica:
+            raise Refused(
+                f"{who} looks for {greeting.to!r} and reached {own.replica!r}: "
+                "the address was taken over, wait for the next epoch"
+            )
+        reason = self._admit(greeting)
+        if reason:
+            raise Refused(reason)
+
+
+async def dial(address: str, greeting: Greeting, token: bytes, timeout_s: float) -> socket.socket:
+    """A connected, authenticated, non-blocking socket to ``address`` ("host:port").
+
+    Raises Unreachable where nobody answers within ``timeout_s``, Unauthorized, Refused or
+    ProtocolError as the handshake ends, ConfigError for an address that is none.
+    """
+    host, port = parse_address(address)
+    whom = f"{greeting.to or 'a peer'} at {address}"
+    with ExitStack() as undo:
+        try:
+            async with asyncio.timeout(timeout_s):
+                sock = await _connect(host, port)
+                undo.callback(sock.close)
+                await _greet(sock, greeting, token)
+                tune(sock, greeting.kind)
+        except TimeoutError as error:
+            raise Unreachable(
+                f"{whom} did not answer within {timeout_s:g} s: check that it runs and is reachable"
+            ) from error
+        except OSError as error:
+            raise Unreachable(f"{whom} cannot be reached: {_words(error)}") from error
+        undo.pop_all()
+        return sock
+
+
+def tune(sock: socket.socket, kind: str) -> None:
+    """No delay for small messages, keepalive for idle links, a bound on unacknowledged bytes."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    timeout_s = CONTROL_USER_TIMEOUT_S if kind == "control" else 0.0
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[v6]:port"; raises ConfigError."""
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{address[:80]!r} is not an address: write host:port")
+    return host, int(port)
+
+
+def parse_ports(ports: int | str) -> range:
+    """The ports that "29500-29510", "29500" or a number stand for; raises ConfigError."""
+    first, dash, last = str(ports).partition("-")
+    numbers = [first, last if dash else first]
+    if not all(n.strip().isascii() and n.strip().isdigit() for n in numbers):
+        raise ConfigError(f"{ports!r} is not a port or a range of ports: write 29500-29510")
+    low, high = (int(n) for n in numbers)
+    if not 0 <= low <= high <= 65535 or (low == 0 and high > 0):
+        raise ConfigError(f"{ports!r} is not a range of ports between 1 and 65535, low to high")
+    return range(low, high + 1)
+
+
+async def _bind(host: str, ports: range) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(
+            f"{host!r} cannot be bound ({_words(error)}): name an address of this host"
+        ) from error
+    family, _, _, _, target = found[0]
+    last = "no port was tried"
+    for port in ports:
+        server = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((target[0], port, *target[2:]))
+            server.listen(128)
+        except OSError as error:
+            server.close()
+            last = _words(error)
+            continue
+        return server
+    span = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
+    raise ConfigError(f"no port of {span} on {host!r} can be bound ({last}): free one or widen it")
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    failure: OSError = OSError(f"{host} has no address")
+    for family, kind, number, _, target in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, number)
+        try:
+            await loop.sock_connect(sock, target)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
+
+
+async def _greet(sock: socket.socket, greeting: Greeting, token: bytes) -> None:
+    challenge = proof.read_challenge(await _receive_frame(sock))
+    hello = proof.hello_frame(greeting, challenge, proof.random_bytes(), token)
+    await _send_frame(sock, hello)
+    proof.read_verdict(await _receive_frame(sock), challenge, hello, token)
+
+
+async def _send_frame(sock: socket.socket, payload: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(sock, frame(payload, MAX_HANDSHAKE_BYTES))
+
+
+async def _receive_frame(sock: socket.socket) -> bytes:
+    length = int.from_bytes(await _receive_exactly(sock, HEADER_BYTES), "big")
+    if not 0 < length <= MAX_HANDSHAKE_BYTES:
+        raise ProtocolError("the other side did not greet as fabric does: check the address")
+    return await _receive_exactly(sock, length)
+
+
+async def _receive_exactly(sock: socket.socket, count: int) -> bytes:
+    # Never a byte more: what follows the handshake belongs to whoever gets the socket.
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < count:
+        piece = await loop.sock_recv(sock, count - len(data))
+        if not piece:
+            raise ConnectionResetError(0, "the other side closed during the greeting")
+        data += piece
+    return data
+
+
+def _words(error: OSError) -> str:
+    return os.strerror(error.errno).lower() if error.errno else str(error.strerror or error)

@@ -1,0 +1,267 @@
+"""The verifier accepts an honest run and refuses every single alteration of its journals."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cli.journals import KILL_STEP, STEPS, VICTIM, Entry, SyntheticRun, to_bytes
+from click.testing import CliRunner
+
+from fabric.cli.demo.command import demo
+from fabric.cli.demo.journal import Run, parse_journal, read_run
+from fabric.cli.demo.verify import Verdict, compare_losses, judge, verify, write_summary
+from fabric.errors import ConfigError
+
+Entries = dict[str, list[Entry]]
+
+
+def judged(entries: Entries, supervisor: list[Entry] | None = None) -> Verdict:
+    journals = {name: parse_journal(name, to_bytes(lines)) for name, lines in entries.items()}
+    return judge(Run(journals, tuple(supervisor or ())))
+
+
+@pytest.fixture(scope="module")
+def honest() -> SyntheticRun:
+    return SyntheticRun()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    directory = SyntheticRun().write(tmp_path / "run")
+    write_summary(directory, judge(read_run(directory)).summary)
+    return directory
+
+
+def run_verify(directory: Path) -> tuple[int, str]:
+    result = CliRunner().invoke(demo, ["verify", str(directory)])
+    return result.exit_code, result.output
+
+
+def test_an_honest_run_is_accepted(honest: SyntheticRun) -> None:
+    verdict = judged(honest.entries, honest.supervisor)
+    assert verdict.broken == ()
+    summary = verdict.summary.as_json()
+    assert summary["steps"] == STEPS
+    assert (summary["failures"], summary["joins"]) == (1, 1)
+    assert (summary["steps_lost"], summary["samples_skipped"], summary["samples_repeated"]) == (0,) * 3
+    assert summary["digests_equal"] is True
+    assert summary["median_step_s"] == pytest.approx(0.5, abs=0.02)
+    assert summary["max_survivor_stall_s"] >= summary["median_step_s"]
+    assert summary["final_loss"] == pytest.approx(600 / STEPS / 120)
+    join = summary["join_list"][0]
+    assert (join["replica"], join["bytes"], join["replayed"]) == (VICTIM, 4_000_000, 2)
+    assert summary["catch_up_s"] == pytest.approx(join["catch_up_s"]) and join["catch_up_s"] > 0.02
+    failure = summary["failure_list"][0]
+    assert failure["step"] == KILL_STEP
+    assert 0 < failure["detected_s"] < failure["epoch_s"] < failure["first_commit_s"]
+
+
+def test_a_run_without_failure_is_accepted() -> None:
+    run = SyntheticRun(failure=False)
+    verdict = judged(run.entries, run.supervisor)
+    assert verdict.broken == ()
+    assert verdict.summary.failure_list == () and verdict.summary.join_list == ()
+
+
+def positions(run: SyntheticRun, *events: str) -> Iterator[tuple[str, int]]:
+    for replica, entries in run.entries.items():
+        for index, entry in enumerate(entries):
+            if not events or entry["event"] in events:
+                yield replica, index
+
+
+def altered(run: SyntheticRun, replica: str, change: Callable[[list[Entry]], None]) -> Entries:
+    entries = dict(run.entries)
+    entries[replica] = copy.deepcopy(entries[replica])
+    change(entries[replica])
+    return entries
+
+
+def test_every_deleted_line_is_noticed(honest: SyntheticRun) -> None:
+    for replica, index in positions(honest):
+        entries = altered(honest, replica, lambda lines, i=index: lines.pop(i))
+        assert judged(entries, honest.supervisor).broken, (replica, honest.entries[replica][index])
+
+
+def test_deleted_records_are_noticed_without_the_supervisor(honest: SyntheticRun) -> None:
+    """From the journals alone, all but contributions to aborted rounds, which left no trace."""
+    aborted = 0
+    for replica, index in positions(honest, "commit", "contribute", "state"):
+        entry = honest.entries[replica][index]
+        entries = altered(honest, replica, lambda lines, i=index: lines.pop(i))
+        if entry["event"] == "contribute" and (entry["epoch"], entry["step"]) == (1, KILL_STEP):
+            aborted += 1
+            continue
+        assert judged(entries).broken, (replica, entry)
+    assert aborted == 2
+
+
+def test_every_repeated_line_is_noticed(honest: SyntheticRun) -> None:
+    for replica, index in positions(honest, "commit", "contribute", "state", "epoch", "start"):
+        entries = altered(honest, replica, lambda lines, i=index: lines.insert(i, copy.deepcopy(lines[i])))
+        assert judged(entries).broken, (replica, honest.entries[replica][index])
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_every_altered_step_is_noticed(honest: SyntheticRun, by: int) -> None:
+    for replica, index in positions(honest):
+        entry = honest.entries[replica][index]
+        if "step" not in entry or entry["step"] + by < 0:
+            continue
+
+        def change(lines: list[Entry], i: int = index) -> None:
+            lines[i]["step"] += by
+
+        assert judged(altered(honest, replica, change)).broken, (replica, entry)
+
+
+@pytest.mark.parametrize("name", ["digest", "gradient_digest"])
+def test_every_altered_digest_is_noticed(honest: SyntheticRun, name: str) -> None:
+    seen = 0
+    for replica, index in positions(honest):
+        if name not in honest.entries[replica][index]:
+            continue
+        seen += 1
+
+        def change(lines: list[Entry], i: int = index) -> None:
+            lines[i][name] = "0" * 16
+
+        verdict = judged(altered(honest, replica, change))
+        assert verdict.broken and not verdict.summary.digests_equal
+    assert seen > 3 * STEPS - 5
+
+
+@pytest.mark.parametrize("kind", ["repeat", "drop", "swap", "replace"])
+def test_every_altered_sample_is_noticed(honest: SyntheticRun, kind: str) -> None:
+    for replica, index in positions(honest, "contribute"):
+        for key in honest.entries[replica][index]["samples"]:
+
+            def change(lines: list[Entry], i: int = index, key: str = key) -> None:
+                listed = lines[i]["samples"][key]
+                if kind == "repeat":
+                    listed[1] = listed[0]
+                elif kind == "drop":
+                    listed.pop()
+                elif kind == "swap":
+                    listed.reverse()
+                else:
+                    listed[0] = (listed[0] + 1) % 50
+
+            verdict = judged(altered(honest, replica, change))
+            assert verdict.broken, (replica, honest.entries[replica][index])
+
+
+def test_a_skipped_and_a_repeated_sample_are_counted(honest: SyntheticRun) -> None:
+    index = next(i for r, i in positions(honest, "contribute") if r == "r0")
+
+    def change(lines: list[Entry]) -> None:
+        lines[index]["samples"]["0"][1] = lines[index]["samples"]["0"][0]
+
+    summary = judged(altered(honest, "r0", change)).summary
+    assert (summary.samples_skipped, summary.samples_repeated) == (1, 1)
+
+
+def test_a_micro_batch_that_all_agree_to_leave_out_is_noticed(honest: SyntheticRun) -> None:
+    """Agreement is not enough: everybody may agree on the wrong thing."""
+    entries = copy.deepcopy(honest.entries)
+    for lines in entries.values():
+        for entry in lines:
+            if entry["event"] == "commit" and entry["step"] == 4:
+                entry["contributions"]["r0"].remove(2)
+    verdict = judged(entries)
+    assert any("Micro-batch 2 of step 4 is counted 0 times" in line for line in verdict.broken)
+    assert verdict.summary.samples_skipped == 2
+
+
+def test_time_that_goes_back_is_noticed(honest: SyntheticRun) -> None:
+    def change(lines: list[Entry]) -> None:
+        lines[5]["mono"] -= 3
+
+    assert judged(altered(honest, "r0", change)).broken
+
+
+@pytest.mark.parametrize("name", ["event", "t", "mono", "replica", "incarnation"])
+def test_a_line_without_its_envelope_is_noticed(honest: SyntheticRun, name: str) -> None:
+    entries = altered(honest, "r0", lambda lines: lines[5].pop(name))
+    assert any("journal of r0" in line for line in judged(entries).broken)
+
+
+def test_a_missing_journal_is_noticed(directory: Path) -> None:
+    (directory / "journal" / "r2.jsonl").unlink()
+    code, output = run_verify(directory)
+    assert code == 1 and "r2 is a member of step 0 and has no journal." in output
+
+
+def test_a_killed_process_that_went_on_is_noticed(honest: SyntheticRun) -> None:
+    supervisor = [{"event": "kill", "t": 1001.0, "replica": "r0", "pid": 100}]
+    assert judged(honest.entries, supervisor).broken == ("r0 was killed and its process 100 went on.",)
+
+
+def _cut_at_restart(directory: Path) -> tuple[Path, list[bytes], int]:
+    path = directory / "journal" / f"{VICTIM}.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    starts = [i for i, line in enumerate(lines) if b'"start"' in line]
+    return path, lines, starts[1]
+
+
+@pytest.mark.parametrize("ending", [b"\n", b""])
+def test_a_torn_line_before_a_restart_is_tolerated(directory: Path, ending: bytes) -> None:
+    path, lines, restart = _cut_at_restart(directory)
+    lines.insert(restart, b'{"event": "commit", "t": 10' + ending)
+    path.write_bytes(b"".join(lines))
+    assert verify(directory).broken == ()
+
+
+def test_a_torn_line_elsewhere_is_noticed(directory: Path) -> None:
+    path, lines, restart = _cut_at_restart(directory)
+    lines.insert(restart - 3, b'{"event": "commit", "t": 10\n')
+    path.write_bytes(b"".join(lines))
+    assert any("cannot be read" in line for line in verify(directory).broken)
+
+
+def test_the_command_says_what_is_wrong_and_exits_1(directory: Path) -> None:
+    assert run_verify(directory)[0] == 0
+    path = directory / "journal" / "r0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-4] + lines[-3:]))
+    code, output = run_verify(directory)
+    assert code == 1 and "r0" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("steps", 11), ("digests_equal", 1), ("final_loss", 0.1), ("joins", 0)]
+)
+def test_a_summary_that_says_something_else_is_noticed(directory: Path, name: str, value: object) -> None:
+    path = directory / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    code, output = run_verify(directory)
+    assert code == 1 and f"summary.json says {name} = " in output
+
+
+def test_a_directory_that_is_no_run_is_one_sentence(tmp_path: Path) -> None:
+    code, output = run_verify(tmp_path)
+    assert code == 2 and "holds no journals" in output and output.count("\n") == 1
+
+
+def test_damaged_files_are_one_sentence(directory: Path) -> None:
+    (directory / "summary.json").write_text("{")
+    code, output = run_verify(directory)
+    assert code == 2 and "is not JSON" in output
+    (directory / "supervisor.jsonl").write_text("nonsense\n")
+    code, output = run_verify(directory)
+    assert code == 2 and "supervisor.jsonl line 1" in output
+
+
+def test_losses_are_compared_step_by_step(tmp_path: Path) -> None:
+    first = SyntheticRun().write(tmp_path / "first")
+    second = SyntheticRun(failure=False, loss_offset=0.012).write(tmp_path / "second")
+    assert compare_losses(first, first) == 0
+    assert compare_losses(first, second) == pytest.approx(0.012 / 120)
+    shorter = SyntheticRun().write(tmp_path / "shorter")
+    for path in (shorter / "journal").iterdir():
+        keep = [line for line in path.read_bytes().splitlines() if b'"step": 9' not in line]
+        path.write_bytes(b"\n".join(keep) + b"\n")
+    with pytest.raises(ConfigError, match="same steps"):
+        compare_losses(first, shorter)

@@ -75,3 +75,7 @@ class Gone(StateError):
 
 class Evicted(FabricError):
     """This process must stop or re-initialise: its place in the job is gone."""
+
+
+class ServerLost(StateError):
+    """This worker's checkpoint server process does not answer any more: ``ensure`` starts another."""

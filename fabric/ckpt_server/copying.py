@@ -56,9 +56,9 @@ def slices_of(view: StateView) -> list[Slice]:
 def units_of(slices: Sequence[Slice], unit_bytes: int = BLOCK_BYTES) -> list[list[Slice]]:
     """Runs of tensors of about ``unit_bytes`` or one larger tensor, the largest first."""
     units: list[list[Slice]] = []
-    size = unit_bytes
+    size = 0
     for part in slices:
-        if size + part.end - part.begin > unit_bytes:
+        if not units or size + part.end - part.begin > unit_bytes:
             units.append([])
             size = 0
         units[-1].append(part)
@@ -103,8 +103,9 @@ class Copying:
                 self._take(part, copy=copy)
 
     def digests(self) -> SnapshotDigests:
-        """The result, once every tensor was taken."""
-        assert not any(self._missing)
+        """The result, once every tensor was taken. Raises StateError when the copy ended before that."""
+        if any(self._missing):
+            raise StateError("The snapshot ended half-way and is not usable; take another one.")
         return SnapshotDigests(combine(self._header, self._tensor_digests), tuple(self._blocks))
 
     def _take(self, part: Slice, *, copy: bool) -> None:

@@ -36,6 +36,17 @@ _FACTORIES: Mapping[str, type | None] = {
 }
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMPY_KINDS = "biufcSUMm"
+# What the constructors of values raise when they are given something else than they wrote.
+_MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 
 # Dtypes that the file format has a word for; the others travel as raw bytes with one dimension more.
 FILE_DTYPE: Mapping[torch.dtype, str] = {
@@ -76,22 +87,35 @@ DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Where a value is: spoken as ``optimizer.state[0].exp_avg``, named ``optimizer/state/0/exp_avg``."""
+    """Where a value is: ``blob`` names it ``optimizer/state/0/exp_avg``, ``spoken`` tells a person."""
 
-    spoken: str
     blob: str
+    step: object
+    parent: "Path | None" = None
     depth: int = 0
 
     def key(self, key: object) -> "Path":
         """One mapping key further down."""
-        plain = isinstance(key, str) and key.replace(".", "_").isidentifier()
-        spoken = f"{self.spoken}.{key}" if plain else f"{self.spoken}[{key!r}]"
-        word = str(key).replace("~", "~0").replace("/", "~1")
-        return Path(spoken, f"{self.blob}/{word}", self.depth + 1)
+        word = key.replace("~", "~0").replace("/", "~1") if isinstance(key, str) else key
+        return Path(f"{self.blob}/{word}", key, self, self.depth + 1)
 
     def index(self, index: int) -> "Path":
         """One list element further down."""
-        return Path(f"{self.spoken}[{index}]", f"{self.blob}/{index}", self.depth + 1)
+        return Path(f"{self.blob}/{index}", index, self, self.depth + 1)
+
+    @property
+    def spoken(self) -> str:
+        """As ``optimizer.state[0].exp_avg``; put together only when something is to be said."""
+        if self.parent is None:
+            return str(self.step)
+        if isinstance(self.step, str) and self.step.replace(".", "_").isidentifier():
+            return f"{self.parent.spoken}.{self.step}"
+        return f"{self.parent.spoken}[{self.step!r}]"
+
+    @classmethod
+    def root(cls, name: str) -> "Path":
+        """Where the object called ``name`` begins."""
+        return cls(name.replace("~", "~0").replace("/", "~1"), name)
 
 
 @dataclass(slots=True)
@@ -171,7 +195,9 @@ def memory_key(tensor: torch.Tensor) -> object:
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
 
 
 def _encode_tensor(tensor: torch.Tensor, path: Path, blobs: Blobs, ties: _Ties) -> Any:
@@ -211,12 +237,13 @@ def _sorted_pairs(value: Mapping[Any, Any], path: Path, blobs: Blobs, ties: _Tie
 
 
 def _encode_key(key: object, path: Path) -> Any:
-    nothing = Blobs()
+    if type(key) in (str, int):
+        return key
     if isinstance(key, (torch.Tensor, np.ndarray, np.generic)):
         raise StateError(
             f"{path.spoken} has a {type(key).__qualname__} as key; only plain values can be keys."
         )
-    return encode(key, path.key("(key)"), nothing)
+    return encode(key, path.key("(key)"), Blobs())
 
 
 def _encode_dict(value: Mapping[Any, Any], path: Path, blobs: Blobs, ties: _Ties) -> Any:
@@ -305,17 +332,10 @@ class Decoder:
             )
         try:
             return _DECODERS[word](self, node[word], depth + 1)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            OverflowError,
-            RuntimeError,
-            AttributeError,
-        ) as error:
+        except _MALFORMED as error:
+            reason = " ".join(str(error).split())[:200]
             raise StateError(
-                f"A value in the state is not a valid {word} ({error}); it is damaged."
+                f"A value in the state is not a valid {word} ({reason}); it is damaged."
             ) from error
 
     def pairs(self, items: Any, depth: int) -> list[tuple[Any, Any]]:

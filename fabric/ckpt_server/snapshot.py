@@ -32,6 +32,7 @@ from fabric.model import SnapshotRef
 
 __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaLane", "DeviceLane", "SnapshotDigests", "build_manifest"]
 
+_cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
 _PACK_BELOW_BYTES = 256 << 10  # smaller device tensors are gathered on the device first
 _PACK_BYTES = 16 << 20
@@ -73,6 +74,11 @@ class _Workers:
         self._pool = ThreadPoolExecutor(threads, "fabric-snapshot", _lower_priority, (niceness,))
         self._threads = threads
         self._running: list[Future[None]] = []
+        self._error: BaseException | None = None
+
+    def forget(self) -> None:
+        """Before the next copy: what went wrong in the last one."""
+        self._error = None
 
     def run(self, copying: Copying, units: "deque[list[Slice]]") -> None:
         """Copies and digests ``units`` on every thread."""
@@ -90,11 +96,12 @@ class _Workers:
         self._running.append(self._pool.submit(digest))
 
     def finish(self) -> None:
-        """Waits for everything; raises the first error after all have ended."""
+        """Waits for everything; raises the copy's first error, and again at every later call."""
         running, self._running = self._running, []
-        errors = [error for error in (future.exception() for future in running) if error is not None]
-        if errors:
-            raise StateError(f"The snapshot failed and is not usable: {errors[0]}.") from errors[0]
+        for future in running:
+            self._error = future.exception() or self._error
+        if self._error is not None:
+            raise StateError(f"The snapshot failed and is not usable: {self._error}.") from self._error
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -118,6 +125,7 @@ class CpuCopier:
         copying = Copying(view, target)
         self._units = deque(units_of(slices_of(view)))
         self._copying = copying
+        self._workers.forget()
         self._workers.run(copying, self._units)
 
     def fence(self) -> None:
@@ -183,8 +191,8 @@ class CudaLane:
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         index = torch.device(device).index
-        self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        self._stream = torch.cuda.Stream(self._device)
+        self._device = torch.device("cuda", _cuda.current_device() if index is None else index)
+        self._stream = _cuda.Stream(self._device)
         self._registered: dict[int, int] = {}
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -195,8 +203,8 @@ class CudaLane:
         if self._registered.get(address, 0) >= nbytes:
             return
         self.release(address)
-        with torch.cuda.device(self._device):
-            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        with _cuda.device(self._device):
+            code = int(_cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if code == 0:
             self._registered[address] = nbytes
         else:  # copies still work, but the host waits for each
@@ -205,26 +213,26 @@ class CudaLane:
     def release(self, address: int) -> None:
         """Undoes the registration of memory at ``address``; needed before it is unmapped."""
         if self._registered.pop(address, 0):
-            torch.cuda.cudart().cudaHostUnregister(address)
+            _cuda.cudart().cudaHostUnregister(address)
 
     def begin(self) -> None:
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._device))
+        ready = _cuda.Event()
+        ready.record(_cuda.current_stream(self._device))
         self._stream.wait_event(ready)
 
     def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
-        with torch.cuda.stream(self._stream):
+        with _cuda.stream(self._stream):
             # What the gathering allocates belongs to the side stream, so it is not reused too early.
             source = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             torch.from_numpy(memory).copy_(source, non_blocking=True)
 
     def end(self) -> Event:
-        done = torch.cuda.Event()
-        done.record(self._stream)
+        done: Event = _cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
+        self._stream.record_event(done)
         return done
 
     def hold(self, event: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)
+        _cuda.current_stream(self._device).wait_event(event)
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -259,6 +267,8 @@ class CudaCopier:
         event = self._lane.end()
         self._units = deque(units_of([part for part in slices if not self._lane.owns(part.tensor)]))
         self._current = view, copying, event  # the view keeps the tensors alive until join
+        self._host.forget()
+        self._device.forget()
         self._host.run(copying, self._units)
         self._device.then(event, copying, deque(units_of(device)))
 

@@ -51,7 +51,7 @@ _PIECE_BYTES = 16 << 20  # how much of a device tensor is on the host at a time 
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """A consistent view of live state at one step; the tensors are references, not copies.
+    """A consistent view of live state at ``step``; the tensors are references, not copies.
 
     ``header`` is the file's preamble, ``tensors`` its data in file order (contiguous), ``nbytes``
     the size of the whole file. Valid until the state is changed.
@@ -60,6 +60,7 @@ class StateView:
     header: bytes
     tensors: tuple[tuple[str, torch.Tensor], ...]
     nbytes: int
+    step: int
 
     def digest(self) -> str:
         """The state's digest, 32 hex digits, without a copy of the state.
@@ -90,7 +91,7 @@ def capture(objects: Mapping[str, object], step: int) -> StateView:
         raise StateError(f"The training state has a number that cannot be written down: {error}.") from error
     header = build_preamble(entries, metadata)
     tensors = tuple((entry[0], blobs.tensors[entry[0]]) for entry in entries)
-    return StateView(header, tensors, len(header) + sum(entry[3] for entry in entries))
+    return StateView(header, tensors, len(header) + sum(entry[3] for entry in entries), step)
 
 
 def check_serialisable(objects: Mapping[str, object]) -> None:
@@ -180,8 +181,7 @@ def _walk(objects: Mapping[str, object]) -> tuple[dict[str, Any], Blobs]:
                     " state_dict() and load_state_dict()."
                 )
         ties: dict[object, str] | None = {} if isinstance(value, torch.nn.Module) else None
-        path = Path(name, name.replace("~", "~0").replace("/", "~1"))
-        tree[name] = encode(value.state_dict(), path, blobs, ties)  # type: ignore[attr-defined]
+        tree[name] = encode(value.state_dict(), Path.root(name), blobs, ties)  # type: ignore[attr-defined]
     return tree, blobs
 
 

@@ -115,12 +115,11 @@ def _parts(
     on_device = any(p.is_cuda for _, p in gradients.parameters)
     copier = CudaCopier() if on_device else CpuCopier()
     budget = OverheadBudget(found.snapshot_share)
-    snapshots = Snapshots(handle, objects, copier, budget, (found.job, found.replica))
+    snapshots = Snapshots(handle, objects, copier, budget, (found.job, found.replica), on_device)
     slots = GradientSlots(handle, gradients.nbytes, gradients.layout)
-    plane = TcpRing(exchange_s=found.exchange_s)
-    fetcher = StateFetcher(token=token.decode())
+    plane = TcpRing(exchange_s=found.exchange_s, on_piece=lambda step: points.reach("ring", step))
     peers = Peers(Identity(found.job, found.replica), incarnation, token, plane, LINK_S)
-    leader = LeaderLink(found.lighthouse, found.job, found.replicas, token, found.replica)
+    leader = LeaderLink(found)
     parts = Parts(
         handle=handle,
         plane=plane,
@@ -128,7 +127,7 @@ def _parts(
         leader=leader,
         slots=slots,
         exchange=Exchange(plane, gradients, slots, points, crash),
-        transfer=Transfer(fetcher, snapshots, gradients.nbytes, points, crash),
+        transfer=Transfer(lambda: StateFetcher(token.decode()), snapshots, gradients.nbytes, points, crash),
         keeper=Worker("fabric-keeper", crash),
         journal=journal,
         points=points,

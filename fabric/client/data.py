@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 
 from fabric.errors import ConfigError
@@ -66,12 +67,17 @@ class Plan:
     def hash(self) -> str:
         """16 hex digits that differ where the data order does."""
         text = f"{self.dataset_size} {self.global_batch_size} {self.micro_batch_size} {self.seed}"
-        return xxhash.xxh3_64_hexdigest(text)
+        return xxhash.xxh3_64_hexdigest(text.encode())
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
         """Data set indices of one micro-batch."""
         start = step * self.global_batch_size + micro_batch * self.micro_batch_size
         return sample_indices(self.dataset_size, self.seed, start, self.micro_batch_size)
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """torch's default: stack tensors, keep the structure."""
+    return torch.utils.data.default_collate(list(samples))
 
 
 class Loader:

@@ -152,9 +152,7 @@ class Engine:
 
     def _perform(self, effect: io.Effect) -> None:
         if isinstance(effect, _ORDERS):
-            if isinstance(effect, io.Stop):
-                self._parts.journal.write("stop", code=effect.code, reason=effect.reason)
-            elif isinstance(effect, io.Apply) and effect.held is not None:
+            if isinstance(effect, io.Apply) and effect.held is not None:
                 self._parts.points.reach("after-barrier", effect.step)
             self.orders.put(effect)
         else:
@@ -171,8 +169,8 @@ class Engine:
             self._parts.points.reach("barrier", message.step)
 
     def _journal_contribution(self, epoch: int, message: Contribution) -> None:
-        """Written before the contribution leaves this process, once per round."""
-        if self._contributed == (epoch, message.step):
+        """Written before the contribution leaves this process, once per round; empty ones are not."""
+        if self._contributed == (epoch, message.step) or not message.micro_batches:
             return
         self._contributed = (epoch, message.step)
         self._parts.journal.write(

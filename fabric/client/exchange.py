@@ -54,7 +54,7 @@ class Exchange:
             return
         finally:
             self.seconds += time.monotonic() - started
-        digest = xxhash.xxh3_128_hexdigest(memoryview(buffer.numpy()))
+        digest = xxhash.xxh3_128_hexdigest(buffer.numpy().data)
         post(io.Exchanged(epoch, step, digest))
 
     def _reduce(self, epoch: int, step: int, buffer: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ written; every incarnation of the replica appends to the same file. Written only
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ class Journal:
     def __init__(self, path: Path | None, replica: str, incarnation: int) -> None:
         self._who = {"replica": replica, "incarnation": incarnation}
         self._descriptor = -1
+        self._lock = threading.Lock()
         if path is None:
             return
         try:
@@ -42,8 +44,9 @@ class Journal:
         """Append one line; safe from any thread."""
         if not self.on:
             return
-        body = {"event": event, "t": time.time(), "mono": time.monotonic(), **self._who, **values}
-        os.write(self._descriptor, json.dumps(body, separators=(",", ":")).encode() + b"\n")
+        with self._lock:  # the clock is read and the line written as one, or lines go back in time
+            body = {"event": event, "t": time.time(), "mono": time.monotonic(), **self._who, **values}
+            os.write(self._descriptor, json.dumps(body, separators=(",", ":")).encode() + b"\n")
 
     def close(self) -> None:
         if self.on:

@@ -14,6 +14,7 @@ from fabric.errors import FabricError, ProtocolError
 from fabric.protocol import member_io as io
 from fabric.protocol import wire
 from fabric.protocol.messages import LeaderMessage, MemberMessage
+from fabric.runtime.config import Settings
 
 _CONNECT_S = 0.9
 _BACKOFF_S = (0.05, 0.5)
@@ -25,13 +26,16 @@ class LeaderLink:
     """Feeds LeaderConnected, FromLeader and LeaderLost; ``send`` while away is dropped on purpose: the
     core says again what matters when a session opens."""
 
-    def __init__(self, urls: tuple[str, ...], job: str, replicas: str, token: bytes, replica: str) -> None:
-        self._urls = list(urls)
+    def __init__(self, found: Settings) -> None:
+        token, job, replicas, replica = found.token, found.job, found.replicas, found.replica
+        self._urls = list(found.lighthouse)
+        self._contact_s = found.contact_s
         self._path = f"/v1/jobs/{job}/session"
         self._query = {"replicas": replicas, "replica": replica}
         self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
         self._outbox: asyncio.Queue[bytes] | None = None
-        self.problem = ""
+        self._problem = ""
+        self._reached = False
 
     def send(self, message: MemberMessage) -> None:
         """Queue one message for the leader."""
@@ -39,7 +43,8 @@ class LeaderLink:
             self._outbox.put_nowait(wire.encode(message))
 
     async def run(self, feed: Callable[[io.Event], None], on_refused: Callable[[str], None]) -> None:
-        """Keep a session open until cancelled."""
+        """Keep a session open until cancelled; a first contact that never comes is a refusal too."""
+        deadline = asyncio.get_running_loop().time() + self._contact_s
         jitter = random.Random()  # noqa: S311  (back-off, not a secret)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http:
@@ -48,14 +53,20 @@ class LeaderLink:
                 try:
                     await self._session(http, url, feed)
                 except aiohttp.WSServerHandshakeError as error:
-                    self.problem = f"{url} answered {error.status}"
+                    self._problem = f"{url} answered {error.status}"
                     if error.status in (400, 401, 403, 404):
                         on_refused(_refusal(url, error.status))
                         return
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    self.problem = f"{url} cannot be reached ({type(error).__name__})"
+                    self._problem = f"{url} cannot be reached ({type(error).__name__})"
                 except FabricError as error:
-                    self.problem = str(error)
+                    self._problem = str(error)
+                if not self._reached and asyncio.get_running_loop().time() > deadline:
+                    on_refused(
+                        f"no lighthouse was found within {self._contact_s:g} s ({self._problem}): "
+                        "check FABRIC_LIGHTHOUSE, and that a lighthouse runs there"
+                    )
+                    return
                 self._urls.append(self._urls.pop(0))
                 await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
 
@@ -64,8 +75,9 @@ class LeaderLink:
             socket = await http.ws_connect(
                 url + self._path, params=self._query, max_msg_size=_MAX_MESSAGE_BYTES
             )
+        self._reached = True
         self._outbox = asyncio.Queue()
-        self.problem = ""
+        self._problem = ""
         sender = asyncio.get_running_loop().create_task(self._send_all(socket, self._outbox))
         feed(io.LeaderConnected())
         try:

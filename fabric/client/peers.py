@@ -91,7 +91,6 @@ class Peers:
         if linking is None:
             linking = self._epochs[record.epoch] = _Linking(record)
         if linking.task is None or linking.task.done():
-            linking.done = False
             linking.task = asyncio.get_running_loop().create_task(self._bring_up(linking))
 
     def switch(self, record: Record) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from fabric.ckpt_server.state import capture, restore, verify
-from fabric.client.data import Loader, Plan
+from fabric.client.data import Loader, Plan, collate
 from fabric.client.engine import Engine, Parts
 from fabric.client.randomness import seed_everything
 from fabric.client.snapshots import Snapshots
@@ -79,6 +79,7 @@ class Session:
         self._loader: Loader | None = None
         self._finished = False
         self._replayed = 0
+        self._behind = False
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -121,8 +122,7 @@ class Session:
         micro-batch. Raises ConfigError for sizes that do not fit.
         """
         plan = Plan(len(dataset), global_batch_size, micro_batch_size, seed)
-        collate = collate_fn or torch.utils.data.default_collate
-        return Loader(dataset, plan, collate, num_workers)
+        return Loader(dataset, plan, collate_fn or collate, num_workers)
 
     def steps(self, data: Loader, until: int) -> Iterator[Step]:
         """Steps from wherever the job is up to committed step ``until``; see Step."""
@@ -215,9 +215,7 @@ class Session:
             self._loader.close()
         self._parts.journal.write("finish", step=self._state_step)
         self._engine.close()
-        self._parts.handle.finish()
-        self._parts.handle.close()
-        self._parts.journal.close()
+        self._end(finished=True)
 
     # --- between the user's code and the engine ---------------------------------------------------------
 
@@ -284,7 +282,7 @@ class Session:
         return io.Ready(self._state_step, digest, self._times())
 
     _digest_wanted = True
-    _first_order: io.Effect | None = None
+    _first_order: io.Compute | io.Apply | io.Finish | None = None
 
     def _times(self) -> StepTimes:
         clock, exchange = self._clock, self._parts.exchange
@@ -299,7 +297,7 @@ class Session:
         self._clock = _Clock(mark=clock.mark)
         return times
 
-    def _computed(self, order: io.Compute, weight: float) -> io.Effect:
+    def _computed(self, order: io.Compute, weight: float) -> io.Compute | io.Apply | io.Finish:
         self._clock.compute_s += self._clock.lap()
         metrics = tuple(sorted(self._metrics.items()))
         self._metrics.clear()
@@ -336,6 +334,7 @@ class Session:
         held, transfer = order.held, self._parts.transfer
         if held is not None:
             buffer, weight, metrics = self._parts.slots.find(order.step), held.weight, dict(held.metrics)
+            self._note_joined(held)
             self._journal_commit(order, held, replay=False)
         else:
             assert transfer.gradient is not None and transfer.buffer is not None
@@ -344,6 +343,7 @@ class Session:
             metrics = dict(transfer.gradient.meta.get("metrics", {}))
             self._journal_replay(order)
             self._replayed += 1
+            self._behind = True
         self._gradients.scatter(buffer, weight)
         self._state_step = order.step + 1
         self._digest_wanted = order.digest
@@ -368,6 +368,7 @@ class Session:
         with contextlib.suppress(FabricError):
             self._parts.handle.publish_snapshot(arrived.slot, fetched.manifest)
         self._replayed = 0
+        self._behind = True
         self._parts.journal.write(
             "join",
             generation=fetched.manifest["generation"],
@@ -421,8 +422,14 @@ class Session:
                 "optimizer_s": self._clock.optimizer_s,
                 "wait_s": self._clock.wait_s,
             },
-            replayed=self._replayed,
         )
+
+    def _note_joined(self, held: io.Hold) -> None:
+        """The first round of a newcomer, or of one that had been evicted."""
+        if self._behind:
+            self._behind = False
+            replayed, self._replayed = self._replayed, 0
+            self._parts.journal.write("joined", epoch=held.epoch, step=held.step, replayed=replayed)
 
     def _journal_replay(self, order: io.Apply) -> None:
         meta = self._parts.transfer.gradient
@@ -445,9 +452,15 @@ class Session:
         """End this process with one sentence."""
         sys.stderr.write(f"fabric: {self.settings.replica}: {reason}\n")
         sys.stderr.flush()
+        self._parts.journal.write("stop", code=code, reason=reason)
         self._engine.close()
-        if code == 0:
-            self._parts.handle.finish()
+        self._end(finished=code == 0)
+        raise SystemExit(code)
+
+    def _end(self, finished: bool) -> None:
+        """Detach; a server that is gone already needs no goodbye."""
+        with contextlib.suppress(FabricError):
+            if finished:
+                self._parts.handle.finish()
         self._parts.handle.close()
         self._parts.journal.close()
-        raise SystemExit(code)

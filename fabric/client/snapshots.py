@@ -48,15 +48,18 @@ class Snapshots:
         copier: Copier,
         budget: OverheadBudget,
         who: tuple[str, str],
+        on_device: bool = False,
     ) -> None:
         self._handle = handle
         self._objects = objects
         self._copier = copier
         self._budget = budget
         self._job, self._replica = who
-        self._next_slot = 0
+        # What the server still holds from before stays as long as it can: the newest is overwritten last.
+        self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
         self._copied = threading.Event()
         self._copied.set()
+        self._on_device = on_device
 
     def is_due(self) -> bool:
         """Whether the policy wants one at this boundary."""
@@ -70,7 +73,7 @@ class Snapshots:
         post: Callable[[Snapshotted], None],
     ) -> None:
         """Begin to copy the state at ``step``, which must not change until ``wait_copied`` returns."""
-        self.wait_copied()
+        self._copied.wait()
         started = time.monotonic()
         view = capture(self._objects, step)
         try:
@@ -126,8 +129,11 @@ class Snapshots:
         post(Snapshotted(step, digest))
 
     def wait_copied(self) -> None:
-        """Return once no copy reads the live state any more."""
-        self._copied.wait()
+        """Return once the state may change: on a device, once the compute stream is told to wait."""
+        if self._on_device and not self._copied.is_set():
+            self._copier.fence()
+        else:
+            self._copied.wait()
 
     def target(self, nbytes: int) -> tuple[int, memoryview]:
         """A slot for a state that is fetched: it becomes this replica's own snapshot."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fabric.client.data import Loader, Plan
+from fabric.client.data import Loader, Plan, collate
 from fabric.client.randomness import seed_everything
 from fabric.errors import FabricError
 
@@ -65,7 +65,7 @@ class SoloSession:
     ) -> Loader:
         """As Session.loader."""
         plan = Plan(len(dataset), global_batch_size, micro_batch_size, seed)
-        return Loader(dataset, plan, collate_fn or torch.utils.data.default_collate, num_workers)
+        return Loader(dataset, plan, collate_fn or collate, num_workers)
 
     def steps(self, data: Loader, until: int) -> Iterator[SoloStep]:
         """As Session.steps."""

@@ -30,13 +30,15 @@ class Transfer:
 
     def __init__(
         self,
-        fetcher: StateFetcher,
+        make_fetcher: Callable[[], StateFetcher],
         snapshots: Snapshots,
         gradient_bytes: int,
         points: Points,
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        self._fetcher = fetcher
+        # A cancelled fetcher is spent: its sockets are shut down for good.
+        self._make_fetcher = make_fetcher
+        self._fetcher = make_fetcher()
         self._snapshots = snapshots
         self._gradient_bytes = gradient_bytes
         self._points = points
@@ -61,8 +63,9 @@ class Transfer:
             file = memory[:nbytes]
             return file
 
+        fetcher = self._fetcher
         try:
-            fetched = self._fetcher.fetch_state(order.urls, order.state, allocate)
+            fetched = fetcher.fetch_state(order.urls, order.state, allocate)
         except FabricError as error:
             post(io.FetchFailed(str(error)))
             return
@@ -84,7 +87,7 @@ class Transfer:
                 order.urls,
                 generation=order.generation,
                 step=order.step,
-                into=memoryview(self.buffer.numpy()),
+                into=self.buffer.numpy().data,
                 wait_s=_WAIT_S,
             )
         except Gone as error:
@@ -102,7 +105,8 @@ class Transfer:
     def cancel(self) -> None:
         """The gradient under way is no longer wanted."""
         self._wanted += 1
-        self._fetcher.cancel()
+        spent, self._fetcher = self._fetcher, self._make_fetcher()
+        spent.cancel()
 
     def close(self) -> None:
         self.cancel()

@@ -45,10 +45,13 @@ def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) ->
     by_name = {m.replica: reports[m.replica] for m in record.roster}
     # A newcomer that never held a state of this generation says nothing about it.
     valid = {r: x for r, x in by_name.items() if x.state_generation == record.generation}
+    if not valid:
+        # Nobody began this generation yet, so nobody can have committed in it.
+        return _cold(record, micro_batches)
     split = _digest_split(valid)
     if split is not None:
         return split
-    newest = max((_newest_step(x, record) for x in valid.values()), default=record.base.step)
+    newest = max(_newest_step(x, record) for x in valid.values())
     witnesses = _witnesses(record, valid, newest)
     if witnesses and all(_holds(w, record, newest) for w in witnesses.values()):
         split = _minority({name: w.gradient_digest for name, w in witnesses.items()}, "the reduced gradient")

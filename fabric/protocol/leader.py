@@ -12,11 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fabric.model import Base, Member, Policy, Record, SnapshotRef
+from fabric.model import Base, Fence, Member, Policy, Record, SnapshotRef
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.decide import Evict, Undecidable, decide
 from fabric.protocol.liveness import Liveness, LivenessConfig, Peer, PulseState
+
+# Seconds before members that all missed a step are asked for another one.
+SERVE_AGAIN_S = 0.1
+# Seconds that an evicted process waits before it is admitted again, doubled every time.
+READMIT_S = 0.25
+READMIT_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +45,11 @@ class EpochState:
 
     reports: dict[str, m.Report] = field(default_factory=dict)
     decision: m.Resume | None = None
-    running: dict[str, int] = field(default_factory=dict)  # replica -> its step when it said Running
+    running: dict[str, int] = field(default_factory=dict)  # replica -> a round of it that it entered
     aborted: dict[str, m.Aborted] = field(default_factory=dict)
     aborted_at: float = 0.0
     condemned: dict[str, str] = field(default_factory=dict)
+    fallen: set[str] = field(default_factory=set)  # hold nothing of worth: by their own word, or found wrong
     condemned_at: float = 0.0
 
 
@@ -55,6 +62,7 @@ class Serving:
     taken: dict[str, str] = field(default_factory=dict)  # replica -> digest
     missed: set[str] = field(default_factory=set)
     told: bool = False
+    asked_at: float = 0.0
 
 
 class Leader:
@@ -75,6 +83,7 @@ class Leader:
         self.finished: dict[str, int] = {}
         self.draining: dict[str, str] = {}
         self.reforms = Reforms()
+        self.setbacks: dict[tuple[str, int], Setback] = {}
         self.waiting_since: float | None = None
         self._now = now
         self._effects: list[io.Effect] = []
@@ -126,10 +135,14 @@ class Leader:
         self.liveness.peers[session.replica] = Peer(session, True, self._now)
         if known is None or known.incarnation != session.incarnation:
             self.finished.pop(session.replica, None)
+            self.draining.pop(session.replica, None)
             self.serving.pop(session.replica, None)
             self._tell("session opened", session.replica, f"incarnation {session.incarnation}")
+        if session.finished and self.record is not None and session.generation == self.record.generation:
+            self.finished[session.replica] = session.step
         if self.record is not None:
             self._send(session.replica, m.Epoch(self.record))
+            self._serve_again(session.replica)
             if self.record.complete:
                 self._send(session.replica, m.Complete(self.record.fence, self.record.base.step))
 
@@ -218,9 +231,17 @@ class Leader:
 
     def on_operator(self, event: io.Operator) -> None:
         if event.action == "drain":
-            self.draining[event.replica] = f"{event.who}: {event.why}"
-        elif self._lists(event.replica):
+            self.draining[event.replica] = f"drained by {event.who} ({event.why})"
+        elif self._lists(event.replica) and self._is_spared_by(event.replica):
             self._condemn(event.replica, f"evicted by {event.who}: {event.why}")
+        else:
+            self._tell("not evicted", event.replica, "nobody else in the roster knows the job's state")
+
+    def _is_spared_by(self, replica: str) -> bool:
+        """Whether the job goes on without this one: somebody else knows its state."""
+        assert self.record is not None
+        others = [x for x in self.record.roster if x.replica not in (replica, *self.epoch.condemned)]
+        return any(self._knows(x) for x in others)
 
     def on_tick(self, _: io.Tick) -> None:
         pass
@@ -235,14 +256,13 @@ class Leader:
 
     def on_running(self, peer: Peer, message: m.Running) -> None:
         if self._is_mine(message.fence):
-            self.epoch.running.setdefault(peer.session.replica, peer.step)
-            serving = self.serving.pop(peer.session.replica, None)
-            if serving is not None:
-                self._end_serving(peer.session.replica)
+            self.epoch.running.setdefault(peer.session.replica, message.step)
 
     def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
+        """An abort in any epoch since the last forced one ends only with the next forced one: a planned epoch
+        helps nobody who waits in the one before it. A leaving member's abort holds the others up too."""
         name = peer.session.replica
-        if not self._is_mine(message.fence) or name in self.epoch.aborted or not self._in_force(peer):
+        if name in self.epoch.aborted or not self._is_recent(message.fence):
             return
         if not self.epoch.aborted:
             self.epoch.aborted_at = self._now
@@ -272,10 +292,12 @@ class Leader:
             serving.missed.add(peer.session.replica)
 
     def on_finished(self, peer: Peer, message: m.Finished) -> None:
-        self.finished[peer.session.replica] = message.step
+        if self.record is not None and message.fence.generation == self.record.generation:
+            self.finished[peer.session.replica] = message.step
 
     def on_fallen(self, peer: Peer, message: m.Fallen) -> None:
-        if self._in_force(peer) and self._is_mine(message.fence):
+        if self._in_force(peer) and self._is_recent(message.fence):
+            self.epoch.fallen.add(peer.session.replica)
             self._condemn(peer.session.replica, f"it cannot go on: {message.why}")
 
     # --- what is due -------------------------------------------------------------------------------
@@ -300,10 +322,12 @@ class Leader:
         left = [x for x in record.roster if not x.leaving]
         if not left or any(x.replica not in self.finished for x in left):
             return False
-        step = max(self.finished[x.replica] for x in left)
+        self._write_complete(record, max(self.finished[x.replica] for x in left))
+        return True
+
+    def _write_complete(self, record: Record, step: int) -> None:
         base = replace(record.base, step=step)
         self._write(replace(record, complete=True, base=base, reason=f"finished at step {step}"))
-        return True
 
     def _evict(self, record: Record) -> bool:
         """Rule 2, and the wait for a cold start when nobody who knows the job's state is left."""
@@ -313,16 +337,27 @@ class Leader:
                 if verdict:
                     self._condemn(member.replica, verdict)
         condemned = self.epoch.condemned
+        if not any(self._knows(x) for x in record.roster if x.replica not in condemned):
+            self._pardon(record)
         if not condemned:
             return False
         left = tuple(x for x in record.roster if x.replica not in condemned)
-        if not any(not x.fresh for x in left):
+        if not any(self._knows(x) for x in left):
             return self._start_again(record)
         if self._now - self.epoch.condemned_at < self.config.coalesce_s:
             return True
         why = "; ".join(f"{name} evicted: {reason}" for name, reason in sorted(condemned.items()))
         self._write_epoch(record, left, forced=True, why=why)
         return True
+
+    def _pardon(self, record: Record) -> None:
+        """Nobody could take over: whoever is heard, and was not found wrong or fallen, goes on."""
+        for member in record.roster:
+            if member.replica not in self.epoch.condemned or member.replica in self.epoch.fallen:
+                continue
+            if not self.liveness.verdict(member, self._now):
+                del self.epoch.condemned[member.replica]
+                self._tell("heard again", member.replica, "it goes on, for nobody could take over")
 
     def _condemn(self, replica: str, reason: str) -> None:
         if replica in self.epoch.condemned or not self._lists(replica):
@@ -343,7 +378,7 @@ class Leader:
         if self.reforms.tries > 3 and self.reforms.blame:
             most = max(self.reforms.blame.values())
             worst = [x.replica for x in record.roster if self.reforms.blame[x.replica] == most][-1]
-            if any(not x.fresh and x.replica != worst for x in record.roster):
+            if self._is_spared_by(worst):
                 self._condemn(worst, f"peers could not reach it {most} times")
                 self.reforms = Reforms()
                 return True
@@ -363,6 +398,7 @@ class Leader:
         decision = decide(record, reports, self._micro_batches())
         if isinstance(decision, Evict):
             for name in decision.replicas:
+                self.epoch.fallen.add(name)
                 self._condemn(name, decision.reason)
             self._evict(record)
         elif isinstance(decision, Undecidable):
@@ -382,23 +418,28 @@ class Leader:
         return all(x.replica in self.epoch.running for x in record.roster) or self._is_parked(record)
 
     def _is_parked(self, record: Record) -> bool:
-        decided = record.is_forced and self.epoch.decision is not None
+        decided = not record.is_forced or self.epoch.decision is not None
         return decided and len(record.roster) < self.config.policy.min_replicas
 
     def _drain(self, record: Record) -> bool:
         names = [x for x in record.roster if x.replica in self.draining]
-        leaving = [x for x in names if x.leaving]
-        if leaving:
-            left = tuple(x for x in record.roster if not x.leaving)
+        leaving = [x for x in record.roster if x.leaving]
+        self._dismiss(record)
+        left = tuple(x for x in record.roster if not x.leaving)
+        if leaving and any(self._knows(x) for x in left):
             self._write_epoch(record, left, False, f"{_names(leaving)} leaves")
-            for member in leaving:
-                self.draining.pop(member.replica, None)
             return True
         if not names or all(x.replica in self.draining for x in record.roster):
             return False
         roster = tuple(replace(x, leaving=x.leaving or x in names) for x in record.roster)
         self._write_epoch(record, roster, False, f"{_names(names)} is being drained")
         return True
+
+    def _dismiss(self, record: Record) -> None:
+        """Whoever is to leave and is outside already need not come back."""
+        for name in [n for n in self.draining if record.member(n) is None]:
+            reason = f"{name} is {self.draining[name]}: start it again when it is wanted"
+            self._send(name, m.Rejected(reason))
 
     def _admit(self, record: Record) -> bool:
         ready = [p for p in self.liveness.peers.values() if self._may_join(record, p)]
@@ -418,31 +459,51 @@ class Leader:
             return False
         if record.member(peer.session.replica) is not None or peer.session.replica in self.finished:
             return False
+        setback = self.setbacks.get((peer.session.replica, peer.incarnation), Setback())
+        if self._now < setback.until:
+            return False
+        if peer.beat.epoch != record.epoch or self._doubt(peer):
+            # It does not know yet that it is outside, or would be evicted at once.
+            return False
         return peer.generation == record.generation and self._top_step(record) - peer.step <= 1
+
+    def _doubt(self, peer: Peer) -> str:
+        """Why this process would be evicted at once if it were in a roster, or empty."""
+        return self.liveness.verdict(_as_member(peer.session), self._now)
 
     def _serve(self, record: Record) -> None:
         """Catch-up: have the members snapshot at a step to come, and tell the newcomer who did."""
+        names = {x.replica for x in record.roster}
         for joiner, serving in list(self.serving.items()):
-            peer = self.liveness.peers.get(joiner)
-            if peer is None or not peer.connected:
+            peer, member = self.liveness.peers.get(joiner), record.member(joiner)
+            inside = peer is not None and member is not None and peer.incarnation == member.incarnation
+            caught_up = inside and member is not None and self._knows(member)
+            if peer is None or not peer.connected or caught_up:
                 del self.serving[joiner]
                 self._end_serving(joiner)
-                continue
-            names = {x.replica for x in record.roster}
-            if serving.told:
-                continue
-            answered = set(serving.taken) | serving.missed
-            if serving.asked and serving.asked & names <= answered and serving.taken:
-                self._tell_sources(record, joiner, serving)
-            elif not serving.asked or serving.asked & names <= answered:
-                step = self._top_step(record) + (0 if self._is_parked(record) else 1)
-                self.serving[joiner] = Serving(step=step, asked=names)
-                for member in record.roster:
-                    self._send(member.replica, m.Serve(record.fence, joiner, step))
+            elif not inside and not serving.told:
+                answered = (serving.asked & names) <= (set(serving.taken) | serving.missed)
+                late = self._now - serving.asked_at >= SERVE_AGAIN_S
+                if serving.asked and answered and serving.taken:
+                    self._tell_sources(record, joiner, serving)
+                elif not serving.asked or (answered and late):
+                    self._ask_to_serve(record, joiner)
+
+    def _ask_to_serve(self, record: Record, joiner: str) -> None:
+        step = self._top_step(record) + (0 if self._is_parked(record) else 1)
+        self.serving[joiner] = Serving(step=step, asked=set(record.names), asked_at=self._now)
+        for member in record.roster:
+            self._send(member.replica, m.Serve(record.fence, joiner, step))
+
+    def _serve_again(self, replica: str) -> None:
+        """A member's session began anew: what was asked of it may have been lost."""
+        for joiner, serving in self.serving.items():
+            if replica in serving.asked and replica not in serving.taken and self.record is not None:
+                self._send(replica, m.Serve(self.record.fence, joiner, serving.step))
 
     def _tell_sources(self, record: Record, joiner: str, serving: Serving) -> None:
         digest = Counter(serving.taken.values()).most_common(1)[0][0]
-        urls = tuple(x.ckpt for x in record.roster if serving.taken.get(x.replica) == digest)
+        urls = tuple(self._ckpt(x) for x in record.roster if serving.taken.get(x.replica) == digest)
         serving.told = True
         state = SnapshotRef(record.generation, serving.step, digest)
         self._tell("serves", joiner, f"step {serving.step} from {len(urls)} replicas")
@@ -456,10 +517,16 @@ class Leader:
     # --- starting ----------------------------------------------------------------------------------
 
     def _start_again(self, record: Record) -> bool:
-        """Rule 6: only when no member that may still be committing is merely out of sight."""
+        """Rule 6: only when no member that may still be committing is merely out of sight. Who has caught
+        up to the end of the job from outside has proved that nothing is left to do."""
+        if self.finished:
+            self._write_complete(record, max(self.finished.values()))
+            return True
         limit = self.config.autonomy_s + self.config.autonomy_margin_s
         for member in record.roster:
-            if member.fresh or self.liveness.confirmed(member):
+            if not self._knows(member) or member.replica in self.epoch.fallen:
+                continue
+            if self.liveness.confirmed(member):
                 continue
             if not self.liveness.out_of_contact(member, self._now, limit):
                 return True
@@ -470,7 +537,8 @@ class Leader:
         """Rule 6: a new generation from the newest state that anybody still holds."""
         policy = self.config.policy
         open_ = sorted(
-            (p for p in self.liveness.peers.values() if p.connected), key=lambda p: p.session.replica
+            (p for p in self.liveness.peers.values() if p.connected and not self._doubt(p)),
+            key=lambda p: p.session.replica,
         )
         if not open_ or len(open_) < policy.min_replicas:
             self.waiting_since = None
@@ -509,13 +577,15 @@ class Leader:
     def _base(self, peers: list[Peer]) -> Base:
         """The highest (generation, step) that a checkpoint server holds, and who holds it."""
         held: dict[SnapshotRef, set[str]] = {}
-        for peer in peers:
-            for ref in peer.session.snapshots:
-                held.setdefault(ref, set()).add(peer.session.ckpt)
         for pulse in self.liveness.pulses.values():
             if pulse.connected and pulse.ckpt:
                 for ref in pulse.snapshots:
                     held.setdefault(ref, set()).add(pulse.ckpt)
+        if not held:
+            # No checkpoint server talks to me: what the trainers say of theirs may be out of date.
+            for peer in peers:
+                for ref in peer.session.snapshots:
+                    held.setdefault(ref, set()).add(peer.session.ckpt)
         if not held:
             first = peers[0].session
             return Base(first.generation, first.step, first.digest, (first.ckpt,))
@@ -526,7 +596,7 @@ class Leader:
 
     def _write_epoch(self, record: Record, roster: tuple[Member, ...], forced: bool, why: str) -> None:
         epoch = record.epoch + 1
-        proven = tuple(replace(x, fresh=x.fresh and not self._is_proven(x)) for x in roster)
+        proven = tuple(replace(x, fresh=not self._knows(x), ckpt=self._ckpt(x)) for x in roster)
         self._write(
             replace(
                 record,
@@ -538,11 +608,21 @@ class Leader:
             )
         )
 
-    def _is_proven(self, member: Member) -> bool:
-        """Whether a newcomer has committed a step of the epoch that let it in."""
-        started = self.epoch.running.get(member.replica)
-        peer = self.liveness.peers.get(member.replica)
-        return started is not None and peer is not None and peer.step > started + 1
+    def _ckpt(self, member: Member) -> str:
+        """Where its checkpoint server is now: one that died was started again at another address."""
+        pulse = self.liveness.pulses.get(member.replica)
+        known = pulse is not None and pulse.incarnation == member.incarnation and bool(pulse.ckpt)
+        return pulse.ckpt if known and pulse is not None else member.ckpt
+
+    def _knows(self, member: Member) -> bool:
+        """Whether it knows every step that may be committed: it is not fresh, or has entered a round of
+        this epoch with its own state there, so that nothing is committed without it from then on."""
+        if not member.fresh:
+            return True
+        entered, peer = self.epoch.running.get(member.replica), self.liveness.peers.get(member.replica)
+        if entered is None or peer is None or peer.incarnation != member.incarnation:
+            return False
+        return peer.step >= entered >= 0 and self._is_of_generation(peer)
 
     def _write(self, record: Record) -> None:
         if self.record is not None and record.nonce == self.record.nonce:
@@ -552,6 +632,9 @@ class Leader:
 
     def _adopt(self, record: Record) -> None:
         """The store has committed it: now, and only now, it is announced."""
+        if self.record is not None and self.record.generation != record.generation:
+            self.finished.clear()
+        self._note_setbacks(record)
         self.record, self.writing = record, None
         self.epoch = EpochState()
         for serving in self.serving.values():
@@ -559,6 +642,17 @@ class Leader:
                 serving.asked.clear()
         self._tell("complete" if record.complete else "epoch", "", record.reason)
         self._announce(record)
+
+    def _note_setbacks(self, record: Record) -> None:
+        """Who is evicted waits before it is admitted again, longer every time: its return stops nobody,
+        but its next eviction would."""
+        for member in self.record.roster if self.record is not None else ():
+            if record.lists(member.replica, member.incarnation) or member.leaving:
+                continue
+            key = (member.replica, member.incarnation)
+            times = self.setbacks.get(key, Setback()).times + 1
+            wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
+            self.setbacks[key] = Setback(times, self._now + wait_s)
 
     def _announce(self, record: Record) -> None:
         for replica in self.liveness.peers:
@@ -590,6 +684,16 @@ class Leader:
     def _is_mine(self, fence: object) -> bool:
         return self.record is not None and fence == self.record.fence
 
+    def _is_of_generation(self, peer: Peer) -> bool:
+        return self.record is not None and peer.generation == self.record.generation
+
+    def _is_recent(self, fence: Fence) -> bool:
+        """Whether no forced epoch came since: what a member says of itself there still holds."""
+        record = self.record
+        if record is None or fence.generation != record.generation:
+            return False
+        return record.forced <= fence.epoch <= record.epoch
+
     def _top_step(self, record: Record) -> int:
         steps = [
             p.step
@@ -600,6 +704,14 @@ class Leader:
 
     def _micro_batches(self) -> int:
         return next(iter(self.liveness.peers.values())).session.micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """How often a process was evicted, and from when on it may be admitted again."""
+
+    times: int = 0
+    until: float = 0.0
 
 
 @dataclass(slots=True)

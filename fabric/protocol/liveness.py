@@ -74,17 +74,19 @@ class Liveness:
         if confirmed:
             return confirmed
         config, pulse = self.config, self._pulse(member)
-        if pulse is not None and pulse.trainer == "stopped" and now - pulse.since >= config.stopped_s:
+        stopped = pulse is not None and pulse.connected and pulse.trainer == "stopped"
+        if pulse is not None and stopped and now - pulse.since >= config.stopped_s:
             return f"its trainer has been stopped for {now - pulse.since:.2f} s"
-        if now - self.elected < config.credit_s:
-            return ""
-        heard = self._pulse_heard(pulse, now)
+        credit = now - self.elected < config.credit_s
+        heard = self._pulse_heard(pulse, now) or (credit and pulse is None)
         peer = self._peer(member)
+        if peer is None and credit:
+            return ""
         away = self.elected + config.credit_s if peer is None else peer.closed
         if peer is None or not peer.connected:
             patience = config.reconnect_s if heard else config.lost_s
             return f"its session ended {now - away:.2f} s ago" if now - away >= patience else ""
-        if not heard and now - peer.seen >= config.silence_s:
+        if not heard and not credit and now - peer.seen >= config.silence_s:
             return f"its host has been silent for {now - peer.seen:.2f} s"
         return ""
 

@@ -15,6 +15,7 @@ from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.assignment import assign
 from fabric.protocol.member_state import (
+    MAX_MISSES,
     TRANSITIONS,
     Contact,
     Fetch,
@@ -54,7 +55,8 @@ class Member:
         self.links = Links()
         self.fetch = Fetch()
         self.contact = Contact(last=now, next_beat=now)
-        self.serving: dict[str, int] = {}
+        self.serving: dict[str, int] = {}  # newcomer -> the step at which a snapshot is promised to it
+        self.listeners: set[str] = set()  # newcomers that live on published gradients
         self.snapshots = snapshots
         self.snapshotting = -1
         self.busy = ""  # what the user's code does for long, for people
@@ -106,9 +108,11 @@ class Member:
             kept.metrics[name] = kept.metrics.get(name, 0.0) + value
 
     def on_installed(self, event: io.Installed) -> None:
-        assert self.newest is not None
         self.waiting = True
-        self.state = State(self.newest.generation, event.step, event.digest)
+        self.fetch.doing = ""
+        self.state = State(self.fetch.generation, event.step, event.digest)
+        if event.last:
+            self.on_closing(io.Closing())
         self._do(io.Note("installed", self._epoch(), event.step))
 
     def on_install_failed(self, event: io.InstallFailed) -> None:
@@ -117,7 +121,8 @@ class Member:
     def on_closing(self, _: io.Closing) -> None:
         self.waiting = False
         self.contact.finished = True
-        self._do(io.SendLeader(m.Finished(self._fence(), self.state.step)))
+        fence = Fence(self._fence().store_id, self.state.generation, self._fence().epoch)
+        self._do(io.SendLeader(m.Finished(fence, self.state.step)))
 
     # --- links and the data plane -----------------------------------------------------------------
 
@@ -134,11 +139,12 @@ class Member:
         for record in (self.current, self.newest):
             if record is not None and record.lists(event.replica, event.incarnation):
                 self.links.up.discard(record.epoch)
-        if self.current is not None and self.current.lists(event.replica, event.incarnation):
-            if self.mode in (Mode.RUN, Mode.CATCH_UP):
-                self._abort(f"the link to {event.replica} ended: {event.why}", event.replica)
+        running = self.mode in (Mode.RUN, Mode.CATCH_UP)
+        if running and self.current is not None and self.current.lists(event.replica, event.incarnation):
+            self._abort(f"the link to {event.replica} ended: {event.why}", event.replica)
         elif self.newest is not None and self.newest.lists(event.replica, event.incarnation):
-            self._do(io.LinkUp(self.newest))
+            if self.mode is not Mode.OUTSIDE:
+                self._do(io.LinkUp(self.newest))
 
     def on_exchanged(self, event: io.Exchanged) -> None:
         if self._is_round(event.epoch, event.step):
@@ -230,11 +236,10 @@ class Member:
                     shares=me.shares,
                     snapshots=self.snapshots,
                     predecessors_gone=me.predecessors_gone,
+                    finished=self.contact.finished,
                 )
             )
         )
-        if self.contact.finished:
-            self._do(io.SendLeader(m.Finished(self._fence(), state.step)))
         if self.fetch.doing == "asked":
             self.fetch.doing = ""
 
@@ -254,9 +259,11 @@ class Member:
         if not record.lists(self.identity.replica, self.identity.incarnation):
             if self.mode is not Mode.OUTSIDE:
                 self._leave(f"epoch {record.epoch} goes on without me: {record.reason}")
+            # Only who is known to know the epoch is admitted to the next.
+            self.contact.next_beat = self._now
             return
         if self.mode is Mode.OUTSIDE:
-            self._enter_mode(Mode.JOINED)
+            self._join(record)
         if self.mode in (Mode.RUN, Mode.CATCH_UP):
             if not self._is_broken_by(record):
                 self._do(io.LinkUp(record))
@@ -271,6 +278,14 @@ class Member:
             self._first_data()
         else:
             self._repeat_aborted()
+
+    def _join(self, record: Record) -> None:
+        self._enter_mode(Mode.JOINED)
+        if self.fetch.doing == "asked":
+            self.fetch.doing = ""
+        if not record.is_forced and self.state.generation != record.generation:
+            # Admitted for a state that I have lost since.
+            self._cannot_catch_up("I hold no state of this generation any more")
 
     def _is_leaving(self, record: Record) -> bool:
         """A drained member stays in its round until everybody is ready for the epoch without it."""
@@ -290,12 +305,16 @@ class Member:
     def _repeat_answer(self) -> None:
         """Rule 6, same epoch announced again (a new leader asks): say again what was answered."""
         assert self.newest is not None
+        if self.contact.fallen is not None:
+            self._do(io.SendLeader(self.contact.fallen))
+        if self.mode is not Mode.OUTSIDE and self.newest.epoch not in self.links.up:
+            self._do(io.LinkUp(self.newest))
         if self.report is not None and self.report.fence == self.newest.fence:
             self._do(io.SendLeader(self.report))
         if self.mode is Mode.ABORTED:
             self._repeat_aborted()
-        elif self.mode is Mode.RUN and self.current is not None and self.round is not None:
-            self._do(io.SendLeader(m.Running(self.current.fence)))
+        elif self.mode is Mode.RUN and self.current is not None and self.pend[0] == self.current.epoch:
+            self._do(io.SendLeader(m.Running(self.current.fence, self.pend[1])))
 
     def _repeat_aborted(self) -> None:
         if self.contact.aborted is not None:
@@ -333,7 +352,8 @@ class Member:
         self.resume = message
         self._go_to(record)
         self._do(io.Note("resume", record.epoch, message.step, message.reason))
-        if record.cold == record.epoch:
+        if record.cold == record.epoch or self.state.generation != record.generation:
+            # The second: the cold start's own decision never reached me, or my fetch of its base failed.
             self._start_generation(record)
         hold = self.hold
         if hold is not None and self._may_commit(hold, message):
@@ -357,14 +377,23 @@ class Member:
     def _start_generation(self, record: Record) -> None:
         """Rule 6 of the leader: keep my state if it is the base, else fetch that."""
         base = record.base
-        self.hold = None
+        self.hold, self.contact.fallen = None, None
         self._drop_kept()
-        if self.state.step == base.step and base.digest in ("", self.state.digest):
+        same = self.state.step == base.step and base.digest in ("", self.state.digest)
+        if same and self.fetch.doing != "install":
             self.state.generation = record.generation
             self.state.committed_digest = ""
         else:
             self.state.generation = 0
-            self.fetch = Fetch(wanted=SnapshotRef(base.generation, base.step, base.digest), urls=base.sources)
+            self._want(SnapshotRef(base.generation, base.step, base.digest), base.sources)
+
+    def _want(self, wanted: SnapshotRef | None, urls: tuple[str, ...] = ()) -> None:
+        """Fetch this state next (None: nothing); what is under way ends first, and counts for nothing."""
+        old = self.fetch
+        if old.doing == "gradient":
+            self._do(io.CancelFetch())
+        under_way = old.doing if old.doing in ("state", "install") else ""
+        self.fetch = Fetch(doing=under_way, void=True, generation=old.generation, wanted=wanted, urls=urls)
 
     # --- the leader: the rest ---------------------------------------------------------------------
 
@@ -373,19 +402,26 @@ class Member:
             self._do(io.SendLeader(m.Missed(self._fence(), message.joiner, message.step)))
             return
         self.serving[message.joiner] = message.step
+        self.listeners.add(message.joiner)
         self._do(io.Listen(True))
-        held = next((x for x in self.snapshots if x.step == message.step), None)
-        if held is not None and held.generation == self.state.generation:
-            self._do(io.SendLeader(m.Taken(self._fence(), message.joiner, held.step, held.digest)))
 
     def on_serve_end(self, message: m.ServeEnd) -> None:
         self.serving.pop(message.joiner, None)
-        if not self.serving:
+        self.listeners.discard(message.joiner)
+        if not self.listeners:
             self._do(io.Listen(False))
 
     def on_sources(self, message: m.Sources) -> None:
-        if self.mode in (Mode.OUTSIDE, Mode.JOINED) and self.state.generation == 0:
-            self.fetch = Fetch(wanted=message.state, urls=message.urls)
+        newest = self.newest
+        if newest is None or message.fence.generation != newest.generation or self.fetch.doing != "asked":
+            return
+        if self.mode not in (Mode.OUTSIDE, Mode.JOINED):
+            return
+        if self.state.generation == 0 or message.state.step > self.state.step:
+            self.state.generation = 0
+            self._want(message.state, message.urls)
+        else:
+            self.fetch = Fetch(urls=message.urls)
 
     def on_complete(self, message: m.Complete) -> None:
         self._do(io.Finish(message.step))
@@ -404,41 +440,63 @@ class Member:
     # --- transfer ---------------------------------------------------------------------------------
 
     def on_state_fetched(self, event: io.StateFetched) -> None:
-        wanted = self.fetch.wanted
-        if self.fetch.doing == "state" and wanted is not None and wanted.step == event.step:
-            self.fetch = Fetch(state=wanted)
+        fetch = self.fetch
+        if fetch.doing != "state":
+            return
+        fetch.doing = ""
+        if not fetch.void:
+            fetch.state, fetch.wanted = fetch.wanted, None
 
     def on_fetch_failed(self, event: io.FetchFailed) -> None:
-        if self.fetch.doing == "state":
+        fetch = self.fetch
+        if fetch.doing != "state":
+            return
+        fetch.doing = ""
+        if not fetch.void:
             self.fetch = Fetch()
             self._cannot_catch_up(event.why)
 
     def on_gradient(self, event: io.GradientFetched) -> None:
         if self.fetch.doing != "gradient":
             return
-        self.fetch.doing = ""
+        self.fetch.doing, self.fetch.misses = "", 0
         if event.step == self.state.step and self._is_behind():
             self.fetch.gradient = event
 
     def on_gradient_gone(self, event: io.GradientGone) -> None:
         if self.fetch.doing != "gradient":
             return
-        self.fetch.doing = ""
-        if event.gone and event.step == self.state.step and self._is_behind():
+        fetch = self.fetch
+        fetch.doing, fetch.misses = "", fetch.misses + 1
+        if event.step != self.state.step or not self._is_behind():
+            return
+        if event.gone or (fetch.misses >= MAX_MISSES and self.mode in (Mode.RUN, Mode.CATCH_UP)):
             self.state.generation = 0
             self._cannot_catch_up(event.why)
+        elif fetch.misses >= MAX_MISSES and self.mode is Mode.OUTSIDE and self.contact.connected:
+            # Perhaps nobody steps; perhaps the servers that I ask are not where they were.
+            self._ask(f"nobody delivers the gradient of step {event.step}")
+
+    def _ask(self, why: str) -> None:
+        assert self.newest is not None
+        self.fetch.doing, self.fetch.misses = "asked", 0
+        self._do(io.SendLeader(m.NeedState(self.newest.fence, why)))
 
     def _cannot_catch_up(self, why: str) -> None:
         self._do(io.Note("catch-up failed", self._epoch(), self.state.step, why))
-        if self.mode is not Mode.OUTSIDE:
-            self._do(io.SendLeader(m.Fallen(self._fence(), why)))
+        if self.mode is not Mode.OUTSIDE and self.newest is not None:
+            self.contact.fallen = m.Fallen(self.newest.fence, why)
+            self._do(io.SendLeader(self.contact.fallen))
 
     def on_snapshotted(self, event: io.Snapshotted) -> None:
+        if event.step == self.snapshotting:
+            self.snapshotting = -1
         if event.digest:
             ref = SnapshotRef(self.state.generation, event.step, event.digest)
             self.snapshots = (*self.snapshots[-1:], ref)
         for joiner, step in list(self.serving.items()):
             if step == event.step:
+                del self.serving[joiner]
                 reply: m.MemberMessage = (
                     m.Taken(self._fence(), joiner, step, event.digest)
                     if event.digest
@@ -477,9 +535,10 @@ class Member:
     def _catch_up_main(self) -> None:
         fetch = self.fetch
         if fetch.state is not None:
+            assert self.newest is not None
             self._drop_kept()
             self._do(io.Install(fetch.state.step, fetch.state.digest))
-            self.fetch = Fetch()
+            self.fetch = Fetch(doing="install", generation=self.newest.generation, urls=fetch.urls)
             self.waiting = False
         elif fetch.gradient is not None:
             self._drop_kept()
@@ -507,15 +566,17 @@ class Member:
         if fetch.doing or fetch.state or fetch.gradient or newest is None or not self._is_behind():
             return
         if fetch.wanted is not None:
-            fetch.doing = "state"
+            fetch.doing, fetch.void = "state", False
             self._do(io.FetchState(fetch.wanted, fetch.urls))
         elif self.state.generation == newest.generation:
-            urls = tuple(x.ckpt for x in newest.roster if x.replica != self.identity.replica)
+            if not self.waiting:
+                return  # the main thread may still read the buffer of the last one
+            roster = [x.ckpt for x in newest.roster if x.replica != self.identity.replica]
+            urls = tuple(dict.fromkeys([*self.fetch.urls, *roster]))
             fetch.doing = "gradient"
             self._do(io.FetchGradient(newest.generation, self.state.step, urls))
         elif self.mode is Mode.OUTSIDE and self.contact.connected:
-            fetch.doing = "asked"
-            self._do(io.SendLeader(m.NeedState(newest.fence, "I hold no state of this generation")))
+            self._ask("I hold no state of this generation")
 
     def _snapshot_when_due(self) -> None:
         due = self.mode in (Mode.RUN, Mode.CATCH_UP) and self.state.step in self.serving.values()
@@ -547,7 +608,7 @@ class Member:
         record = self.current
         assert record is not None
         if self.pend[0] != record.epoch:
-            self._do(io.SendLeader(m.Running(record.fence)))
+            self._do(io.SendLeader(m.Running(record.fence, step)))
         self.pend = (record.epoch, step, record.names)
         self.round = Round(record, step, share)
         for event in self.links.take_early((record.epoch, step)):
@@ -560,8 +621,11 @@ class Member:
             self._do(io.Compute(step, share))
 
     def _contribute_when_computed(self) -> None:
+        """Only once linked: what is sent to a member without a link is lost."""
         round_ = self.round
         if round_ is None or round_.contributed or self.kept.computing:
+            return
+        if round_.record.epoch not in self.links.up:
             return
         at_step = round_.step == self.state.step
         if at_step and not self.waiting:
@@ -666,11 +730,17 @@ class Member:
         """Rule 6, not in the roster: what I kept for a round counts for nothing; my state may."""
         if self.round is not None and self.current is not None:
             self._do(io.AbortExchange(self.current.epoch, why))
+        me = self.current.member(self.identity.replica) if self.current is not None else None
+        if me is not None and me.leaving:
+            self._stop(0, "drained: the others go on without this replica")
+            return
         self._enter_mode(Mode.OUTSIDE)
+        self.contact.fallen = None
         self.hold, self.round, self.resume = None, None, None
         self.serving.clear()
+        self.listeners.clear()
         self._drop_kept()
-        self.fetch = Fetch(doing=self.fetch.doing if self.fetch.doing == "gradient" else "")
+        self._want(None)
         if self.links.suspect:
             self.state.generation = 0
             self.links.suspect = False

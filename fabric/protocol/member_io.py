@@ -33,10 +33,12 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The fetched state was loaded and has this digest; the main thread waits."""
+    """The fetched state was loaded and has this digest; the main thread waits, or with ``last`` it is at
+    the end of its loop, as after Closing."""
 
     step: int
     digest: str
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from fabric.protocol import messages as m
 
 # Rounds that peers may be ahead of me with their first messages: the next step, and the next epoch's.
 MAX_EARLY_ROUNDS = 8
+# How often in a row a gradient that must exist may not be delivered before another way is sought.
+MAX_MISSES = 3
 
 
 class Mode(Enum):
@@ -79,9 +81,14 @@ class Kept:
 
 @dataclass(slots=True)
 class Fetch:
-    """Catch-up: what is being fetched (``state``, ``gradient`` or nothing) and what lies ready."""
+    """Catch-up: what is under way (``asked``, ``state``, ``install``, ``gradient`` or nothing), what is
+    wanted and what lies ready. ``void``: what is under way is no longer wanted. ``generation``: which one
+    the state being loaded will belong to. ``misses``: how often in a row nobody had the gradient."""
 
     doing: str = ""
+    void: bool = False
+    generation: int = 0
+    misses: int = 0
     wanted: SnapshotRef | None = None
     urls: tuple[str, ...] = ()
     state: SnapshotRef | None = None
@@ -98,6 +105,7 @@ class Contact:
     number: int = 0
     sent: dict[int, float] = field(default_factory=dict)
     aborted: m.Aborted | None = None
+    fallen: m.Fallen | None = None
     finished: bool = False
 
 

@@ -136,6 +136,7 @@ class Session:
     ``generation`` 0 means "nothing but my initial state". ``micro_batches`` is how many make a step;
     ``data`` is the hash of everything else that the data order depends on. ``predecessors_gone`` vouches
     that every earlier process of this replica has ended (seen by its checkpoint server or the kernel).
+    ``finished``: the user's loop has ended at this step.
     """
 
     replica: str
@@ -152,6 +153,7 @@ class Session:
     shares: int = 1
     snapshots: tuple[SnapshotRef, ...] = ()
     predecessors_gone: bool = False
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +177,10 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """I entered my first round of this epoch."""
+    """I entered round ``step`` of this epoch; said at the first one, and again when a leader asks."""
 
     fence: Fence
+    step: int = -1
 
 
 @dataclass(frozen=True, slots=True)

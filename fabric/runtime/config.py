@@ -19,6 +19,7 @@ class Settings:
     """``job``, ``replica``: who I am. ``replicas``: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
     takes 8. ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me.
     ``run_dir``: this replica's sockets, logs and lock on this host. ``journal``: one JSON line per event.
+    ``contact_s``: how long to look for a lighthouse at the start.
     ``exchange_s``: silence allowed inside an exchange. ``autonomy_s``: how long to step without any
     lighthouse. ``digest_every``: steps between digests of the state. ``snapshot_share``: part of the step
     time that snapshots may cost. ``disable``: plain training, no services."""
@@ -34,6 +35,7 @@ class Settings:
     run_dir: Path | None = None
     journal: Path | None = None
     disable: bool = False
+    contact_s: float = 60.0
     exchange_s: float = 60.0
     autonomy_s: float = 1800.0
     digest_every: int = 10
@@ -137,7 +139,8 @@ def _checked(found: Settings, environment: Mapping[str, str]) -> Settings:
         _check_name(name, getattr(found, name))
     if found.exchange_s <= 0 or found.autonomy_s < found.exchange_s:
         raise ConfigError(
-            f"autonomy_s ({found.autonomy_s:g}) must be at least exchange_s ({found.exchange_s:g}), both above 0"
+            f"autonomy_s ({found.autonomy_s:g}) must be at least exchange_s "
+            f"({found.exchange_s:g}), both above 0"
         )
     return found
 

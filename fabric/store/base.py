@@ -39,13 +39,14 @@ __all__ = [
 # Under this key lies the random name of the store's lifetime; see ``Store.connect``.
 STORE_ID_KEY = "/fabric/store-id"
 
-# etcd's own defaults are 1.5 MiB per request and 128 operations; the same bounds everywhere, so that a
-# job which runs on one backend does not discover them on another.
+# etcd's own defaults are 1.5 MiB per request and 128 operations and as many comparisons, of which a guard
+# takes up to two; the same bounds everywhere, so that a job which runs on one backend does not discover
+# them on another.
 MAX_KEY_BYTES = 1024
 MAX_VALUE_BYTES = 1 << 20
 MAX_REQUEST_BYTES = 1_400_000
 MAX_OPERATIONS = 100
-MAX_COMPARES = 100
+MAX_COMPARES = 60
 MAX_LISTED_KEYS = 65_536
 
 
@@ -185,6 +186,11 @@ def key_bytes(key: str) -> bytes:
     if not encoded or len(encoded) > MAX_KEY_BYTES or b"\0" in encoded:
         raise StoreError(f"The key {key[:80]!r} must have 1 to {MAX_KEY_BYTES} bytes and no zero byte.")
     return encoded
+
+
+def key_text(key: bytes) -> str:
+    """The inverse of ``key_bytes`` that survives keys which somebody else wrote."""
+    return key.decode("utf-8", "surrogateescape")
 
 
 def key_range(prefix: str) -> tuple[bytes, bytes]:

@@ -1,5 +1,7 @@
 """Frames survive any cut of the stream; anything else is refused before memory is taken."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from fabric.transport.framing import GOODBYE, MAX_FRAME_BYTES, FrameParser, fram
 
 def cut(stream: bytes, cuts: list[int]) -> list[bytes]:
     edges = [0, *sorted(c % (len(stream) + 1) for c in cuts), len(stream)]
-    return [stream[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [stream[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(st.lists(st.binary(min_size=1, max_size=300)), st.lists(st.integers(0, 10**6), max_size=20))

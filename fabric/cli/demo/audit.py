@@ -128,7 +128,11 @@ def digests_equal(evidence: Evidence) -> bool:
     for lines in evidence.commits.values():
         if len({line.text("gradient_digest") for line in lines}) > 1:
             return False
-    return all(len({line.text("digest") for line in lines}) == 1 for lines in evidence.states.values())
+    # Generation 0 is what a process starts with, before anybody has vouched for one state of all.
+    return all(
+        generation == 0 or len({line.text("digest") for line in lines}) == 1
+        for (generation, _), lines in evidence.states.items()
+    )
 
 
 def _lives(journal: Journal) -> list[str]:
@@ -174,8 +178,9 @@ def _agreement(evidence: Evidence) -> list[str]:
     broken: list[str] = []
     for lines in evidence.commits.values():
         broken.extend(_differences(lines, _COMMIT_FIELDS))
-    for lines in evidence.states.values():
-        broken.extend(_differences(lines, ("digest",)))
+    for (generation, _), lines in evidence.states.items():
+        if generation > 0:
+            broken.extend(_differences(lines, ("digest",)))
     return broken
 
 
@@ -330,11 +335,15 @@ def _ends(evidence: Evidence) -> list[str]:
         )
         for line in lines_of(groups[-1], "finish"):
             last[replica] = line
-    steps = {line.integer("step") for line in last.values()}
-    if len(steps) > 1:
-        broken.append(f"Replicas finished at different steps: {sorted(steps)}.")
-    if steps and max(steps) != max(evidence.lineage(), default=-1) + 1:
-        broken.append(f"The run finished at step {max(steps)}, which nobody committed up to.")
+    lineage = evidence.lineage()
+    end = max(lineage, default=-1) + 1
+    # Who was still catching up when the others finished may end behind them.
+    members = lineage[end - 1].fields["members"] if end else ()
+    broken.extend(
+        f"{replica} finished at step {line.integer('step')}, the run at step {end}."
+        for replica, line in last.items()
+        if line.integer("step") != end and (replica in members or line.integer("step") > end)
+    )
     return broken
 
 

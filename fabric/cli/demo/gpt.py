@@ -21,12 +21,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
+        dropout = self.dropout if self.training else 0.0
         parts = self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
         query, key, value = (p.view(batch, time, self.heads, -1).transpose(1, 2) for p in parts)
-        dropout = self.dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed: Tensor = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
         x = x + self.drop(self.project(mixed.transpose(1, 2).reshape(batch, time, width)))
-        return x + self.drop(self.feed(self.feed_norm(x)))
+        out: Tensor = x + self.drop(self.feed(self.feed_norm(x)))
+        return out
 
 
 class ByteGPT(nn.Module):

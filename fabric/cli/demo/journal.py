@@ -109,13 +109,14 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "roster": _is_texts,
     },
     "resume": {"epoch": _is_count, "step": _is_count},
+    "outside": {"epoch": _is_count, "step": _is_count},
     "join": {
         "generation": _is_count,
         "step": _is_count,
         "bytes": _is_count,
         "seconds": _is_number,
     },
-    "joined": {"epoch": _is_count, "step": _is_count, "replayed": _is_count},
+    "joined": {"epoch": _is_count, "step": _is_count},
     "finish": {"step": _is_count},
     "stop": {"code": _is_integer},
 }

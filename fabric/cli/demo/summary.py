@@ -34,7 +34,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """One process that entered the running job: what it fetched, and how it caught up."""
+    """One process that entered the running job: what it fetched, and how it caught up.
+
+    ``catch_up_s`` runs from the start of its fetch to the first step that it committed with the others.
+    """
 
     replica: str
     t: float
@@ -91,10 +94,14 @@ def summarise(evidence: Evidence) -> Summary:
 
 def mean_loss(commit: Line) -> float:
     """The mean loss of a committed step: per token where tokens were counted, else per micro-batch."""
-    metrics: Mapping[str, float] = commit.fields["metrics"]
-    parts = sum(len(ids) for ids in commit.fields["contributions"].values())
-    count = metrics.get("tokens") or parts or 1
-    return metrics.get("loss", 0.0) / count
+    return loss_per_unit(commit.fields)
+
+
+def loss_per_unit(commit: Mapping[str, Any]) -> float:
+    """``mean_loss`` of the fields of a commit line."""
+    metrics: Mapping[str, float] = commit["metrics"]
+    parts = sum(len(ids) for ids in commit["contributions"].values())
+    return metrics.get("loss", 0.0) / (metrics.get("tokens") or parts or 1)
 
 
 def losses(evidence: Evidence) -> dict[int, float]:
@@ -123,32 +130,39 @@ def failures(evidence: Evidence) -> list[Failure]:
 
 
 def joins(evidence: Evidence) -> list[Join]:
-    """The processes that entered the running job, in order of time."""
+    """The processes that entered the running job, in order of time.
+
+    One has joined with the first step that it commits in a round of its own, not by replay.
+    """
     commits = [line.t for lines in evidence.commits.values() for line in lines]
     begun = min(commits, default=float("inf"))
     found: list[Join] = []
     for lines in _lives(evidence):
         fetched: Line | None = None
-        for line in lines_of(lines, "join", "joined"):
+        replayed = 0
+        for line in lines_of(lines, "join", "commit"):
             if line.event == "join":
-                fetched = line
-            elif fetched is not None and fetched.t > begun:
+                fetched, replayed = line, 0
+            elif line.flag("replay"):
+                replayed += 1
+            elif fetched is not None:
                 # Before the first commit of all, fetching is how replicas start from one state.
-                found.append(_join(fetched, line))
+                if fetched.t > begun:
+                    found.append(_join(fetched, line, replayed))
                 fetched = None
     return sorted(found, key=lambda join: join.t)
 
 
-def _join(fetched: Line, joined: Line) -> Join:
+def _join(fetched: Line, first: Line, replayed: int) -> Join:
     seconds = fetched.number_of("seconds")
     return Join(
-        joined.replica,
-        joined.t,
-        joined.integer("step"),
-        fetched.integer("bytes"),
-        seconds,
-        joined.integer("replayed"),
-        joined.mono - fetched.mono + seconds,
+        replica=first.replica,
+        t=first.t,
+        step=first.integer("step"),
+        bytes=fetched.integer("bytes"),
+        seconds=seconds,
+        replayed=replayed,
+        catch_up_s=first.mono - fetched.mono + seconds,
     )
 
 

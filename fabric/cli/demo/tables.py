@@ -10,33 +10,24 @@ Cells = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def overview_rows(summary: Summary) -> Cells:
-    """The run as a whole."""
-    head = (
-        "steps",
-        "failures",
-        "joins",
-        "steps lost",
-        "samples skipped / repeated",
-        "digests",
-        "longest stall / median step",
-        "final loss",
-    )
-    row = (
-        str(summary.steps),
-        str(len(summary.failure_list)),
-        str(len(summary.join_list)),
-        str(summary.steps_lost),
-        f"{summary.samples_skipped} / {summary.samples_repeated}",
-        "equal" if summary.digests_equal else "DIFFERENT",
-        f"{summary.max_survivor_stall_s:.3f} s / {summary.median_step_s:.3f} s",
-        f"{summary.final_loss:.4f}",
-    )
-    return head, [row]
+    """The run as a whole, one fact per row."""
+    rows: list[tuple[str, ...]] = [
+        ("steps", str(summary.steps)),
+        ("failures", str(len(summary.failure_list))),
+        ("joins", str(len(summary.join_list))),
+        ("steps lost", str(summary.steps_lost)),
+        ("samples skipped, repeated", f"{summary.samples_skipped}, {summary.samples_repeated}"),
+        ("digests of all replicas", "equal" if summary.digests_equal else "DIFFERENT"),
+        ("median step", f"{summary.median_step_s:.3f} s"),
+        ("longest stall of a survivor", f"{summary.max_survivor_stall_s:.3f} s"),
+        ("final loss", f"{summary.final_loss:.4f}"),
+    ]
+    return ("the run", ""), rows
 
 
 def failure_rows(summary: Summary) -> Cells:
     """One row per process that died; times count from its death."""
-    head = ("replica", "died at step", "detected", "epoch committed", "first step committed")
+    head = ("replica", "at step", "detected", "epoch committed", "first step committed")
     rows: list[tuple[str, ...]] = [
         (f.replica, str(f.step), _s(f.detected_s), _s(f.epoch_s), _s(f.first_commit_s))
         for f in summary.failure_list
@@ -45,8 +36,8 @@ def failure_rows(summary: Summary) -> Cells:
 
 
 def join_rows(summary: Summary) -> Cells:
-    """One row per process that entered the running job."""
-    head = ("replica", "joined at step", "fetched", "in", "rate", "steps replayed", "caught up in")
+    """One row per process that entered the running job; ``replayed`` counts steps."""
+    head = ("replica", "at step", "fetched", "in", "rate", "replayed", "caught up")
     rows: list[tuple[str, ...]] = [
         (
             j.replica,

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from fabric.cli.demo.journal import Line
 
+# Two threads of a trainer write lines: one may be overtaken between its look at the clock and its write.
+CLOCK_SLACK_S = 0.1
+
 
 @dataclass(slots=True)
 class Walk:
@@ -26,10 +29,11 @@ class Walk:
     generation: int = 0
     epoch: int = 0
     heard: int = 0
+    promised: int | None = None
     replayed: int = 0
     joining: bool = False
+    decided: int = -1
     ended: bool = False
-    last_state: int | None = None
     rounds: set[tuple[int, int, int]] = field(default_factory=set)
 
 
@@ -43,7 +47,7 @@ def walk(lines: Sequence[Line]) -> list[str]:
     for line in lines:
         if line.incarnation != lines[0].incarnation:
             broken.append(f"{line.place} changes its incarnation without a start line.")
-        if line.mono < previous.mono:
+        if line.mono < previous.mono - CLOCK_SLACK_S:
             broken.append(f"{line.place} goes back in time by {previous.mono - line.mono:.3f} s.")
         if state.ended and line.event != "stop":
             broken.append(f"{line.place} has a {line.event} line after its end.")
@@ -55,11 +59,23 @@ def walk(lines: Sequence[Line]) -> list[str]:
 
 
 def _settled(state: Walk) -> list[str]:
-    """The state digest that was due is not coming any more."""
-    if state.due is None:
-        return []
-    step, state.due = state.due, None
-    return [f"has no digest of its state at step {step}"]
+    """The digest of the state, or the commit, that was due is not coming any more."""
+    broken: list[str] = []
+    if state.due is not None:
+        broken.append(f"has no digest of its state at step {state.due}")
+    if state.promised is not None:
+        broken.append(f"was to commit step {state.promised} and did not")
+    state.due = state.promised = None
+    return broken
+
+
+def _ahead(state: Walk, step: int) -> bool:
+    """Whether ``step`` is one ahead: committed already, by the thread that decides, but not yet by the
+    one that writes the commit line, which must come next."""
+    if step == state.next_step + 1:
+        state.promised = state.next_step
+        return True
+    return False
 
 
 def _contribute(state: Walk, line: Line) -> list[str]:
@@ -78,6 +94,8 @@ def _contribute(state: Walk, line: Line) -> list[str]:
 
 
 def _commit(state: Walk, line: Line) -> list[str]:
+    if state.promised == line.integer("step"):
+        state.promised = None
     broken = _settled(state)
     step, generation = line.integer("step"), line.integer("generation")
     if step != state.next_step:
@@ -89,8 +107,8 @@ def _commit(state: Walk, line: Line) -> list[str]:
     if line.flag("replay"):
         state.replayed += 1
         if not state.joining:
-            broken.append(f"replays step {step} without having joined by a fetched state")
-    elif line.integer("epoch") < state.epoch:
+            broken.append(f"replays step {step} without having been outside of the roster or behind")
+    elif line.integer("epoch") < state.epoch and step != state.decided:
         broken.append(f"commits step {step} in epoch {line.integer('epoch')} after {state.epoch}")
     state.generation = generation
     state.next_step = step + 1
@@ -102,11 +120,9 @@ def _state(state: Walk, line: Line) -> list[str]:
     step = line.integer("step")
     if state.due == step:
         state.due = None
-        state.last_state = step
         return []
-    # The state that a process starts with, or has just fetched, may be recorded too: once.
-    if state.due is None and step == state.next_step and state.last_state != step:
-        state.last_state = step
+    # The state that a process starts with, has fetched or ends with may be recorded besides.
+    if state.due is None and step == state.next_step:
         return []
     wanted = state.next_step if state.due is None else state.due
     return [f"records the state of step {step} where its state is at step {wanted}"]
@@ -118,13 +134,12 @@ def _join(state: Walk, line: Line) -> list[str]:
     state.generation = line.integer("generation")
     state.replayed = 0
     state.joining = True
-    state.last_state = None
     return broken
 
 
 def _joined(state: Walk, line: Line) -> list[str]:
     broken = _settled(state)
-    step, replayed = line.integer("step"), line.integer("replayed")
+    step, replayed = line.integer("step"), line.fields.get("replayed", state.replayed)
     if step != state.next_step:
         broken.append(f"joins at step {step} with the state of step {state.next_step}")
     if replayed != state.replayed:
@@ -135,7 +150,8 @@ def _joined(state: Walk, line: Line) -> list[str]:
 
 def _epoch(state: Walk, line: Line) -> list[str]:
     epoch = line.integer("epoch")
-    if epoch <= state.heard:
+    # Links of an epoch may be made more than once, each time with a line of its own.
+    if epoch < state.heard:
         return [f"hears of epoch {epoch} after epoch {state.heard}"]
     state.heard = epoch
     # A planned epoch is heard of while rounds of the one before still commit: only forced ones bar.
@@ -146,16 +162,25 @@ def _epoch(state: Walk, line: Line) -> list[str]:
 
 def _abort(state: Walk, line: Line) -> list[str]:
     step = line.integer("step")
-    if step != state.next_step:
+    if step != state.next_step and not _ahead(state, step):
         return [f"aborts a round of step {step} with the state of step {state.next_step}"]
     return []
 
 
 def _resume(state: Walk, line: Line) -> list[str]:
     step = line.integer("step")
-    # One step ahead: it holds the round that leads there, and commits it now.
+    # One step ahead: it holds the round that leads there, and commits it now. More: it catches up.
+    if step > state.next_step:
+        state.decided = state.next_step
+        state.joining = True
     if step < state.next_step:
         return [f"is told to go on at step {step} with the state of step {state.next_step}"]
+    return []
+
+
+def _outside(state: Walk, line: Line) -> list[str]:
+    """Evicted while alive: its state is good, so it replays what it missed and joins again."""
+    state.joining = True
     return []
 
 
@@ -181,6 +206,7 @@ _RULES: Mapping[str, Callable[[Walk, Line], list[str]]] = {
     "epoch": _epoch,
     "abort": _abort,
     "resume": _resume,
+    "outside": _outside,
     "finish": _finish,
     "stop": _stop,
 }

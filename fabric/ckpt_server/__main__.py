@@ -1,0 +1,76 @@
+"""Entry of the checkpoint server process: ``python -m fabric.ckpt_server --job J --replica R --run-dir D``.
+
+Exit code 0 after a normal end, 1 with one sentence on standard error when it cannot serve. It imports
+no torch, so it starts in a fraction of a second and stays small.
+"""
+
+import argparse
+import logging
+import math
+import sys
+from pathlib import Path
+
+import uvloop
+
+from fabric.ckpt_server.server import AlreadyServed, ServerSettings, run, tell_ready
+from fabric.errors import ConfigError, FabricError
+
+
+def parse(arguments: list[str]) -> tuple[ServerSettings, int]:
+    """The settings on the command line, and the descriptor to report to (-1: none)."""
+    parser = argparse.ArgumentParser(prog="python -m fabric.ckpt_server", description="Checkpoint server")
+    parser.add_argument("--job", required=True, help="name of the job")
+    parser.add_argument("--replica", required=True, help="name of this replica")
+    parser.add_argument("--run-dir", required=True, type=Path, help="folder for the socket, lock and log")
+    parser.add_argument("--bind", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", default="0", help="port, range such as 8000-8010, or 0 for any")
+    parser.add_argument("--advertise", default="", help="host name that others reach this one by")
+    parser.add_argument("--token-file", type=Path, help="file with the job's token")
+    parser.add_argument("--lighthouse", default="", help="base URLs, separated by commas")
+    parser.add_argument("--orphan-s", type=float, default=600.0, help="seconds to live without a trainer")
+    parser.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
+    found = parser.parse_args(arguments)
+    settings = ServerSettings(
+        job=found.job,
+        replica=found.replica,
+        run_dir=found.run_dir.absolute(),
+        bind=found.bind,
+        port=found.port,
+        advertise=found.advertise,
+        token_file=None if found.token_file is None else found.token_file.absolute(),
+        lighthouse=tuple(url.strip() for url in found.lighthouse.split(",") if url.strip()),
+        orphan_s=found.orphan_s,
+    )
+    return settings, found.ready_fd
+
+
+def check(settings: ServerSettings) -> None:
+    """Raises ConfigError for settings that cannot be used."""
+    for what, name in (("job", settings.job), ("replica", settings.replica)):
+        if not name.isprintable() or not 0 < len(name) <= 200:
+            raise ConfigError(f"the {what} {name[:40]!r} is no name: give 1 to 200 printable characters")
+    for url in settings.lighthouse:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f'the lighthouse "{url[:200]}" is no URL: give addresses such as http://host:port'
+            )
+    if not (settings.orphan_s > 0 and math.isfinite(settings.orphan_s)):
+        raise ConfigError(f"orphan-s is {settings.orphan_s}: give a number of seconds above 0")
+
+
+def main() -> int:
+    """Run the server; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings, ready_fd = parse(sys.argv[1:])
+    try:
+        check(settings)
+        uvloop.run(run(settings, ready_fd))
+    except FabricError as error:
+        tell_ready(ready_fd, {"ok": False, "error": str(error), "busy": isinstance(error, AlreadyServed)})
+        sys.stderr.write(f"fabric: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Which bytes a request wants: Range, If-Range and If-Match by RFC 9110, for one strong ETag.
+
+One range per request is served; a set of ranges is refused with a sentence rather than answered in
+parts that no reader of ours understands. Pure functions of header texts.
+"""
+
+import re
+
+from fabric.errors import FabricError, ProtocolError
+
+_RANGE = re.compile(r"bytes=\s*(\d{0,19})-(\d{0,19})", re.ASCII | re.IGNORECASE)
+
+
+class Unsatisfiable(FabricError):
+    """The range begins behind the last byte; ``nbytes`` is how many there are."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"the range has none of the {nbytes} bytes there are: begin below {nbytes}")
+        self.nbytes = nbytes
+
+
+class PreconditionFailed(FabricError):
+    """If-Match names other content than what is held."""
+
+
+def etag(digest: str) -> str:
+    """The strong entity tag of content with this digest."""
+    return f'"{digest}"'
+
+
+def check_if_match(header: str | None, tag: str) -> None:
+    """Raises PreconditionFailed unless ``header`` is absent, ``*``, or lists ``tag``."""
+    if header is None or header.strip() == "*":
+        return
+    if tag not in (entry.strip() for entry in header.split(",")):
+        raise PreconditionFailed(f"what is held has the tag {tag}, not the one in If-Match: ask anew")
+
+
+def wanted_range(header: str | None, if_range: str | None, tag: str, nbytes: int) -> tuple[int, int] | None:
+    """(begin, end) of the bytes that a GET wants, or None for all of them.
+
+    A unit other than bytes, and a range whose If-Range is no longer true, are ignored, as the RFC
+    says. Raises ProtocolError for what is not one range, Unsatisfiable where it has no byte.
+    """
+    if header is None or (if_range is not None and if_range.strip() != tag):
+        return None
+    unit, equals, _ = header.partition("=")
+    if equals and unit.strip().lower() != "bytes":
+        return None
+    match = _RANGE.fullmatch(header.strip())
+    if match is None or match.groups() == ("", ""):
+        raise ProtocolError("the header Range must be one range such as bytes=0-99, bytes=100- or bytes=-99")
+    first, last = match.groups()
+    if not first:
+        begin, end = max(nbytes - int(last), 0), nbytes
+    elif last and int(last) < int(first):
+        raise ProtocolError("the header Range ends before it begins: give it as bytes=FIRST-LAST")
+    else:
+        begin, end = int(first), min(int(last) + 1, nbytes) if last else nbytes
+    if begin >= end:
+        raise Unsatisfiable(nbytes)
+    return begin, end

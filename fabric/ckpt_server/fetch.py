@@ -1,0 +1,398 @@
+"""Fetching state and gradients from checkpoint servers, over as many of them as there are.
+
+A newcomer asks every source for the manifest at once, takes the state from all that promise the same
+bytes, verifies each block as it arrives and the whole state in the end. Sources that disagree are not
+believed over one another: the larger group is tried first, and what decides is the digest that was
+asked for. Nothing is allocated before a manifest was checked, and nothing is kept twice: bytes go
+from the socket to their place. A fetch that failed is resumed by the next one for the same state, by
+looking which blocks are in place.
+
+Everything here blocks and belongs into a thread; ``cancel`` may come from any other. This module
+needs no torch.
+"""
+
+import http.client
+import math
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.ckpt_server.digest import bytes_digest, file_digest
+from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count, parse_json
+from fabric.ckpt_server.manifest import DIGEST_DIGITS, check_manifest, is_hex, same_content
+from fabric.ckpt_server.source import (
+    TRANSIENT,
+    Access,
+    Address,
+    Connection,
+    SourceRefused,
+    read_exactly,
+    read_json,
+    refusal,
+)
+from fabric.ckpt_server.striping import Progress, Source, Striping, all_failed, describe
+from fabric.errors import ConfigError, Gone, IntegrityError, StateError
+from fabric.model import SnapshotRef
+
+__all__ = ["Fetched", "GradientMeta", "StateFetcher"]
+
+_MAX_MANIFEST_BYTES = 128 << 20
+_MAX_META_CHARACTERS = 60_000
+_MAX_LAYOUT_CHARACTERS = 128
+_MANIFEST_GRACE_S = 2.0  # how long the first manifest waits for the others
+_MANIFEST_TRIES = 3
+_GRADIENT_TURN_S = 2.0  # how long one source is waited for while there are others
+_GRADIENT_WAIT_S = 50.0  # and otherwise: servers answer within 60 s
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A complete and verified state. ``sources`` says how many bytes came from which URL."""
+
+    nbytes: int
+    seconds: float
+    sources: dict[str, int]
+    manifest: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GradientMeta:
+    """What came with a reduced gradient of ``nbytes`` verified bytes from ``source``."""
+
+    generation: int
+    step: int
+    epoch: int
+    weight: float
+    digest: str
+    layout: str
+    nbytes: int
+    meta: dict[str, Any]
+    source: str
+
+
+class StateFetcher:
+    """Fetches from checkpoint servers until it is cancelled; one fetch at a time.
+
+    ``token`` empty means none. Ranges of ``range_bytes`` go to ``streams_per_source`` connections per
+    source, none of which waits longer than ``timeout_s`` for bytes. ``progress(received, nbytes)`` is
+    called in the fetching thread. States larger than ``max_nbytes`` are refused.
+    """
+
+    def __init__(
+        self,
+        token: str = "",
+        *,
+        streams_per_source: int = 2,
+        range_bytes: int = 8 << 20,
+        timeout_s: float = 30.0,
+        progress: Progress | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        max_nbytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        if streams_per_source < 1 or range_bytes < 1 or not timeout_s > 0:
+            raise ConfigError(
+                "A fetch needs at least one stream per source, a range size and a timeout above 0."
+            )
+        if not token.isascii() or not token.isprintable():
+            raise ConfigError("The token contains characters that cannot be sent; check the token file.")
+        self._access = Access(token, timeout_s, ssl_context)
+        self._streams = streams_per_source
+        self._range_bytes = range_bytes
+        self._progress = progress
+        self._max_nbytes = max_nbytes
+        self._unfinished = ""
+        self._idle = _Idle(self._access)
+        self.warnings: list[str] = []
+
+    def cancel(self) -> None:
+        """Ends every transfer at once, from any thread; the fetcher cannot be used afterwards."""
+        self._access.sockets.shutdown()
+
+    def close(self) -> None:
+        """Closes idle connections."""
+        self._idle.close()
+
+    def fetch_manifest(self, url: str, step: int, generation: int) -> dict[str, Any]:
+        """The checked manifest of that state from the source ``url``. Raises StateError or Gone."""
+        source = Source(Address.parse(url))
+        manifest = self._ask(source, step, generation)
+        if manifest is None:
+            raise all_failed(f"the manifest of step {step}", [source])
+        return manifest
+
+    def fetch_state(
+        self, urls: Sequence[str], state: SnapshotRef, allocate: Callable[[int], memoryview]
+    ) -> Fetched:
+        """Fetches ``state`` from ``urls`` into ``allocate(nbytes)`` (writable, at least that long).
+
+        Returns when all of it is there and its digest is the one asked for. Raises Gone when every
+        source says so, IntegrityError when what they have is not what was asked for, StateError
+        otherwise, always with every source's reason. What was verified before an error stays in the
+        memory and is not fetched again by the next call for the same state.
+        """
+        begun_s = time.monotonic()
+        self.warnings = []
+        sources = [Source(Address.parse(url)) for url in dict.fromkeys(urls)]
+        if not sources:
+            raise StateError(
+                f"There is no source for step {state.step}; somebody must hold a snapshot of it."
+            )
+        groups = self._groups(sources, state)
+        for manifest, group in groups:
+            target = _allocated(allocate, manifest["nbytes"])
+            try:
+                self._stripe(manifest, group, target)
+            except StateError:
+                self._require_running()
+                continue
+            received = {source.url: source.nbytes for source in sources}
+            seconds = time.monotonic() - begun_s
+            return Fetched(manifest["nbytes"], seconds, received, manifest, tuple(self.warnings))
+        raise all_failed(f"step {state.step}", sources)
+
+    def fetch_gradient(
+        self, urls: Sequence[str], *, generation: int, step: int, into: memoryview, wait_s: float = 0.0
+    ) -> GradientMeta:
+        """Fetches the reduced gradient that leads to ``step`` into ``into`` and verifies it.
+
+        Sources are asked in turn; ``wait_s`` is how long to wait for it to be published. Raises Gone
+        when every source says that it is no longer held, StateError otherwise, e.g. when it was not
+        published in time. ``into`` is undefined after an error.
+        """
+        if into.readonly or not into.c_contiguous:
+            raise StateError("A gradient needs writable, contiguous memory as its target.")
+        waiting = [Source(Address.parse(url)) for url in dict.fromkeys(urls)]
+        sources = list(waiting)
+        if not sources:
+            raise StateError(f"There is no source for the gradient of step {step}.")
+        deadline_s = time.monotonic() + wait_s
+        while waiting:
+            source = waiting.pop(0)
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not left_s and source.failures:
+                break
+            turn_s = min(left_s, _GRADIENT_TURN_S if waiting else _GRADIENT_WAIT_S)
+            try:
+                return self._gradient(source, generation, step, into.cast("B"), turn_s)
+            except _NotYet:
+                source.failures += 1
+                waiting.append(source)
+            except (Gone, IntegrityError, SourceRefused) as error:
+                source.error = error
+            except (*TRANSIENT, StateError) as error:
+                source.error = StateError(describe(error))
+            self._require_running()
+        if any(source.error is None for source in sources):
+            raise StateError(f"The gradient of step {step} was not published within {wait_s:g} s.")
+        raise all_failed(f"the gradient of step {step}", sources)
+
+    def _stripe(self, manifest: dict[str, Any], group: list[Source], target: memoryview) -> None:
+        striping = Striping(manifest, group, target, self._access)
+        resume = self._unfinished == manifest["digest"]
+        self._unfinished = manifest["digest"]
+        try:
+            striping.run(self._streams, self._range_bytes, self._progress, resume=resume)
+        finally:
+            self.warnings += striping.warnings
+        found = _digest_or_reason(target)
+        if found == manifest["digest"]:
+            self._unfinished = ""
+        else:
+            names = ", ".join(source.url for source in group)
+            error = IntegrityError(
+                f"The state that {names} agree on has the digest {found} and not"
+                f" {manifest['digest']}; nothing was loaded."
+            )
+            self.warnings.append(str(error))
+            for source in group:
+                source.error = error
+            raise error
+
+    def _groups(self, sources: list[Source], state: SnapshotRef) -> list[tuple[dict[str, Any], list[Source]]]:
+        """Sources by what they promise, the largest group first; only what fits ``state``."""
+        groups: list[tuple[dict[str, Any], list[Source]]] = []
+        for source, manifest in self._manifests(sources, state):
+            if manifest["digest"] != state.digest:
+                source.error = IntegrityError(f"it holds the digest {manifest['digest']} for this step")
+                self.warnings.append(
+                    f"{source.url} is not used: {source.error}, and {state.digest} is asked for."
+                )
+                continue
+            for promised, group in groups:
+                if same_content(promised, manifest):
+                    group.append(source)
+                    break
+            else:
+                groups.append((manifest, [source]))
+        if len(groups) > 1:
+            self.warnings.append(f"The sources of step {state.step} promise {len(groups)} different files.")
+        return sorted(groups, key=lambda group: -len(group[1]))
+
+    def _manifests(self, sources: list[Source], state: SnapshotRef) -> list[tuple[Source, dict[str, Any]]]:
+        """The manifests of those that answer in time, asked all at once."""
+        lines = [Connection(source.address, self._access) for source in sources]
+        with ThreadPoolExecutor(len(sources), "fabric-manifest") as pool:
+            asked: list[Future[dict[str, Any] | None]] = [
+                pool.submit(self._ask, source, state.step, state.generation, line)
+                for source, line in zip(sources, lines, strict=True)
+            ]
+            late = set(asked)
+            while late and not any(future.done() and _usable(future) for future in asked):
+                late = wait(late, return_when="FIRST_COMPLETED").not_done
+            late = wait(late, timeout=_MANIFEST_GRACE_S).not_done
+            for line, future in zip(lines, asked, strict=True):
+                if future in late:
+                    line.retire()
+        self._require_running()
+        found = []
+        for source, future in zip(sources, asked, strict=True):
+            manifest = future.result()
+            if manifest is not None and future not in late:
+                found.append((source, manifest))
+            else:
+                self.warnings.append(f"{source.url} is not used: {source.error}.")
+        return found
+
+    def _ask(
+        self, source: Source, step: int, generation: int, connection: Connection | None = None
+    ) -> dict[str, Any] | None:
+        """The source's manifest, or None with the reason in ``source.error``."""
+        line = connection or Connection(source.address, self._access)
+        for _ in range(_MANIFEST_TRIES):
+            try:
+                response = line.get(f"/v1/snapshots/{step}/manifest?generation={generation}")
+                if response.status != 200:
+                    raise refusal(response)
+                manifest = check_manifest(read_json(response, _MAX_MANIFEST_BYTES), self._max_nbytes)
+                if (manifest["step"], manifest["generation"]) != (step, generation):
+                    raise SourceRefused("it answers with another step or generation")
+                return manifest
+            except (Gone, SourceRefused) as error:
+                source.error = error
+                return None
+            except (*TRANSIENT, StateError) as error:
+                source.error = StateError(describe(error))
+            finally:
+                line.close()
+        return None
+
+    def _gradient(
+        self, source: Source, generation: int, step: int, into: memoryview, wait_s: float
+    ) -> GradientMeta:
+        connection = self._idle.take(source.address)
+        whole = False
+        try:
+            path = f"/v1/gradients/{step}?generation={generation}&wait_s={wait_s:.3f}"
+            response = _get_again(connection, path, wait_s)
+            if response.status != 200:
+                error = refusal(response)
+                raise _NotYet(str(error)) if response.status == 409 and not isinstance(error, Gone) else error
+            meta = _gradient_meta(response, generation, step, source.url)
+            if not 0 < meta.nbytes <= len(into):
+                raise SourceRefused(f"its gradient has {meta.nbytes} bytes where {len(into)} fit")
+            read_exactly(response, into[: meta.nbytes])
+            whole = True
+        finally:
+            self._idle.give(connection, reusable=whole)
+        if bytes_digest(into[: meta.nbytes]) != meta.digest:
+            raise IntegrityError("it sent wrong bytes")
+        return meta
+
+    def _require_running(self) -> None:
+        if self._access.sockets.closed:
+            raise StateError("The fetch was cancelled; nothing was loaded.")
+
+
+class _NotYet(StateError):
+    """The source is well and does not have it so far."""
+
+
+class _Idle:
+    """Connections kept open between gradients."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._connections: dict[str, Connection] = {}
+        self._lock = threading.Lock()
+
+    def take(self, address: Address) -> Connection:
+        with self._lock:
+            return self._connections.pop(address.url, None) or Connection(address, self._access)
+
+    def give(self, connection: Connection, *, reusable: bool) -> None:
+        with self._lock:
+            if reusable and connection.address.url not in self._connections:
+                self._connections[connection.address.url] = connection
+                return
+        connection.close()
+
+    def close(self) -> None:
+        with self._lock:
+            connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            connection.close()
+
+
+def _digest_or_reason(file: memoryview) -> str:
+    """The digest of the state in ``file``, or why it has none."""
+    try:
+        return file_digest(file)
+    except StateError as error:
+        return f"none ({error})"
+
+
+def _get_again(connection: Connection, path: str, wait_s: float) -> http.client.HTTPResponse:
+    """A GET that dials anew where a kept connection turns out to be closed."""
+    if connection.is_open:
+        try:
+            return connection.get(path, wait_s=wait_s)
+        except TimeoutError:
+            raise
+        except TRANSIENT:
+            connection.close()
+    return connection.get(path, wait_s=wait_s)
+
+
+def _usable(future: "Future[dict[str, Any] | None]") -> bool:
+    return future.exception() is not None or future.result() is not None
+
+
+def _allocated(allocate: Callable[[int], memoryview], nbytes: int) -> memoryview:
+    memory = allocate(nbytes)
+    if memory.readonly or not memory.c_contiguous or memory.nbytes < nbytes:
+        raise StateError(f"The memory for a state of {nbytes} bytes is too small or not writable.")
+    return memory.cast("B")[:nbytes]
+
+
+def _number(text: str | None) -> int:
+    value = int(text) if text is not None and len(text) <= 20 and text.isascii() and text.isdigit() else -1
+    if not is_count(value, 1 << 62):
+        raise SourceRefused("its gradient's headers are incomplete")
+    return value
+
+
+def _gradient_meta(response: Any, generation: int, step: int, url: str) -> GradientMeta:
+    """The headers of a gradient, checked. Raises SourceRefused."""
+    header = response.getheader
+    if _number(header("X-Fabric-Generation")) != generation:
+        raise SourceRefused("its gradient is of another generation")
+    try:
+        weight = float(header("X-Fabric-Weight") or "nan")
+        text = header("X-Fabric-Meta") or "{}"
+        meta = parse_json(text) if len(text) <= _MAX_META_CHARACTERS else None
+    except (ValueError, StateError) as error:
+        raise SourceRefused("its gradient's headers cannot be read") from error
+    digest, layout = header("X-Fabric-Digest"), header("X-Fabric-Layout") or ""
+    if not (
+        math.isfinite(weight) and weight >= 0 and is_hex(digest, DIGEST_DIGITS) and isinstance(meta, dict)
+    ):
+        raise SourceRefused("its gradient's headers are incomplete")
+    if len(layout) > _MAX_LAYOUT_CHARACTERS:
+        raise SourceRefused("its gradient's layout is too long")
+    epoch, nbytes = _number(header("X-Fabric-Epoch")), _number(header("Content-Length"))
+    return GradientMeta(generation, step, epoch, weight, digest, layout, nbytes, meta, url)

@@ -1,0 +1,325 @@
+"""The trainer's handle on its checkpoint server: find it or start it, share memory, publish.
+
+All calls block, under one lock, with a time limit each; any thread may make them. A request that got no
+answer leaves the channel in an unknown place, so the channel is closed: every later call raises
+ServerLost until ``ensure`` has attached again, to the same server if it lives and to a new one if not.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fabric.ckpt_server.launch import ServerSpec, is_served, reap, start
+from fabric.ckpt_server.lines import MAX_LINE_BYTES, LineBuffer, decode_line, encode_line, socket_path
+from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
+from fabric.model import SnapshotRef
+from fabric.protocol.wire import decode_as
+
+_ANSWER_S = 30.0
+# The kernel clears shared memory at more than this, on the slowest machines too.
+_CLEAR_BYTES_PER_S = 100e6
+_LOOK_AGAIN_S = 0.02
+_FAULT_BYTES = 64 * 1024 * 1024
+_MADV_POPULATE_WRITE = 23
+
+
+@dataclass(frozen=True, slots=True)
+class _Welcome:
+    """The server's answer to attach."""
+
+    url: str
+    pid: int
+    instance: str
+    snapshots: tuple[SnapshotRef, ...] = ()
+    slots: tuple[int, ...] = ()
+
+
+class _Line:
+    """A connected channel: one request, one answer."""
+
+    def __init__(self, run_dir: Path, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._lines = LineBuffer(MAX_LINE_BYTES)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(timeout_s)
+            with socket_path(run_dir) as path:
+                self._socket.connect(path)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def ask(self, body: Mapping[str, object], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        """The answer and the descriptors beside it. Raises Refused with the server's sentence, and
+        ServerLost when there is no answer; the line is of no use then."""
+        request = encode_line(body)
+        descriptors: list[int] = []
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(request)
+            answer = self._receive(descriptors, time.monotonic() + timeout_s)
+        except (OSError, ProtocolError) as error:
+            _close_all(descriptors)
+            self.close()
+            why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            raise ServerLost(
+                f"{self._name} did not answer {body.get('op')!r} ({why}): attach again, or see its log"
+            ) from error
+        if answer.get("ok") is not True:
+            _close_all(descriptors)
+            raise Refused(str(answer.get("error", f"{self._name} refused without a reason")))
+        return answer, descriptors
+
+    def _receive(self, descriptors: list[int], deadline: float) -> dict[str, Any]:
+        while (line := self._lines.next_line()) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
+            data, received, _, _ = socket.recv_fds(self._socket, 65536, 4)
+            descriptors += received
+            if not data:
+                raise ConnectionResetError("it has closed the channel")
+            self._lines.feed(data)
+        return decode_line(line)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other side is there, as far as the kernel knows."""
+        if self._socket.fileno() < 0:
+            return False
+        # Nothing comes unasked: what can be read is the end.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLHUP)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class ServerHandle:
+    """One trainer's attachment. ``url`` is where others read, ``pid`` the server's process,
+    ``snapshots`` what it held when this trainer attached, oldest first, ``slots`` where each lies."""
+
+    url: str
+    pid: int
+    snapshots: tuple[SnapshotRef, ...]
+    slots: tuple[int, ...]
+
+    def __init__(self, spec: ServerSpec, incarnation: int, deadline_s: float) -> None:
+        self._spec = spec
+        self._incarnation = incarnation
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._maps: dict[tuple[str, int], memoryview] = {}
+        self._line, welcome = self._attach(time.monotonic() + deadline_s)
+        self._welcome(welcome)
+
+    @classmethod
+    def start_or_attach(
+        cls,
+        *,
+        job: str,
+        replica: str,
+        incarnation: int,
+        run_dir: Path,
+        bind: str,
+        port: str,
+        advertise: str,
+        token_file: Path | None,
+        lighthouse: Sequence[str],
+        orphan_s: float = 600.0,
+        deadline_s: float = 20.0,
+    ) -> "ServerHandle":
+        """Attach to the server that lives in ``run_dir``, or start one there and wait for it.
+
+        Raises Refused (another trainer is attached, the server cannot serve), ConfigError (the folder
+        cannot be used), ServerLost (nothing within ``deadline_s``).
+        """
+        spec = ServerSpec(
+            job=job,
+            replica=replica,
+            run_dir=Path(run_dir).absolute(),
+            bind=bind,
+            port=port,
+            advertise=advertise,
+            token_file=token_file,
+            lighthouse=tuple(lighthouse),
+            orphan_s=orphan_s,
+        )
+        return cls(spec, incarnation, deadline_s)
+
+    def allocate(self, kind: str, slot: int, nbytes: int) -> memoryview:
+        """``nbytes`` of writable memory shared with the server, every page of it present.
+
+        ``kind`` is ``snapshot`` or ``gradient``. The same memory is returned for the same slot while it
+        is large enough; it grows in place. Raises Refused where the host has not that much memory.
+        """
+        with self._lock:
+            mapped = self._maps.get((kind, slot))
+            if mapped is None or len(mapped) < nbytes:
+                body = {"op": "allocate", "kind": kind, "slot": slot, "nbytes": nbytes}
+                timeout_s = _ANSWER_S + max(nbytes, 0) / _CLEAR_BYTES_PER_S
+                answer, descriptors = self._line.ask(body, timeout_s)
+                try:
+                    mapped = self._maps[kind, slot] = _map(descriptors, answer.get("nbytes"), nbytes)
+                finally:
+                    _close_all(descriptors)
+            return mapped[:nbytes]
+
+    def begin(self, kind: str, slot: int, *, unless_read: bool = False) -> bool:
+        """Withdraw the slot, so that it may be written; when this returns nobody reads it any more.
+
+        With ``unless_read`` returns False, and withdraws nothing, while somebody does.
+        """
+        answer = self._ask({"op": "begin", "kind": kind, "slot": slot, "unless_read": unless_read})
+        return answer.get("busy") is not True
+
+    def publish_snapshot(self, slot: int, manifest: Mapping[str, object]) -> None:
+        """Serve the slot's bytes as the snapshot of ``manifest``. Raises Refused for what it is not."""
+        self._ask({"op": "publish_snapshot", "slot": slot, "manifest": dict(manifest)})
+
+    def publish_gradient(
+        self,
+        slot: int,
+        *,
+        generation: int,
+        step: int,
+        epoch: int,
+        nbytes: int,
+        digest: str,
+        weight: float,
+        layout: str,
+        meta: Mapping[str, object],
+    ) -> None:
+        """Serve the slot's first ``nbytes`` as the reduced gradient that leads on from ``step``."""
+        self._ask(
+            {
+                "op": "publish_gradient",
+                "slot": slot,
+                "generation": generation,
+                "step": step,
+                "epoch": epoch,
+                "nbytes": nbytes,
+                "digest": digest,
+                "weight": weight,
+                "layout": layout,
+                "meta": dict(meta),
+            }
+        )
+
+    def void(self) -> None:
+        """Withdraw everything that was published: the state behind it is declared invalid."""
+        self._ask({"op": "void"})
+
+    def finish(self, linger_s: float = 5.0) -> None:
+        """The job is done: the server ends by itself ``linger_s`` from now."""
+        self._ask({"op": "finish", "linger_s": linger_s})
+
+    def close(self) -> None:
+        """Detach. The server, and what was published, stay. Memory that is still used stays mapped."""
+        with self._lock:
+            self._line.close()
+            self._maps.clear()
+            reap()
+
+    def ensure(self) -> bool:
+        """Attach again if the channel is closed, starting a new server if the old one is dead.
+
+        Returns True when the server is another process than before: nothing is published there, and
+        every slot must be allocated anew. Raises as ``start_or_attach`` does.
+        """
+        with self._lock:
+            if self._line.is_open:
+                return False
+            self._line.close()
+            reap()
+            before = self._instance
+            self._line, welcome = self._attach(time.monotonic() + self._deadline_s)
+            self._welcome(welcome)
+            if self._instance == before:
+                return False
+            self._maps.clear()
+            return True
+
+    def _ask(self, body: Mapping[str, object]) -> dict[str, Any]:
+        with self._lock:
+            answer, descriptors = self._line.ask(body, _ANSWER_S)
+            _close_all(descriptors)
+            return answer
+
+    def _welcome(self, welcome: _Welcome) -> None:
+        self.url, self.pid, self.snapshots = welcome.url, welcome.pid, welcome.snapshots
+        self.slots, self._instance = welcome.slots, welcome.instance
+
+    def _attach(self, deadline: float) -> tuple[_Line, _Welcome]:
+        """Connect and introduce ourselves, starting a server where there is none."""
+        while True:
+            try:
+                return self._greet(deadline)
+            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError, ServerLost) as error:
+                # Blocked: more wait to be accepted than the server's queue holds.
+                if time.monotonic() >= deadline:
+                    raise ServerLost(
+                        f"the checkpoint server in {self._spec.run_dir} could not be attached to within"
+                        f" {self._deadline_s:g} s ({error}): see its log there"
+                    ) from error
+            except OSError as error:
+                raise ConfigError(
+                    f"the folder {self._spec.run_dir} cannot be used ({error}): name one that belongs to this"
+                    " user"
+                ) from error
+            if is_served(self._spec.run_dir) or not start(self._spec, deadline):
+                # Another process is starting or ending a server there; both are over in a moment.
+                time.sleep(_LOOK_AGAIN_S)
+
+    def _greet(self, deadline: float) -> tuple[_Line, _Welcome]:
+        timeout_s = max(deadline - time.monotonic(), _LOOK_AGAIN_S)
+        line = _Line(self._spec.run_dir, f"the checkpoint server of {self._spec.replica}", timeout_s)
+        try:
+            body = {
+                "op": "attach",
+                "pid": os.getpid(),
+                "incarnation": self._incarnation,
+                "replica": self._spec.replica,
+                "job": self._spec.job,
+            }
+            answer, _ = line.ask(body, timeout_s)
+            return line, decode_as(_Welcome, answer, "attach")
+        except BaseException:
+            line.close()
+            raise
+
+
+def _map(descriptors: list[int], capacity: object, nbytes: int) -> memoryview:
+    """Writable memory behind the one descriptor, all of its pages present in this process."""
+    if len(descriptors) != 1 or type(capacity) is not int or capacity < nbytes:
+        raise ProtocolError("the checkpoint server handed over no memory of the size that was asked for")
+    try:
+        mapped = mmap.mmap(descriptors[0], capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise Refused(
+            f"{capacity} bytes of shared memory cannot be mapped ({error}): raise the limit on address space"
+        ) from error
+    for begin in range(0, capacity, _FAULT_BYTES):
+        size = min(_FAULT_BYTES, capacity - begin)
+        # In pieces, because the interpreter lock is held during each. Kernels before 5.14 cannot do it,
+        # and fault the pages in when they are first written.
+        with contextlib.suppress(OSError):
+            mapped.madvise(_MADV_POPULATE_WRITE, begin, size)
+    return memoryview(mapped)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    descriptors.clear()

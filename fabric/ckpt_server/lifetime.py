@@ -1,0 +1,51 @@
+"""When the server process ends: when it is told to, a while after the job is done, or when nobody is left.
+
+The server must outlive its trainer, but not for ever: a host whose trainer never comes back would keep
+the memory. So a timer runs while no trainer is attached, and another one after the trainer said that it
+is done; a trainer that attaches stops both.
+"""
+
+import asyncio
+import logging
+
+log = logging.getLogger(__name__)
+
+
+class Lifetime:
+    """Ends (``ended`` is set, ``reason`` says why) ``orphan_s`` after the last trainer left."""
+
+    def __init__(self, orphan_s: float) -> None:
+        self.ended = asyncio.Event()
+        self.reason = ""
+        self._orphan_s = orphan_s
+        self._orphan_timer: asyncio.TimerHandle | None = None
+        self._finish_timer: asyncio.TimerHandle | None = None
+
+    def trainer_came(self) -> None:
+        """A trainer is attached: the server is needed."""
+        for timer in (self._orphan_timer, self._finish_timer):
+            if timer is not None:
+                timer.cancel()
+        self._orphan_timer = self._finish_timer = None
+
+    def trainer_left(self) -> None:
+        """No trainer is attached, for now or for good."""
+        if self._orphan_timer is None:
+            reason = f"no trainer has been attached for {self._orphan_s:g} s"
+            loop = asyncio.get_running_loop()
+            self._orphan_timer = loop.call_later(self._orphan_s, self.end, reason)
+
+    def finish(self, linger_s: float) -> None:
+        """The job is done: end after ``linger_s``, which replaces what was said before."""
+        if self._finish_timer is not None:
+            self._finish_timer.cancel()
+        loop = asyncio.get_running_loop()
+        # Never before the answer to this very request has left.
+        self._finish_timer = loop.call_later(max(linger_s, 0.02), self.end, "the job is done")
+
+    def end(self, reason: str) -> None:
+        """End now."""
+        if not self.ended.is_set():
+            self.reason = reason
+            log.info("the checkpoint server ends: %s", reason)
+            self.ended.set()

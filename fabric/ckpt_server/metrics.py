@@ -1,0 +1,97 @@
+"""What Prometheus is told: transfers as they are counted, memory and trainer as they are when asked.
+
+Everything lives in a registry of its own, so that nothing of the process or of other libraries leaks in.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fabric.ckpt_server.memory import GRADIENT, SLOTS_BY_KIND, SNAPSHOT, Memory
+from fabric.ckpt_server.trainer import STATES, Trainer
+
+
+class Metrics:
+    """Counts transfers; ``render`` gives the text for a scrape."""
+
+    def __init__(self, memory: Memory, trainer: Trainer) -> None:
+        self._registry = CollectorRegistry()
+        self._served = Counter(
+            "fabric_ckpt_served_bytes", "Bytes of state sent to readers.", ["kind"], registry=self._registry
+        )
+        self._aborted = Counter(
+            "fabric_ckpt_aborted_transfers",
+            "Transfers that did not end whole: withdrawn, stalled or left by the reader.",
+            ["kind"],
+            registry=self._registry,
+        )
+        self._active = Gauge(
+            "fabric_ckpt_active_transfers", "Transfers under way.", ["kind"], registry=self._registry
+        )
+        for kind in SLOTS_BY_KIND:
+            for metric in (self._served, self._aborted, self._active):
+                metric.labels(kind)
+        self._registry.register(_Held(memory, trainer))
+
+    @contextmanager
+    def transfer(self, kind: str) -> Iterator[Counter]:
+        """Counts one transfer while it lasts; yields the counter of bytes sent."""
+        self._active.labels(kind).inc()
+        whole = False
+        try:
+            yield self._served.labels(kind)
+            whole = True
+        finally:
+            self._active.labels(kind).dec()
+            if not whole:
+                self._aborted.labels(kind).inc()
+
+    def render(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Held(Collector):
+    """Reads what memory holds and what the trainer does, at the time of the scrape."""
+
+    def __init__(self, memory: Memory, trainer: Trainer) -> None:
+        self._memory = memory
+        self._trainer = trainer
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._content()
+        yield self._bytes()
+        yield self._state()
+
+    def _content(self) -> Iterator[Metric]:
+        for kind in (SNAPSHOT, GRADIENT):
+            held = [slot.content for slot in self._memory.held(kind) if slot.content is not None]
+            count = GaugeMetricFamily(f"fabric_ckpt_{kind}s", f"Published {kind}s.")
+            count.add_metric([], len(held))
+            yield count
+            if held:
+                step = GaugeMetricFamily(f"fabric_ckpt_{kind}_step", f"Step of the newest {kind}.")
+                step.add_metric([], held[-1].step)
+                yield step
+                age = GaugeMetricFamily(f"fabric_ckpt_{kind}_age_seconds", f"Age of the newest {kind}.")
+                age.add_metric([], time.monotonic() - held[-1].published)
+                yield age
+
+    def _bytes(self) -> Metric:
+        family = GaugeMetricFamily("fabric_ckpt_memory_bytes", "Shared memory allocated.", labels=["kind"])
+        for kind in SLOTS_BY_KIND:
+            family.add_metric([kind], sum(s.capacity for s in self._memory.slots() if s.kind == kind))
+        return family
+
+    def _state(self) -> Metric:
+        family = GaugeMetricFamily(
+            "fabric_ckpt_trainer", "1 for the state that the trainer process is in.", labels=["state"]
+        )
+        now = self._trainer.state
+        for state in STATES:
+            family.add_metric([state], float(state == now))
+        return family

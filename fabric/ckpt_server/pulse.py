@@ -1,0 +1,151 @@
+"""The worker's pulse: what the kernel says of its trainer, told to the lighthouse every 50 ms.
+
+The trainer's own beats stop when C code holds its interpreter lock, and say nothing when it is stopped
+or killed. This process is small and does nothing else for long, so its beat is a second source that
+means something: a change of the trainer's state is sent at once, and silence means that the host, not
+the trainer, is in trouble. One lighthouse at a time is spoken to; the others redirect to the leader,
+and when a connection ends the next address is tried.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from urllib.parse import quote
+
+import aiohttp
+from yarl import URL
+
+from fabric.protocol.messages import Pulse
+from fabric.protocol.wire import encode
+
+log = logging.getLogger(__name__)
+
+# A reply to a beat is small; what is larger is no reply of ours.
+_MAX_REPLY_BYTES = 64 * 1024
+_MAX_REDIRECTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: between beats, allowed for connecting, for a beat to leave, and for a silent lighthouse
+    before another is tried; least and most before another attempt."""
+
+    period_s: float = 0.05
+    connect_s: float = 2.0
+    send_s: float = 2.0
+    heartbeat_s: float = 3.0
+    least_pause_s: float = 0.05
+    most_pause_s: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a pulse tells: ``compose`` makes the beat with this number (reading the trainer's state),
+    ``changed`` is set when the state may have changed between two beats."""
+
+    compose: Callable[[int], Pulse]
+    changed: asyncio.Event
+
+
+class PulseSender:
+    """Keeps one of the lighthouses at ``urls`` informed, until cancelled."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        job: str,
+        replica: str,
+        token: str | None,
+        vitals: Vitals,
+        chance: random.Random,
+        timing: Timing | None = None,
+    ) -> None:
+        query = f"/v1/jobs/{quote(job, safe='')}/pulse?replica={quote(replica, safe='')}"
+        self._targets = [URL(url.rstrip("/") + query, encoded=True) for url in urls]
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._vitals = vitals
+        self._chance = chance
+        self._timing = timing or Timing()
+        self._number = 0
+        self._said = ""
+
+    async def run(self) -> None:
+        """Connect, beat, and connect again, for ever."""
+        # A silent lighthouse is noticed by the WebSocket's own ping; connecting has its own bound.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timing.connect_s)
+        pause_s = self._timing.least_pause_s
+        async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as client:
+            for target in cycle(self._targets):
+                beats = self._number
+                try:
+                    async with asyncio.timeout(2 * self._timing.connect_s):
+                        socket = await self._connect(client, target)
+                    try:
+                        await self._beat(socket)
+                    finally:
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(self._timing.send_s):
+                                await socket.close()
+                    self._say(target, "the lighthouse closed the connection")
+                except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                    self._say(target, f"{type(error).__name__}: {error}")
+                if self._number > beats + 1:
+                    pause_s = self._timing.least_pause_s
+                await asyncio.sleep(pause_s * self._chance.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, self._timing.most_pause_s)
+
+    async def _connect(self, client: aiohttp.ClientSession, target: URL) -> aiohttp.ClientWebSocketResponse:
+        for _ in range(_MAX_REDIRECTS):
+            try:
+                return await client.ws_connect(
+                    target,
+                    headers=self._headers,
+                    heartbeat=self._timing.heartbeat_s,
+                    max_msg_size=_MAX_REPLY_BYTES,
+                )
+            except aiohttp.WSServerHandshakeError as error:
+                # The redirect was followed, but the client does not carry a token to another address
+                # by itself. A lighthouse is trusted with it already, and so is the leader it names.
+                if error.status != 401 or not error.history:
+                    raise
+                target = error.request_info.url
+        raise ValueError("the lighthouses redirect in a circle")
+
+    async def _beat(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Send beats on ``socket`` until it ends."""
+        replies = asyncio.create_task(_drain(socket))
+        loop = asyncio.get_running_loop()
+        try:
+            while not replies.done():
+                due = loop.time() + self._timing.period_s
+                self._vitals.changed.clear()
+                self._number += 1
+                message = encode(self._vitals.compose(self._number)).decode()
+                async with asyncio.timeout(self._timing.send_s):
+                    await socket.send_str(message)
+                self._said = ""
+                await self._wait_change(due)
+        finally:
+            replies.cancel()
+            await asyncio.wait({replies})
+
+    async def _wait_change(self, due: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(due):
+                await self._vitals.changed.wait()
+
+    def _say(self, target: URL, why: str) -> None:
+        """Log a reason when it is another than last time."""
+        if why != self._said:
+            self._said = why
+            log.warning("the pulse to %s is interrupted: %s", target.origin(), why)
+
+
+async def _drain(socket: aiohttp.ClientWebSocketResponse) -> None:
+    """Read replies, which only have to be read; returns when the connection ends."""
+    async for _ in socket:
+        pass

@@ -1,0 +1,164 @@
+"""Which blocks of a file are still to be fetched, by whom, and when somebody else should try.
+
+One queue of ranges for all streams of all sources: who is fast takes more. What a stream could not
+finish goes back, marked with the source to avoid unless nobody else is left. A stream with nothing
+to do may reclaim a range that another source has had for several times as long as ranges take: so a
+source that trickles cannot hold up the end.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+_PATIENCE_MIN_S = 0.5
+_PATIENCE_UNKNOWN_S = 2.0
+_PATIENCE_FACTOR = 4.0
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRange:
+    """``count`` blocks from ``first``. ``avoid`` names sources that failed at it."""
+
+    first: int
+    count: int
+    avoid: frozenset[str] = frozenset()
+
+    @property
+    def blocks(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """A range in the hands of one stream; ``end`` makes that stream give it up."""
+
+    taken: BlockRange
+    source: str
+    since_s: float
+    end: Callable[[], None]
+    reclaimed: bool = False
+
+
+@dataclass(slots=True)
+class _Pace:
+    ranges: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Shared:
+    pending: deque[BlockRange]
+    leases: set[Lease] = field(default_factory=set)
+    pace: dict[str, _Pace] = field(default_factory=dict)
+
+
+class RangeQueue:
+    """The blocks of one file. All methods may be called from any thread."""
+
+    def __init__(
+        self, done: list[bool], blocks_per_range: int, sources: set[str], clock: Callable[[], float]
+    ) -> None:
+        self._done = list(done)
+        self._left = done.count(False)
+        self._alive = set(sources)
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._shared = _Shared(deque(_runs(done, blocks_per_range)))
+
+    @property
+    def complete(self) -> bool:
+        return self._left == 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether any source is left."""
+        return bool(self._alive)
+
+    def take(self, source: str, end: Callable[[], None]) -> Lease | None:
+        """A range for ``source`` to fetch; waits for one. None when it has no more business here."""
+        with self._changed:
+            while not self._stopped and self._left and source in self._alive:
+                found = self._pick(source)
+                if found is not None:
+                    lease = Lease(found, source, self._clock(), end)
+                    self._shared.leases.add(lease)
+                    return lease
+                self._reclaim(source)
+                self._changed.wait(_LOOK_S)
+            return None
+
+    def finished(self, block: int) -> None:
+        """``block`` is in place and verified."""
+        with self._changed:
+            if not self._done[block]:
+                self._done[block] = True
+                self._left -= 1
+                self._changed.notify_all()
+
+    def release(self, lease: Lease, *, failed: bool) -> None:
+        """Gives a range back; what of it is not finished is fetched again, elsewhere if it failed."""
+        with self._changed:
+            self._shared.leases.discard(lease)
+            pace = self._shared.pace.setdefault(lease.source, _Pace())
+            pace.ranges += 1
+            pace.seconds += self._clock() - lease.since_s
+            avoid = lease.taken.avoid | ({lease.source} if failed else frozenset())
+            rest = [block for block in lease.taken.blocks if not self._done[block]]
+            self._shared.pending.extendleft(BlockRange(block, 1, avoid) for block in reversed(rest))
+            self._changed.notify_all()
+
+    def drop(self, source: str) -> None:
+        """``source`` gets no more ranges, and loses those it has."""
+        with self._changed:
+            self._alive.discard(source)
+            for lease in self._shared.leases:
+                if lease.source == source:
+                    lease.end()
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Nobody gets anything any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns after a change, or the time."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def _pick(self, source: str) -> BlockRange | None:
+        pending = self._shared.pending
+        for index, candidate in enumerate(pending):
+            if source not in candidate.avoid or self._alive <= candidate.avoid:
+                del pending[index]
+                return candidate
+        return None
+
+    def _reclaim(self, source: str) -> None:
+        pace = self._shared.pace.get(source)
+        patience = _PATIENCE_UNKNOWN_S
+        if pace is not None and pace.ranges:
+            patience = max(_PATIENCE_MIN_S, _PATIENCE_FACTOR * pace.seconds / pace.ranges)
+        now = self._clock()
+        for lease in self._shared.leases:
+            due = patience * 2 ** len(lease.taken.avoid)  # a range that nobody is fast with ends somewhere
+            if lease.source != source and not lease.reclaimed and now - lease.since_s > due:
+                lease.reclaimed = True
+                lease.end()
+
+
+def _runs(done: list[bool], most: int) -> list[BlockRange]:
+    runs: list[BlockRange] = []
+    for block, is_done in enumerate(done):
+        if is_done:
+            continue
+        last = runs[-1] if runs else None
+        if last is not None and last.first + last.count == block and last.count < most:
+            runs[-1] = replace(last, count=last.count + 1)
+        else:
+            runs.append(BlockRange(block, 1))
+    return runs

@@ -1,0 +1,113 @@
+"""Shared memory that cannot be left behind: sealed memfds, allocated in full before anybody uses them.
+
+A memfd has no name, so the kernel frees it when the last process that maps it is gone, however those
+processes die. All of its pages are allocated at once: a machine that is short of memory answers here
+with an error, where later it would answer with the OOM killer. A seal forbids shrinking, so that no
+other holder of the descriptor can make the server's reads fault.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+from fabric.errors import Refused
+
+# The part of the memory that is still available which one allocation may take.
+_SHARE = 0.95
+
+
+class Region:
+    """A memfd of ``capacity`` bytes (whole pages) which only ever grows; ``view`` is read-only."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.capacity = 0
+        self.view = memoryview(b"")
+        self.fd = os.memfd_create(f"fabric-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+    def grow(self, nbytes: int) -> None:
+        """Make room for ``nbytes``; what is there stays, also for who has mapped it. Blocks for seconds.
+
+        Raises Refused, with nothing changed, where the machine has not that much memory.
+        """
+        capacity = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if capacity <= self.capacity:
+            return
+        needed, available = capacity - self.capacity, available_bytes()
+        if needed > available * _SHARE:
+            raise _too_large(self.name, needed, available)
+        try:
+            os.posix_fallocate(self.fd, 0, capacity)
+            mapped = mmap.mmap(self.fd, capacity, mmap.MAP_SHARED, mmap.PROT_READ)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise _too_large(self.name, needed, available) from error
+        self.capacity, self.view = capacity, memoryview(mapped)
+
+    def close(self) -> None:
+        """Let the memory go; who has mapped it keeps it."""
+        self.view = memoryview(b"")
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _too_large(name: str, needed: int, available: int) -> Refused:
+    return Refused(
+        f"the {name} needs {_mebibytes(needed)} more of shared memory and {_mebibytes(available)} are"
+        " available on this host: give it more memory, or run fewer replicas on it"
+    )
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can still be taken: the least of what the machine has and what its cgroups allow."""
+    limits = [_mem_available(proc / "meminfo")]
+    with contextlib.suppress(OSError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            hierarchy, _, path = line.partition(":")[2].partition(":")
+            if not hierarchy:
+                limits += _unified(cgroup, path.strip("/"))
+            elif "memory" in hierarchy.split(","):
+                limits += _room(cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return max(min(limits), 0)
+
+
+def _mem_available(meminfo: Path) -> int:
+    with contextlib.suppress(OSError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62  # unknown: the kernel decides
+
+
+def _unified(root: Path, path: str) -> list[int]:
+    """The room in this group and in each one above it."""
+    groups = [root]
+    for part in filter(None, path.split("/")):
+        groups.append(groups[-1] / part)
+    return [room for group in groups for room in _room(group, "memory.max", "memory.current")]
+
+
+def _room(group: Path, limit: str, usage: str) -> list[int]:
+    try:
+        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        reclaimable = _inactive_file(group / "memory.stat")
+    except (OSError, ValueError):
+        return []
+    return [int(most) - used + reclaimable] if most.isdecimal() else []
+
+
+def _inactive_file(stat: Path) -> int:
+    for line in stat.read_text().splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0

@@ -1,0 +1,177 @@
+"""The HTTP side: snapshots and gradients for newcomers, JSON for people with `curl`.
+
+Steps are named by number or ``latest``; a step that is not held is answered with 409 and the steps that
+are, so that a reader can choose another source or another step. Bytes support ranges and are never
+copied as a whole. What is malformed gets a 4xx with a sentence.
+"""
+
+import time
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from fabric.ckpt_server.conditions import PreconditionFailed, Unsatisfiable
+from fabric.ckpt_server.content import Content
+from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory, Slot
+from fabric.ckpt_server.metrics import Metrics
+from fabric.ckpt_server.trainer import Trainer
+from fabric.ckpt_server.transfer import send
+from fabric.errors import ProtocolError
+from fabric.runtime.web import bearer_required, errors_as_json, json_error, query_integer, query_seconds
+
+OPEN_PATHS = frozenset({"/healthz", "/metrics"})
+MAX_WAIT_S = 60.0
+_MAX_NUMBER = 2**62
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes answer from; ``name`` says whose server this is."""
+
+    name: dict[str, str]
+    memory: Memory
+    trainer: Trainer
+    metrics: Metrics
+
+
+def make_app(parts: Parts, token: str | None) -> web.Application:
+    """The application, with everything but OPEN_PATHS behind ``token`` (None: open)."""
+    app = web.Application(
+        middlewares=[errors_as_json, bearer_required(token, OPEN_PATHS)],
+        client_max_size=64 * 1024,
+    )
+    routes = Routes(parts)
+    app.router.add_get("/healthz", routes.health)
+    app.router.add_get("/metrics", routes.metrics)
+    app.router.add_get("/v1/state", routes.state)
+    app.router.add_get("/v1/snapshots", routes.snapshots)
+    app.router.add_get("/v1/snapshots/{step}/manifest", routes.manifest)
+    app.router.add_get("/v1/snapshots/{step}/data", routes.data)
+    app.router.add_get("/v1/gradients", routes.gradients)
+    app.router.add_get("/v1/gradients/{step}", routes.gradient)
+    return app
+
+
+class Routes:
+    """One handler per path."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def health(self, request: web.Request) -> web.Response:
+        """The process answers: that is all this says."""
+        return web.json_response({"ok": True})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus' text format."""
+        return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": _METRICS_TYPE})
+
+    async def snapshots(self, request: web.Request) -> web.Response:
+        """All held snapshots, oldest first."""
+        return web.json_response(self._listing(SNAPSHOT))
+
+    async def gradients(self, request: web.Request) -> web.Response:
+        """All held gradients, oldest first."""
+        return web.json_response(self._listing(GRADIENT))
+
+    async def manifest(self, request: web.Request) -> web.StreamResponse:
+        """The snapshot's manifest, with the URL of its data and its tensors."""
+        found = self._snapshot(request)
+        if isinstance(found, web.Response):
+            return found
+        assert found.content is not None
+        return web.Response(
+            body=found.content.manifest, content_type="application/json", headers=found.content.headers
+        )
+
+    async def data(self, request: web.Request) -> web.StreamResponse:
+        """The snapshot's bytes: a whole safetensors file, or a range of it."""
+        found = self._snapshot(request)
+        if isinstance(found, web.Response):
+            return found
+        return await self._send(request, found)
+
+    async def gradient(self, request: web.Request) -> web.StreamResponse:
+        """A reduced gradient's bytes; waits up to ``wait_s`` for one that is yet to come."""
+        step = _step(request)
+        if step is None:
+            raise ProtocolError("gradients are named by their step: ask for /v1/gradients/<number>")
+        generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
+        wait_s = query_seconds(request, "wait_s", most=MAX_WAIT_S)
+        memory = self._parts.memory
+        slot = await memory.wait_gradient(step, generation, wait_s)
+        if slot is not None:
+            return await self._send(request, slot)
+        gone = memory.gradient_is_gone(step, generation)
+        why = "is not held any more" if gone else "is not held yet"
+        return self._not_held(GRADIENT, f"the gradient of step {step} {why}", gone)
+
+    async def state(self, request: web.Request) -> web.Response:
+        """For debugging: every slot, its readers, the trainer."""
+        trainer = self._parts.trainer
+        return web.json_response(
+            {
+                **self._parts.name,
+                "trainer": {
+                    "state": trainer.state,
+                    "pid": trainer.pid,
+                    "incarnation": trainer.incarnation,
+                    "attached": trainer.is_attached,
+                },
+                "slots": [_describe_slot(slot) for slot in self._parts.memory.slots()],
+            }
+        )
+
+    def _snapshot(self, request: web.Request) -> Slot | web.Response:
+        step = _step(request)
+        generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
+        slot = self._parts.memory.find(SNAPSHOT, step, generation)
+        if slot is not None:
+            return slot
+        asked = "no snapshot is held yet" if step is None else f"the snapshot of step {step} is not held"
+        if generation is not None:
+            asked += f" in generation {generation}"
+        return self._not_held(SNAPSHOT, asked, gone=step is not None)
+
+    def _not_held(self, kind: str, sentence: str, gone: bool) -> web.Response:
+        available = [c.step for c in self._contents(kind)]
+        hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
+        return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
+
+    async def _send(self, request: web.Request, slot: Slot) -> web.StreamResponse:
+        try:
+            return await send(request, slot, self._parts.metrics)
+        except Unsatisfiable as error:
+            return json_error(416, str(error), headers={"Content-Range": f"bytes */{error.nbytes}"})
+        except PreconditionFailed as error:
+            return json_error(412, str(error))
+
+    def _contents(self, kind: str) -> list[Content]:
+        return [slot.content for slot in self._parts.memory.held(kind) if slot.content is not None]
+
+    def _listing(self, kind: str) -> list[dict[str, object]]:
+        now = time.monotonic()
+        return [{**c.entry, "age_s": round(now - c.published, 3)} for c in self._contents(kind)]
+
+
+def _step(request: web.Request) -> int | None:
+    """The step in the path, None for ``latest``. Raises ProtocolError."""
+    text = request.match_info["step"]
+    if text == "latest":
+        return None
+    if text.isascii() and text.isdecimal() and len(text) <= 18:
+        return int(text)
+    raise ProtocolError(f'"{text[:40]}" is no step: give a number or latest')
+
+
+def _describe_slot(slot: Slot) -> dict[str, object]:
+    content = slot.content
+    return {
+        "kind": slot.kind,
+        "slot": slot.index,
+        "capacity": slot.capacity,
+        "version": slot.version,
+        "readers": len(slot.readers),
+        "content": None if content is None else dict(content.entry),
+    }

@@ -1,0 +1,197 @@
+"""The checkpoint server process: holds a worker's shared memory, serves it, and is the worker's pulse.
+
+It is a process of its own so that a dead trainer leaves its last snapshots behind, and so that serving
+them costs a living trainer nothing. One server per folder: a lock says so, which the kernel releases
+however the process ends.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fabric.ckpt_server.channel import Channel, Identity
+from fabric.ckpt_server.lifetime import Lifetime
+from fabric.ckpt_server.lines import LOCK_NAME, SOCKET_NAME, socket_path
+from fabric.ckpt_server.memory import Memory
+from fabric.ckpt_server.metrics import Metrics
+from fabric.ckpt_server.pulse import PulseSender, Vitals
+from fabric.ckpt_server.routes import Parts, make_app
+from fabric.ckpt_server.trainer import Trainer
+from fabric.errors import ConfigError, Refused
+from fabric.protocol.messages import Pulse
+from fabric.runtime.web import check_exposure, read_token, serve
+
+log = logging.getLogger(__name__)
+
+_SHUTDOWN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """``bind`` and ``port`` (a port or range): where HTTP listens; ``advertise``: the host others dial,
+    empty for the bound one. ``token_file`` None: no token. ``lighthouse``: base URLs, empty for no
+    pulse. ``orphan_s``: how long to live without a trainer."""
+
+    job: str
+    replica: str
+    run_dir: Path
+    bind: str = "127.0.0.1"
+    port: str = "0"
+    advertise: str = ""
+    token_file: Path | None = None
+    lighthouse: Sequence[str] = ()
+    orphan_s: float = 600.0
+
+
+class AlreadyServed(Refused):
+    """Another living server holds the folder's lock."""
+
+
+@contextmanager
+def own_folder(run_dir: Path) -> Iterator[None]:
+    """Make ``run_dir`` (mode 0700) this process's own while the block lasts.
+
+    Raises ConfigError where it cannot be made, AlreadyServed while another server has it.
+    """
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        run_dir.chmod(0o700)
+        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {run_dir} cannot be used ({error.strerror}): name one that belongs to this user"
+        ) from error
+    with os.fdopen(descriptor, "r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AlreadyServed(
+                f"another checkpoint server (process {lock.read(20).strip() or 'unknown'}) serves {run_dir}:"
+                " use that one, stop it, or give this replica a folder of its own"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+@contextmanager
+def listening_socket(run_dir: Path) -> Iterator[socket.socket]:
+    """The channel's socket (mode 0600) in ``run_dir``, removed again after the block."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.setblocking(False)
+    with listener:
+        (run_dir / SOCKET_NAME).unlink(missing_ok=True)
+        with socket_path(run_dir) as path:
+            listener.bind(path)
+        (run_dir / SOCKET_NAME).chmod(0o600)
+        listener.listen(128)
+        try:
+            yield listener
+        finally:
+            (run_dir / SOCKET_NAME).unlink(missing_ok=True)
+
+
+async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
+    """Serve until the end comes; returns why it did.
+
+    When ``ready_fd`` is given, one JSON line is written to it once trainers can attach. Raises
+    FabricError where serving cannot begin.
+    """
+    token = None if settings.token_file is None else read_token(settings.token_file)
+    check_exposure(settings.bind, token)
+    lifetime = Lifetime(settings.orphan_s)
+    memory, trainer = Memory(), Trainer()
+    with own_folder(settings.run_dir):
+        try:
+            async with _http(settings, token, memory, trainer) as identity:
+                with listening_socket(settings.run_dir) as listener, _signals(lifetime):
+                    tell_ready(ready_fd, {"ok": True, "url": identity.url})
+                    log.info("replica %s of job %s: %s", settings.replica, settings.job, identity.url)
+                    channel = Channel(identity, memory, trainer, lifetime)
+                    lifetime.trainer_left()
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [group.create_task(channel.accept(listener))]
+                        if settings.lighthouse:
+                            pulse = _pulse(settings, token, identity, memory, trainer)
+                            tasks.append(group.create_task(pulse.run()))
+                        await lifetime.ended.wait()
+                        for task in tasks:
+                            task.cancel()
+        finally:
+            trainer.close()
+            memory.close()
+    return lifetime.reason
+
+
+def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
+    """Tell whoever started this process how that went, once."""
+    if ready_fd >= 0:
+        with contextlib.suppress(OSError):
+            os.write(ready_fd, json.dumps(body).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            os.close(ready_fd)
+
+
+@asynccontextmanager
+async def _http(
+    settings: ServerSettings, token: str | None, memory: Memory, trainer: Trainer
+) -> AsyncIterator[Identity]:
+    name = {"job": settings.job, "replica": settings.replica, "instance": secrets.token_hex(8)}
+    app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer)), token)
+    runner, port = await serve(
+        app, settings.bind, settings.port, shutdown_s=_SHUTDOWN_S, cancel_abandoned=True
+    )
+    try:
+        yield Identity(url=f"http://{_url_host(settings)}:{port}", **name)
+    finally:
+        await runner.cleanup()
+
+
+def _url_host(settings: ServerSettings) -> str:
+    host = settings.advertise or settings.bind
+    if host in ("", "0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+def _pulse(
+    settings: ServerSettings, token: str | None, identity: Identity, memory: Memory, trainer: Trainer
+) -> PulseSender:
+    def compose(number: int) -> Pulse:
+        return Pulse(
+            replica=settings.replica,
+            incarnation=trainer.incarnation,
+            trainer=trainer.state,
+            number=number,
+            ckpt=identity.url,
+            snapshots=memory.snapshot_refs(),
+        )
+
+    chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
+    vitals = Vitals(compose, trainer.changed)
+    return PulseSender(settings.lighthouse, settings.job, settings.replica, token, vitals, chance)
+
+
+@contextmanager
+def _signals(lifetime: Lifetime) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for number in handled:
+        loop.add_signal_handler(number, lifetime.end, f"signal {number.name}")
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,228 @@
+"""One server that state is fetched from, over blocking sockets that another thread can end.
+
+Bytes go from the socket straight into the caller's memory; nothing else of a body is kept. A wait in
+``recv`` ends for three reasons: bytes, the timeout, or ``shutdown`` from another thread, which is how
+a cancel reaches every stream at once. So every socket is registered from before it connects.
+"""
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from fabric.errors import ConfigError, Gone, StateError
+
+CONNECT_S = 5.0
+_MAX_ERROR_BYTES = 64 << 10
+_MAX_ERROR_CHARACTERS = 300
+# What a source that died, stalled or talks nonsense makes the HTTP client raise.
+TRANSIENT = (OSError, http.client.HTTPException)
+
+
+class SourceRefused(StateError):
+    """The source understood and said no: asking it again is of no use."""
+
+
+class Sockets:
+    """The open sockets of one fetcher; after ``shutdown`` there will be no others."""
+
+    def __init__(self) -> None:
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.closed = False
+
+    def add(self, sock: socket.socket) -> None:
+        """Raises StateError when the fetch was cancelled."""
+        with self._lock:
+            if self.closed:
+                sock.close()
+                raise StateError("The fetch was cancelled.")
+            self._open.add(sock)
+
+    def close(self, sock: socket.socket) -> None:
+        """Closes one socket."""
+        with self._lock:
+            self._open.discard(sock)
+        sock.close()
+
+    def shutdown(self) -> None:
+        """Ends every socket and every wait on one; their owners close them."""
+        with self._lock:
+            self.closed = True
+            for sock in self._open:
+                abort(sock)
+
+
+def abort(sock: socket.socket) -> None:
+    """Wakes whoever waits on ``sock``."""
+    with contextlib.suppress(OSError):  # it was not connected, or is closed: nobody waits on it
+        # Not the TLS socket's own shutdown, which would change the object under its reader.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How every source is reached. ``token`` empty means none, ``timeout_s`` bounds one read."""
+
+    token: str
+    timeout_s: float
+    ssl_context: ssl.SSLContext | None
+    sockets: Sockets = field(default_factory=Sockets)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A source's base URL, taken apart."""
+
+    url: str
+    host: str
+    port: int
+    path: str
+    secure: bool
+
+    @classmethod
+    def parse(cls, url: str) -> "Address":
+        """Raises ConfigError unless ``url`` is http(s)://host[:port][/path]."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url[:200]!r} is not a URL ({error}).") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+            raise ConfigError(f"{url[:200]!r} is not the base URL of a checkpoint server (http://host:port).")
+        secure = parts.scheme == "https"
+        return cls(url, parts.hostname, port or (443 if secure else 80), parts.path.rstrip("/"), secure)
+
+
+class Connection:
+    """One keep-alive connection; dials at the first request, and again after an error."""
+
+    def __init__(self, address: Address, access: Access) -> None:
+        self.address = address
+        self._access = access
+        self._http = http.client.HTTPConnection(address.host, address.port)
+        self._http.auto_open = 0  # dialling is ours, so that a cancel can reach it
+        self._sock: socket.socket | None = None
+        self._retired = False
+
+    def get(
+        self, path: str, byte_range: tuple[int, int] | None = None, wait_s: float = 0.0
+    ) -> http.client.HTTPResponse:
+        """Sends a GET; returns the response with its headers read. ``wait_s`` lengthens the timeout.
+
+        Raises what is in TRANSIENT, or StateError after a cancel.
+        """
+        sock = self._sock if self._sock is not None and self._http.sock is not None else self._dial()
+        sock.settimeout(self._access.timeout_s + wait_s)
+        headers = {"Accept-Encoding": "identity"}
+        if self._access.token:
+            headers["Authorization"] = f"Bearer {self._access.token}"
+        if byte_range is not None:
+            headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
+        self._http.request("GET", self.address.path + path, headers=headers)
+        response = self._http.getresponse()
+        sock.settimeout(self._access.timeout_s)
+        return response
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next request goes over a connection that was used before."""
+        return self._sock is not None
+
+    def retire(self) -> None:
+        """From another thread: ends the wait, and every later one."""
+        self._retired = True
+        self.abort()
+
+    def abort(self) -> None:
+        """From another thread: ends the wait of whoever uses this connection."""
+        sock = self._sock
+        if sock is not None:
+            abort(sock)
+
+    def close(self) -> None:
+        """Closes the connection; the next ``get`` dials again."""
+        sock, self._sock = self._sock, None
+        self._http.close()
+        if sock is not None:
+            self._access.sockets.close(sock)
+
+    def _dial(self) -> socket.socket:
+        self.close()
+        if self._retired:
+            raise SourceRefused("it gave no answer in time")
+        last: OSError = OSError("no address")
+        found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, where in found:
+            sock = socket.socket(family, kind, protocol)
+            self._access.sockets.add(sock)
+            try:
+                sock.settimeout(min(CONNECT_S, self._access.timeout_s))
+                sock.connect(where)
+                self._sock = self._http.sock = self._secure(sock)
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return self._sock
+            except OSError as error:
+                last = error
+                self._access.sockets.close(sock)
+        raise last
+
+    def _secure(self, sock: socket.socket) -> socket.socket:
+        if not self.address.secure:
+            return sock
+        context = self._access.ssl_context or ssl.create_default_context()
+        wrapped = context.wrap_socket(sock, server_hostname=self.address.host)
+        self._access.sockets.add(wrapped)
+        self._access.sockets.close(sock)
+        return wrapped
+
+
+def read_exactly(response: http.client.HTTPResponse, into: memoryview) -> None:
+    """Fills ``into`` from the body. Raises ConnectionError where the body ends too early."""
+    filled = 0
+    while filled < len(into):
+        count = response.readinto(into[filled:])
+        if not count:
+            raise ConnectionError(f"the body ended {len(into) - filled} bytes too early")
+        filled += count
+
+
+def read_json(response: http.client.HTTPResponse, most: int) -> Any:
+    """The JSON body of at most ``most`` bytes. Raises SourceRefused for a larger or malformed one."""
+    body = response.read(most + 1)
+    if len(body) > most:
+        raise SourceRefused(f"its answer is larger than {most} bytes")
+    if response.length:
+        raise ConnectionError("its answer ended too early")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise SourceRefused(f"its answer is not JSON ({' '.join(str(error).split())[:100]})") from error
+
+
+def refusal(response: http.client.HTTPResponse) -> StateError:
+    """What an answer other than the wanted one means: Gone, SourceRefused, or worth another try."""
+    text, gone = _error_text(response)
+    reason = f"it answered {response.status}: {text}"
+    if response.status == 409:
+        return Gone(reason) if gone is not False else StateError(reason)
+    if response.status >= 500 or response.status in (408, 429):
+        return StateError(reason)
+    return SourceRefused(reason)
+
+
+def _error_text(response: http.client.HTTPResponse) -> tuple[str, bool | None]:
+    body = response.read(_MAX_ERROR_BYTES)
+    gone = None
+    try:
+        parsed = json.loads(body)
+        text = str(parsed["error"])
+        gone = parsed.get("gone") if isinstance(parsed.get("gone"), bool) else None
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        text = body.decode("utf-8", "replace") or response.reason
+    return " ".join(text.split())[:_MAX_ERROR_CHARACTERS], gone

@@ -1,0 +1,225 @@
+"""One file from several sources into one memory: every block is verified or fetched again.
+
+Each source has a few streams, all feeding on one queue of ranges. A source that sends wrong bytes is
+named and asked once more; the second time it is dropped. A source that dies or stalls loses its
+range and is dropped after three failures in a row. What was verified is never fetched twice.
+"""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.ckpt_server.digest import block_digest
+from fabric.ckpt_server.ranges import Lease, RangeQueue
+from fabric.ckpt_server.source import (
+    TRANSIENT,
+    Access,
+    Address,
+    Connection,
+    SourceRefused,
+    read_exactly,
+    refusal,
+)
+from fabric.errors import Gone, IntegrityError, StateError
+
+Progress = Callable[[int, int], None]
+_MAX_FAILURES = 3
+_MAX_LIES = 2
+_WAIT_S = 0.1
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
+
+
+@dataclass(slots=True)
+class Source:
+    """What is known of one source during a fetch; ``error`` says why it is no longer used."""
+
+    address: Address
+    nbytes: int = 0
+    failures: int = 0
+    lies: int = 0
+    error: StateError | None = None
+
+    @property
+    def url(self) -> str:
+        return self.address.url
+
+
+class Striping:
+    """Fetches what ``manifest`` describes from ``sources`` into ``target`` (exactly its size)."""
+
+    def __init__(
+        self, manifest: Mapping[str, Any], sources: Sequence[Source], target: memoryview, access: Access
+    ) -> None:
+        self._manifest = manifest
+        self._sources = sources
+        self._target = target
+        self._access = access
+        self._lock = threading.Lock()
+        self._path = f"/v1/snapshots/{manifest['step']}/data?generation={manifest['generation']}"
+        self.warnings: list[str] = []
+
+    def run(self, streams: int, range_bytes: int, progress: Progress | None, *, resume: bool) -> None:
+        """Returns when the target is complete; raises StateError when it cannot be, or on a cancel.
+
+        With ``resume``, blocks that the target holds already are not fetched.
+        """
+        done = [resume and self._holds(block) for block in range(len(self._manifest["blocks"]))]
+        held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
+        per_range = max(1, range_bytes // int(self._manifest["block_bytes"]))
+        queue = RangeQueue(done, per_range, {source.url for source in self._sources}, time.monotonic)
+        with ThreadPoolExecutor(len(self._sources) * streams, "fabric-fetch", _be_polite) as pool:
+            running = [
+                pool.submit(self._stream, queue, source) for source in self._sources for _ in range(streams)
+            ]
+            try:
+                self._watch(queue, running, progress, held)
+            finally:
+                queue.stop()
+                for source in self._sources:
+                    queue.drop(source.url)
+        for future in running:
+            future.result()
+
+    def _watch(
+        self, queue: RangeQueue, running: list[Future[None]], progress: Progress | None, held: int
+    ) -> None:
+        told = -1
+        while True:
+            complete = queue.complete
+            received = held + sum(source.nbytes for source in self._sources)
+            if progress is not None and received != told:
+                told = received
+                progress(received, self._manifest["nbytes"])
+            if complete:
+                return
+            if self._access.sockets.closed:
+                raise StateError("The fetch was cancelled; nothing was loaded.")
+            if not queue.alive:
+                raise all_failed(f"step {self._manifest['step']}", self._sources)
+            if any(future.done() and future.exception() for future in running):
+                return  # a bug in a stream: its exception is raised by whoever collects the results
+            queue.wait(_WAIT_S)
+
+    def _stream(self, queue: RangeQueue, source: Source) -> None:
+        connection = Connection(source.address, self._access)
+        try:
+            while (lease := queue.take(source.url, connection.abort)) is not None:
+                self._serve(queue, source, connection, lease)
+        finally:
+            connection.close()
+
+    def _serve(self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease) -> None:
+        failed = True
+        try:
+            self._fetch(queue, source, connection, lease)
+            failed = False
+        except IntegrityError as error:
+            self._lied(queue, source, error)
+        except (SourceRefused, Gone) as error:
+            self._drop(queue, source, error)
+        except (*TRANSIENT, StateError) as error:
+            if not lease.reclaimed and not self._access.sockets.closed:
+                self._stumbled(queue, source, error)
+        finally:
+            queue.release(lease, failed=failed)
+            if failed or lease.reclaimed:  # the end may have reached a connection that was just done
+                connection.close()
+
+    def _fetch(self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease) -> None:
+        block_bytes, nbytes = self._manifest["block_bytes"], self._manifest["nbytes"]
+        begin = lease.taken.first * block_bytes
+        end = min(nbytes, begin + lease.taken.count * block_bytes)
+        response = connection.get(self._path, (begin, end))
+        if response.status not in (200, 206):
+            raise refusal(response)
+        check_range(response, begin, end, nbytes)
+        etag = response.getheader("ETag")
+        if etag is not None and etag.strip('W/"') != self._manifest["digest"]:
+            raise SourceRefused("it holds another state by now")
+        for block in lease.taken.blocks:
+            part = self._block(block)
+            read_exactly(response, part)
+            if block_digest(part) != self._manifest["blocks"][block]:
+                raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
+            with self._lock:
+                source.nbytes += len(part)
+                source.failures = 0
+            queue.finished(block)
+
+    def _lied(self, queue: RangeQueue, source: Source, error: IntegrityError) -> None:
+        with self._lock:
+            source.lies += 1
+            drop = source.lies >= _MAX_LIES
+            self.warnings.append(
+                f"{source.url} sent wrong bytes for {error}; they were not used"
+                f"{' and the source is not used any more' if drop else ''}."
+            )
+        if drop:
+            self._drop(queue, source, IntegrityError(f"it sent wrong bytes {source.lies} times"))
+
+    def _stumbled(self, queue: RangeQueue, source: Source, error: Exception) -> None:
+        with self._lock:
+            source.failures += 1
+            drop = source.failures >= _MAX_FAILURES
+        if drop:
+            self._drop(queue, source, StateError(describe(error)))
+        else:
+            queue.wait(_WAIT_S * source.failures)
+
+    def _drop(self, queue: RangeQueue, source: Source, error: StateError) -> None:
+        with self._lock:
+            first = source.error is None
+            source.error = source.error or error
+            if first and not isinstance(error, IntegrityError):
+                self.warnings.append(f"{source.url} is not used any more: {error}.")
+        queue.drop(source.url)
+
+    def _block(self, block: int) -> memoryview:
+        size = self._manifest["block_bytes"]
+        return self._target[block * size : (block + 1) * size]
+
+    def _holds(self, block: int) -> bool:
+        return bool(block_digest(self._block(block)) == self._manifest["blocks"][block])
+
+
+def check_range(response: Any, begin: int, end: int, nbytes: int) -> None:
+    """Raises SourceRefused unless the body is exactly bytes ``begin`` to ``end`` of ``nbytes``."""
+    if response.status == 200:
+        if (begin, end) != (0, nbytes) or response.length != nbytes:
+            raise SourceRefused("it ignores byte ranges")
+        return
+    match = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range") or "")
+    if match is None or tuple(map(int, match.groups())) != (begin, end - 1, nbytes):
+        raise SourceRefused(
+            f"it offers {str(response.getheader('Content-Range'))[:80]!r} where bytes {begin} to {end - 1} of"
+            f" {nbytes} were asked for"
+        )
+    if response.length != end - begin:
+        raise SourceRefused(f"it sends {response.length} bytes where {end - begin} were asked for")
+
+
+def all_failed(what: str, sources: Sequence[Source]) -> StateError:
+    """The error that tells of every source why it is of no use."""
+    reasons = "; ".join(f"{source.url}: {source.error or 'no reason'}" for source in sources)
+    kinds = {type(source.error) for source in sources}
+    kind = kinds.pop() if len(kinds) == 1 else StateError
+    chosen: type[StateError] = kind if kind in (Gone, IntegrityError) else StateError
+    return chosen(f"No source could deliver {what}, and nothing was loaded ({reasons}).")
+
+
+def describe(error: Exception) -> str:
+    """One line that says why a source failed."""
+    if isinstance(error, TimeoutError):
+        return "it stopped sending"
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _be_polite() -> None:
+    with suppress(OSError):  # a sandbox may forbid it
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

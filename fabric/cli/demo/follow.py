@@ -1,0 +1,97 @@
+"""Following the journals of a running job: what the supervisor knows of it, line by line as it grows."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fabric.cli.demo.journal import MAX_LINE_BYTES
+from fabric.cli.demo.summary import loss_per_unit
+
+
+class Follower:
+    """Reads what was appended to one journal since the last look; ``counts`` has the number of whole
+    lines of each of its processes, as evidence of its own against the journal."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        self.counts: list[int] = []
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The entries of the lines that were completed since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                arrived = file.read(MAX_LINE_BYTES)
+        except FileNotFoundError:
+            return []
+        self._offset += len(arrived)
+        *whole, self._rest = (self._rest + arrived).split(b"\n")
+        entries = [entry for entry in map(_decode, whole) if entry is not None]
+        for entry in entries:
+            if entry["event"] == "start" or not self.counts:
+                self.counts.append(0)
+            self.counts[-1] += 1
+        return entries
+
+
+def _decode(raw: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(raw)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("event"), str) else None
+
+
+@dataclass(slots=True)
+class ReplicaView:
+    """What is shown of one replica. ``step`` counts its committed steps, ``pid`` is of its trainer."""
+
+    replica: str
+    phase: str = "starting"
+    pid: int | None = None
+    step: int = 0
+    epoch: int = 0
+    loss: float | None = None
+    step_s: float | None = None
+    _mono: float | None = field(default=None, repr=False)
+
+    def apply(self, entry: dict[str, Any]) -> str | None:
+        """Take in one journal entry; returns a sentence where a person should hear of it."""
+        event = entry["event"]
+        if event == "start":
+            again = self.pid is not None
+            self.pid, self.phase, self._mono = entry.get("pid"), "up", None
+            return f"{self.replica} {'is back' if again else 'started'}, process {self.pid}"
+        if event == "epoch":
+            return self._epoch(entry)
+        if event == "join" and self.step + entry.get("step", 0) > 0:
+            self.phase, self.step = "catching up", entry.get("step", 0)
+            megabytes = entry.get("bytes", 0) / 1e6
+            return f"{self.replica} fetched the state of step {self.step} ({megabytes:.1f} MB)"
+        if event == "commit":
+            return self._commit(entry)
+        if event == "finish":
+            self.phase = "finished"
+        return None
+
+    def _epoch(self, entry: dict[str, Any]) -> str | None:
+        if entry.get("epoch", 0) <= self.epoch:
+            return None
+        self.epoch = entry["epoch"]
+        return None
+
+    def _commit(self, entry: dict[str, Any]) -> str | None:
+        self.step = entry.get("step", 0) + 1
+        self.loss = loss_per_unit(entry)
+        if entry.get("replay"):
+            return None
+        mono = float(entry.get("mono", 0.0))
+        if self._mono is not None:
+            self.step_s = mono - self._mono
+        self._mono = mono
+        joined = self.phase == "catching up"
+        self.phase = "training"
+        return f"{self.replica} joined with step {self.step}" if joined else None

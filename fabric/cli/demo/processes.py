@@ -1,0 +1,115 @@
+"""The processes of a demo run: started with a mark in their environment, ended by that mark.
+
+A launcher starts trainers in sessions of their own, and a trainer a checkpoint server that outlives it
+on purpose. So process groups do not lead to all of them; the mark, which every descendant inherits,
+does. Signals go through a pidfd: the process is opened first and recognised second, so that a number
+that has been given to somebody else in between is never hit.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+MARK = "FABRIC_DEMO_MARK"
+
+
+class Processes:
+    """Starts processes and ends all of them with their descendants; see the module."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.mark = uuid.uuid4().hex
+        self._environment = {**environment, MARK: self.mark}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, module: Sequence[str], log: Path, **environment: str) -> None:
+        """Run ``python -m module...`` as ``name``, its output appended to ``log``."""
+        with log.open("ab") as output:
+            self._children[name] = subprocess.Popen(
+                [sys.executable, "-m", *module],
+                env=self._environment | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in the terminal is for the supervisor, which ends the others in order.
+                start_new_session=True,
+            )
+
+    def exit_code(self, name: str) -> int | None:
+        """The exit code of process ``name``, None while it runs."""
+        return self._children[name].poll()
+
+    def kill(self, pid: int) -> bool:
+        """SIGKILL process ``pid`` if it is one of ours; says whether it was."""
+        return self._signal(pid, signal.SIGKILL)
+
+    def end(self, grace_s: float = 5.0) -> None:
+        """End every process that carries the mark: politely, then after ``grace_s`` for good.
+
+        Ctrl-C is ignored meanwhile (main thread only): an impatient second one would leave some behind.
+        """
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._end(grace_s)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _end(self, grace_s: float) -> None:
+        for pid in self.living():
+            self._signal(pid, signal.SIGTERM)
+        self._wait(grace_s)
+        deadline = time.monotonic() + grace_s
+        # A process may start another while we look: look again until there is none.
+        while (pids := self.living()) and time.monotonic() < deadline:
+            for pid in pids:
+                self._signal(pid, signal.SIGKILL)
+            self._wait(0.5)
+        for child in self._children.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=grace_s)
+
+    def living(self) -> list[int]:
+        """The pids of all processes that carry the mark, zombies excepted."""
+        found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+        return [pid for pid in found if self._is_ours(pid)]
+
+    def _is_ours(self, pid: int) -> bool:
+        # A zombie's environment is empty, that of another user cannot be read.
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+        return f"{MARK}={self.mark}".encode() in environment.split(b"\0")
+
+    def _signal(self, pid: int, number: signal.Signals) -> bool:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            return False
+        try:
+            if not self._is_ours(pid):
+                return False
+            signal.pidfd_send_signal(descriptor, number)
+        except ProcessLookupError:
+            return False
+        else:
+            return True
+        finally:
+            os.close(descriptor)
+
+    def _wait(self, within_s: float) -> None:
+        """Wait until the processes that live now have ended, at most ``within_s``."""
+        deadline = time.monotonic() + within_s
+        for pid in self.living():
+            with contextlib.suppress(OSError):
+                descriptor = os.pidfd_open(pid)
+                try:
+                    select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+                finally:
+                    os.close(descriptor)

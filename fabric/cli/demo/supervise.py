@@ -1,0 +1,262 @@
+"""Runs the demo: starts the processes, kills one trainer, waits, and has the journals judged.
+
+The supervisor decides nothing about the training. It learns of it only as any observer would, by
+reading the journals, and writes down what it did and saw (``supervisor.jsonl``). Restarting the killed
+trainer is torchrun's work, in a world of its own per replica.
+"""
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fabric.cli.demo.follow import Follower, ReplicaView
+from fabric.cli.demo.journal import read_run
+from fabric.cli.demo.processes import Processes
+from fabric.cli.demo.report import write_report
+from fabric.cli.demo.show import Show
+from fabric.cli.demo.tables import print_tables
+from fabric.cli.demo.verify import judge, write_summary
+from fabric.errors import FabricError
+
+JOB = "demo"
+TIME_LIMIT_S = 600.0
+LIGHTHOUSE_READY_S = 30.0
+# Short enough that the kill hits the step after the one that was asked for.
+POLL_S = 0.02
+LOG_TAIL_LINES = 8
+MAX_LOG_BYTES = 1 << 16
+MAX_ANSWER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for. ``kill_at`` None: nobody is killed. ``drop`` is the control run: a survivor
+    leaves a micro-batch that it inherits out of its gradient."""
+
+    out: Path
+    replicas: int
+    steps: int
+    kill_at: int | None
+    drop: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [f"r{number}" for number in range(self.replicas)]
+
+    @property
+    def victim(self) -> str:
+        return self.names[1 % self.replicas]
+
+
+def supervise(options: Options, console: Console) -> int:
+    """Run the demo in the claimed folder ``options.out``; returns the exit code.
+
+    Raises FabricError where a process failed or the time limit passed.
+    """
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("FABRIC_")}
+    processes = Processes(inherited)
+    supervisor = _Supervisor(options, processes)
+    try:
+        with Show(console, options.steps, supervisor.views) as show:
+            supervisor.run(show)
+    finally:
+        processes.end()
+    supervisor.seal()
+    return _conclude(options, console)
+
+
+def _conclude(options: Options, console: Console) -> int:
+    """Everything that is claimed about the run, from its journals alone."""
+    out = options.out
+    verdict = judge(read_run(out))
+    write_summary(out, verdict.summary)
+    write_report(out, verdict)
+    print_tables(console, verdict.summary)
+    for sentence in verdict.broken:
+        console.print(sentence, style="red", markup=False)
+    if options.kill_at is not None and not verdict.summary.join_list:
+        console.print("The killed replica was not back before the end: give it more --steps.")
+    console.print(f"Report: {out / 'report.html'}", soft_wrap=True, markup=False)
+    return 1 if verdict.broken else 0
+
+
+class _Supervisor:
+    """The loop around a running job."""
+
+    def __init__(self, options: Options, processes: Processes) -> None:
+        self._options, self._processes = options, processes
+        self._log = options.out / "supervisor.jsonl"
+        self._followers = {
+            name: Follower(options.out / "journal" / f"{name}.jsonl") for name in options.names
+        }
+        self.views = {name: ReplicaView(name) for name in options.names}
+        self._killed = options.kill_at is None
+        self._shown = False
+        self._lighthouse = ""
+
+    def run(self, show: Show) -> None:
+        """From the first process to the exit of the last launcher."""
+        deadline = time.monotonic() + TIME_LIMIT_S
+        options = self._options
+        self._note("demo", replicas=options.replicas, steps=options.steps, kill_at=options.kill_at)
+        self._lighthouse = self._start_lighthouse()
+        show.say(f"the lighthouse answers at {self._lighthouse}")
+        for name in options.names:
+            self._start_replica(name)
+        while not self._all_done():
+            self._follow(show)
+            if time.monotonic() > deadline:
+                raise FabricError(
+                    f"The demo did not finish within {TIME_LIMIT_S:.0f} s; the logs of its processes are "
+                    f"in {options.out / 'log'}."
+                )
+            time.sleep(POLL_S)
+        self._follow(show)
+
+    def seal(self) -> None:
+        """Write down how many lines each process of each replica was seen to write."""
+        for name, follower in self._followers.items():
+            while follower.poll():
+                pass
+            self._note("journal", replica=name, lines=follower.counts)
+
+    def _start_lighthouse(self) -> str:
+        out = self._options.out
+        ready = out / "lighthouse.json"
+        store = f"sqlite:///{out / 'lighthouse.db'}"
+        command = ["fabric.cli.main", "lighthouse", "--store", store, "--bind", "127.0.0.1"]
+        command += ["--port", "0", "--token-file", str(out / "token"), "--ready-file", str(ready)]
+        self._processes.start("lighthouse", command, out / "log" / "lighthouse.log")
+        deadline = time.monotonic() + LIGHTHOUSE_READY_S
+        while not ready.exists():
+            self._check("lighthouse")
+            if time.monotonic() > deadline:
+                raise FabricError(self._failed("lighthouse", "was not ready in time"))
+            time.sleep(POLL_S)
+        return str(json.loads(ready.read_bytes())["url"])
+
+    def _start_replica(self, name: str) -> None:
+        options, out = self._options, self._options.out
+        command = ["torch.distributed.run", "--standalone", "--nnodes=1", "--nproc-per-node=1"]
+        command += ["--max-restarts=3", "--monitor-interval=0.1"]
+        command += ["-m", "fabric.cli.demo.trainer", "--steps", str(options.steps)]
+        if options.drop and name == options.names[0]:
+            command.append("--drop-inherited")
+        run = out / "run" / name
+        run.mkdir(mode=0o700)
+        self._processes.start(
+            name,
+            command,
+            out / "log" / f"{name}.log",
+            FABRIC_JOB=JOB,
+            FABRIC_REPLICA=name,
+            FABRIC_REPLICAS=str(options.replicas),
+            FABRIC_LIGHTHOUSE=self._lighthouse,
+            FABRIC_TOKEN_FILE=str(out / "token"),
+            FABRIC_JOURNAL=str(out / "journal" / f"{name}.jsonl"),
+            FABRIC_RUN_DIR=str(run),
+            # The proof needs the digest of the state after every step, not only now and then.
+            FABRIC_DIGEST_EVERY="1",
+            OMP_NUM_THREADS="1",
+        )
+
+    def _all_done(self) -> bool:
+        self._check("lighthouse")
+        return {self._check(name) for name in self._options.names} == {0}
+
+    def _check(self, name: str) -> int | None:
+        code = self._processes.exit_code(name)
+        if code is not None and (code != 0 or name == "lighthouse"):
+            raise FabricError(self._failed(name, f"ended with exit code {code}"))
+        return code
+
+    def _failed(self, name: str, what: str) -> str:
+        log = self._options.out / "log" / f"{name}.log"
+        return f"{name} {what}; {last_words(log)}"
+
+    def _follow(self, show: Show) -> None:
+        changed = False
+        for name, follower in self._followers.items():
+            view = self.views[name]
+            for entry in follower.poll():
+                changed = True
+                sentence = view.apply(entry)
+                if sentence is not None:
+                    show.say(sentence)
+        victim = self.views[self._options.victim]
+        if not self._killed and victim.step >= (self._options.kill_at or 0) and victim.pid is not None:
+            self._kill(victim, show)
+        if not self._shown and all(view.step > 0 for view in self.views.values()):
+            self._shown = True
+            show.say("look inside, in another terminal:", *self._curl_lines())
+        if changed:
+            show.update()
+
+    def _kill(self, view: ReplicaView, show: Show) -> None:
+        assert view.pid is not None
+        t = time.time()
+        if not self._processes.kill(view.pid):
+            raise FabricError(f"Process {view.pid} of {view.replica} was to be killed and is not ours.")
+        self._killed = True
+        self._note("kill", t=t, replica=view.replica, pid=view.pid, step=view.step)
+        view.phase = "killed"
+        show.say(f"kill -9 {view.pid}: {view.replica} dies after step {view.step}")
+
+    def _note(self, event: str, t: float | None = None, **fields: object) -> None:
+        entry = {"event": event, "t": time.time() if t is None else t, **fields}
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def _curl_lines(self) -> Iterator[str]:
+        curl = f'curl -s -H "Authorization: Bearer $(cat {self._options.out / "token"})"'
+        job = f"{self._lighthouse}/v1/jobs/{JOB}"
+        yield f"{curl} {job}"
+        yield f"{curl} {job}/events"
+        checkpoint = self._checkpoint_url(job)
+        if checkpoint:
+            yield f"{curl} {checkpoint}/v1/snapshots"
+            yield f"{curl} -o latest.safetensors {checkpoint}/v1/snapshots/latest/data"
+
+    def _checkpoint_url(self, job: str) -> str:
+        """The URL of a checkpoint server, as the lighthouse tells it; empty where it does not."""
+        token = (self._options.out / "token").read_text().strip()
+        request = urllib.request.Request(  # noqa: S310  (the URL is our own lighthouse's)
+            job, headers={"Authorization": f"Bearer {token}"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=1.0) as answer:  # noqa: S310  (as above)
+                return _find_checkpoint(json.loads(answer.read(MAX_ANSWER_BYTES)))
+        except (urllib.error.URLError, TimeoutError, ValueError):
+            return ""
+
+
+def last_words(log: Path) -> str:
+    """What a failed process said: its own sentence where there is one, else the end of its log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - MAX_LOG_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    # torchrun adds a page of its own after what the trainer said.
+    sentences = [line[line.index("fabric: ") :] for line in lines if "fabric: " in line]
+    if sentences:
+        return f"it said: {sentences[-1]} (log: {log})"
+    return "\n  ".join([f"the end of its log {log}:", *lines[-LOG_TAIL_LINES:]])
+
+
+def _find_checkpoint(document: Any) -> str:
+    """The first URL under a key that names a checkpoint server."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            if isinstance(value, str) and value.startswith("http") and key.startswith(("ckpt", "check")):
+                return value.rstrip("/")
+    children = document.values() if isinstance(document, dict) else document
+    if isinstance(document, dict | list):
+        return next(filter(None, map(_find_checkpoint, children)), "")
+    return ""

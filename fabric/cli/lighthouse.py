@@ -1,0 +1,58 @@
+"""``fabric lighthouse``: run one lighthouse in the foreground."""
+
+import logging
+from pathlib import Path
+
+import click
+import uvloop
+
+from fabric.lighthouse.service import LighthouseSettings, run
+from fabric.model import Policy
+from fabric.protocol.leader import LeaderConfig
+from fabric.protocol.liveness import LivenessConfig
+
+_FILE = click.Path(path_type=Path)
+_LIVENESS = LivenessConfig()
+
+
+@click.command()
+@click.option("--store", required=True, help="sqlite:///PATH, etcd://HOST:PORT,HOST:PORT or memory:")
+@click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default="0", show_default=True, help="Port, range such as 8600-8609, or 0 for any.")
+@click.option("--advertise", default="", help="Base URL that others reach this one by.")
+@click.option("--token-file", type=_FILE, help="File with the token that everybody must show.")
+@click.option("--namespace", default="default", show_default=True, help="Keeps several in one store apart.")
+@click.option("--ready-file", type=_FILE, help="Written (JSON with the URL) when requests can be answered.")
+@click.option("--lease-s", default=5.0, show_default=True, help="How long a dead leader's place is kept.")
+@click.option("--store-wait-s", default=15.0, show_default=True, help="How long to wait for the store.")
+@click.option("--silence-s", default=_LIVENESS.silence_s, show_default=True, help="Silence that is death.")
+@click.option(
+    "--reconnect-s",
+    default=_LIVENESS.reconnect_s,
+    show_default=True,
+    help="How long a living trainer's session may be away.",
+)
+@click.option(
+    "--start-wait-s",
+    default=Policy().start_wait_s,
+    show_default=True,
+    help="How long the first start waits for all replicas.",
+)
+@click.option(
+    "--autonomy-s",
+    default=LeaderConfig().autonomy_s,
+    show_default=True,
+    help="The trainers' FABRIC_AUTONOMY_S: how long they step without any lighthouse.",
+)
+def lighthouse(
+    silence_s: float, reconnect_s: float, start_wait_s: float, autonomy_s: float, **others: object
+) -> None:
+    """Decide who takes part in each job, until SIGTERM. Start several on one store: one of them leads."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    leader = LeaderConfig(
+        policy=Policy(start_wait_s=start_wait_s),
+        liveness=LivenessConfig(silence_s=silence_s, reconnect_s=reconnect_s),
+        autonomy_s=autonomy_s,
+    )
+    settings = LighthouseSettings(leader=leader, **others)  # type: ignore[arg-type]  # click's own names
+    uvloop.run(run(settings))

@@ -1,0 +1,63 @@
+"""``fabric``: one command, its parts imported only when they are used.
+
+Importing torch takes seconds and hundreds of megabytes, which a lighthouse or a look at the status must
+not pay. An error that a person can mend is one line on standard error and exit code 1.
+"""
+
+import importlib
+import sys
+
+import click
+
+from fabric import __version__
+from fabric.errors import FabricError
+
+# Name of the command -> where it is, and what it says of itself in the list.
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "ckpt-server": ("fabric.cli.ckpt_server:ckpt_server", "Hold and serve one replica's snapshots."),
+    "demo": (
+        "fabric.cli.demo.command:demo",
+        "Train with replicas, kill one, and prove that nothing is lost.",
+    ),
+    "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Decide who takes part in each job."),
+    "status": ("fabric.cli.status:status", "Show the jobs of a lighthouse, or one of them."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command when it is invoked."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # The default would import every command for its first line of help.
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _COMMANDS[name][1]) for name in sorted(_COMMANDS)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fabric")
+def cli() -> None:
+    """A checkpoint and recovery fabric for data-parallel PyTorch training."""
+
+
+def main() -> None:
+    """The entry point."""
+    try:
+        cli(prog_name="fabric")
+    except FabricError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

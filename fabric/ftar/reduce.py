@@ -1,0 +1,111 @@
+"""The arithmetic of a ring: who sums what in which order, and the element-wise kernels.
+
+A buffer of L elements is cut into one segment per member. In the reduce phase segment s starts at member s
+and travels the ring once, each member adding its own; member s-1 ends with
+
+    ((x[s] + x[s+1]) + x[s+2]) + ... + x[s-1]      (indices modulo the number of members)
+
+and in the gather phase that result travels once more and is copied by everybody. So the order of summation
+depends on ring positions and the length alone, never on timing, and all members end with the very bits that
+one of them computed. Elements of 16 bits are added in float32 and rounded to nearest even after every
+addition, so what travels is as small as what is stored. Integers wrap around.
+
+Segments and chunks are cut at multiples of ALIGNMENT elements; every cut is a function of (length, members,
+chunk size), which is why members that disagree about any of these must fail and not sum.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+# 16 elements are a cache line of float32, so no two segments share one.
+ALIGNMENT = 16
+
+# The number of each type on the wire; the list may grow, numbers are never reused.
+DTYPE_CODES: dict[torch.dtype, int] = {
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.float16: 3,
+    torch.bfloat16: 4,
+    torch.int32: 5,
+    torch.int64: 6,
+}
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One chunk on its way over one link: elements [start, stop), the sum so far or the result.
+
+    ``everybody`` says that its arrival proves that all members have entered the exchange, because it
+    has been through the hands of all of them.
+    """
+
+    sequence: int
+    gather: bool
+    start: int
+    stop: int
+    everybody: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What one member sends and receives, in order.
+
+    ``sends[i]`` for i < ``free`` is the member's own data; any later one forwards what
+    ``receives[i - free]`` brought, and may go out when that has been received and reduced.
+    """
+
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
+    free: int
+
+
+def segment_bounds(length: int, world: int) -> list[tuple[int, int]]:
+    """[start, stop) of each of ``world`` segments of ``length`` elements; late ones may be empty."""
+    units = -(-length // ALIGNMENT)
+    edges = [min(length, (units * i // world) * ALIGNMENT) for i in range(world)] + [length]
+    return [(edges[i], edges[i + 1]) for i in range(world)]
+
+
+def schedule(length: int, world: int, position: int, chunk_elements: int) -> Schedule:
+    """The pieces that member ``position`` of ``world`` sends and receives for ``length`` elements.
+
+    ``chunk_elements`` is rounded down to a multiple of ALIGNMENT, but is never zero.
+    """
+    chunk = max(ALIGNMENT, chunk_elements // ALIGNMENT * ALIGNMENT)
+    bounds = segment_bounds(length, world)
+    # Hop k of 2(N-1): N-1 to reduce, N-1 to gather. What I receive at hop k, I send at hop k+1.
+    sends = _pieces(bounds, position, chunk)
+    receives = _pieces(bounds, position - 1, chunk)
+    start, stop = bounds[position]
+    return Schedule(tuple(sends), tuple(receives), -(-(stop - start) // chunk))
+
+
+def _pieces(bounds: list[tuple[int, int]], first: int, chunk: int) -> list[Piece]:
+    world = len(bounds)
+    pieces: list[Piece] = []
+    for hop in range(2 * (world - 1)):
+        start, stop = bounds[(first - hop) % world]
+        gather, everybody = hop >= world - 1, hop >= world - 2
+        for low in range(start, stop, chunk):
+            high = min(low + chunk, stop)
+            pieces.append(Piece(len(pieces), gather, low, high, everybody))
+    return pieces
+
+
+def add_into(own: torch.Tensor, received: torch.Tensor) -> None:
+    """``own = received + own``, element by element, in the documented arithmetic.
+
+    Both are 1-D CPU tensors of one length and dtype. Overflow gives infinities, silently.
+    """
+    if own.dtype in _SIXTEEN_BITS:
+        # One addition of two 16-bit floats is exact enough in float32 that rounding it twice equals
+        # rounding it once, so torch's own kernel is the documented arithmetic.
+        torch.add(received, own, out=own)
+        return
+    # numpy, because it stays on this thread: torch would wake a pool that the trainer's step needs.
+    target = own.numpy()
+    with np.errstate(all="ignore"):
+        np.add(received.numpy(), target, out=target)

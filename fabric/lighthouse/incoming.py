@@ -1,0 +1,115 @@
+"""What members and checkpoint servers may say: decoded, checked and bounded before a core hears it.
+
+A core trusts its events to be well-formed and puts names, addresses and reasons into the record, which
+has a size limit in the store. So names must be names, addresses short, and sentences are cut.
+"""
+
+import re
+from dataclasses import replace
+from typing import cast, get_args
+
+from fabric.errors import ProtocolError
+from fabric.model import Policy
+from fabric.protocol import messages as m
+from fabric.protocol import wire
+from fabric.runtime.config import parse_replicas
+
+MAX_PULSE_BYTES = 1 << 20
+MAX_ADDRESS = 300
+MAX_DIGEST = 200
+MAX_SENTENCE = 300
+MAX_SNAPSHOTS = 64
+MAX_MICRO_BATCHES = 1_000_000
+MAX_REPLICAS = 1024
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MEMBER_KINDS = get_args(m.MemberMessage)
+_TRAINER_STATES = ("running", "stopped", "gone", "absent")
+
+
+def check_name(what: str, name: str) -> str:
+    """``name`` itself. Raises ProtocolError unless it is one that can stand in a path and a key."""
+    if not _NAME.fullmatch(name):
+        raise ProtocolError(
+            f"the {what} {name[:80]!r} is no name: give 1 to 64 letters, digits, dots, dashes or underscores"
+        )
+    return name
+
+
+def parse_policy(text: str, start_wait_s: float) -> Policy:
+    """The policy that ``?replicas=`` asks for: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
+    takes 8. Empty is "1". Raises ConfigError."""
+    least, start = parse_replicas(text or "1")
+    most = start if ":" in text else max(MAX_REPLICAS, start)
+    return Policy(min_replicas=least, max_replicas=most, start_replicas=start, start_wait_s=start_wait_s)
+
+
+def decode_session(data: str) -> m.Session:
+    """The first message of a session. Raises ProtocolError."""
+    message = wire.decode(data)
+    if not isinstance(message, m.Session):
+        raise ProtocolError(f"a session begins with a Session, not with a {type(message).__name__}")
+    return _checked_session(message)
+
+
+def decode_member(data: str) -> m.MemberMessage:
+    """A later message of a session, its sentences cut. Raises ProtocolError."""
+    message = wire.decode(data)
+    if not isinstance(message, _MEMBER_KINDS):
+        raise ProtocolError(f"a {type(message).__name__} is not for the lighthouse")
+    if isinstance(message, m.Session):
+        return _checked_session(message)
+    if isinstance(message, m.Aborted | m.NeedState | m.Fallen):
+        return replace(message, why=_sentence(message.why))
+    if isinstance(message, m.Beat):
+        return replace(message, phase=_sentence(message.phase), busy=_sentence(message.busy))
+    return cast(m.MemberMessage, message)
+
+
+def decode_pulse(data: str) -> m.Pulse:
+    """One beat of a checkpoint server. Raises ProtocolError."""
+    message = wire.decode(data)
+    if not isinstance(message, m.Pulse):
+        raise ProtocolError(f"a checkpoint server sends Pulses, not a {type(message).__name__}")
+    check_name("replica", message.replica)
+    _check_length("ckpt", message.ckpt, MAX_ADDRESS)
+    _check_snapshots(message)
+    if message.trainer not in _TRAINER_STATES:
+        raise ProtocolError(f"Pulse.trainer must be one of {', '.join(_TRAINER_STATES)}")
+    return message
+
+
+def _checked_session(session: m.Session) -> m.Session:
+    check_name("replica", session.replica)
+    for name in ("link", "ckpt"):
+        _check_length(name, getattr(session, name), MAX_ADDRESS)
+    for name in ("digest", "layout", "data"):
+        _check_length(name, getattr(session, name), MAX_DIGEST)
+    _check_snapshots(session)
+    for name, low, high in (
+        ("micro_batches", 1, MAX_MICRO_BATCHES),
+        ("shares", 0, MAX_MICRO_BATCHES),
+        ("incarnation", 0, wire.MAX_INTEGER),
+        ("generation", 0, wire.MAX_INTEGER),
+        ("step", 0, wire.MAX_INTEGER),
+        ("epoch", 0, wire.MAX_INTEGER),
+    ):
+        if not low <= getattr(session, name) <= high:
+            raise ProtocolError(f"Session.{name} must be from {low} to {high}")
+    return session
+
+
+def _check_length(name: str, text: str, most: int) -> None:
+    if len(text) > most or not text.isprintable():
+        raise ProtocolError(f"{name} must be at most {most} printable characters")
+
+
+def _check_snapshots(message: m.Session | m.Pulse) -> None:
+    if len(message.snapshots) > MAX_SNAPSHOTS:
+        raise ProtocolError(f"snapshots must be a list of at most {MAX_SNAPSHOTS}")
+    for ref in message.snapshots:
+        _check_length("digest", ref.digest, MAX_DIGEST)
+
+
+def _sentence(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_SENTENCE])

@@ -1,0 +1,302 @@
+"""One job while this lighthouse leads: its core, the sessions that speak to it, and its record.
+
+The core decides, this shell performs: a message goes into its connection's queue, a write or a read of
+the record becomes a task whose outcome returns to the core as an event. A failed write is read again
+after a pause that grows with every failure, so that a store in trouble is not asked ever faster. A
+defect in the core costs this job its sessions for a moment, and no other job anything: the core is made
+anew from the record.
+"""
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fabric.errors import ProtocolError, StoreError, StoreIndefinite
+from fabric.lighthouse import connection as codes
+from fabric.lighthouse.connection import Connection
+from fabric.lighthouse.election import Term
+from fabric.lighthouse.events import EventLog
+from fabric.lighthouse.metrics import JobGauges, Metrics
+from fabric.lighthouse.records import Deposed, StoredRecord
+from fabric.model import Policy, Record
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.leader import Leader, LeaderConfig
+from fabric.runtime.driver import Driver
+from fabric.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+# An unchanged pulse is told to the core this often; a changed one at once.
+PULSE_S = 0.2
+_RETRY_S = (0.05, 1.0)
+_REMAKE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the jobs of one term share."""
+
+    term: Term
+    config: LeaderConfig
+    metrics: Metrics
+    tasks: Tasks
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(slots=True)
+class PulseSource:
+    """The connection that a replica's pulses came over last, what the core heard of them, and when."""
+
+    connection: object
+    pulse: m.Pulse
+    told: float
+
+
+class Job:
+    """``begin`` once; then events come in by the methods below. ``close`` ends everything."""
+
+    def __init__(self, name: str, around: Surroundings, stored: StoredRecord, events: EventLog) -> None:
+        self.name = name
+        self.events = events
+        self.core = Leader(name, around.config, _entropy(), around.clock())
+        self.sessions: dict[str, Connection] = {}
+        self.pulses: dict[str, PulseSource] = {}
+        self._around = around
+        self._stored = stored
+        self._driver: Driver[io.Event, io.Effect] | None = None
+        self._opening: Connection | None = None
+        self._failures = 0
+        self._record: Record | None = None
+
+    @property
+    def now(self) -> float:
+        """The core's clock, monotonic seconds."""
+        return self._around.clock()
+
+    @property
+    def is_running(self) -> bool:
+        """False for the moment between a defect and the core's remaking."""
+        return self._driver is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is stored for it and nobody speaks to it."""
+        core = self.core
+        return not (core.record or core.writing or self.sessions or self.pulses)
+
+    @property
+    def gauges(self) -> JobGauges:
+        core = self.core
+        record = core.record
+        return JobGauges(
+            job=self.name,
+            epoch=record.epoch if record else 0,
+            step=top_step(core),
+            members=len(record.roster) if record else 0,
+            sessions=len(self.sessions),
+        )
+
+    def begin(self, record: Record | None) -> None:
+        """Lead this job from ``record``, which the store holds now."""
+        self._record = record
+        self._driver = Driver(
+            self.core, self._perform, tick=io.Tick(), on_crash=self._remake, clock=self._around.clock
+        )
+        self._feed(io.Elected(self._around.term.store_id, record))
+
+    def close(self, code: int, reason: str) -> None:
+        """Feed nothing more and close every session with ``code``."""
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+        sessions = list(self.sessions.values())
+        self.sessions.clear()
+        self.pulses.clear()
+        for connection in sessions:
+            connection.end(code, reason)
+
+    # --- sessions and pulses -------------------------------------------------------------------------
+
+    def open(self, connection: Connection, session: m.Session, policy: Policy) -> bool:
+        """Begin (or say again) a session; False when the core refused it, and it is being closed."""
+        if not self.sessions:
+            self.core.config = replace(self.core.config, policy=policy)
+        elif policy != self.core.config.policy:
+            self._note("policy kept", session.replica, f"it asked for {policy}, which others did not")
+        connection.replica, connection.incarnation = session.replica, session.incarnation
+        self._opening = connection
+        self._feed(io.SessionOpened(session))
+        self._opening = None
+        if not self.is_running:
+            connection.end(codes.DEFECT, "the lighthouse met a defect of its own: connect again")
+            return False
+        peer = self.core.liveness.peers.get(session.replica)
+        if peer is None or peer.session is not session:
+            connection.end(codes.REFUSED, "refused")
+            return False
+        older = self.sessions.get(session.replica)
+        self.sessions[session.replica] = connection
+        if older is not None and older is not connection:
+            older.end(codes.REPLACED, "replaced by a newer session of the same replica")
+        return True
+
+    def hear(self, connection: Connection, message: m.MemberMessage) -> None:
+        """One message of an open session; what a replaced one still says is dropped."""
+        if self.sessions.get(connection.replica) is connection:
+            self._feed(io.FromMember(connection.replica, connection.incarnation, message))
+
+    def closed(self, connection: Connection) -> None:
+        """The socket has ended, by whatever cause."""
+        if self.sessions.get(connection.replica) is connection:
+            del self.sessions[connection.replica]
+            self._feed(io.SessionClosed(connection.replica, connection.incarnation))
+
+    def pulse(self, connection: object, pulse: m.Pulse) -> None:
+        """One beat; many that say the same are told to the core at ``PULSE_S``."""
+        known, now = self.pulses.get(pulse.replica), self.now
+        same = known is not None and known.connection is connection and now - known.told < PULSE_S
+        if same and known is not None and replace(known.pulse, number=pulse.number) == pulse:
+            return
+        self.pulses[pulse.replica] = PulseSource(connection, pulse, now)
+        self._feed(io.PulseSeen(pulse))
+
+    def pulse_closed(self, connection: object) -> None:
+        """The connection of a checkpoint server has ended."""
+        gone = [replica for replica, source in self.pulses.items() if source.connection is connection]
+        for replica in gone:
+            del self.pulses[replica]
+            self._feed(io.PulseClosed(replica))
+
+    def operate(self, action: str, replica: str, who: str, why: str) -> None:
+        """``action`` is drain or evict."""
+        self._note(f"{action} asked", replica, f"by {who}: {why}")
+        self._feed(io.Operator(action, replica, who, why))
+
+    # --- effects ---------------------------------------------------------------------------------------
+
+    def _feed(self, event: io.Event) -> None:
+        if self._driver is None:
+            return
+        self._driver.feed(event)
+        if self.core.record is not self._record:
+            self._count_evictions(self._record, self.core.record)
+            self._record = self.core.record
+
+    def _perform(self, effect: io.Effect) -> None:
+        if isinstance(effect, io.SendMember):
+            self._send(effect)
+        elif isinstance(effect, io.WriteRecord):
+            self._around.tasks.start(f"write {self.name}", self._write(effect.record, self._driver))
+        elif isinstance(effect, io.ReadRecord):
+            self._around.tasks.start(f"read {self.name}", self._read(self._driver))
+        elif isinstance(effect, io.StepDown):
+            self._around.term.resign(f"job {self.name}: {effect.reason}")
+        else:
+            self._note(effect.kind, effect.about, effect.why, effect.epoch)
+
+    def _send(self, effect: io.SendMember) -> None:
+        for connection in (self._opening, self.sessions.get(effect.replica)):
+            if connection is not None and connection.is_of(effect.replica, effect.incarnation):
+                connection.send(effect.message)
+                if isinstance(effect.message, m.Rejected):
+                    connection.end(codes.REFUSED, effect.message.reason)
+                return
+
+    async def _write(self, record: Record, asker: object) -> None:
+        why = ""
+        failed = io.WriteFailed(record.nonce, definite=True)
+        if not self._around.term.in_force():
+            self._around.term.resign("its lease may have ended")
+            return
+        try:
+            if not await self._stored.write(record):
+                why = "the store's guards refused it"
+        except StoreIndefinite as error:
+            why, failed = str(error), io.WriteFailed(record.nonce, definite=False)
+        except StoreError as error:
+            why = str(error)
+        if why:
+            self._failures += 1
+            self._note("write failed", "", f"epoch {record.epoch}: {why}")
+        else:
+            self._failures = 0
+        self._answer(asker, failed if why else io.RecordWritten(record.nonce))
+
+    async def _read(self, asker: object) -> None:
+        record = await self._read_stubbornly(asker)
+        if self._driver is asker:
+            self._answer(asker, io.RecordRead(record))
+
+    async def _read_stubbornly(self, asker: object) -> Record | None:
+        """The record, asking until there is an answer or nobody waits for it any more."""
+        while self._driver is asker and not self._around.term.is_over:
+            if self._failures:
+                await asyncio.sleep(min(_RETRY_S[0] * 2 ** (self._failures - 1), _RETRY_S[1]))
+            try:
+                return await self._stored.read()
+            except (Deposed, ProtocolError) as error:
+                self._around.term.resign(f"job {self.name}: {error}")
+            except StoreError as error:
+                self._failures = min(self._failures + 1, 10)
+                log.warning("job %s: its record cannot be read: %s", self.name, error)
+        return None
+
+    def _answer(self, asker: object, event: io.Event) -> None:
+        """An outcome is for the core that ordered it, not for one that came after."""
+        if self._driver is asker:
+            self._feed(event)
+
+    # --- the rest ----------------------------------------------------------------------------------------
+
+    def _note(self, kind: str, about: str, why: str, epoch: int | None = None) -> None:
+        if epoch is None:
+            epoch = self.core.record.epoch if self.core.record else 0
+        event = self.events.add(kind, epoch, about, why)
+        self._around.metrics.event(self.name, kind)
+        log.info("job %s epoch %d: %s", self.name, epoch, ": ".join(filter(None, (kind, about, event.why))))
+
+    def _count_evictions(self, before: Record | None, now: Record | None) -> None:
+        if before is None or now is None or now.generation != before.generation or not now.is_forced:
+            return
+        left = [x for x in before.roster if not now.lists(x.replica, x.incarnation) and not x.leaving]
+        if left:
+            self._around.metrics.evicted(self.name, len(left))
+
+    def _remake(self, error: BaseException) -> None:
+        log.error("job %s: a defect in its leader; it is made anew", self.name, exc_info=error)
+        self._note("defect", "", f"{type(error).__name__}: {error}")
+        self.close(codes.DEFECT, "the lighthouse met a defect of its own: connect again")
+        self._around.tasks.start(f"remake {self.name}", self._begin_again())
+
+    async def _begin_again(self) -> None:
+        await asyncio.sleep(_REMAKE_S)
+        self._failures = 0
+        record = await self._read_stubbornly(None)
+        if self._driver is None and self._around.term.in_force():
+            self.core = Leader(self.name, self._around.config, _entropy(), self._around.clock())
+            self.begin(record)
+
+
+def top_step(core: Leader) -> int:
+    """The highest step that a member has told of, else where the generation began."""
+    record = core.record
+    if record is None:
+        return 0
+    if record.complete:
+        return record.base.step
+    steps = [
+        peer.step
+        for name, peer in core.liveness.peers.items()
+        if record.lists(name, peer.incarnation) and peer.generation == record.generation
+    ]
+    return max(steps, default=record.base.step)
+
+
+def _entropy() -> random.Random:
+    # Makes nonces, by which a writer knows its own record: two lighthouses must never draw the same.
+    return random.Random(secrets.randbits(128))  # noqa: S311

@@ -1,0 +1,131 @@
+"""All jobs of this lighthouse: made from their records when it is elected, dropped when it leads no longer.
+
+A job begins to exist here with the first session or pulse for it, and in the store with its first epoch.
+The logs of events outlive a term, so that a short trouble with the store does not make history vanish.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+from fabric.errors import ProtocolError, Refused, StoreError
+from fabric.lighthouse import connection as codes
+from fabric.lighthouse.election import Term
+from fabric.lighthouse.events import EventLog
+from fabric.lighthouse.incoming import check_name
+from fabric.lighthouse.job import Job, Surroundings
+from fabric.lighthouse.metrics import JobGauges, Metrics
+from fabric.lighthouse.records import StoredRecord, job_of, record_key, records_prefix
+from fabric.model import Record
+from fabric.protocol import wire
+from fabric.protocol.leader import LeaderConfig
+from fabric.runtime.tasks import Tasks
+from fabric.store import KeyValue, Store
+
+log = logging.getLogger(__name__)
+
+MAX_JOBS = 4096
+_RETRY_S = 0.2
+
+
+class Jobs:
+    """``begin`` and ``end`` follow the election. ``loaded`` is set while requests can be answered."""
+
+    def __init__(
+        self, store: Store, namespace: str, config: LeaderConfig, metrics: Metrics, tasks: Tasks
+    ) -> None:
+        self.by_name: dict[str, Job] = {}
+        self.unreadable: dict[str, str] = {}
+        self.loaded = asyncio.Event()
+        self._store = store
+        self._namespace = namespace
+        self._config = config
+        self._metrics = metrics
+        self._tasks = tasks
+        self._around: Surroundings | None = None
+        self._logs: dict[str, EventLog] = {}
+
+    def begin(self, term: Term) -> None:
+        """This process leads: read every record and lead its job."""
+        self._around = Surroundings(term, self._config, self._metrics, self._tasks)
+        self._tasks.start("load the jobs", self._load(self._around))
+
+    def end(self, reason: str) -> None:
+        """This process leads no longer: nothing more is decided here."""
+        self._around = None
+        self.loaded.clear()
+        for job in self.by_name.values():
+            job.close(codes.NOT_THE_LEADER, f"not the leader: {reason}")
+        self.by_name.clear()
+        self.unreadable.clear()
+        for events in self._logs.values():
+            events.end_followers()
+
+    def find(self, name: str) -> Job | None:
+        """The job of that name; raises ProtocolError for what is no name, Refused when its record in the
+        store cannot be read."""
+        check_name("job", name)
+        if name in self.unreadable:
+            raise Refused(self.unreadable[name])
+        return self.by_name.get(name)
+
+    def find_or_make(self, name: str) -> Job:
+        """The job of that name, made where there was none. Raises as ``find`` does."""
+        job = self.find(name)
+        if job is not None:
+            return job
+        if len(self.by_name) >= MAX_JOBS or self._around is None:
+            raise Refused(f"this lighthouse leads {MAX_JOBS} jobs already: use another namespace")
+        return self._make(self._around, name, None, 0)
+
+    def release(self, job: Job) -> None:
+        """Forget a job of which nothing is stored and to which nobody speaks any more."""
+        if job.is_idle and self.by_name.get(job.name) is job:
+            job.close(codes.NOT_THE_LEADER, "nobody takes part in this job")
+            del self.by_name[job.name]
+            self._logs.pop(job.name).end_followers()
+
+    @property
+    def start_wait_s(self) -> float:
+        """How long a job waits for all of its replicas; the rest of a policy comes with the sessions."""
+        return self._config.policy.start_wait_s
+
+    def gauges(self) -> Iterator[JobGauges]:
+        """Every job, as it is now."""
+        return (job.gauges for job in self.by_name.values())
+
+    async def _load(self, around: Surroundings) -> None:
+        entries = await self._list(around)
+        if self._around is not around:
+            return
+        for entry in entries:
+            name = job_of(self._namespace, entry.key)
+            try:
+                check_name("job", name)
+                record = wire.decode_record(entry.value)
+            except ProtocolError as error:
+                self.unreadable[name] = f"the key {entry.key} holds no record that can be read: {error}"
+                log.error("job %s is not led: %s", name, self.unreadable[name])
+            else:
+                self._make(around, name, record, entry.mod_revision)
+        self.loaded.set()
+
+    async def _list(self, around: Surroundings) -> list[KeyValue]:
+        """All records, asking until the store answers or the term is over."""
+        while not around.term.is_over:
+            try:
+                found, _ = await self._store.list(records_prefix(self._namespace))
+            except StoreError as error:
+                log.warning("the jobs' records cannot be read yet: %s", error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return [entry for entry in found if job_of(self._namespace, entry.key)]
+        return []
+
+    def _make(self, around: Surroundings, name: str, record: Record | None, revision: int) -> Job:
+        key = record_key(self._namespace, name)
+        stored = StoredRecord(self._store, key, around.term, revision, self._metrics, name)
+        events = self._logs.setdefault(name, EventLog())
+        job = self.by_name[name] = Job(name, around, stored, events)
+        job.begin(record)
+        return job

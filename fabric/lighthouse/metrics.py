@@ -1,0 +1,100 @@
+"""What Prometheus is told: decisions and store writes as they happen, the rest when it is asked.
+
+Everything lives in a registry of its own, so that nothing of the process or of other libraries leaks in.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_WRITE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_PREFIX = "fabric_lighthouse_"
+
+
+@dataclass(frozen=True, slots=True)
+class JobGauges:
+    """One job, as it is now."""
+
+    job: str
+    epoch: int
+    step: int
+    members: int
+    sessions: int
+
+
+class Metrics:
+    """Counts; ``render`` gives the text for a scrape."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._events = Counter(
+            _PREFIX + "events", "Transitions told, by kind.", ["job", "kind"], registry=registry
+        )
+        self._evictions = Counter(
+            _PREFIX + "evictions", "Members left out of a forced epoch.", ["job"], registry=registry
+        )
+        self._record_writes = Counter(
+            _PREFIX + "record_writes", "Writes of a job's record.", ["job", "outcome"], registry=registry
+        )
+        self._writes = Counter(
+            _PREFIX + "store_writes", "Writes to the store.", ["what", "outcome"], registry=registry
+        )
+        self._write_seconds = Histogram(
+            _PREFIX + "store_write_seconds",
+            "How long the store took for a write.",
+            registry=registry,
+            buckets=_WRITE_BUCKETS_S,
+        )
+
+    def observe(self, is_leader: Callable[[], bool], jobs: Callable[[], Iterable[JobGauges]]) -> None:
+        """Name, once, whom to ask at every scrape."""
+        self._registry.register(_Gauges(is_leader, jobs))
+
+    def event(self, job: str, kind: str) -> None:
+        self._events.labels(job, kind).inc()
+
+    def evicted(self, job: str, count: int) -> None:
+        self._evictions.labels(job).inc(count)
+
+    def record_write(self, job: str, outcome: str, duration_s: float) -> None:
+        self._record_writes.labels(job, outcome).inc()
+        self._writes.labels("record", outcome).inc()
+        self._write_seconds.observe(duration_s)
+
+    def election_write(self, outcome: str) -> None:
+        self._writes.labels("election", outcome).inc()
+
+    def render(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Gauges(Collector):
+    """Reads the state at the time of the scrape."""
+
+    def __init__(self, is_leader: Callable[[], bool], jobs: Callable[[], Iterable[JobGauges]]) -> None:
+        self._is_leader = is_leader
+        self._jobs = jobs
+
+    def collect(self) -> Iterator[Metric]:
+        leader = GaugeMetricFamily(_PREFIX + "is_leader", "1 while this process leads.")
+        leader.add_metric([], float(self._is_leader()))
+        yield leader
+        sessions = GaugeMetricFamily(_PREFIX + "sessions", "Open sessions of trainers.", labels=["job"])
+        members = GaugeMetricFamily(_PREFIX + "members", "Members of the roster.", labels=["job"])
+        epoch = GaugeMetricFamily(_PREFIX + "epoch", "The epoch in force.", labels=["job"])
+        steps = GaugeMetricFamily(_PREFIX + "steps", "The highest committed step.", labels=["job"])
+        for job in self._jobs():
+            for family, value in (
+                (sessions, job.sessions),
+                (members, job.members),
+                (epoch, job.epoch),
+                (steps, job.step),
+            ):
+                family.add_metric([job.job], value)
+        yield from (sessions, members, epoch, steps)

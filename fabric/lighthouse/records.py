@@ -1,0 +1,75 @@
+"""One job's membership record in the store: read it, and replace it under two guards.
+
+A write is applied only while this lighthouse's election key stands and the record is still the one that
+was read or written here last. So neither a deposed leader nor a stale one can undo anything.
+"""
+
+import time
+
+from fabric.errors import StoreError, StoreIndefinite
+from fabric.lighthouse.election import Term
+from fabric.lighthouse.metrics import Metrics
+from fabric.model import Record
+from fabric.protocol import wire
+from fabric.store import Compare, Put, Store
+
+
+def records_prefix(namespace: str) -> str:
+    """Under this lie the records of all jobs."""
+    return f"/fabric/{namespace}/jobs/"
+
+
+def record_key(namespace: str, job: str) -> str:
+    """Where the record of ``job`` lies."""
+    return f"{records_prefix(namespace)}{job}/record"
+
+
+def job_of(namespace: str, key: str) -> str:
+    """The inverse of ``record_key``; empty for a key of another kind."""
+    name, _, kind = key.removeprefix(records_prefix(namespace)).partition("/")
+    return name if kind == "record" else ""
+
+
+class StoredRecord:
+    """The record of ``job`` as one term sees it. ``revision``: of the last read or write, 0 for none."""
+
+    def __init__(self, store: Store, key: str, term: Term, revision: int, metrics: Metrics, job: str) -> None:
+        self._store = store
+        self._key = key
+        self._term = term
+        self._revision = revision
+        self._metrics = metrics
+        self._job = job
+
+    async def write(self, record: Record) -> bool:
+        """Replace the record; False when a guard refused. Raises as ``Store.commit`` does."""
+        guards = [self._term.guard, Compare(self._key, mod_revision=self._revision)]
+        begun = time.monotonic()
+        outcome = "failed"
+        try:
+            revision = await self._store.commit(guards, [Put(self._key, wire.encode_record(record))])
+            outcome = "refused" if revision is None else "written"
+        except StoreIndefinite:
+            outcome = "indefinite"
+            raise
+        finally:
+            self._metrics.record_write(self._job, outcome, time.monotonic() - begun)
+        if revision is None:
+            return False
+        self._revision = revision
+        return True
+
+    async def read(self) -> Record | None:
+        """The record as it is now. Raises StoreError when it cannot be read, ProtocolError when it is
+        none of ours, and Deposed when this term's election key is gone."""
+        holder = await self._store.get(self._term.key)
+        if holder is None or holder.create_revision != self._term.revision:
+            raise Deposed("another lighthouse has been elected")
+        found = await self._store.get(self._key)
+        record = None if found is None else wire.decode_record(found.value)
+        self._revision = 0 if found is None else found.mod_revision
+        return record
+
+
+class Deposed(StoreError):
+    """The election key is no longer this term's: nothing that it writes will be applied."""

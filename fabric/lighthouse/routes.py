@@ -1,0 +1,229 @@
+"""The lighthouse's HTTP: JSON for people with `curl`, two WebSockets for members, metrics.
+
+Only the leader knows anything, so a follower sends everybody there with 307; while nobody leads the
+answer is 503 with the time to come back. ``/healthz`` and ``/metrics`` are every instance's own.
+"""
+
+import asyncio
+import json
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from fabric.errors import ProtocolError, Refused, StoreError
+from fabric.lighthouse import metrics, sockets
+from fabric.lighthouse.election import Election
+from fabric.lighthouse.incoming import check_name
+from fabric.lighthouse.job import Job
+from fabric.lighthouse.jobs import Jobs
+from fabric.lighthouse.view import job_line, job_view
+from fabric.runtime.web import Handler, bearer_required, errors_as_json, json_error, query_integer
+from fabric.store import Store
+
+OPEN_PATHS = frozenset({"/healthz", "/metrics"})
+MAX_BODY_BYTES = 64 * 1024
+# A follower's client comes back within this time; an election takes about a lease.
+RETRY_AFTER_S = 1
+_MAX_TEXT = 300
+_MAX_ID = 2**62
+
+
+@dataclass(slots=True)
+class StoreProbe:
+    """Whether the store answers, asked at most once a second however often somebody wants to know."""
+
+    store: Store
+    key: str
+    every_s: float = 1.0
+    answer_s: float = 1.0
+    is_reachable: bool = True
+    asked: float = float("-inf")
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def ask(self) -> bool:
+        async with self.lock:
+            if time.monotonic() - self.asked >= self.every_s:
+                self.is_reachable = False
+                with suppress(StoreError, TimeoutError):
+                    async with asyncio.timeout(self.answer_s):
+                        await self.store.get(self.key)
+                    self.is_reachable = True
+                self.asked = time.monotonic()
+            return self.is_reachable
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes answer from."""
+
+    election: Election
+    jobs: Jobs
+    metrics: metrics.Metrics
+    probe: StoreProbe
+
+    @property
+    def leads(self) -> bool:
+        term = self.election.term
+        return term is not None and term.in_force()
+
+
+def make_app(parts: Parts, token: str | None) -> web.Application:
+    """The application, with everything but OPEN_PATHS behind ``token`` (None: open)."""
+    app = web.Application(
+        middlewares=[errors_as_json, bearer_required(token, OPEN_PATHS), _leader_only(parts)],
+        client_max_size=MAX_BODY_BYTES,
+    )
+    routes = Routes(parts)
+    add = app.router.add_get
+    add("/healthz", routes.health)
+    add("/metrics", routes.scrape)
+    add("/v1/jobs", routes.list_jobs)
+    add("/v1/jobs/{job}", routes.show_job)
+    add("/v1/jobs/{job}/events", routes.events)
+    add("/v1/jobs/{job}/session", routes.session)
+    add("/v1/jobs/{job}/pulse", routes.pulse)
+    for action in ("drain", "evict"):
+        app.router.add_post(f"/v1/jobs/{{job}}/{action}", routes.operate(action))
+    return app
+
+
+def _leader_only(parts: Parts) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in OPEN_PATHS or (parts.leads and parts.jobs.loaded.is_set()):
+            return await handler(request)
+        other = None if parts.leads else parts.election.other
+        if other is not None:
+            target = other.url.rstrip("/") + request.rel_url.raw_path_qs
+            sentence = f"the lighthouse at {other.url} leads: ask there"
+            return json_error(307, sentence, headers={"Location": target}, details={"leader": other.url})
+        sentence = (
+            "this lighthouse has just been elected and reads the jobs' records: try again in a moment"
+            if parts.leads
+            else "no lighthouse leads at the moment: try again soon, and look at the store if this stays so"
+        )
+        return json_error(503, sentence, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+    return check
+
+
+class Routes:
+    """One handler per path."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 while the process answers; ``ok`` says whether it can do its work."""
+        parts, election = self._parts, self._parts.election
+        reachable = await parts.probe.ask()
+        leader = election.me if parts.leads else election.other
+        return web.json_response(
+            {
+                "ok": reachable and leader is not None,
+                "is_leader": parts.leads,
+                "leader": leader.url if leader else None,
+                "store_reachable": reachable,
+                "id": election.me.id,
+            }
+        )
+
+    async def scrape(self, request: web.Request) -> web.Response:
+        """Prometheus' text format."""
+        return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def list_jobs(self, request: web.Request) -> web.Response:
+        """One line per job; those whose record cannot be read say so."""
+        jobs = self._parts.jobs
+        lines = [job_line(job) for _, job in sorted(jobs.by_name.items())]
+        broken = [{"job": name, "error": why} for name, why in sorted(jobs.unreadable.items())]
+        return web.json_response(lines + broken)
+
+    async def show_job(self, request: web.Request) -> web.Response:
+        """Everything about one job, and who says so."""
+        job = self._job(request)
+        if isinstance(job, web.Response):
+            return job
+        election = self._parts.election
+        term = election.term
+        body = job_view(job)
+        body["store"] = {"id": term.store_id if term else "", "election_key": election.key}
+        body["lighthouse"] = {**asdict(election.me), "term": term.revision if term else 0}
+        return web.json_response(body)
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """The job's events after an id: a JSON list, or with ``follow=1`` JSON lines as they come."""
+        job = self._job(request)
+        if isinstance(job, web.Response):
+            return job
+        last = query_integer(request, "after", low=0, high=_MAX_ID) or 0
+        if not query_integer(request, "follow", low=0, high=1):
+            return web.json_response([asdict(event) for event in job.events.after(last)])
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        async for batch in job.events.follow(last):
+            text = "".join(json.dumps(asdict(event)) + "\n" for event in batch)
+            await response.write(text.encode())
+        await response.write_eof()
+        return response
+
+    def operate(self, action: str) -> Handler:
+        """The handler that asks the leader for ``action``."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            body = await _operator_body(request)
+            job = self._job(request)
+            if isinstance(job, web.Response):
+                return job
+            replica = body["replica"]
+            record = job.core.record
+            member = record.member(replica) if record else None
+            if member is None and replica not in job.core.liveness.peers:
+                return json_error(404, f"job {job.name} knows no replica {replica}: look at its members")
+            job.operate(action, replica, body["who"], body["why"])
+            if action == "evict" and member is not None and not _is_going(job, replica, member.incarnation):
+                raise Refused(f"{replica} is not evicted: nobody else in the roster knows the job's state")
+            return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)
+
+        return handle
+
+    async def session(self, request: web.Request) -> web.StreamResponse:
+        """A trainer's WebSocket."""
+        return await sockets.session(request, self._parts.jobs)
+
+    async def pulse(self, request: web.Request) -> web.StreamResponse:
+        """A checkpoint server's WebSocket."""
+        return await sockets.pulse(request, self._parts.jobs)
+
+    def _job(self, request: web.Request) -> Job | web.Response:
+        name = request.match_info["job"]
+        job = self._parts.jobs.find(name)
+        return job if job is not None else json_error(404, f"there is no job {name}: see /v1/jobs")
+
+
+def _is_going(job: Job, replica: str, incarnation: int) -> bool:
+    record = job.core.record
+    return replica in job.core.epoch.condemned or record is None or not record.lists(replica, incarnation)
+
+
+async def _operator_body(request: web.Request) -> dict[str, str]:
+    """The three strings of a command. Raises ProtocolError."""
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise ProtocolError(
+            'send a JSON object such as {"replica": "r1", "who": "me", "why": "its host is hot"}'
+        )
+    found: dict[str, str] = {}
+    for name in ("replica", "who", "why"):
+        value = body.get(name)
+        if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT or not value.isprintable():
+            raise ProtocolError(f'"{name}" must be a text of 1 to {_MAX_TEXT} printable characters')
+        found[name] = value
+    check_name("replica", found["replica"])
+    return found

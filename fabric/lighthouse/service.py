@@ -1,0 +1,214 @@
+"""The lighthouse process: store, election, jobs and HTTP put together, begun and ended in order.
+
+It ends by a signal, or by a defect in one of its own tasks: then its supervisor starts it anew, and
+another lighthouse leads meanwhile. Ending gives the lease back first, while HTTP is still up, so that
+sessions are closed with a reason and find the next leader at once.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import random
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fabric.errors import ConfigError, FabricError, StoreUnavailable
+from fabric.lighthouse.election import Candidate, Election, Hooks, Term
+from fabric.lighthouse.incoming import check_name
+from fabric.lighthouse.jobs import Jobs
+from fabric.lighthouse.metrics import Metrics
+from fabric.lighthouse.routes import Parts, StoreProbe, make_app
+from fabric.protocol.leader import LeaderConfig
+from fabric.runtime.tasks import Tasks
+from fabric.runtime.web import check_exposure, read_token, serve
+from fabric.store import Store, open_store
+
+log = logging.getLogger(__name__)
+
+_SHUTDOWN_S = 2.0
+_STORE_RETRY_S = (0.1, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LighthouseSettings:
+    """``store``: its URL. ``bind``, ``port`` (or a range): where to listen; ``advertise``: the base URL that
+    others use, empty for the bound one. ``namespace`` keeps several fabrics in one store apart.
+    ``ready_file`` is written once requests can be answered. ``lease_s``: how long a dead leader keeps the
+    others waiting. ``store_wait_s``: how long to wait for a store that is not up yet."""
+
+    store: str
+    bind: str = "127.0.0.1"
+    port: str = "0"
+    advertise: str = ""
+    token_file: Path | None = None
+    namespace: str = "default"
+    ready_file: Path | None = None
+    lease_s: float = 5.0
+    store_wait_s: float = 15.0
+    leader: LeaderConfig = field(default_factory=LeaderConfig)
+
+
+async def run(settings: LighthouseSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises FabricError where that cannot begin, or must end."""
+    check_settings(settings)
+    token = None if settings.token_file is None else read_token(settings.token_file)
+    check_exposure(settings.bind, token)
+    deaths: list[str] = []
+
+    def on_death(name: str, error: BaseException) -> None:
+        deaths.append(f"the task {name} died ({type(error).__name__}: {error})")
+        work.cancel()
+
+    work = asyncio.get_running_loop().create_task(_serve(settings, token, on_death))
+    with _signals(work.cancel):
+        try:
+            await work
+        except asyncio.CancelledError:
+            if deaths:
+                raise FabricError(
+                    f"the lighthouse met a defect of its own, {deaths[0]}: see its log"
+                ) from None
+    log.info("the lighthouse has ended")
+
+
+def check_settings(settings: LighthouseSettings) -> None:
+    """Raises FabricError for settings that cannot be used."""
+    check_name("namespace", settings.namespace)
+    if not 1 <= settings.lease_s <= 3600:
+        raise ConfigError(f"the lease is {settings.lease_s:g} s: give 1 to 3600 seconds")
+    liveness, policy = settings.leader.liveness, settings.leader.policy
+    for name, value in (
+        ("silence-s", liveness.silence_s),
+        ("reconnect-s", liveness.reconnect_s),
+        ("start-wait-s", policy.start_wait_s),
+        ("autonomy-s", settings.leader.autonomy_s),
+    ):
+        if not 0.25 <= value <= 1e6:
+            raise ConfigError(f"{name} is {value:g}: give 0.25 to 1000000 seconds")
+    if settings.advertise and not settings.advertise.startswith(("http://", "https://")):
+        raise ConfigError(
+            f'the advertised address "{settings.advertise[:200]}" is no URL: give one such as http://host:port'
+        )
+    if settings.ready_file is not None and not settings.ready_file.parent.is_dir():
+        raise ConfigError(f"the folder of the ready file {settings.ready_file} does not exist: make it first")
+
+
+async def _serve(
+    settings: LighthouseSettings, token: str | None, on_death: Callable[[str, BaseException], None]
+) -> None:
+    store = open_store(settings.store)
+    async with AsyncExitStack() as stack:
+        store_id = await _connect(store, settings.store_wait_s)
+        stack.push_async_callback(store.close)
+        for warning in store.warnings:
+            log.warning("%s", warning)
+        tasks = Tasks(on_death)
+        parts, settled = _assemble(store, settings, tasks)
+        runner, port = await serve(
+            make_app(parts, token),
+            settings.bind,
+            settings.port,
+            shutdown_s=_SHUTDOWN_S,
+            cancel_abandoned=True,
+        )
+        stack.push_async_callback(runner.cleanup)
+        # Closed first: the election's end resigns and closes the sessions.
+        stack.push_async_callback(tasks.close)
+        url = settings.advertise.rstrip("/") or f"http://{_url_host(settings.bind)}:{port}"
+        tasks.start("election", parts.election.run(store_id, url))
+        log.info("the lighthouse listens at %s", url)
+        await settled.wait()
+        _tell_ready(settings.ready_file, url, parts.election.me)
+        await asyncio.Event().wait()
+
+
+def _assemble(store: Store, settings: LighthouseSettings, tasks: Tasks) -> tuple[Parts, asyncio.Event]:
+    """The parts, and an event that is set when requests can be answered for the first time."""
+    metrics = Metrics()
+    jobs = Jobs(store, settings.namespace, settings.leader, metrics, tasks)
+    settled = asyncio.Event()
+
+    def elected(term: Term) -> None:
+        jobs.begin(term)
+        tasks.start("readiness", jobs_loaded())
+
+    async def jobs_loaded() -> None:
+        await jobs.loaded.wait()
+        settled.set()
+
+    def followed(_: Candidate) -> None:
+        settled.set()
+
+    hooks = Hooks(elected=elected, lost=jobs.end, followed=followed, written=metrics.election_write)
+    election = Election(store, settings.namespace, settings.lease_s, hooks)
+    parts = Parts(election, jobs, metrics, StoreProbe(store, election.key))
+    metrics.observe(lambda: parts.leads, jobs.gauges)
+    return parts, settled
+
+
+async def _connect(store: Store, wait_s: float) -> str:
+    """The store's id. A store that cannot be reached is tried again for ``wait_s``; what is wrong with
+    it otherwise will not heal by waiting and is raised at once."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + wait_s
+    jitter = random.Random()  # noqa: S311 - spreads attempts, protects nothing
+    pause_s = _STORE_RETRY_S[0]
+    said = ""
+    while True:
+        try:
+            return await store.connect()
+        except StoreUnavailable as error:
+            if loop.time() + pause_s > deadline:
+                raise
+            if str(error) != said:
+                said = str(error)
+                log.warning("waiting for the store: %s", said)
+        await asyncio.sleep(pause_s * jitter.uniform(0.5, 1.0))
+        pause_s = min(2 * pause_s, _STORE_RETRY_S[1])
+
+
+def _tell_ready(path: Path | None, url: str, me: Candidate) -> None:
+    """Write the ready file, whole or not at all."""
+    if path is None:
+        return
+    body = {"url": url, "pid": os.getpid(), "id": me.id}
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(body) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the ready file {path} cannot be written ({error.strerror}): name one in a folder of this user"
+        ) from error
+
+
+def _url_host(bind: str) -> str:
+    host = socket.gethostname() if bind in ("", "0.0.0.0", "::") else bind
+    return f"[{host}]" if ":" in host else host
+
+
+@contextmanager
+def _signals(end: Callable[[], object]) -> Iterator[None]:
+    """The first SIGTERM or SIGINT calls ``end``; later ones are ignored, for the end is under way."""
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGTERM, signal.SIGINT)
+    asked = False
+
+    def once() -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            end()
+
+    for number in handled:
+        loop.add_signal_handler(number, once)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

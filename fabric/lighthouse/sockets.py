@@ -1,0 +1,150 @@
+"""The two WebSockets of a job: a trainer's session, and the pulse of a checkpoint server.
+
+Whatever cannot be understood ends its own connection with a sentence and nothing else. There are no
+pings on a session: a trainer may hold the interpreter's lock for long, which is no reason to hang up on
+it. The kernel's keep-alive finds hosts that have vanished.
+"""
+
+import asyncio
+import logging
+import socket as sockets
+from collections.abc import Callable
+from contextlib import suppress
+
+from aiohttp import WSMsgType, web
+
+from fabric.errors import FabricError, ProtocolError, StoreUnavailable
+from fabric.lighthouse.connection import MALFORMED, NOT_THE_LEADER, Connection
+from fabric.lighthouse.incoming import (
+    MAX_PULSE_BYTES,
+    decode_member,
+    decode_pulse,
+    decode_session,
+    parse_policy,
+)
+from fabric.lighthouse.job import Job
+from fabric.lighthouse.jobs import Jobs
+from fabric.protocol import wire
+from fabric.protocol.messages import Rejected, Session
+
+log = logging.getLogger(__name__)
+
+FIRST_MESSAGE_S = 10.0
+PULSE_SILENCE_S = 10.0
+_CLOSE_S = 2.0
+_KEEP_ALIVE = (
+    (sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1),
+    (sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, 10),
+    (sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, 5),
+    (sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, 3),
+)
+
+
+async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
+    """``GET /v1/jobs/{job}/session``: from the first message, a Session, until either side closes."""
+    job = jobs.find_or_make(request.match_info["job"])
+    policy = parse_policy(request.query.get("replicas", ""), jobs.start_wait_s)
+    socket, connection = await _accept(request, wire.MAX_BYTES)
+
+    def on_text(text: str) -> bool:
+        if connection.replica:
+            message = decode_member(text)
+            if not isinstance(message, Session):
+                job.hear(connection, message)
+                return True
+            if not connection.is_of(message.replica, message.incarnation):
+                raise ProtocolError("a session speaks for one process: open another one for another process")
+            return job.open(connection, message, policy)
+        return job.open(connection, decode_session(text), policy)
+
+    def on_end() -> None:
+        job.closed(connection)
+        jobs.release(job)
+
+    await _serve(job, socket, connection, on_text, on_end)
+    return socket
+
+
+async def pulse(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
+    """``GET /v1/jobs/{job}/pulse``: one Pulse after the other until either side closes."""
+    job = jobs.find_or_make(request.match_info["job"])
+    socket, connection = await _accept(request, MAX_PULSE_BYTES, silence_s=PULSE_SILENCE_S)
+
+    def on_text(text: str) -> bool:
+        beat = decode_pulse(text)
+        if connection.replica not in ("", beat.replica):
+            raise ProtocolError("a checkpoint server speaks for one replica: open another connection")
+        connection.replica = beat.replica
+        job.pulse(connection, beat)
+        return True
+
+    def on_end() -> None:
+        job.pulse_closed(connection)
+        jobs.release(job)
+
+    await _serve(job, socket, connection, on_text, on_end)
+    return socket
+
+
+async def _accept(
+    request: web.Request, most_bytes: int, silence_s: float | None = None
+) -> tuple[web.WebSocketResponse, Connection]:
+    socket = web.WebSocketResponse(
+        max_msg_size=most_bytes, receive_timeout=silence_s, timeout=_CLOSE_S, compress=False
+    )
+    if not socket.can_prepare(request):
+        raise ProtocolError("this is a WebSocket: connect to it as one")
+    await socket.prepare(request)
+    transport = request.transport
+    raw = transport.get_extra_info("socket") if transport is not None else None
+    if raw is not None:
+        for option in _KEEP_ALIVE:
+            raw.setsockopt(*option)
+    return socket, Connection(socket, transport)
+
+
+async def _serve(
+    job: Job,
+    socket: web.WebSocketResponse,
+    connection: Connection,
+    on_text: Callable[[str], bool],
+    on_end: Callable[[], None],
+) -> None:
+    """Give every text to ``on_text`` until it says False, the socket ends, or it raises."""
+    sender = asyncio.get_running_loop().create_task(connection.run())
+    try:
+        await _read(job, socket, connection, on_text)
+        if connection.is_ending:
+            await sender
+    finally:
+        on_end()
+        connection.forget()
+        sender.cancel()
+        with suppress(asyncio.CancelledError):
+            await sender
+
+
+async def _read(
+    job: Job, socket: web.WebSocketResponse, connection: Connection, on_text: Callable[[str], bool]
+) -> None:
+    try:
+        wait_s: float | None = FIRST_MESSAGE_S
+        while True:
+            message = await socket.receive(wait_s)
+            wait_s = None
+            if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
+                return
+            if message.type is not WSMsgType.TEXT:
+                raise ProtocolError("messages are JSON text, not binary")
+            if not job.is_running:
+                raise StoreUnavailable("this lighthouse does not lead the job now: connect again")
+            if not on_text(message.data):
+                return
+    except TimeoutError:
+        connection.end(MALFORMED, "nothing was said for too long")
+    except StoreUnavailable as error:
+        connection.end(NOT_THE_LEADER, str(error))
+    except FabricError as error:
+        log.warning("job %s: a connection of %s is closed: %s", job.name, connection.replica or "?", error)
+        connection.send(Rejected(str(error)))
+        connection.end(MALFORMED, str(error))

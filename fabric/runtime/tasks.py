@@ -1,0 +1,50 @@
+"""The background tasks of a shell, watched: none dies unnoticed, and all end with their owner.
+
+An asyncio task that raises keeps its exception to itself until somebody asks. Here whoever started it
+says once what is to happen then, and the death is logged with its traceback.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Tasks:
+    """Start tasks with ``start``; end all of them with ``close``.
+
+    ``on_death`` is called with the name and the exception of every task that ended by one, other than by
+    cancellation.
+    """
+
+    def __init__(self, on_death: Callable[[str, BaseException], None]) -> None:
+        self._on_death = on_death
+        self._running: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def start(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
+        """Run ``work`` until it ends or ``close`` is called; after ``close`` it is not begun at all."""
+        if self._closed:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Cancel everything and wait until it has ended; what dies on the way is still reported."""
+        self._closed = True
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("the task %s died", task.get_name(), exc_info=error)
+            self._on_death(task.get_name(), error)

@@ -1,0 +1,263 @@
+"""What every HTTP service of fabric does alike: who may ask, how errors read, where it listens.
+
+A service has open paths (health, metrics) and everything else behind the job's bearer token. Whatever
+goes wrong is answered with ``{"error": sentence}`` and the status that fits, so that `curl` shows a
+person what to do; a defect of ours is logged here and answered with a sentence too, never with its
+traceback. Listening takes a port or a range of ports ("8000-8010") and the first free one wins.
+"""
+
+import errno
+import hmac
+import ipaddress
+import logging
+import math
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from fabric.errors import (
+    ConfigError,
+    FabricError,
+    Gone,
+    ProtocolError,
+    Refused,
+    StateError,
+    StoreError,
+    StoreIndefinite,
+    Unauthorized,
+)
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_TOKEN_BYTES = 4096
+
+# The first class that an error is an instance of decides.
+_STATUSES: tuple[tuple[type[FabricError], int], ...] = (
+    (Unauthorized, 401),
+    (ProtocolError, 400),
+    (ConfigError, 400),
+    (Refused, 409),
+    (Gone, 409),
+    (StoreIndefinite, 504),
+    (StoreError, 503),
+    (StateError, 409),
+)
+
+
+def read_token(path: Path) -> str:
+    """The token in the file at ``path``, without surrounding white space.
+
+    Raises ConfigError where the file is missing, empty, too long or not one line of printable ASCII.
+    Warns in the log where others on this machine can read it.
+    """
+    try:
+        with path.open("rb") as file:
+            readable_by_all = bool(path.stat().st_mode & 0o004)
+            data = file.read(MAX_TOKEN_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(
+            f"the token file {path} cannot be read ({error.strerror}): write the job's token there, mode 0600"
+        ) from error
+    if not data:
+        raise ConfigError(f"the token file {path} is empty: write the job's token into it")
+    if len(data) > MAX_TOKEN_BYTES or not all(33 <= byte <= 126 for byte in data):
+        raise ConfigError(
+            f"the token file {path} must hold one line of at most {MAX_TOKEN_BYTES} printable characters"
+            " without spaces: write a new token into it"
+        )
+    if readable_by_all:
+        log.warning("the token file %s can be read by everybody on this machine: chmod 600 it", path)
+    return data.decode("ascii")
+
+
+def json_error(
+    status: int,
+    sentence: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    details: Mapping[str, object] | None = None,
+) -> web.Response:
+    """An error response ``{"error": sentence}``, with the keys of ``details`` beside it."""
+    return web.json_response({"error": sentence, **(details or {})}, status=status, headers=headers)
+
+
+def status_of(error: FabricError) -> int:
+    """The HTTP status that says what ``error`` says."""
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error as JSON. Put it first, so that it also speaks for the other middlewares."""
+    try:
+        return await handler(request)
+    except FabricError as error:
+        return json_error(status_of(error), str(error), headers=_challenge(error))
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return json_error(error.status, _http_sentence(request, error), headers=_kept_headers(error))
+    except ConnectionError:
+        raise  # the peer has gone: nobody is left to answer
+    except Exception:  # the supervisor of requests: a defect of ours must not show its insides
+        log.exception("%s %s failed", request.method, request.path)
+        return json_error(500, "the service has a defect that this request met: see its log")
+
+
+def bearer_required(token: str | None, open_paths: frozenset[str]) -> Middleware:
+    """A middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``.
+
+    Without a token (None) everything is open. The comparison takes the same time for every guess.
+    """
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if token is not None and request.path not in open_paths:
+            check_bearer(request.headers.get("Authorization", ""), token)
+        return await handler(request)
+
+    return check
+
+
+def check_bearer(header: str, token: str) -> None:
+    """Raises Unauthorized unless ``header`` is a bearer authorization with ``token``."""
+    scheme, _, given = header.partition(" ")
+    if scheme.lower() != "bearer":
+        raise Unauthorized("this needs the job's token: send the header Authorization: Bearer <token>")
+    # Bytes that are no UTF-8 come as lone surrogates, which must be refused rather than raise.
+    if not hmac.compare_digest(given.strip().encode("utf-8", "replace"), token.encode()):
+        raise Unauthorized("the token does not match this job's: use the token file that the job was given")
+
+
+def query_integer(request: web.Request, name: str, *, low: int, high: int) -> int | None:
+    """Query parameter ``name`` as an integer from ``low`` to ``high``, None when absent. ProtocolError."""
+    text = request.query.get(name)
+    if text is None:
+        return None
+    digits = text.removeprefix("-")
+    if digits.isascii() and digits.isdecimal() and len(digits) <= 19 and low <= int(text) <= high:
+        return int(text)
+    raise ProtocolError(f"the query parameter {name} must be an integer from {low} to {high}")
+
+
+def query_seconds(request: web.Request, name: str, *, most: float) -> float:
+    """Query parameter ``name`` as seconds from 0 to ``most``; 0 when absent. Raises ProtocolError."""
+    text = request.query.get(name, "0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= most:
+        raise ProtocolError(f"the query parameter {name} must be a number of seconds from 0 to {most:g}")
+    return value
+
+
+def parse_ports(text: str) -> range:
+    """The ports that "8000", "8000-8010" or "0" (any free one) name. Raises ConfigError."""
+    first, dash, last = text.strip().partition("-")
+    bounds = (first, last if dash else first)
+    if all(b.isascii() and b.isdecimal() and len(b) <= 5 for b in bounds):
+        low, high = int(bounds[0]), int(bounds[1])
+        if 0 <= low <= high <= 65535 and (low > 0 or high == 0):
+            return range(low, high + 1)
+    raise ConfigError(f'the port "{text[:40]}" cannot be used: give a port, a range such as 8000-8010, or 0')
+
+
+def check_exposure(host: str, token: str | None) -> None:
+    """Raises ConfigError where a service without a token would listen for other machines."""
+    if token is None and not ipaddress.ip_address(_resolve(host)[1].partition("%")[0]).is_loopback:
+        raise ConfigError(
+            f"listening on {host or 'every address'} without a token would serve anybody who can reach it:"
+            " give a token file, or bind to 127.0.0.1"
+        )
+
+
+async def serve(
+    app: web.Application,
+    host: str,
+    port: str | int,
+    *,
+    ssl_context: ssl.SSLContext | None = None,
+    shutdown_s: float = 2.0,
+    cancel_abandoned: bool = False,
+) -> tuple[web.AppRunner, int]:
+    """Listen on ``host`` and the first free one of ``port``; returns the runner and the port.
+
+    The caller ends it with ``await runner.cleanup()``, which waits at most ``shutdown_s`` for requests
+    under way. ``cancel_abandoned`` cancels a handler whose client has gone. Raises ConfigError where
+    nothing can be bound.
+    """
+    listening = bind_first_free(host, parse_ports(str(port)))
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=cancel_abandoned
+    )
+    try:
+        await runner.setup()
+        await web.SockSite(runner, listening, ssl_context=ssl_context).start()
+    except BaseException:
+        listening.close()
+        await runner.cleanup()
+        raise
+    return runner, int(listening.getsockname()[1])
+
+
+def bind_first_free(host: str, ports: range) -> socket.socket:
+    """A TCP socket bound to ``host`` and the first free port of ``ports``. Raises ConfigError."""
+    family, address = _resolve(host)
+    for port in ports:
+        candidate = socket.socket(family, socket.SOCK_STREAM)
+        candidate.setblocking(False)
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            candidate.bind((address, port))
+            # With SO_REUSEADDR two sockets may be bound to one port until one of them listens.
+            candidate.listen(128)
+        except OSError as error:
+            candidate.close()
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise ConfigError(
+                f"{host}:{port} cannot be bound ({error.strerror}): bind to an address of this machine"
+                " and a port that this user may use"
+            ) from error
+        return candidate
+    named = f"port {ports[0]} on {host} is" if len(ports) == 1 else f"ports {_span(ports)} on {host} are all"
+    raise ConfigError(f"{named} taken by another process: choose another port or range, or 0 for any")
+
+
+def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
+    try:
+        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f'the address "{host[:200]}" to bind to is unknown: give an address of this machine'
+        ) from error
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, str(address[0])
+
+
+def _span(ports: range) -> str:
+    return f"{ports[0]}-{ports[-1]}"
+
+
+def _challenge(error: FabricError) -> Mapping[str, str] | None:
+    return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
+
+
+def _http_sentence(request: web.Request, error: web.HTTPException) -> str:
+    if error.status == 404:
+        return f"there is nothing at {request.path[:200]}: look up the paths in the documentation"
+    if error.status == 405:
+        return f"{request.method[:20]} is not possible at {request.path[:200]}: use another method"
+    return error.text or error.reason
+
+
+def _kept_headers(error: web.HTTPException) -> dict[str, str]:
+    dropped = {"content-type", "content-length"}
+    return {name: value for name, value in error.headers.items() if name.lower() not in dropped}

@@ -1,0 +1,324 @@
+"""The store in etcd, through the JSON gateway that every etcd v3 serves on its client port.
+
+How each promise is kept:
+
+- *Reads* are linearizable and repeated on the next endpoint until one answers.
+- *Writes* are tried on another endpoint only if they were certainly not sent or refused; a lost answer is
+  ``StoreIndefinite``, since etcd may still apply the write, even after newer ones.
+- *A wiped store* is noticed: every transaction also guards the store's id, an answer from another cluster
+  is refused, and a read that is older than what was read before is an error.
+- *A watch* asks for progress, gives up a connection that is silent for ``watch_silence_s`` or whose member
+  has no leader, and resumes at the last revision plus one. Progress counts, so that a quiet prefix is
+  not overtaken by compaction; where etcd sends none for longer, ``Compacted`` says so and the reader lists.
+- *Leases* last whole seconds, at least the two of etcd's own minimum; the TTL in the answer counts.
+
+One call takes at most ``attempt_timeout_s`` per endpoint (a long list: per page).
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
+from fabric.store import etcd_wire
+from fabric.store.base import (
+    MAX_LISTED_KEYS,
+    Compare,
+    KeyValue,
+    Lease,
+    Operation,
+    Put,
+    WatchEvent,
+    check_transaction,
+    check_ttl,
+    check_watch,
+    compacted,
+    key_range,
+    lease_gone,
+    settle_store_id,
+)
+from fabric.store.etcd_http import Gateway
+from fabric.store.etcd_wire import Failure, Json
+
+# Keys per page of a list: with values of the largest size a page stays below the bound on answers.
+PAGE_KEYS = 16
+RECONNECT_FIRST_S = 0.05
+RECONNECT_MOST_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class EtcdStore:
+    """A handle on the etcd cluster behind ``endpoints`` (base URLs such as ``http://host:2379``)."""
+
+    def __init__(
+        self, endpoints: Sequence[str], *, attempt_timeout_s: float, watch_silence_s: float = 20.0
+    ) -> None:
+        self.warnings: list[str] = []
+        self._endpoints = tuple(endpoints)
+        self._attempt_timeout_s = attempt_timeout_s
+        self._watch_silence_s = watch_silence_s
+        self._gateway: Gateway | None = None
+        self._cluster_id = ""
+        self._store_id = ""
+        self._revision = 0
+
+    async def connect(self) -> str:
+        if self._gateway is None:
+            self._cluster_id, self._store_id, self._revision = "", "", 0
+            self._gateway = Gateway(self._endpoints, attempt_timeout_s=self._attempt_timeout_s)
+        try:
+            await self._look_at_endpoints(self._gateway)
+            self._store_id = await settle_store_id(self)
+        except BaseException:
+            await self.close()
+            raise
+        return self._store_id
+
+    async def get(self, key: str) -> KeyValue | None:
+        found = etcd_wire.key_values(await self._read(etcd_wire.get_request(key)))
+        return found[0] if found else None
+
+    async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
+        start, end = key_range(prefix)
+        found: list[KeyValue] = []
+        revision = 0
+        while True:
+            answer = await self._read(etcd_wire.list_request(start, end, revision, PAGE_KEYS))
+            # All pages show the store as it was when the first one was read.
+            revision = revision or etcd_wire.revision_of(answer)
+            page = etcd_wire.key_values(answer)
+            found += page
+            if not answer.get("more") or not page:
+                return found, revision
+            if len(found) > MAX_LISTED_KEYS:
+                raise StoreError(
+                    f"More than {MAX_LISTED_KEYS} keys start with {prefix!r}: list a longer prefix."
+                )
+            start = page[-1].key.encode("utf-8", "surrogateescape") + b"\0"
+
+    async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        check_transaction(compares, operations)
+        gateway = self._connected()
+        request = etcd_wire.transaction_request(compares, operations, self._store_id)
+        refusals: list[str] = []
+        for endpoint in gateway.in_order():
+            try:
+                answer = await gateway.post(endpoint, "/v3/kv/txn", request, fresh=True)
+            except StoreIndefinite:
+                gateway.avoid(endpoint)
+                raise
+            except StoreUnavailable as error:
+                gateway.avoid(endpoint)
+                refusals.append(str(error))
+                continue
+            if not isinstance(answer, Failure):
+                return self._outcome(endpoint, answer)
+            if not answer.is_no_leader:
+                raise self._write_failure(endpoint, answer, operations)
+            gateway.avoid(endpoint)
+            refusals.append(f"The etcd endpoint {endpoint} has no leader.")
+        raise _unavailable(refusals)
+
+    async def grant_lease(self, ttl_s: float) -> Lease:
+        # etcd counts whole seconds; never less than was asked for.
+        request: Json = {"TTL": str(math.ceil(check_ttl(ttl_s)))}
+        answer = await self._anywhere("/v3/lease/grant", request, writes=True)
+        lease = Lease(etcd_wire.integer(answer, "ID"), float(etcd_wire.integer(answer, "TTL")))
+        if not lease.id or lease.ttl_s <= 0:
+            raise StoreError("The etcd granted a lease without an id or a TTL: check its version and health.")
+        return lease
+
+    async def keep_alive(self, lease_id: int) -> float:
+        request: Json = {"ID": str(lease_id)}
+        answer = await self._anywhere("/v3/lease/keepalive", request, writes=True, missing_is_fine=True)
+        result = answer.get("result")
+        ttl_s = etcd_wire.integer(result, "TTL") if isinstance(result, dict) else 0
+        if ttl_s <= 0:
+            raise lease_gone(lease_id)
+        return float(ttl_s)
+
+    async def revoke(self, lease_id: int) -> None:
+        await self._anywhere("/v3/lease/revoke", {"ID": str(lease_id)}, writes=True, missing_is_fine=True)
+
+    async def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[WatchEvent, None]:
+        check_watch(from_revision)
+        key_range(prefix)
+        gateway = self._connected()
+        turn = 0
+        delay_s = RECONNECT_FIRST_S
+        while not gateway.closed.is_set():
+            endpoint = gateway.in_order()[turn % len(gateway.endpoints)]
+            try:
+                async with aclosing(self._watch_once(gateway, endpoint, prefix, from_revision)) as answers:
+                    async for answer in answers:
+                        delay_s = RECONNECT_FIRST_S
+                        for event in answer.events:
+                            yield event
+                        # What "created" tells is where the store is, not how far this watch has come.
+                        if answer.events or not answer.created:
+                            last = answer.events[-1].revision if answer.events else answer.revision
+                            from_revision = max(from_revision, last + 1)
+            except StoreUnavailable as error:
+                if not gateway.closed.is_set():
+                    logger.info("%s Resuming it from revision %d.", error, from_revision)
+            turn += 1
+            await _wait_for(gateway.closed, delay_s)
+            delay_s = min(delay_s * 2, RECONNECT_MOST_S)
+
+    async def close(self) -> None:
+        gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            await gateway.close()
+
+    async def _look_at_endpoints(self, gateway: Gateway) -> None:
+        """Ask every endpoint who it is; one that answers is enough, two that disagree are too many."""
+        path = "/v3/maintenance/status"
+        posts = (gateway.post(endpoint, path, {}) for endpoint in gateway.endpoints)
+        answers = await asyncio.gather(*posts, return_exceptions=True)
+        warnings: dict[str, None] = {}
+        silent = []
+        for endpoint, answer in zip(gateway.endpoints, answers, strict=True):
+            if isinstance(answer, dict):
+                self._check_cluster(endpoint, answer)
+                warning = etcd_wire.version_warning(answer.get("version"))
+            elif isinstance(answer, Failure):
+                warning = (
+                    f"The endpoint {endpoint} does not tell its status ({answer.text}): make sure that it is "
+                    "an etcd of version 3.4 or newer whose gRPC gateway is enabled."
+                )
+                silent.append(warning)
+            elif isinstance(answer, StoreError):
+                warning = f"The etcd endpoint {endpoint} did not answer: {answer}"
+                silent.append(str(answer))
+            else:
+                raise answer
+            if warning:
+                warnings[warning] = None
+        if len(silent) == len(gateway.endpoints):
+            raise _unavailable(silent)
+        self.warnings = [*warnings]
+
+    async def _watch_once(
+        self, gateway: Gateway, endpoint: str, prefix: str, from_revision: int
+    ) -> AsyncGenerator[etcd_wire.WatchAnswer, None]:
+        request = etcd_wire.watch_request(prefix, from_revision)
+        stream = gateway.stream(endpoint, "/v3/watch", request, silence_s=self._watch_silence_s)
+        async with aclosing(stream) as results:
+            async for result in results:
+                if isinstance(result, Failure):
+                    if result.is_definite and not result.is_no_leader:
+                        raise StoreError(f"The etcd endpoint {endpoint} refused a watch: {result.text}.")
+                    raise StoreUnavailable(f"The watch at {endpoint} ended ({result.text}).")
+                self._check_cluster(endpoint, result)
+                answer = etcd_wire.watch_answer(result)
+                if answer.compact_revision:
+                    raise compacted(prefix, from_revision, answer.compact_revision)
+                if answer.canceled:
+                    raise StoreUnavailable(f"The watch at {endpoint} was ended ({answer.reason}).")
+                yield answer
+
+    async def _read(self, request: Json) -> Json:
+        floor = self._revision
+        answer = await self._anywhere("/v3/kv/range", request, writes=False)
+        revision = etcd_wire.revision_of(answer)
+        if revision < floor:
+            raise StoreError(
+                f"The etcd store went back from revision {floor} to {revision}: it was wiped or restored, "
+                "connect again and take nothing for granted."
+            )
+        self._revision = max(self._revision, revision)
+        return answer
+
+    async def _anywhere(
+        self, path: str, request: Json, *, writes: bool, missing_is_fine: bool = False
+    ) -> Json:
+        """What may be repeated, on one endpoint after the other.
+
+        Raises StoreUnavailable when none answered; when one of them may have done it, ``writes`` makes
+        that a StoreIndefinite.
+        """
+        gateway = self._connected()
+        refusals: list[str] = []
+        lost: StoreIndefinite | None = None
+        for endpoint in gateway.in_order():
+            try:
+                answer = await gateway.post(endpoint, path, request)
+            except StoreIndefinite as error:
+                lost = error
+                refusals.append(str(error))
+            except StoreUnavailable as error:
+                refusals.append(str(error))
+            else:
+                if not isinstance(answer, Failure):
+                    return self._check_cluster(endpoint, answer)
+                if answer.code == etcd_wire.NOT_FOUND and missing_is_fine:
+                    return {}
+                if answer.is_definite and not answer.is_no_leader:
+                    raise StoreError(f"The etcd endpoint {endpoint} refused {path}: {answer.text}.")
+                refusals.append(f"The etcd endpoint {endpoint} failed ({answer.text}).")
+            gateway.avoid(endpoint)
+        if writes and lost is not None:
+            raise lost
+        raise _unavailable(refusals) from lost
+
+    def _outcome(self, endpoint: str, answer: Json) -> int | None:
+        self._check_cluster(endpoint, answer)
+        try:
+            revision = etcd_wire.revision_of(answer)
+            if answer.get("succeeded") is True:
+                self._revision = max(self._revision, revision)
+                return revision
+            found = etcd_wire.failed_store_id(answer)
+        except StoreError as error:
+            raise StoreIndefinite(f"{error} The transaction may or may not have been applied.") from error
+        if self._store_id and found != self._store_id.encode():
+            raise StoreError(
+                f"The etcd at {endpoint} is no longer the store {self._store_id}: it was wiped or replaced, "
+                "nothing was written; connect again and take nothing for granted."
+            )
+        return None
+
+    def _write_failure(self, endpoint: str, answer: Failure, operations: Sequence[Operation]) -> StoreError:
+        leases = [item.lease for item in operations if isinstance(item, Put) and item.lease]
+        if answer.code == etcd_wire.NOT_FOUND and leases:
+            return lease_gone(leases[0])
+        if answer.is_definite:
+            return StoreError(f"The etcd endpoint {endpoint} refused a transaction: {answer.text}.")
+        return StoreIndefinite(
+            f"The etcd endpoint {endpoint} failed in a transaction ({answer.text}): it may or may not have "
+            "been applied, read again before going on."
+        )
+
+    def _check_cluster(self, endpoint: str, answer: Json) -> Json:
+        header = answer.get("header")
+        cluster_id = header.get("cluster_id") if isinstance(header, dict) else None
+        if isinstance(cluster_id, str) and cluster_id != self._cluster_id:
+            if self._cluster_id:
+                raise StoreError(
+                    f"The etcd endpoint {endpoint} belongs to another cluster than the one we began with: "
+                    "name the members of one cluster only."
+                )
+            self._cluster_id = cluster_id[:40]
+        return answer
+
+    def _connected(self) -> Gateway:
+        if self._gateway is None:
+            raise StoreError("The etcd store is not connected: call connect() first.")
+        return self._gateway
+
+
+def _unavailable(refusals: Sequence[str]) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"No etcd endpoint took the request, so nothing was done; check that etcd runs and has a leader: "
+        f"{' '.join(refusals)}"
+    )
+
+
+async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return

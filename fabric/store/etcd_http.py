@@ -1,0 +1,163 @@
+"""HTTP to the endpoints of one etcd, with the one distinction that matters: sent, or not sent.
+
+A request whose connection could not be made was never sent, so a write may be tried elsewhere
+(``StoreUnavailable``). Once a byte is out, a lost answer says nothing about the outcome
+(``StoreIndefinite``). For the same reason writes get a connection of their own each: on a kept one, a
+server that restarted meanwhile looks just like one that died in mid-write.
+
+Every answer is bounded before memory is taken, and no exception of the HTTP library leaves this module.
+"""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncGenerator
+
+import aiohttp
+
+from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
+from fabric.store.etcd_wire import Failure, Json, failure, parse, stream_result, unary_result
+
+MAX_ANSWER_BYTES = 32 << 20
+
+_HEADERS = {
+    "Content-Type": "application/json",
+    "Accept-Encoding": "identity",
+    # A member that has lost its leader refuses at once instead of after its own long timeout; for a watch
+    # it is the only way to hear of it at all.
+    "Grpc-Metadata-hasleader": "true",
+}
+
+
+class Gateway:
+    """Sessions to all endpoints (base URLs). Create it inside a running event loop."""
+
+    def __init__(self, endpoints: tuple[str, ...], *, attempt_timeout_s: float) -> None:
+        self.endpoints = endpoints
+        self.closed = asyncio.Event()
+        self._attempt_timeout_s = attempt_timeout_s
+        self._preferred = 0
+        self._streams: set[aiohttp.ClientResponse] = set()
+        self._kept = self._session(force_close=False)
+        self._fresh = self._session(force_close=True)
+
+    def in_order(self) -> tuple[str, ...]:
+        """All endpoints, the one that worked last first."""
+        return self.endpoints[self._preferred :] + self.endpoints[: self._preferred]
+
+    def avoid(self, endpoint: str) -> None:
+        """Begin with the next one from now on, if this is the one we begin with."""
+        if self.endpoints[self._preferred] == endpoint:
+            self._preferred = (self._preferred + 1) % len(self.endpoints)
+
+    async def post(self, endpoint: str, path: str, request: Json, *, fresh: bool = False) -> Json | Failure:
+        """One request, one answer.
+
+        Raises StoreUnavailable when it was not sent, StoreIndefinite when the answer was lost or cannot
+        be understood.
+        """
+        self._check_open(endpoint)
+        session = self._fresh if fresh else self._kept
+        # A file, so that a large one is written in pieces and the event loop goes on.
+        body = io.BytesIO(json.dumps(request).encode())
+        try:
+            # Redirects are not followed: etcd sends none, and a body must not be sent twice.
+            async with session.post(endpoint + path, data=body, allow_redirects=False) as response:
+                answer = await _bounded(response)
+                if response.status != 200:
+                    return failure(response.status, answer)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise StoreUnavailable(f"The etcd endpoint {endpoint} cannot be reached ({error}).") from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise StoreIndefinite(
+                f"The etcd endpoint {endpoint} did not answer ({_reason(error)}): what was asked may or may "
+                "not have been done, read again before going on."
+            ) from error
+        try:
+            return unary_result(parse(answer))
+        except StoreError as error:
+            raise StoreIndefinite(f"{error} What was asked of {endpoint} may or may not be done.") from error
+
+    async def stream(
+        self, endpoint: str, path: str, request: Json, *, silence_s: float
+    ) -> AsyncGenerator[Json | Failure, None]:
+        """One request, many answers, until the other side ends it.
+
+        Raises StoreUnavailable when the connection is lost, when it does not begin within the attempt's
+        timeout, or when nothing comes for ``silence_s``.
+        """
+        self._check_open(endpoint)
+        timeout = aiohttp.ClientTimeout(total=None, connect=self._attempt_timeout_s, sock_read=silence_s)
+        url, body = endpoint + path, json.dumps(request).encode()
+        try:
+            async with asyncio.timeout(self._attempt_timeout_s):
+                response = await self._kept.post(url, data=body, timeout=timeout, allow_redirects=False)
+            self._streams.add(response)
+            try:
+                if response.status != 200:
+                    yield failure(response.status, await _bounded(response))
+                    return
+                async for line in _lines(response):
+                    yield stream_result(parse(line))
+            finally:
+                self._streams.discard(response)
+                response.close()
+        except (aiohttp.ClientError, StoreIndefinite, TimeoutError, OSError) as error:
+            raise StoreUnavailable(f"The watch at {endpoint} was lost ({_reason(error)}).") from error
+
+    async def close(self) -> None:
+        self.closed.set()
+        # Closing a session does not wake those who read from its answers.
+        for response in tuple(self._streams):
+            response.close()
+        await self._kept.close()
+        await self._fresh.close()
+
+    def _check_open(self, endpoint: str) -> None:
+        if self.closed.is_set():
+            raise StoreUnavailable(f"Nothing was sent to {endpoint}, since the store was closed meanwhile.")
+
+    def _session(self, *, force_close: bool) -> aiohttp.ClientSession:
+        timeout_s = self._attempt_timeout_s
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=force_close, limit=0, ttl_dns_cache=5),
+            # The connect phase ends first, so that a timeout there is known to have sent nothing.
+            timeout=aiohttp.ClientTimeout(total=timeout_s, connect=timeout_s * 0.9),
+            headers=_HEADERS,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    while chunk := await response.content.readany():
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            raise StoreIndefinite(_too_large(str(response.url.origin())))
+    return bytes(body)
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    """The non-empty lines of a body; a last one without an end was cut off and does not count."""
+    buffer = bytearray()
+    scanned = 0
+    while chunk := await response.content.readany():
+        buffer += chunk
+        while (end := buffer.find(b"\n", scanned)) >= 0:
+            line = bytes(buffer[:end]).strip()
+            del buffer[: end + 1]
+            scanned = 0
+            if line:
+                yield line
+        scanned = len(buffer)
+        if scanned > MAX_ANSWER_BYTES:
+            raise StoreIndefinite(_too_large(str(response.url.origin())))
+
+
+def _too_large(endpoint: str) -> str:
+    return f"The etcd endpoint {endpoint} sent more than {MAX_ANSWER_BYTES} bytes: store and list less."
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

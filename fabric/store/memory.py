@@ -1,0 +1,206 @@
+"""The store in memory: the twin that tests run the lighthouse over, with the promises of the real ones.
+
+``MemorySpace`` is the store itself, ``MemoryStore`` one handle on it; several handles of one process and
+one event loop share a space, as several lighthouses share etcd. Nothing here awaits between reading and
+writing, so a transaction is atomic without a lock. Leases are ended by whoever comes next: every
+operation first deletes what has expired, and a watch wakes at the next deadline.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from fabric.errors import StoreError
+from fabric.store.base import (
+    Compare,
+    Delete,
+    KeyValue,
+    Lease,
+    Operation,
+    Put,
+    WatchEvent,
+    check_transaction,
+    check_ttl,
+    check_watch,
+    compacted,
+    key_bytes,
+    key_range,
+    lease_gone,
+    settle_store_id,
+)
+
+# Revisions that a late watch can still start from.
+HISTORY_REVISIONS = 1000
+
+
+class MemorySpace:
+    """Keys, leases and recent history. ``clock`` gives monotonic seconds."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, history_revisions: int = HISTORY_REVISIONS
+    ) -> None:
+        self.revision = 1
+        self._clock = clock
+        self._history_revisions = history_revisions
+        self._keys: dict[str, KeyValue] = {}
+        self._ttl_by_lease: dict[int, float] = {}
+        self._deadline_by_lease: dict[int, float] = {}
+        self._history: deque[WatchEvent] = deque()
+        self._lease_ids = itertools.count(1)
+        self._changed = asyncio.Event()
+
+    def get(self, key: str) -> KeyValue | None:
+        self._expire()
+        return self._keys.get(key)
+
+    def find(self, prefix: str) -> tuple[list[KeyValue], int]:
+        self._expire()
+        found = [self._keys[key] for key in sorted(self._keys) if key.startswith(prefix)]
+        return found, self.revision
+
+    def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        self._expire()
+        for compare in compares:
+            now = self._keys.get(compare.key)
+            if not compare.holds(now.create_revision if now else 0, now.mod_revision if now else 0):
+                return None
+        for operation in operations:
+            if isinstance(operation, Put) and operation.lease and operation.lease not in self._ttl_by_lease:
+                raise lease_gone(operation.lease)
+        self._apply(operations)
+        return self.revision
+
+    def grant(self, ttl_s: float) -> Lease:
+        lease = Lease(next(self._lease_ids), ttl_s)
+        self._ttl_by_lease[lease.id] = ttl_s
+        self._deadline_by_lease[lease.id] = self._clock() + ttl_s
+        self._wake()
+        return lease
+
+    def keep_alive(self, lease_id: int) -> float:
+        self._expire()
+        if lease_id not in self._ttl_by_lease:
+            raise lease_gone(lease_id)
+        self._deadline_by_lease[lease_id] = self._clock() + self._ttl_by_lease[lease_id]
+        return self._ttl_by_lease[lease_id]
+
+    def end_lease(self, lease_id: int) -> None:
+        self._ttl_by_lease.pop(lease_id, None)
+        self._deadline_by_lease.pop(lease_id, None)
+        self._apply([Delete(key) for key, found in sorted(self._keys.items()) if found.lease == lease_id])
+
+    @property
+    def oldest_revision(self) -> int:
+        """The earliest revision whose changes are still known."""
+        return max(1, self.revision - self._history_revisions + 1)
+
+    def changes(self, prefix: str, from_revision: int) -> list[WatchEvent]:
+        self._expire()
+        if from_revision < self.oldest_revision:
+            raise compacted(prefix, from_revision, self.oldest_revision)
+        return [
+            event
+            for event in self._history
+            if event.revision >= from_revision and event.key_value.key.startswith(prefix)
+        ]
+
+    async def wait_for_change(self) -> None:
+        """Return when something has changed or a lease may have expired."""
+        deadline = min(self._deadline_by_lease.values(), default=None)
+        timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def wake(self) -> None:
+        """Let all watches look again."""
+        self._wake()
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for lease_id in [lease for lease, deadline in self._deadline_by_lease.items() if deadline <= now]:
+            self.end_lease(lease_id)
+
+    def _apply(self, operations: Sequence[Operation]) -> None:
+        revision = self.revision + 1
+        events = []
+        for operation in operations:
+            before = self._keys.get(operation.key)
+            if isinstance(operation, Put):
+                created = before.create_revision if before else revision
+                now = KeyValue(operation.key, bytes(operation.value), created, revision, operation.lease)
+                self._keys[operation.key] = now
+                events.append(WatchEvent("put", now, revision))
+            elif before is not None:
+                del self._keys[operation.key]
+                events.append(WatchEvent("delete", KeyValue(operation.key, b"", 0, revision), revision))
+        if not events:
+            return
+        self.revision = revision
+        self._history.extend(events)
+        while self._history and self._history[0].revision < self.oldest_revision:
+            self._history.popleft()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class MemoryStore:
+    """One handle; ``MemoryStore()`` has a space of its own, ``MemoryStore(space)`` shares one."""
+
+    def __init__(self, space: MemorySpace | None = None) -> None:
+        self.space = space if space is not None else MemorySpace()
+        self.warnings: list[str] = []
+        self._open = False
+
+    async def connect(self) -> str:
+        self._open = True
+        return await settle_store_id(self)
+
+    async def get(self, key: str) -> KeyValue | None:
+        key_bytes(key)
+        return self._space().get(key)
+
+    async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
+        key_range(prefix)
+        return self._space().find(prefix)
+
+    async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        check_transaction(compares, operations)
+        return self._space().commit(compares, operations)
+
+    async def grant_lease(self, ttl_s: float) -> Lease:
+        return self._space().grant(check_ttl(ttl_s))
+
+    async def keep_alive(self, lease_id: int) -> float:
+        return self._space().keep_alive(lease_id)
+
+    async def revoke(self, lease_id: int) -> None:
+        self._space().end_lease(lease_id)
+
+    async def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[WatchEvent, None]:
+        check_watch(from_revision)
+        key_range(prefix)
+        space = self._space()
+        while self._open:
+            events = space.changes(prefix, from_revision)
+            # Everything up to here has been looked at, so a quiet prefix is never compacted away.
+            from_revision = max(from_revision, space.revision + 1)
+            for event in events:
+                yield event
+            if space.revision < from_revision and self._open:
+                await space.wait_for_change()
+
+    async def close(self) -> None:
+        self._open = False
+        self.space.wake()
+
+    def _space(self) -> MemorySpace:
+        if not self._open:
+            raise StoreError("The store in memory is not connected: call connect() first.")
+        return self.space

@@ -1,0 +1,71 @@
+"""From a URL to a store, refusing what cannot be meant before anything is touched."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fabric.errors import ConfigError
+from fabric.store.base import Store
+from fabric.store.etcd import EtcdStore
+from fabric.store.memory import MemoryStore
+from fabric.store.sqlite import SqliteStore
+
+ATTEMPT_TIMEOUT_S = 3.0
+WATCH_SILENCE_S = 20.0
+ETCD_PORT = 2379
+
+_EXAMPLES = "sqlite:///var/lib/fabric/store.db, etcd://host:2379,other:2379 or memory:"
+
+
+def open_store(
+    url: str, *, attempt_timeout_s: float = ATTEMPT_TIMEOUT_S, watch_silence_s: float = WATCH_SILENCE_S
+) -> Store:
+    """A store that is not connected yet.
+
+    ``sqlite:`` is followed by ``//`` and a path, absolute when it begins with a slash; any number of
+    slashes before an absolute path is one. ``etcd://`` is followed by comma-separated ``host[:port]``.
+    ``memory:`` is a new, empty store of this process. ``attempt_timeout_s`` bounds each attempt at an
+    endpoint, or waiting for the lock of a file; ``watch_silence_s`` is how long an etcd watch may be
+    silent before its connection is replaced. Raises ConfigError.
+    """
+    for name, value in (("attempt_timeout_s", attempt_timeout_s), ("watch_silence_s", watch_silence_s)):
+        if not 0 < value <= 3600:
+            raise ConfigError(f"{name} is {value}, it must be above 0 and at most 3600 seconds.")
+    scheme, colon, rest = url.partition(":")
+    if colon and scheme == "memory" and not rest:
+        return MemoryStore()
+    if scheme == "sqlite" and rest.startswith("//"):
+        return SqliteStore(_path(url, rest[2:]), attempt_timeout_s=attempt_timeout_s)
+    if scheme == "etcd" and rest.startswith("//"):
+        endpoints = tuple(_endpoint(url, part) for part in rest[2:].split(","))
+        return EtcdStore(endpoints, attempt_timeout_s=attempt_timeout_s, watch_silence_s=watch_silence_s)
+    raise ConfigError(f"The store {_shown(url)!r} is not one we know: write it like {_EXAMPLES}.")
+
+
+def _path(url: str, text: str) -> Path:
+    if not text.strip("/") or text.endswith("/") or "\0" in text:
+        raise ConfigError(f"The store {_shown(url)!r} names no file: write it like {_EXAMPLES}.")
+    return Path("/" + text.lstrip("/") if text.startswith("/") else text).absolute()
+
+
+def _endpoint(url: str, text: str) -> str:
+    # A password in a URL ends up in process lists and logs, so it is refused and not repeated.
+    if "@" in text:
+        raise ConfigError(
+            "The store's URL holds a user or password: credentials in the URL are not supported, remove them."
+        )
+    try:
+        parts = urlsplit(f"http://{text}")
+        host, port = parts.hostname, parts.port
+        plain = not (parts.path or parts.query or parts.fragment or any(mark.isspace() for mark in text))
+    except ValueError:
+        host, port, plain = None, None, False
+    if not host or not plain or port == 0:
+        raise ConfigError(
+            f"The store {_shown(url)!r} has a bad address {text[:80]!r}: write host:port, without a path."
+        )
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port or ETCD_PORT}"
+
+
+def _shown(url: str) -> str:
+    return url[:200] if "@" not in url else url.partition("//")[0] + "//..."

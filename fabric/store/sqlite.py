@@ -1,0 +1,125 @@
+"""The store in an SQLite file, for all lighthouses of one machine: the asyncio half.
+
+All blocking calls run on one thread of the handle's own, in order, so the event loop never waits for a
+disk and SQLite sees one thread. A watch polls: other processes have no way to call us, and one indexed
+read every ``POLL_S`` costs next to nothing; writes of this handle wake its watches at once. See
+``sqlite_file`` for what is kept, how long, and what a reboot does.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from fabric.errors import StoreError
+from fabric.store.base import (
+    Compare,
+    KeyValue,
+    Lease,
+    Operation,
+    WatchEvent,
+    check_transaction,
+    check_ttl,
+    check_watch,
+    key_bytes,
+    key_range,
+    settle_store_id,
+)
+from fabric.store.sqlite_file import Cursor, SqliteFile
+
+# How soon a watch sees what another process wrote, and how soon leases end while somebody watches.
+POLL_S = 0.05
+
+Answer = TypeVar("Answer")
+Changes = tuple[list[WatchEvent], Cursor]
+
+
+class SqliteStore:
+    """A handle on the file at ``path``; it and its directory must be writable, the file need not exist."""
+
+    def __init__(self, path: Path, *, attempt_timeout_s: float) -> None:
+        self.warnings: list[str] = []
+        self._path = path
+        self._attempt_timeout_s = attempt_timeout_s
+        self._file: SqliteFile | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._wake = asyncio.Event()
+
+    async def connect(self) -> str:
+        if self._file is None:
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fabric-store")
+            loop = asyncio.get_running_loop()
+            try:
+                self._file = await loop.run_in_executor(thread, self._opened)
+            except BaseException:
+                thread.shutdown(wait=False)
+                raise
+            self._thread = thread
+        return await settle_store_id(self)
+
+    async def get(self, key: str) -> KeyValue | None:
+        key_bytes(key)
+        return await self._call(lambda file: file.get(key))
+
+    async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
+        key_range(prefix)
+        return await self._call(lambda file: file.find(prefix))
+
+    async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        check_transaction(compares, operations)
+        revision = await self._call(lambda file: file.commit(compares, operations))
+        self._wake_watches()
+        return revision
+
+    async def grant_lease(self, ttl_s: float) -> Lease:
+        check_ttl(ttl_s)
+        return await self._call(lambda file: file.grant(ttl_s))
+
+    async def keep_alive(self, lease_id: int) -> float:
+        return await self._call(lambda file: file.keep_alive(lease_id))
+
+    async def revoke(self, lease_id: int) -> None:
+        await self._call(lambda file: file.revoke(lease_id))
+        self._wake_watches()
+
+    async def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[WatchEvent, None]:
+        check_watch(from_revision)
+        key_range(prefix)
+        cursor: Cursor = (from_revision, 0)
+        while True:
+            wake = self._wake
+            if self._file is None:
+                return
+            events, cursor = await self._changes(prefix, cursor)
+            for event in events:
+                yield event
+            if not events:
+                try:
+                    await asyncio.wait_for(wake.wait(), POLL_S)
+                except TimeoutError:
+                    continue
+
+    async def close(self) -> None:
+        file, thread = self._file, self._thread
+        self._file = self._thread = None
+        self._wake_watches()
+        if file is not None and thread is not None:
+            await asyncio.get_running_loop().run_in_executor(thread, file.close)
+            thread.shutdown(wait=False)
+
+    def _opened(self) -> SqliteFile:
+        return SqliteFile(self._path, busy_timeout_s=self._attempt_timeout_s)
+
+    async def _changes(self, prefix: str, cursor: Cursor) -> Changes:
+        return await self._call(lambda file: file.changes(prefix, cursor))
+
+    async def _call(self, operation: Callable[[SqliteFile], Answer]) -> Answer:
+        file, thread = self._file, self._thread
+        if file is None or thread is None:
+            raise StoreError(f"The store {self._path} is not connected: call connect() first.")
+        return await asyncio.get_running_loop().run_in_executor(thread, operation, file)
+
+    def _wake_watches(self) -> None:
+        self._wake.set()
+        self._wake = asyncio.Event()

@@ -1,0 +1,404 @@
+"""One SQLite file as a store: the blocking half, to be used from one thread only.
+
+The problem: several processes on one machine share a file, any of them may be killed in mid-commit, and
+leases must end even when nobody runs. The mechanism: write-ahead log with ``synchronous=FULL`` (a commit
+that returned survives a power cut), every transaction ``BEGIN IMMEDIATE``, so what a guard saw is what it
+is applied to, and a bounded history table that watches read from.
+
+Leases are deadlines on the monotonic clock, which all processes of one machine share and which no change
+of the wall clock moves. That clock starts anew with the machine, so each lease also names the boot it was
+granted in: after a reboot all leases have ended, as their holders have. For the same reason the file must
+not be shared between machines. Whoever comes next deletes what has expired.
+
+A file that was removed or replaced while in use would silently split the store in two (SQLite goes on with
+the unlinked one), so its identity is checked before each transaction.
+"""
+
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
+from fabric.store.base import (
+    MAX_LISTED_KEYS,
+    Compare,
+    KeyValue,
+    Lease,
+    Operation,
+    Put,
+    WatchEvent,
+    compacted,
+    key_bytes,
+    key_range,
+    key_text,
+    lease_gone,
+)
+
+# Revisions that a late watch can still start from.
+HISTORY_REVISIONS = 1000
+# Changes that a watch reads at once, so that its memory is bounded.
+CHANGES_PER_READ = 64
+
+APPLICATION_ID = 0x46414252
+SCHEMA_VERSION = 1
+SCHEMA = """
+CREATE TABLE store (one INTEGER PRIMARY KEY CHECK (one = 1), revision INTEGER NOT NULL);
+CREATE TABLE keys (
+    key BLOB PRIMARY KEY, value BLOB NOT NULL,
+    create_revision INTEGER NOT NULL, mod_revision INTEGER NOT NULL, lease INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE leases (
+    id INTEGER PRIMARY KEY, ttl_s REAL NOT NULL, deadline_s REAL NOT NULL, boot TEXT NOT NULL
+);
+CREATE TABLE history (
+    revision INTEGER NOT NULL, position INTEGER NOT NULL, kind TEXT NOT NULL,
+    key BLOB NOT NULL, value BLOB NOT NULL, create_revision INTEGER NOT NULL, lease INTEGER NOT NULL,
+    PRIMARY KEY (revision, position)
+) WITHOUT ROWID;
+INSERT INTO store VALUES (1, 1);
+"""
+
+Cursor = tuple[int, int]
+
+
+def boot_id() -> str:
+    """What names this start of the machine; empty where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:64]
+    except OSError:
+        return ""
+
+
+class SqliteFile:
+    """The open file. All methods raise StoreError, StoreUnavailable or StoreIndefinite."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        busy_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        boot: str = "",
+    ) -> None:
+        self._path = path
+        self._clock = clock
+        self._boot = boot or boot_id()
+        self._busy_timeout_s = busy_timeout_s
+        self._identity = (0, 0)
+        self._connection = self._opened()
+
+    def get(self, key: str) -> KeyValue | None:
+        with self._reading() as connection:
+            query = "SELECT key, value, create_revision, mod_revision, lease FROM keys WHERE key = ?"
+            row = connection.execute(query, (key.encode(),)).fetchone()
+        return None if row is None else _key_value(row)
+
+    def find(self, prefix: str) -> tuple[list[KeyValue], int]:
+        where, bounds = _key_condition(prefix)
+        with self._reading() as connection:
+            query = (
+                f"SELECT key, value, create_revision, mod_revision, lease FROM keys WHERE {where} "  # noqa: S608 - fixed text
+                f"ORDER BY key LIMIT {MAX_LISTED_KEYS + 1}"
+            )
+            rows = connection.execute(query, bounds).fetchall()
+            revision = self._revision()
+        if len(rows) > MAX_LISTED_KEYS:
+            raise StoreError(f"More than {MAX_LISTED_KEYS} keys start with {prefix!r}: list a longer prefix.")
+        return [_key_value(row) for row in rows], revision
+
+    def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        with self._writing():
+            self._expire()
+            if not all(self._holds(compare) for compare in compares):
+                return None
+            for operation in operations:
+                if isinstance(operation, Put) and operation.lease and not self._is_lease(operation.lease):
+                    raise lease_gone(operation.lease)
+            self._apply(operations)
+            return self._revision()
+
+    def grant(self, ttl_s: float) -> Lease:
+        with self._writing() as connection:
+            self._expire()
+            lease = Lease(secrets.randbelow(1 << 62) + 1, ttl_s)
+            connection.execute(
+                "INSERT INTO leases VALUES (?, ?, ?, ?)", (lease.id, ttl_s, self._clock() + ttl_s, self._boot)
+            )
+        return lease
+
+    def keep_alive(self, lease_id: int) -> float:
+        with self._writing() as connection:
+            self._expire()
+            row = connection.execute("SELECT ttl_s FROM leases WHERE id = ?", (lease_id,)).fetchone()
+            if row is None:
+                raise lease_gone(lease_id)
+            ttl_s = float(row[0])
+            connection.execute(
+                "UPDATE leases SET deadline_s = ? WHERE id = ?", (self._clock() + ttl_s, lease_id)
+            )
+        return ttl_s
+
+    def revoke(self, lease_id: int) -> None:
+        with self._writing():
+            self._end_lease(lease_id)
+
+    def changes(self, prefix: str, cursor: Cursor) -> tuple[list[WatchEvent], Cursor]:
+        """What happened from a cursor (revision, position) on, bounded, and where to read on."""
+        where, bounds = _key_condition(prefix)
+        with self._reading() as connection:
+            revision = self._revision()
+            oldest = max(1, revision - HISTORY_REVISIONS + 1)
+            if cursor[0] < oldest:
+                raise compacted(prefix, cursor[0], oldest)
+            query = (
+                "SELECT revision, position, kind, key, value, create_revision, lease FROM history "  # noqa: S608 - fixed text
+                f"WHERE (revision, position) >= (?, ?) AND {where} "
+                f"ORDER BY revision, position LIMIT {CHANGES_PER_READ}"
+            )
+            rows = connection.execute(query, (*cursor, *bounds)).fetchall()
+        if len(rows) == CHANGES_PER_READ:
+            return [_event(row) for row in rows], (rows[-1][0], rows[-1][1] + 1)
+        return [_event(row) for row in rows], max(cursor, (revision + 1, 0))
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):
+            self._connection.close()
+
+    def _opened(self) -> sqlite3.Connection:
+        if not self._path.parent.is_dir():
+            raise StoreError(
+                f"The store cannot be at {self._path}: the directory {self._path.parent} does not exist, "
+                "create it or name another path."
+            )
+        connection = None
+        try:
+            connection = sqlite3.connect(self._path, timeout=self._busy_timeout_s, isolation_level=None)
+            self._connection = connection
+            self._prepare(connection)
+            status = self._path.stat()
+        except (sqlite3.Error, OSError) as error:
+            if connection is not None:
+                connection.close()
+            raise self._translated(error) from error
+        except StoreError:
+            if connection is not None:
+                connection.close()
+            raise
+        self._identity = (status.st_dev, status.st_ino)
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        # Before anything is changed: is this file ours, new, or somebody else's?
+        with self._transaction(connection, "BEGIN"):
+            self._check_owner(connection)
+        self._switch_to_log(connection)
+        connection.execute("PRAGMA synchronous=FULL")
+        with self._transaction(connection, "BEGIN IMMEDIATE"):
+            if self._check_owner(connection):
+                for statement in SCHEMA.strip().split(";\n"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            # On a read-only file SQLite makes a reader of us without a word: find out now, not later.
+            connection.execute("UPDATE store SET revision = revision")
+            damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if damage != "ok":
+                shown = " ".join(str(damage).split())[:120]
+                raise StoreError(
+                    f"The store {self._path} is damaged ({shown}): move it away to start an empty one, or "
+                    "restore a copy."
+                )
+
+    def _switch_to_log(self, connection: sqlite3.Connection) -> None:
+        """Enter WAL mode. SQLite does not wait for its lock here, so we do: others may be opening too."""
+        deadline_s = time.monotonic() + self._busy_timeout_s
+        while True:
+            try:
+                mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorname != "SQLITE_BUSY" or time.monotonic() > deadline_s:
+                    raise
+            time.sleep(secrets.randbelow(10_000) / 1e6)
+        if mode != "wal":
+            raise StoreError(
+                f"The store cannot be at {self._path}: its file system offers no shared memory for SQLite "
+                "(a network file system?), put it on a local disk."
+            )
+
+    @contextmanager
+    def _transaction(self, connection: sqlite3.Connection, begin: str) -> Iterator[None]:
+        connection.execute(begin)
+        try:
+            yield
+        except BaseException:
+            self._roll_back()
+            raise
+        connection.execute("COMMIT")
+
+    def _check_owner(self, connection: sqlite3.Connection) -> bool:
+        """Whether the file is new. Raises StoreError when another program or version made it."""
+        application = connection.execute("PRAGMA application_id").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if application == APPLICATION_ID and version == SCHEMA_VERSION:
+            return False
+        if application == APPLICATION_ID:
+            raise StoreError(
+                f"The store {self._path} has format {version}, this release reads {SCHEMA_VERSION}: "
+                "use the release that wrote it, or another path."
+            )
+        if tables or application:
+            raise StoreError(f"{self._path} is another program's SQLite file: name another path.")
+        return True
+
+    def _check_identity(self) -> None:
+        try:
+            status = self._path.stat()
+            same = (status.st_dev, status.st_ino) == self._identity
+        except OSError:
+            same = False
+        if not same:
+            raise StoreError(
+                f"The store {self._path} was removed or replaced while in use: stop all processes that use "
+                "it and start them again."
+            )
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """A consistent view in which nothing is expired."""
+        self._check_identity()
+        try:
+            if self._expired():
+                with self._writing():
+                    self._expire()
+            self._connection.execute("BEGIN")
+            try:
+                yield self._connection
+            finally:
+                self._roll_back()
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        self._check_identity()
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+            except BaseException:
+                self._roll_back()
+                raise
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+        try:
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            # The log may or may not hold a complete transaction: whoever opens the file next decides.
+            self._roll_back()
+            raise StoreIndefinite(
+                f"The store {self._path} did not confirm a write ({error}): read it again before going on."
+            ) from error
+
+    def _roll_back(self) -> None:
+        # After some errors SQLite has ended the transaction by itself, and a failed disk may refuse.
+        with suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+
+    def _revision(self) -> int:
+        return int(self._connection.execute("SELECT revision FROM store").fetchone()[0])
+
+    def _holds(self, compare: Compare) -> bool:
+        query = "SELECT create_revision, mod_revision FROM keys WHERE key = ?"
+        row = self._connection.execute(query, (key_bytes(compare.key),)).fetchone() or (0, 0)
+        return compare.holds(int(row[0]), int(row[1]))
+
+    def _is_lease(self, lease_id: int) -> bool:
+        query = "SELECT 1 FROM leases WHERE id = ?"
+        return self._connection.execute(query, (lease_id,)).fetchone() is not None
+
+    def _expired(self) -> list[int]:
+        now_s = self._clock()
+        # A deadline further away than the TTL was counted on another clock: it has ended as well. The
+        # second of slack is for rounding.
+        query = "SELECT id FROM leases WHERE deadline_s <= ? OR boot != ? OR deadline_s - ttl_s > ? + 1"
+        return sorted(int(row[0]) for row in self._connection.execute(query, (now_s, self._boot, now_s)))
+
+    def _expire(self) -> None:
+        for lease_id in self._expired():
+            self._end_lease(lease_id)
+
+    def _end_lease(self, lease_id: int) -> None:
+        self._connection.execute("DELETE FROM leases WHERE id = ?", (lease_id,))
+        keys = self._connection.execute("SELECT key FROM keys WHERE lease = ? ORDER BY key", (lease_id,))
+        self._record([("delete", bytes(row[0]), b"", 0) for row in keys.fetchall()])
+
+    def _apply(self, operations: Sequence[Operation]) -> None:
+        changes = []
+        for operation in operations:
+            key = key_bytes(operation.key)
+            if isinstance(operation, Put):
+                changes.append(("put", key, bytes(operation.value), operation.lease))
+            elif self._connection.execute("SELECT 1 FROM keys WHERE key = ?", (key,)).fetchone():
+                changes.append(("delete", key, b"", 0))
+        self._record(changes)
+
+    def _record(self, changes: Sequence[tuple[str, bytes, bytes, int]]) -> None:
+        """Apply (kind, key, value, lease) as one revision, in the open transaction."""
+        if not changes:
+            return
+        execute = self._connection.execute
+        revision = self._revision() + 1
+        for position, (kind, key, value, lease) in enumerate(changes):
+            created = 0
+            if kind == "put":
+                before = execute("SELECT create_revision FROM keys WHERE key = ?", (key,)).fetchone()
+                created = before[0] if before else revision
+                execute("REPLACE INTO keys VALUES (?, ?, ?, ?, ?)", (key, value, created, revision, lease))
+            else:
+                execute("DELETE FROM keys WHERE key = ?", (key,))
+            row = (revision, position, kind, key, value, created, lease)
+            execute("INSERT INTO history VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        execute("DELETE FROM history WHERE revision <= ?", (revision - HISTORY_REVISIONS,))
+        execute("UPDATE store SET revision = ?", (revision,))
+
+    def _translated(self, error: sqlite3.Error | OSError) -> StoreError:
+        name = getattr(error, "sqlite_errorname", "") or ""
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            return StoreUnavailable(
+                f"The store {self._path} was kept locked by another process for too long: nothing was "
+                "written, try again, or look who holds it."
+            )
+        for prefix, what in _WHAT_TO_DO.items():
+            if name.startswith(prefix):
+                return StoreError(f"The store {self._path} cannot be used: {what}.")
+        return StoreError(f"The store {self._path} cannot be used ({error}): check the file and its disk.")
+
+
+_WHAT_TO_DO = {
+    "SQLITE_READONLY": "it or its directory is read-only for this user, change the permissions or the path",
+    "SQLITE_CANTOPEN": "this user may not open or create it, check that it is a file and the permissions",
+    "SQLITE_NOTADB": "it is not an SQLite file, name another path",
+    "SQLITE_CORRUPT": "it is damaged, move it away to start an empty one or restore a copy",
+    "SQLITE_FULL": "its disk is full, free some space",
+}
+
+
+def _key_condition(prefix: str) -> tuple[str, tuple[bytes, ...]]:
+    start, end = key_range(prefix)
+    return ("key >= ?", (start,)) if end == b"\0" else ("key >= ? AND key < ?", (start, end))
+
+
+def _key_value(row: tuple[bytes, bytes, int, int, int]) -> KeyValue:
+    return KeyValue(key_text(bytes(row[0])), bytes(row[1]), row[2], row[3], row[4])
+
+
+def _event(row: tuple[int, int, str, bytes, bytes, int, int]) -> WatchEvent:
+    revision, _, kind, key, value, created, lease = row
+    key_value = KeyValue(key_text(bytes(key)), bytes(value), created, revision, lease)
+    return WatchEvent("put" if kind == "put" else "delete", key_value, revision)

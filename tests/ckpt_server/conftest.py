@@ -1,0 +1,53 @@
+"""Real checkpoint server processes, each ended with its test."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_support import end, options
+
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.lines import LOCK_NAME
+
+Attach = Callable[..., ServerHandle]
+
+
+def _end_server(run_dir: Path) -> None:
+    """Kill the server that owns ``run_dir``, if any."""
+    lock = run_dir / LOCK_NAME
+    pid = lock.read_text().strip() if lock.exists() else ""
+    if pid and Path(f"/proc/{pid}").exists():
+        end(int(pid))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """A folder for one server, which dies with the test."""
+    folder = tmp_path / "run"
+    yield folder
+    _end_server(folder)
+
+
+@pytest.fixture
+def attach(run_dir: Path) -> Iterator[Attach]:
+    """Starts or attaches to the server in ``run_dir``, as this process."""
+    handles: list[ServerHandle] = []
+
+    def start(**others: Any) -> ServerHandle:
+        handles.append(ServerHandle.start_or_attach(**options(run_dir, **others)))
+        return handles[-1]
+
+    yield start
+    for handle in handles:
+        handle.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHandle]:
+    """One server for a module's tests that change nothing for each other."""
+    folder = tmp_path_factory.mktemp("served") / "run"
+    handle = ServerHandle.start_or_attach(**options(folder))
+    yield handle
+    handle.close()
+    _end_server(folder)

@@ -1,0 +1,217 @@
+"""What the checkpoint server's tests share: files to publish, a trainer process, waiting for a condition."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fabric.ckpt_server.digest import BLOCK_BYTES, block_digest, file_digest
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.layout import build_preamble
+from fabric.ckpt_server.manifest import make_manifest
+from fabric.model import SnapshotRef
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a-token-for-tests"
+DEADLINE_S = 30.0
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """Poll until ``condition`` is true and return its value; fail at the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.005)
+    return value
+
+
+def snapshot_file(nbytes: int, seed: int = 0) -> bytes:
+    """A snapshot file with about ``nbytes`` of random data in two tensors."""
+    first = nbytes // 3
+    sizes = (first, nbytes - first)
+    preamble = build_preamble([(n, "U8", (s,), s) for n, s in zip("ab", sizes, strict=True)], "{}")
+    return preamble + random.Random(seed).randbytes(nbytes)
+
+
+def manifest_of(file: bytes, step: int, generation: int = 1, job: str = "job") -> dict[str, Any]:
+    view = memoryview(file)
+    blocks = [block_digest(view[i : i + BLOCK_BYTES]) for i in range(0, len(file), BLOCK_BYTES)]
+    state = SnapshotRef(generation, step, file_digest(view))
+    return make_manifest(state, len(file), blocks, job=job, replica="r0", created=1.5e9)
+
+
+def publish(handle: ServerHandle, slot: int, file: bytes, step: int, generation: int = 1) -> None:
+    """Publish ``file`` as a trainer does."""
+    handle.begin("snapshot", slot)
+    handle.allocate("snapshot", slot, len(file))[:] = file
+    handle.publish_snapshot(slot, manifest_of(file, step, generation))
+
+
+def publish_gradient(
+    handle: ServerHandle, slot: int, data: bytes, step: int, generation: int = 1, **others: Any
+) -> None:
+    handle.begin("gradient", slot)
+    handle.allocate("gradient", slot, max(len(data), 1))[: len(data)] = data
+    told: dict[str, Any] = {"epoch": 7, "weight": 48.0, "layout": "feed", "meta": {"loss": 1.5}, **others}
+    handle.publish_gradient(
+        slot, generation=generation, step=step, nbytes=len(data), digest=f"{step:032x}", **told
+    )
+
+
+def options(run_dir: Path, **others: Any) -> dict[str, Any]:
+    """Arguments of start_or_attach."""
+    return {
+        "job": "job",
+        "replica": "r0",
+        "incarnation": 1,
+        "run_dir": run_dir,
+        "bind": "127.0.0.1",
+        "port": "0",
+        "advertise": "",
+        "token_file": None,
+        "lighthouse": [],
+        "orphan_s": 60.0,
+        **others,
+    }
+
+
+class Answer:
+    """One HTTP answer, read to its end."""
+
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        body = self.json
+        assert isinstance(body["error"], str) and "Traceback" not in body["error"]
+        return body["error"]
+
+
+def connect(url: str) -> HTTPConnection:
+    parts = urlsplit(url)
+    assert parts.hostname and parts.port
+    return HTTPConnection(parts.hostname, parts.port, timeout=DEADLINE_S)
+
+
+def fetch(url: str, path: str, method: str = "GET", **headers: str) -> Answer:
+    """One request; header names have underscores for dashes."""
+    connection = connect(url)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        response = connection.getresponse()
+        return Answer(response.status, dict(response.getheaders()), response.read())
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def end(pid: int) -> None:
+    """Kill one process that a test started, and wait until it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+    wait_for(lambda: not alive(pid), f"the end of {pid}")
+
+
+_TRAINER = """
+import json, sys
+sys.path[:0] = [sys.argv[2], sys.argv[3]]
+from pathlib import Path
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.errors import FabricError
+from server_support import options, publish, publish_gradient, snapshot_file
+
+def say(**body):
+    print(json.dumps(body), flush=True)
+
+found = json.loads(sys.argv[1])
+found["run_dir"] = Path(found["run_dir"])
+found["token_file"] = found["token_file"] and Path(found["token_file"])
+try:
+    handle = ServerHandle.start_or_attach(**found)
+except FabricError as error:
+    say(refused=type(error).__name__, error=str(error))
+    sys.exit(3)
+say(url=handle.url, pid=handle.pid, snapshots=[s.step for s in handle.snapshots])
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["do"] == "publish":
+        publish(handle, request["slot"], snapshot_file(request["nbytes"], request["step"]), request["step"])
+    elif request["do"] == "gradient":
+        publish_gradient(handle, request["slot"], bytes(request["nbytes"]), request["step"])
+    elif request["do"] == "begin":
+        handle.begin("snapshot", request["slot"])
+    elif request["do"] == "close":
+        handle.close()
+    say(done=request["do"])
+"""
+
+
+class TrainerProcess:
+    """A real trainer process that does what it is told over a pipe."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        arguments = {k: str(v) if isinstance(v, Path) else v for k, v in found.items()}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _TRAINER, json.dumps(arguments), str(ROOT), str(Path(__file__).parent)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+        self.hello = self._hear()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the trainer ended with {self._process.wait()}"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def do(self, name: str, **request: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": name, **request}) + "\n")
+        self._process.stdin.flush()
+        assert self._hear() == {"done": name}
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+@contextmanager
+def trainer_process(found: dict[str, Any]) -> Iterator[TrainerProcess]:
+    trainer = TrainerProcess(found)
+    try:
+        yield trainer
+    finally:
+        trainer.end()

@@ -1,0 +1,235 @@
+"""The small pure parts: ranges, kernel states, ports, tokens, errors as JSON."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from aiohttp import ClientSession, web
+from hypothesis import given
+from hypothesis import strategies as st
+from server_support import wait_for
+
+from fabric.ckpt_server.conditions import PreconditionFailed, Unsatisfiable, check_if_match, wanted_range
+from fabric.ckpt_server.trainer import parse_stat, read_stat
+from fabric.errors import (
+    ConfigError,
+    FabricError,
+    Gone,
+    ProtocolError,
+    Refused,
+    StoreError,
+    StoreIndefinite,
+    Unauthorized,
+)
+from fabric.runtime.web import (
+    bearer_required,
+    bind_first_free,
+    check_bearer,
+    check_exposure,
+    errors_as_json,
+    parse_ports,
+    query_integer,
+    read_token,
+    serve,
+    status_of,
+)
+
+
+@given(st.integers(0, 50), st.integers(0, 60), st.integers(0, 60))
+def test_ranges_select_what_the_rfc_says(nbytes, first, last):
+    data = bytes(range(nbytes))
+    for header, wanted in (
+        (f"bytes={first}-", data[first:]),
+        (f"bytes=-{last}", data[max(nbytes - last, 0) :]),
+        (f"Bytes={first}-{max(first, last)}", data[first : max(first, last) + 1]),
+    ):
+        try:
+            begin, end = wanted_range(header, None, '"t"', nbytes)
+        except Unsatisfiable as error:
+            assert not wanted and error.nbytes == nbytes
+        else:
+            assert data[begin:end] == wanted != b""
+
+
+@given(st.text(max_size=30))
+def test_range_headers_of_any_kind_are_a_range_nothing_or_refused(text):
+    for header in (text, f"bytes={text}"):
+        try:
+            found = wanted_range(header, None, '"t"', 100)
+        except (ProtocolError, Unsatisfiable):
+            continue
+        assert found is None or 0 <= found[0] < found[1] <= 100
+
+
+def test_if_match():
+    check_if_match(None, '"t"')
+    check_if_match('"a","t"', '"t"')
+    for header in ("", "t", 'W/"t"', '"T"'):
+        with pytest.raises(PreconditionFailed):
+            check_if_match(header, '"t"')
+
+
+def stat(state: str, flags: int, threads: int) -> str:
+    return f"77 (a) b (R) {state} 1 2 3 4 5 {flags} 7 8 9 10 11 12 13 14 15 16 {threads} 0 999 1 2"
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "threads", "verdict"),
+    [
+        ("R", 0, 40, "running"),
+        ("S", 0, 1, "running"),
+        ("D", 0, 1, "running"),
+        ("T", 0, 40, "stopped"),
+        ("t", 0, 1, "stopped"),
+        ("Z", 0, 1, "gone"),
+        ("X", 0, 1, "gone"),
+        ("R", 0x4 | 0x400, 40, "gone"),  # killed, its memory is still being freed
+        ("D", 0x4, 1, "gone"),
+        ("Z", 0x4, 40, "running"),  # the first thread ended alone
+    ],
+)
+def test_what_the_kernel_says(state, flags, threads, verdict):
+    found = parse_stat(stat(state, flags, threads))
+    assert (found.verdict, found.started) == (verdict, 999)
+
+
+def test_what_the_kernel_says_of_real_processes():
+    own = read_stat(os.getpid())
+    assert own is not None and own.verdict == "running" and own.started > 0
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as child:
+        child.send_signal(signal.SIGSTOP)
+        wait_for(lambda: read_stat(child.pid).verdict == "stopped", "stopped")
+        child.kill()
+        wait_for(lambda: read_stat(child.pid).verdict == "gone", "gone")
+        child.wait()
+        assert read_stat(child.pid) is None
+
+
+@pytest.mark.parametrize(("text", "ports"), [("0", [0]), ("8000", [8000]), (" 80-82 ", [80, 81, 82])])
+def test_ports(text, ports):
+    assert list(parse_ports(text)) == ports
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", "-1", "80-", "-80", "82-80", "0-5", "65536", "a", "8000-8001-8002", "1e3"]
+)
+def test_ports_that_are_none(text):
+    with pytest.raises(ConfigError, match="give a port, a range such as 8000-8010, or 0"):
+        parse_ports(text)
+
+
+def test_the_first_free_port_of_a_range_wins():
+    with bind_first_free("127.0.0.1", range(1)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken"):
+            bind_first_free("127.0.0.1", range(port, port + 1))
+        with bind_first_free("127.0.0.1", range(port, port + 200)) as free:
+            assert free.getsockname()[1] > port
+
+
+def test_addresses_that_are_not_ours():
+    with pytest.raises(ConfigError, match="bind to an address of this machine"):
+        bind_first_free("192.0.2.1", range(1))
+    with pytest.raises(ConfigError, match="is unknown"):
+        bind_first_free("no host\x00", range(1))
+
+
+def test_listening_for_others_needs_a_token():
+    for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
+        check_exposure(host, None)
+    check_exposure("0.0.0.0", "token")
+    for host in ("0.0.0.0", "::", "", "192.0.2.1"):
+        with pytest.raises(ConfigError, match="without a token"):
+            check_exposure(host, None)
+
+
+def test_tokens_in_files(tmp_path, caplog):
+    path = tmp_path / "token"
+    path.write_text("  secret-1\n")
+    path.chmod(0o600)
+    with caplog.at_level(logging.WARNING):
+        assert read_token(path) == "secret-1"
+        assert not caplog.records
+        path.chmod(0o644)
+        assert read_token(path) == "secret-1"
+    assert "chmod 600" in caplog.text and "secret-1" not in caplog.text
+    for content, sentence in (
+        (b"", "is empty"),
+        (b"a b", "one line"),
+        (b"\xff", "one line"),
+        (b"x" * 5000, "one line"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=sentence):
+            read_token(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(tmp_path)
+
+
+def test_bearer_headers():
+    check_bearer("Bearer t", "t")
+    check_bearer("bearer  t ", "t")
+    for header in ("", "Bearer", "Bearer ", "Bearer T", "Basic t", "t", "Bearer \udcff"):
+        with pytest.raises(Unauthorized):
+            check_bearer(header, "t")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Unauthorized("x"), 401),
+        (ProtocolError("x"), 400),
+        (ConfigError("x"), 400),
+        (Refused("x"), 409),
+        (Gone("x"), 409),
+        (StoreError("x"), 503),
+        (StoreIndefinite("x"), 504),
+        (FabricError("x"), 500),
+    ],
+)
+def test_statuses(error, status):
+    assert status_of(error) == status
+
+
+async def test_every_error_is_json_and_a_defect_shows_nothing_of_itself(caplog):
+    async def defect(request: web.Request) -> web.Response:
+        raise KeyError("the inside")
+
+    async def number(request: web.Request) -> web.Response:
+        return web.json_response(query_integer(request, "n", low=-5, high=5))
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect("/number")
+
+    app = web.Application(middlewares=[errors_as_json, bearer_required("t", frozenset({"/open"}))])
+    for path, handler in (
+        ("/defect", defect),
+        ("/number", number),
+        ("/open", number),
+        ("/elsewhere", elsewhere),
+    ):
+        app.router.add_get(path, handler)
+    runner, port = await serve(app, "localhost", "0", shutdown_s=0.1)
+    try:
+        async with ClientSession(f"http://localhost:{port}") as client:
+
+            async def ask(path: str, token: str = "t") -> tuple[int, object]:
+                async with client.get(path, headers={"Authorization": f"Bearer {token}"}) as response:
+                    return response.status, await response.json()
+
+            status, body = await ask("/defect")
+            assert status == 500 and "inside" not in str(body) and list(body) == ["error"]
+            assert "the inside" in caplog.text
+            assert await ask("/number?n=-5") == (200, -5)
+            assert await ask("/number") == (200, None)
+            for text in ("6", "-6", "", "x", "1.0", "--1", "\u0661", "1" * 30):
+                assert (await ask(f"/number?n={text}"))[0] == 400
+            assert (await ask("/number", "x"))[0] == 401
+            assert (await ask("/open", "x"))[0] == 200
+            assert (await ask("/missing"))[0] == 404
+            assert await ask("/elsewhere") == (200, None)
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,320 @@
+"""The server as a process: it starts fast, outlives its trainer, is found again, and ends when told."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from server_support import (
+    ROOT,
+    TOKEN,
+    alive,
+    end,
+    fetch,
+    options,
+    publish,
+    publish_gradient,
+    snapshot_file,
+    trainer_process,
+    wait_for,
+)
+
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.lines import LOG_NAME, SOCKET_NAME
+from fabric.errors import ConfigError, Refused, ServerLost
+
+NBYTES = 300_000
+
+
+def test_neither_side_imports_torch_or_the_trainer_an_event_loop():
+    check = (
+        "import sys; import fabric.ckpt_server.handle;"
+        "assert not {'torch', 'aiohttp', 'uvloop', 'numpy'} & set(sys.modules), 'handle';"
+        "import fabric.ckpt_server.__main__, fabric.ckpt_server.server;"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'server'"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT)
+
+
+def test_a_running_server_has_no_torch_mapped(attach):
+    maps = Path(f"/proc/{attach().pid}/maps").read_text()
+    assert "uvloop" in maps
+    assert "torch" not in maps
+
+
+def test_folder_and_socket_are_closed_to_others(attach, run_dir):
+    run_dir.mkdir(mode=0o755)
+    attach()
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    assert (run_dir / SOCKET_NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_server_is_in_a_session_of_its_own(attach):
+    handle = attach()
+    assert os.getsid(handle.pid) == handle.pid != os.getsid(0)
+
+
+def test_a_folder_deeper_than_a_socket_path_works(tmp_path):
+    deep = tmp_path / ("d" * 120) / ("e" * 120)
+    handle = ServerHandle.start_or_attach(**options(deep))
+    try:
+        assert fetch(handle.url, "/healthz").json == {"ok": True}
+    finally:
+        handle.close()
+        end(handle.pid)
+
+
+def test_a_killed_trainer_leaves_its_snapshots_and_the_next_one_finds_them(run_dir):
+    with trainer_process(options(run_dir)) as first:
+        assert first.hello["snapshots"] == []
+        first.do("publish", slot=0, nbytes=NBYTES, step=40)
+        first.do("publish", slot=1, nbytes=NBYTES, step=50)
+        first.do("gradient", slot=0, nbytes=1000, step=50)
+        # Begun and never published: whatever was written there is worth nothing.
+        first.do("begin", slot=0)
+        first.signal(signal.SIGKILL)
+        url = first.hello["url"]
+        wait_for(lambda: fetch(url, "/v1/state").json["trainer"]["state"] == "gone", "gone")
+        assert fetch(url, "/v1/snapshots/latest/data").body == snapshot_file(NBYTES, 50)
+        assert fetch(url, "/v1/gradients/50").body == bytes(1000)
+        assert fetch(url, "/v1/snapshots/40/data").status == 409
+    with trainer_process(options(run_dir, incarnation=2)) as second:
+        assert second.hello == {"url": url, "pid": first.hello["pid"], "snapshots": [50]}
+        assert fetch(url, "/v1/state").json["trainer"]["incarnation"] == 2
+        second.do("publish", slot=0, nbytes=NBYTES, step=60)
+        assert [s["step"] for s in fetch(url, "/v1/snapshots").json] == [50, 60]
+
+
+def test_a_second_living_trainer_is_refused_even_when_the_first_is_stopped(run_dir, attach):
+    with trainer_process(options(run_dir)) as first:
+        with pytest.raises(Refused, match=f"already has a trainer, process {first.pid} \\(running\\)"):
+            attach(incarnation=2)
+        first.signal(signal.SIGSTOP)
+        wait_for(
+            lambda: fetch(first.hello["url"], "/v1/state").json["trainer"]["state"] == "stopped", "stopped"
+        )
+        with pytest.raises(Refused, match=r"\(stopped\): stop that one"):
+            attach(incarnation=2)
+        first.signal(signal.SIGCONT)
+        first.do("publish", slot=0, nbytes=NBYTES, step=1)
+        assert fetch(first.hello["url"], "/v1/state").json["trainer"]["pid"] == first.pid
+
+
+def test_a_trainer_that_closed_its_handle_makes_room(run_dir, attach):
+    with trainer_process(options(run_dir)) as first:
+        first.do("close")
+        url = first.hello["url"]
+        wait_for(lambda: not fetch(url, "/v1/state").json["trainer"]["attached"], "detached")
+        assert attach(incarnation=2).url == url
+
+
+def test_the_same_process_may_attach_again(attach):
+    first = attach()
+    publish(first, 0, snapshot_file(NBYTES), 3)
+    second = attach(incarnation=2)
+    assert (second.pid, [ref.step for ref in second.snapshots]) == (first.pid, [3])
+    publish_gradient(second, 0, b"x", 1)
+    with pytest.raises(ServerLost, match="attach again"):
+        first.begin("snapshot", 0)
+
+
+@pytest.mark.parametrize("others", [{"replica": "r1"}, {"job": "other"}])
+def test_another_replicas_folder_is_refused(attach, others):
+    attach()
+    with pytest.raises(Refused, match="give each replica a folder of its own"):
+        attach(**others)
+
+
+def test_ensure_starts_a_new_server_when_the_old_one_was_killed(attach):
+    handle = attach()
+    publish(handle, 0, snapshot_file(NBYTES), 3)
+    assert handle.ensure() is False
+    before = handle.pid
+    end(before)
+    assert handle.ensure() is True
+    assert handle.pid != before
+    assert handle.snapshots == ()
+    assert handle.ensure() is False
+    publish(handle, 0, snapshot_file(NBYTES, 4), 4)
+    assert fetch(handle.url, "/v1/snapshots/latest/data").body == snapshot_file(NBYTES, 4)
+
+
+def test_calls_without_a_server_say_so_and_memory_stays_usable(attach):
+    handle = attach()
+    memory = handle.allocate("gradient", 0, 1000)
+    end(handle.pid)
+    with pytest.raises(ServerLost, match="checkpoint server of r0 did not answer 'begin'"):
+        handle.begin("gradient", 0)
+    with pytest.raises(ServerLost):
+        handle.void()
+    memory[:] = bytes(1000)
+    assert handle.ensure() is True
+    publish_gradient(handle, 0, b"abc", 5)
+    assert fetch(handle.url, "/v1/gradients/5").body == b"abc"
+
+
+def test_ensure_keeps_server_and_memory_when_only_the_channel_was_lost(attach):
+    handle = attach()
+    publish(handle, 0, snapshot_file(NBYTES), 3)
+    handle._line.close()
+    assert handle.ensure() is False
+    handle.begin("snapshot", 0)
+    assert fetch(handle.url, "/v1/snapshots").json == []
+
+
+def test_two_trainers_that_start_at_once_share_one_server(run_dir, attach):
+    """Both are this process, so both may attach; only one server may come of it."""
+    handles = []
+    threads = [threading.Thread(target=lambda: handles.append(attach())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({handle.pid for handle in handles}) == 1 == len({handle.url for handle in handles})
+
+
+def test_finish_ends_the_server_and_an_attach_before_that_keeps_it(attach):
+    handle = attach()
+    handle.finish(linger_s=60)
+    again = attach()
+    assert again.pid == handle.pid
+    again.finish(linger_s=60)
+    again.finish(linger_s=0)
+    wait_for(lambda: not alive(handle.pid), "the server's end")
+
+
+def test_without_a_trainer_the_server_ends_by_itself(run_dir):
+    with trainer_process(options(run_dir, orphan_s=0.2)) as trainer:
+        trainer.do("publish", slot=0, nbytes=1000, step=1)
+        pid = trainer.hello["pid"]
+        assert alive(pid)
+    wait_for(lambda: not alive(pid), "the orphan's end")
+    assert not (run_dir / SOCKET_NAME).exists()
+    assert "no trainer has been attached for 0.2 s" in (run_dir / LOG_NAME).read_text()
+
+
+def test_a_trainer_that_dies_while_its_child_holds_the_channel_is_not_attached(run_dir):
+    """A forked data loader worker keeps the descriptor open: the process's own death must count."""
+    script = (
+        "import os, signal, sys, time; sys.path[:0] = sys.argv[1:3]\n"
+        "from pathlib import Path\n"
+        "from server_support import options\n"
+        "from fabric.ckpt_server.handle import ServerHandle\n"
+        "h = ServerHandle.start_or_attach(**options(Path(sys.argv[3]), orphan_s=0.2))\n"
+        "child = os.fork()\n"
+        "if not child: signal.pause()\n"
+        "print(child, h.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    arguments = [str(ROOT), str(Path(__file__).parent), str(run_dir)]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout is not None
+        # One line, not all: the child keeps the pipe open too.
+        child, server = map(int, trainer.stdout.readline().split())
+        try:
+            assert trainer.wait() == -signal.SIGKILL
+            wait_for(lambda: not alive(server), "the orphan's end")
+            assert alive(child)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+
+def command(run_dir: Path, *others: str) -> list[str]:
+    base = [sys.executable, "-m", "fabric.ckpt_server", "--job=job", "--replica=r0"]
+    return [*base, f"--run-dir={run_dir}", *others]
+
+
+def refused(run_dir: Path, *others: str) -> str:
+    done = subprocess.run(command(run_dir, *others), cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1, done
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_sigterm_ends_it_cleanly(attach, run_dir):
+    handle = attach()
+    publish(handle, 0, snapshot_file(NBYTES), 3)
+    os.kill(handle.pid, signal.SIGTERM)
+    _, status = os.waitpid(handle.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert not (run_dir / SOCKET_NAME).exists()
+    assert "Traceback" not in (run_dir / LOG_NAME).read_text()
+
+
+def test_sigterm_ends_it_while_a_reader_hangs(attach):
+    handle = attach()
+    file = snapshot_file(20_000_000)
+    publish(handle, 0, file, 3)
+    host, port = handle.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as reader:
+        reader.sendall(b"GET /v1/snapshots/3/data HTTP/1.1\r\nHost: x\r\n\r\n")
+        reader.recv(1)
+        os.kill(handle.pid, signal.SIGTERM)
+        _, status = os.waitpid(handle.pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_second_server_on_the_folder_is_refused(attach, run_dir):
+    handle = attach()
+    sentence = refused(run_dir)
+    assert f"another checkpoint server (process {handle.pid}) serves {run_dir}" in sentence
+    assert fetch(handle.url, "/healthz").status == 200
+
+
+def test_a_taken_port_is_said_and_a_range_goes_past_it(run_dir, attach):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"port {port} on 127.0.0.1 is taken" in refused(run_dir, f"--port={port}")
+        with pytest.raises(Refused, match="taken by another process"):
+            attach(port=str(port))
+        url = attach(port=f"{port}-{min(port + 50, 65535)}").url
+        assert int(url.rpartition(":")[2]) > port
+
+
+def test_bad_settings_are_one_sentence(run_dir, tmp_path):
+    empty = tmp_path / "token"
+    empty.write_text(" \n")
+    assert "is empty" in refused(run_dir, f"--token-file={empty}")
+    assert "cannot be read" in refused(run_dir, f"--token-file={tmp_path / 'none'}")
+    assert "without a token" in refused(run_dir, "--bind=0.0.0.0")
+    assert "cannot be used" in refused(run_dir, "--port=80-70")
+    assert "no URL" in refused(run_dir, "--lighthouse=somewhere:80")
+    assert "orphan-s" in refused(run_dir, "--orphan-s=0")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert "cannot be used" in refused(blocked / "deeper")
+
+
+def test_the_trainer_gets_the_same_sentences(run_dir, tmp_path, attach):
+    with pytest.raises(Refused, match="cannot be read"):
+        attach(token_file=tmp_path / "none")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        ServerHandle.start_or_attach(**options(blocked / "deeper"))
+
+
+def test_a_server_that_does_not_start_in_time_is_ended_and_said(run_dir, attach):
+    with pytest.raises(ServerLost, match=r"did not start in time|could not be attached"):
+        attach(deadline_s=0.001)
+    # The lock is free again, so nothing was left behind.
+    assert attach().ensure() is False
+
+
+def test_token_file_is_used_from_the_trainers_folder(run_dir, attach, tmp_path, monkeypatch):
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    monkeypatch.chdir(tmp_path)
+    url = attach(token_file=Path("token")).url
+    assert fetch(url, "/v1/snapshots").status == 401
+    assert fetch(url, "/v1/snapshots", Authorization=f"Bearer {TOKEN}").json == []

@@ -1,0 +1,200 @@
+"""The pulse against real WebSocket peers: what they are told when the trainer stops, goes, comes back."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from server_support import ROOT, TOKEN, TrainerProcess, end, options, wait_for
+
+from fabric.protocol import wire
+from fabric.protocol.messages import BeatReply, Pulse
+from fabric.runtime.web import bearer_required, errors_as_json, serve
+
+_DEADLINE_S = 30.0
+
+
+class Lighthouse:
+    """Takes pulses as a lighthouse does; ``leader`` redirects to another one when set."""
+
+    def __init__(self) -> None:
+        self.pulses: list[Pulse] = []
+        self.requests: list[str] = []
+        self.leader = ""
+        self.url = ""
+        self._sockets: set[web.WebSocketResponse] = set()
+        self._news = asyncio.Event()
+
+    async def pulse(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(request.path_qs)
+        self._wake()
+        if self.leader:
+            raise web.HTTPTemporaryRedirect(self.leader + request.path_qs)
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        self._sockets.add(socket)
+        async for message in socket:
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                break
+            beat = wire.decode(message.data)
+            assert isinstance(beat, Pulse)
+            self.pulses.append(beat)
+            self._wake()
+            await socket.send_str(wire.encode(BeatReply(beat.number)).decode())
+        self._sockets.discard(socket)
+        return socket
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def until(self, condition: Callable[[Pulse], bool]) -> Pulse:
+        """The next pulse from now on that meets ``condition``."""
+        at = len(self.pulses)
+        async with asyncio.timeout(_DEADLINE_S):
+            while True:
+                for beat in self.pulses[at:]:
+                    if condition(beat):
+                        return beat
+                at = len(self.pulses)
+                await self._news.wait()
+
+    async def hang_up(self) -> None:
+        for socket in tuple(self._sockets):
+            await socket.close()
+
+
+@asynccontextmanager
+async def lighthouse(token: str | None = None) -> AsyncIterator[Lighthouse]:
+    one = Lighthouse()
+    app = web.Application(middlewares=[errors_as_json, bearer_required(token, frozenset())])
+    app.router.add_get("/v1/jobs/{job}/pulse", one.pulse)
+    runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.2)
+    one.url = f"http://127.0.0.1:{port}"
+    try:
+        yield one
+    finally:
+        await one.hang_up()
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def trainer(run_dir: Path, **others: object) -> AsyncIterator[TrainerProcess]:
+    process = await asyncio.to_thread(TrainerProcess, options(run_dir, **others))
+    try:
+        yield process
+    finally:
+        await asyncio.to_thread(process.end)
+
+
+async def test_running_stopped_running_gone_and_the_next_trainer(run_dir):
+    async with lighthouse() as one:
+        async with trainer(run_dir, incarnation=11, lighthouse=[one.url]) as first:
+            beat = await one.until(lambda p: p.trainer == "running")
+            assert (beat.replica, beat.incarnation, beat.ckpt) == ("r0", 11, first.hello["url"])
+            assert one.requests == ["/v1/jobs/job/pulse?replica=r0"]
+            await asyncio.to_thread(first.do, "publish", slot=0, nbytes=1000, step=40)
+            with_snapshot = await one.until(lambda p: bool(p.snapshots))
+            assert [(s.generation, s.step, len(s.digest)) for s in with_snapshot.snapshots] == [(1, 40, 32)]
+            first.signal(signal.SIGSTOP)
+            await one.until(lambda p: p.trainer == "stopped")
+            first.signal(signal.SIGCONT)
+            await one.until(lambda p: p.trainer == "running")
+            first.signal(signal.SIGSTOP)
+            await one.until(lambda p: p.trainer == "stopped")
+            first.signal(signal.SIGKILL)  # not reaped yet: a zombie is gone too
+            gone = await one.until(lambda p: p.trainer == "gone")
+            assert (gone.incarnation, gone.snapshots) == (11, with_snapshot.snapshots)
+        async with trainer(run_dir, incarnation=12, lighthouse=[one.url]):
+            back = await one.until(lambda p: p.trainer == "running")
+            assert (back.incarnation, back.snapshots) == (12, with_snapshot.snapshots)
+        numbers = [p.number for p in one.pulses]
+        assert numbers == sorted(set(numbers))
+
+
+async def test_before_any_trainer_attached_it_is_absent(run_dir):
+    async with lighthouse() as one:
+        arguments = ["-m", "fabric.ckpt_server", "--job=a/b", "--replica=r 0", f"--run-dir={run_dir}"]
+        server = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, f"--lighthouse={one.url}", cwd=ROOT, stderr=asyncio.subprocess.DEVNULL
+        )
+        try:
+            beat = await one.until(lambda p: True)
+            assert (beat.trainer, beat.incarnation, beat.replica) == ("absent", 0, "r 0")
+            assert one.requests[0] == "/v1/jobs/a%2Fb/pulse?replica=r%200"
+        finally:
+            server.terminate()
+            assert await server.wait() == 0
+
+
+async def test_it_follows_the_redirect_to_the_leader_and_takes_the_token_along(run_dir, tmp_path):
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    async with lighthouse(TOKEN) as follower, lighthouse(TOKEN) as leader:
+        follower.leader = leader.url
+        found = {"token_file": token, "lighthouse": [follower.url]}
+        async with trainer(run_dir, **found):
+            await leader.until(lambda p: p.trainer == "running")
+            assert follower.requests and not follower.pulses
+
+
+async def test_lost_connections_are_made_again_and_dead_addresses_skipped(run_dir):
+    async with lighthouse() as gone:
+        dead = gone.url
+    async with (
+        lighthouse() as one,
+        lighthouse() as other,
+        trainer(run_dir, lighthouse=[dead, one.url, other.url]),
+    ):
+        await one.until(lambda p: True)
+        assert not other.pulses
+        await one.hang_up()
+        await other.until(lambda p: True)
+        await other.hang_up()
+        beat = await one.until(lambda p: True)
+        assert beat.number > max(p.number for p in other.pulses[:1])
+
+
+async def test_a_wrong_token_is_logged_once_and_the_server_serves_on(run_dir, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("another")
+    token.chmod(0o600)
+    async with lighthouse(TOKEN) as one, trainer(run_dir, token_file=token, lighthouse=[one.url]) as process:
+        log = run_dir / "ckpt-server.log"
+        await asyncio.to_thread(wait_for, lambda: "is interrupted" in log.read_text(), "a line")
+        await asyncio.to_thread(process.do, "publish", slot=0, nbytes=1000, step=1)
+        assert not one.pulses
+        assert log.read_text().count("is interrupted") == 1
+
+
+@pytest.mark.parametrize("reply", ["x" * 100_000, "\x00nonsense"])
+async def test_replies_of_any_kind_do_no_harm(run_dir, reply):
+    beats = asyncio.Queue()
+
+    async def pulse(request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            if message.type is aiohttp.WSMsgType.TEXT:
+                beats.put_nowait(message.data)
+                await socket.send_str(reply)
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/v1/jobs/{job}/pulse", pulse)
+    runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.2)
+    try:
+        async with trainer(run_dir, lighthouse=[f"http://127.0.0.1:{port}"]) as process:
+            async with asyncio.timeout(_DEADLINE_S):
+                for _ in range(4):
+                    await beats.get()
+            pid = process.hello["pid"]
+            await asyncio.to_thread(end, pid)
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,291 @@
+"""Snapshots: the copy equals the state, its digests describe it, and the order of events holds."""
+
+import mmap
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabric.ckpt_server.copying import Bytes
+from fabric.ckpt_server.digest import BLOCK_BYTES, file_digest
+from fabric.ckpt_server.manifest import check_manifest, same_content
+from fabric.ckpt_server.snapshot import CpuCopier, CudaCopier, build_manifest
+from fabric.ckpt_server.state import StateView, capture, host_bytes, restore
+from fabric.errors import StateError
+
+
+class Tensors:
+    """State that is just tensors."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.kept = dict(enumerate(tensors))
+
+    def state_dict(self) -> dict[int, torch.Tensor]:
+        return dict(self.kept)
+
+    def load_state_dict(self, state: dict[int, torch.Tensor]) -> None:
+        self.kept = state
+
+
+def filled(count: int, dtype: torch.dtype = torch.uint8, seed: int = 0) -> torch.Tensor:
+    raw = np.random.default_rng(seed).integers(0, 256, count * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype)
+
+
+def expected_file(view: StateView) -> bytes:
+    return view.header + b"".join(host_bytes(tensor.cpu()).tobytes() for _, tensor in view.tensors)
+
+
+def check(view: StateView, target: Any, digests: Any) -> None:
+    file = bytes(target[: view.nbytes])
+    assert file == expected_file(view)
+    assert digests.digest == view.digest() == file_digest(memoryview(file))
+    cuts = range(0, len(file), BLOCK_BYTES)
+    assert digests.blocks == tuple(xxhash.xxh3_64_hexdigest(file[cut : cut + BLOCK_BYTES]) for cut in cuts)
+
+
+@pytest.fixture
+def copier():
+    copier = CpuCopier()
+    yield copier
+    copier.close()
+
+
+SIZES = [0, 1, 3, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 17]
+
+
+@pytest.mark.parametrize("sizes", [[], [0], SIZES, SIZES[::-1], [1] * 3000, [3 * BLOCK_BYTES]])
+def test_copy_and_digests_at_block_boundaries(copier: CpuCopier, sizes: list[int]) -> None:
+    state = Tensors(*(filled(size, seed=index) for index, size in enumerate(sizes)))
+    view = capture({"x": state}, 4)
+    target = bytearray(view.nbytes + 100)
+    copier.start(view, memoryview(target))
+    check(view, target, copier.join())
+    assert not any(target[view.nbytes :])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 3 * BLOCK_BYTES // 2), max_size=5), st.integers(1, 3))
+def test_copy_of_any_sizes(sizes: list[int], threads: int) -> None:
+    view = capture({"x": Tensors(*(filled(size, seed=size) for size in sizes))}, 1)
+    target = bytearray(view.nbytes)
+    copier = CpuCopier(threads, niceness=0)
+    try:
+        copier.start(view, memoryview(target))
+        check(view, target, copier.join())
+    finally:
+        copier.close()
+
+
+def test_into_shared_memory_and_out_again(copier: CpuCopier) -> None:
+    state = Tensors(filled(3_000_000, torch.float32), filled(77, torch.bfloat16), torch.tensor(True))
+    view = capture({"x": state}, 12)
+    file = os.memfd_create("slot")
+    os.ftruncate(file, view.nbytes)
+    with mmap.mmap(file, view.nbytes) as memory:
+        os.close(file)
+        slot = memoryview(memory)
+        for _ in range(2):  # the slot is used again
+            copier.start(view, slot)
+            copier.fence()
+            digests = copier.join()
+            target = Tensors()
+            assert restore(slot, {"x": target}) == 12
+            assert capture({"x": target}, 12).digest() == digests.digest
+        slot.release()
+
+
+def test_after_the_fence_the_state_may_change(copier: CpuCopier) -> None:
+    tensor = filled(2_000_000)
+    view = capture({"x": Tensors(tensor)}, 1)
+    before, digest = expected_file(view), view.digest()
+    target = bytearray(view.nbytes)
+    copier.start(view, memoryview(target))
+    copier.fence()
+    tensor.zero_()
+    assert copier.join().digest == digest
+    assert bytes(target) == before
+
+
+def test_a_starved_pool_does_not_stop_the_trainer(copier: CpuCopier) -> None:
+    gate = threading.Event()
+    for _ in range(2):
+        copier._workers._pool.submit(gate.wait)  # the scheduler gives our threads nothing
+    view = capture({"x": Tensors(*(filled(BLOCK_BYTES, seed=n) for n in range(4)))}, 1)
+    target = bytearray(view.nbytes)
+    copier.start(view, memoryview(target))
+    done = threading.Thread(target=lambda: copier._copying.run(copier._units, copy=True))
+    done.start()
+    done.join(20)
+    assert not done.is_alive()
+    assert not copier._units
+    assert bytes(target) == expected_file(view)
+    gate.set()
+    check(view, target, copier.join())
+
+
+def test_misuse_is_refused_in_a_sentence(copier: CpuCopier) -> None:
+    view = capture({"x": Tensors(filled(1000))}, 1)
+    with pytest.raises(StateError, match="No snapshot was started"):
+        copier.join()
+    with pytest.raises(StateError, match=f"needs {view.nbytes} bytes and its slot has 10"):
+        copier.start(view, memoryview(bytearray(10)))
+    with pytest.raises(StateError, match="writable"):
+        copier.start(view, memoryview(bytes(view.nbytes)))
+    meta = StateView(view.header, (("w", torch.empty(3, device="meta")),), view.nbytes, 1)
+    with pytest.raises(StateError, match="w is on meta"):
+        copier.start(meta, memoryview(bytearray(view.nbytes)))
+    copier.start(view, memoryview(bytearray(view.nbytes)))
+    with pytest.raises(StateError, match="still being copied"):
+        copier.start(view, memoryview(bytearray(view.nbytes)))
+    copier.join()
+
+
+def test_an_error_in_a_thread_comes_out_of_join_and_the_next_copy_works(copier: CpuCopier) -> None:
+    tensor = filled(100)
+    view = capture({"x": Tensors(tensor)}, 1)
+    broken = StateView(view.header, (("w", torch.ones(200)),), len(view.header) + 400, 1)
+    copier.start(broken, memoryview(bytearray(broken.nbytes)))  # more tensor than file
+    with pytest.raises((StateError, ValueError)):
+        copier.join()
+    target = bytearray(view.nbytes)
+    copier.start(view, memoryview(target))
+    check(view, target, copier.join())
+
+
+def test_manifest_describes_the_snapshot(copier: CpuCopier) -> None:
+    view = capture({"x": Tensors(filled(BLOCK_BYTES + 9))}, 31)
+    target = bytearray(view.nbytes)
+    copier.start(view, memoryview(target))
+    digests = copier.join()
+    manifest = build_manifest(view, digests, job="j", replica="r0", generation=2, created=1.5)
+    assert check_manifest(manifest) is manifest
+    assert manifest["step"] == 31
+    assert manifest["generation"] == 2
+    assert manifest["nbytes"] == len(target)
+    assert manifest["blocks"] == list(digests.blocks)
+    assert same_content(manifest, dict(manifest, replica="r1", created=2.0))
+    assert not same_content(manifest, dict(manifest, blocks=["0" * 16] * 2))
+
+
+# --- the order of events on a device, with a lane that does nothing before it must ----------------
+
+
+class LazyLane:
+    """A device whose copies happen only when somebody waits for its event."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.pending: list[tuple[list[torch.Tensor], Bytes]] = []
+        self.happened = threading.Event()
+        self.error: Exception | None = None
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() * tensor.dtype.itemsize > 4  # step counters are on the host
+
+    def register(self, memory: Bytes) -> None:
+        self.log.append("register")
+
+    def begin(self) -> None:
+        self.log.append("begin")
+
+    def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        assert sum(tensor.numel() for tensor in tensors) == memory.nbytes
+        self.log.append("copy")
+        self.pending.append((tensors, memory))
+
+    def end(self) -> "LazyLane":
+        self.log.append("end")
+        return self
+
+    def hold(self, event: Any) -> None:
+        assert event is self
+        self.log.append("hold")
+
+    def close(self) -> None:
+        self.log.append("close")
+
+    def synchronize(self) -> None:
+        if self.error is not None:
+            raise self.error
+        for tensors, memory in self.pending:
+            memory[:] = torch.cat(tensors).numpy()
+        self.pending.clear()
+        self.happened.set()
+
+
+def adam_like() -> Tensors:
+    big = [filled(size, seed=size) for size in (BLOCK_BYTES + 5, 700_000, 300, 200, 100)]
+    return Tensors(*big, torch.tensor(3.0), torch.tensor(4.0))
+
+
+def test_device_copy_is_ordered_by_events() -> None:
+    lane = LazyLane()
+    copier = CudaCopier(lane)
+    view = capture({"x": adam_like()}, 2)
+    target = bytearray(view.nbytes)
+    copier.start(view, memoryview(target))
+    copier.fence()
+    digests = copier.join()
+    assert lane.log == ["register", "begin", "copy", "copy", "copy", "end", "hold"]  # three small ones in one
+    assert lane.happened.is_set()
+    check(view, target, digests)
+    copier.start(view, memoryview(target))
+    check(view, target, copier.join())
+    copier.close()
+    assert lane.log[-1] == "close"
+
+
+def test_device_error_is_kept_for_join() -> None:
+    lane = LazyLane()
+    copier = CudaCopier(lane)
+    view = capture({"x": adam_like()}, 2)
+    target = bytearray(view.nbytes)
+    lane.error = RuntimeError("device lost")
+    copier.start(view, memoryview(target))
+    copier.fence()
+    with pytest.raises(StateError, match="device lost"):
+        copier.join()
+    lane.error = None
+    copier.start(view, memoryview(target))
+    check(view, target, copier.join())
+    copier.close()
+
+
+@pytest.mark.gpu
+def test_cuda_snapshot_while_the_optimizer_goes_on() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run this where there is one")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    objects = {"model": model, "optimizer": optimizer}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(64, 1024, device="cuda")).square().sum().backward()
+        copier.fence()
+        optimizer.step()
+
+    copier = CudaCopier()
+    target = bytearray(256 << 20)
+    step()
+    for number in range(5):
+        view = capture(objects, number)
+        digest = view.digest()
+        copier.start(view, memoryview(target))
+        step()  # changes every tensor; the copy must not see it
+        digests = copier.join()
+        assert digests.digest == digest
+        assert file_digest(memoryview(target)[: view.nbytes]) == digest
+    fresh = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
+    joiner = {"model": fresh, "optimizer": torch.optim.AdamW(fresh.parameters(), lr=1e-2)}
+    assert restore(memoryview(target)[: view.nbytes], joiner) == 4
+    assert capture(joiner, 4).digest() == digest
+    copier.close()

@@ -1,0 +1,181 @@
+"""Arguments of ``fabric demo``, its folder, its processes, and what it sees of the journals."""
+
+import io
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cli.journals import STEPS, VICTIM, SyntheticRun
+from click.testing import CliRunner
+from rich.console import Console
+
+from fabric.cli.demo.command import demo
+from fabric.cli.demo.folder import MARKER, claimed
+from fabric.cli.demo.follow import Follower, ReplicaView
+from fabric.cli.demo.processes import Processes
+from fabric.cli.demo.show import Show
+from fabric.cli.demo.supervise import last_words
+from fabric.errors import ConfigError
+
+
+def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--replicas", "0"], "--replicas must be between 1 and 64, not 0."),
+        (["--replicas", "-3"], "--replicas must be between"),
+        (["--steps", "0"], "--steps must be between"),
+        (["--kill-at", "120"], "--kill-at must be between 1 and 119"),
+        (["--kill-at", "0"], "--kill-at must be between"),
+        (["--steps", "10", "--kill-at", "11"], "--kill-at must be between 1 and 9"),
+        (["--no-failure", "--kill-at", "3"], "contradict"),
+    ],
+)
+def test_a_bad_argument_is_one_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    out = tmp_path / "out"
+    result = CliRunner().invoke(demo, ["--out", str(out), *arguments])
+    assert result.exit_code == 2 and sentence in result.output
+    assert result.output.count("\n") == 1 and not out.exists()
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    result = CliRunner().invoke(demo, ["--out", str(tmp_path)])
+    assert result.exit_code == 2 and "is not the folder of an earlier demo" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(demo, ["--out", str(tmp_path / "file" / "out")])
+    assert result.exit_code == 2 and "cannot be used" in result.output and "Traceback" not in result.output
+
+
+def test_an_earlier_run_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    with claimed(tmp_path / "out") as directory:
+        first = (directory / "token").read_text()
+        (directory / "journal" / "r0.jsonl").write_text("old")
+        (directory / "summary.json").write_text("{}")
+        (directory / "notes.txt").write_text("mine")
+    with claimed(tmp_path / "out") as directory:
+        token = directory / "token"
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        assert token.read_text() != first and len(token.read_text().strip()) == 64
+        names = {path.name for path in directory.iterdir()}
+        assert names == {MARKER, "journal", "run", "log", "token", "notes.txt"}
+        assert not any((directory / "journal").iterdir())
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    with claimed(tmp_path / "out") as directory:
+        token = (directory / "token").read_text()
+        with pytest.raises(ConfigError, match="Another demo is running"), claimed(tmp_path / "out"):
+            pass
+        assert (directory / "token").read_text() == token
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[2]], start_new_session=True)
+open(sys.argv[1] + ".new", "w").write(str(child.pid)); os.rename(sys.argv[1] + ".new", sys.argv[1])
+child.wait()
+"""
+DEAF = "import signal; signal.signal(15, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN); signal.pause()"
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    (tmp_path / "parent.py").write_text(PARENT)
+    started = Processes({**os.environ, "PYTHONPATH": str(tmp_path)})
+    yield started
+    started.end(grace_s=0.2)
+    assert started.living() == []
+
+
+def start_pair(processes: Processes, tmp_path: Path) -> int:
+    note = tmp_path / "child.pid"
+    processes.start("pair", ["parent", str(note), DEAF], tmp_path / "pair.log")
+    until(note.exists)
+    return int(note.read_text())
+
+
+def test_descendants_in_other_sessions_are_ended_too(processes: Processes, tmp_path: Path) -> None:
+    child = start_pair(processes, tmp_path)
+    assert child in processes.living() and len(processes.living()) == 2
+    processes.end(grace_s=0.2)
+    assert processes.living() == []
+    assert processes.exit_code("pair") is not None
+
+
+def test_only_marked_processes_are_killed(processes: Processes, tmp_path: Path) -> None:
+    child = start_pair(processes, tmp_path)
+    with subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"]) as stranger:
+        try:
+            assert processes.kill(stranger.pid) is False
+            assert stranger.poll() is None
+            assert processes.kill(child) is True
+            until(lambda: processes.exit_code("pair") is not None)
+            assert processes.kill(child) is False
+            assert stranger.poll() is None
+        finally:
+            stranger.send_signal(signal.SIGKILL)
+
+
+def test_a_failed_process_is_quoted(tmp_path: Path) -> None:
+    log = tmp_path / "r0.log"
+    log.write_text("noise\n" * 50 + "fabric: r0: the token does not match\n" + "banner\n" * 20)
+    assert last_words(log) == f"it said: fabric: r0: the token does not match (log: {log})"
+    log.write_text("x" * 200_000 + "".join(f"\nline {i}" for i in range(20)))
+    assert last_words(log).splitlines()[1:] == [f"  line {i}" for i in range(12, 20)]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_in_terminals_and_logs(terminal: bool) -> None:
+    output = io.StringIO()
+    views = {"r0": ReplicaView("r0"), "r1": ReplicaView("r1")}
+    with Show(Console(file=output, force_terminal=terminal, width=120), STEPS, views) as show:
+        for entry in SyntheticRun().entries["r0"]:
+            sentence = views["r0"].apply(entry)
+            if sentence:
+                show.say(sentence)
+            show.update()
+    text = output.getvalue()
+    assert "r0 started, process 100" in text and ("finished" in text) is terminal
+    assert ("\x1b[" in text) is terminal
+    assert ("step 5 of 10: loss 1.0000, r0 training (5)" in text) is not terminal
+
+
+def test_a_journal_is_followed_as_it_grows(tmp_path: Path) -> None:
+    path = tmp_path / "r1.jsonl"
+    follower, view = Follower(path), ReplicaView(VICTIM)
+    assert follower.poll() == []
+    content = b"".join(json.dumps(entry).encode() + b"\n" for entry in SyntheticRun().entries[VICTIM])
+    said: list[str] = []
+    with path.open("ab", buffering=0) as file:
+        # Seven bytes at a time: every line is torn somewhere.
+        for start in range(0, len(content), 7):
+            file.write(content[start : start + 7])
+            said.extend(filter(None, map(view.apply, follower.poll())))
+    run = SyntheticRun()
+    sealed = next(e for e in run.supervisor if e.get("replica") == VICTIM and e["event"] == "journal")
+    assert follower.counts == sealed["lines"]
+    assert (view.step, view.phase, view.pid, view.epoch) == (STEPS, "finished", 177, 3)
+    assert [sentence.split(",")[0] for sentence in said] == [
+        "r1 started",
+        "r1 is back",
+        "r1 fetched the state of step 5 (4.0 MB)",
+        "r1 joined with step 8",
+    ]

@@ -1,0 +1,65 @@
+"""The data order is a pure function, and reading ahead does not change it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fabric.client.data import Loader, Plan, sample_indices
+from fabric.errors import ConfigError
+
+
+@given(st.integers(1, 50), st.integers(0, 5), st.integers(0, 200), st.integers(0, 120))
+def test_positions_are_the_concatenated_permutations(size, seed, start, count):
+    whole = sample_indices(size, seed, 0, start + count)
+    assert sample_indices(size, seed, start, count) == whole[start:]
+
+
+@given(st.integers(1, 40), st.integers(0, 3), st.integers(0, 3))
+def test_every_pass_has_every_sample_once(size, seed, number):
+    assert sorted(sample_indices(size, seed, number * size, size)) == list(range(size))
+
+
+def test_passes_and_seeds_differ():
+    assert sample_indices(100, 0, 0, 100) != sample_indices(100, 0, 100, 100)
+    assert sample_indices(100, 0, 0, 100) != sample_indices(100, 1, 0, 100)
+
+
+@given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
+def test_micro_batches_cut_a_step_without_gap_or_overlap(size, micro, times, step):
+    plan = Plan(size, micro * times, micro, seed=1)
+    parts = [plan.samples(step, i) for i in range(plan.micro_batches)]
+    assert [i for part in parts for i in part] == sample_indices(size, 1, step * micro * times, micro * times)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0, 8, 2, 0), "empty"),
+        ((10, 8, 3, 0), "multiple"),
+        ((10, 8, 0, 0), "multiple"),
+        ((10, 0, 2, 0), "at least 1"),
+        ((10, 8, 2, -1), "negative"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_in_a_sentence(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        Plan(*arguments)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_read_ahead_gives_the_same_batches(workers):
+    plan = Plan(20, 8, 2, seed=4)
+    loader = Loader(list(range(20)), plan, list, workers)
+    loader.read_ahead(3, range(4))
+    assert [loader.fetch(3, i) for i in (2, 0, 1, 3)] == [plan.samples(3, i) for i in (2, 0, 1, 3)]
+    loader.read_ahead(4, [0, 1])
+    loader.read_ahead(5, [1])
+    assert loader.fetch(4, 0) == plan.samples(4, 0), "a batch that was discarded is read again"
+    loader.close()
+
+
+def test_plans_with_another_order_have_another_hash():
+    hashes = {
+        Plan(*p).hash for p in [(10, 4, 2, 0), (11, 4, 2, 0), (10, 8, 2, 0), (10, 4, 1, 0), (10, 4, 2, 1)]
+    }
+    assert len(hashes) == 5

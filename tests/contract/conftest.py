@@ -1,0 +1,37 @@
+"""The store under contract: the same tests over memory, SQLite and a real etcd."""
+
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from store_harness import Backend
+
+from fabric.store.base import Store
+from fabric.store.memory import MemorySpace, MemoryStore
+from fabric.store.open import open_store
+
+
+@pytest.fixture(params=["memory", "sqlite", pytest.param("etcd", marks=pytest.mark.etcd)])
+async def backend(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Backend]:
+    if request.param == "memory":
+        space = MemorySpace()
+        made = Backend("memory", lambda: MemoryStore(space))
+    elif request.param == "sqlite":
+        made = Backend("sqlite", lambda: open_store(f"sqlite://{tmp_path}/store.db"))
+    else:
+        url = request.getfixturevalue("etcd_url")
+        made = Backend("etcd", lambda: open_store(url))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def store(backend: Backend) -> Store:
+    return await backend.open()
+
+
+@pytest.fixture
+def prefix() -> str:
+    """Keys of this test alone: the etcd is shared by all."""
+    return f"/test/{uuid.uuid4().hex}/"

@@ -1,0 +1,49 @@
+"""How the contract suite opens the same store several times, whatever is behind it."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
+
+from fabric.store.base import Store, WatchEvent
+
+DEADLINE_S = 20.0
+
+Answer = TypeVar("Answer")
+
+
+class Backend:
+    """One store; ``open`` gives connected handles on it, which ``close`` gives up."""
+
+    def __init__(self, name: str, make: Callable[[], Store]) -> None:
+        self.name = name
+        self.make = make
+        self.handles: list[Store] = []
+
+    async def open(self) -> Store:
+        store = self.make()
+        self.handles.append(store)
+        await store.connect()
+        return store
+
+    async def close(self) -> None:
+        for store in self.handles:
+            await store.close()
+
+
+async def soon(awaitable: Awaitable[Answer]) -> Answer:
+    """Await with a deadline that only a broken store reaches."""
+    return await asyncio.wait_for(awaitable, DEADLINE_S)
+
+
+async def take(watch: AsyncGenerator[WatchEvent, None], count: int) -> list[WatchEvent]:
+    """The next events of a watch."""
+    return [await soon(anext(watch)) for _ in range(count)]
+
+
+async def wait_for(condition: Callable[[], Awaitable[object]], what: str) -> None:
+    """Poll an asynchronous condition until it is true."""
+    end = time.monotonic() + DEADLINE_S
+    while not await condition():
+        assert time.monotonic() < end, f"still waiting after {DEADLINE_S} s: {what}"
+        await asyncio.sleep(0.02)

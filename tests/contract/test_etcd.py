@@ -1,0 +1,437 @@
+"""What only a real etcd can show: lost answers, cut watches, dead members, and another client's view."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from etcd_process import EtcdMember, free_ports, running_cluster, running_etcd
+from store_harness import soon, take, wait_for
+from tcp_proxy import TcpProxy, tcp_proxy
+
+from fabric.errors import Compacted, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.store.base import STORE_ID_KEY, Compare, Delete, Put, Store
+from fabric.store.etcd import EtcdStore
+from fabric.store.open import open_store
+
+pytestmark = pytest.mark.etcd
+
+WITNESS = Path(__file__).with_name("etcd3_witness.py")
+
+
+@asynccontextmanager
+async def connected(url: str, **options: float) -> AsyncIterator[Store]:
+    store = open_store(url, **options)
+    await store.connect()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def port_of(etcd_url: str) -> int:
+    return int(etcd_url.rpartition(":")[2])
+
+
+@pytest.fixture
+async def proxy(etcd_url: str) -> AsyncIterator[TcpProxy]:
+    async with tcp_proxy(port_of(etcd_url)) as running:
+        yield running
+
+
+@pytest.fixture
+async def direct(etcd_url: str) -> AsyncIterator[Store]:
+    async with connected(etcd_url) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EtcdMember]]:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), 3) as members:
+        yield members
+
+
+def address_nobody_listens_at() -> str:
+    return f"127.0.0.1:{free_ports(1)[0]}"
+
+
+async def test_a_write_whose_answer_is_dropped_is_indefinite(
+    proxy: TcpProxy, direct: Store, prefix: str
+) -> None:
+    async with connected(f"etcd://{proxy.address}") as store:
+        proxy.mode = "drop"
+        guard = [Compare(prefix + "a", create_revision=0)]
+        with pytest.raises(StoreIndefinite, match="may or may not"):
+            await store.commit(guard, [Put(prefix + "a", b"mine")])
+        proxy.mode = "pass"
+        # Reading again resolves it: it was applied.
+        found = await store.get(prefix + "a")
+        assert found is not None and found.value == b"mine"
+        assert found == await direct.get(prefix + "a")
+        assert await store.commit(guard, [Put(prefix + "a", b"again")]) is None
+
+
+async def test_a_write_whose_answer_never_comes_is_indefinite(
+    proxy: TcpProxy, direct: Store, prefix: str
+) -> None:
+    async with connected(f"etcd://{proxy.address}", attempt_timeout_s=0.5) as store:
+        proxy.mode = "mute"
+        proxy.answered.clear()
+        with pytest.raises(StoreIndefinite):
+            await store.commit([], [Put(prefix + "a", b"mine")])
+        await soon(proxy.answered.wait())
+        found = await direct.get(prefix + "a")
+        assert found is not None and found.value == b"mine"
+
+
+async def test_an_indefinite_write_is_not_tried_on_another_endpoint(
+    etcd_url: str, proxy: TcpProxy, prefix: str
+) -> None:
+    async with connected(f"etcd://{proxy.address},127.0.0.1:{port_of(etcd_url)}") as store:
+        before = await store.commit([], [Put(prefix + "count", b"0")])
+        assert before is not None
+        proxy.mode = "drop"
+        with pytest.raises(StoreIndefinite):
+            await store.commit([], [Put(prefix + "a", b"1")])
+        # The next call begins with the other endpoint, and sees one write, not two.
+        assert (await store.list(prefix))[1] == before + 1
+        assert await store.commit([], [Put(prefix + "b", b"1")]) == before + 2
+
+
+async def test_a_write_that_arrives_late_fails_at_its_guard(
+    proxy: TcpProxy, direct: Store, prefix: str
+) -> None:
+    key = prefix + "a"
+    async with connected(f"etcd://{proxy.address}", attempt_timeout_s=0.5) as store:
+        proxy.mode = "hold"
+        with pytest.raises(StoreIndefinite):
+            await store.commit([Compare(key, create_revision=0)], [Put(key, b"late")])
+        assert await direct.get(key) is None
+        assert await direct.commit([Compare(key, create_revision=0)], [Put(key, b"newer")])
+        proxy.answered.clear()
+        proxy.release.set()
+        await soon(proxy.answered.wait())
+        found = await direct.get(key)
+        assert found is not None and found.value == b"newer"
+
+
+async def test_a_late_write_without_a_newer_one_is_applied_late(
+    proxy: TcpProxy, direct: Store, prefix: str
+) -> None:
+    """Why indefinite is not failed: a read that finds nothing has not settled it."""
+    key = prefix + "a"
+    async with connected(f"etcd://{proxy.address}", attempt_timeout_s=0.5) as store:
+        proxy.mode = "hold"
+        with pytest.raises(StoreIndefinite):
+            await store.commit([Compare(key, create_revision=0)], [Put(key, b"late")])
+        assert await direct.get(key) is None
+        proxy.answered.clear()
+        proxy.release.set()
+        await soon(proxy.answered.wait())
+        found = await direct.get(key)
+        assert found is not None and found.value == b"late"
+
+
+async def test_a_read_whose_answer_is_dropped_is_repeated_elsewhere(
+    etcd_url: str, proxy: TcpProxy, prefix: str
+) -> None:
+    async with connected(f"etcd://{proxy.address},127.0.0.1:{port_of(etcd_url)}") as store:
+        revision = await store.commit([], [Put(prefix + "a", b"1")])
+        lease = await store.grant_lease(30)
+        proxy.mode = "drop"
+        proxy.cut()
+        found = await store.get(prefix + "a")
+        assert found is not None and found.mod_revision == revision
+        assert await store.keep_alive(lease.id) == lease.ttl_s
+        await store.revoke(lease.id)
+
+
+async def test_an_only_endpoint_that_drops_reads_is_unavailable(proxy: TcpProxy, prefix: str) -> None:
+    async with connected(f"etcd://{proxy.address}") as store:
+        lease = await store.grant_lease(30)
+        proxy.mode = "drop"
+        proxy.cut()
+        with pytest.raises(StoreUnavailable, match="check that etcd runs"):
+            await store.get(prefix + "a")
+        # The renewal may well have been done.
+        with pytest.raises(StoreIndefinite):
+            await store.keep_alive(lease.id)
+
+
+async def test_a_watch_resumes_where_its_connection_was_cut(
+    proxy: TcpProxy, direct: Store, prefix: str
+) -> None:
+    async with connected(f"etcd://{proxy.address}") as store:
+        _, revision = await store.list(prefix)
+        async with aclosing(store.watch(prefix, revision + 1)) as watch:
+            await direct.commit([], [Put(prefix + "a", b"0")])
+            seen = await take(watch, 1)
+            for index in range(1, 4):
+                connections = proxy.connections
+                proxy.cut()
+                # Written while there is no watch, or just as it comes back.
+                await direct.commit([], [Put(prefix + "a", str(index).encode())])
+                await direct.commit([], [Put(prefix + "b", b""), Delete(prefix + "b")][:1])
+                await direct.commit([], [Delete(prefix + "b")])
+                seen += await take(watch, 3)
+                assert proxy.connections > connections
+    told = [(event.kind, event.key_value.key[-1], event.key_value.value) for event in seen]
+    assert told[0] == ("put", "a", b"0")
+    for index in range(1, 4):
+        block = told[3 * index - 2 : 3 * index + 1]
+        assert block == [("put", "a", str(index).encode()), ("put", "b", b""), ("delete", "b", b"")]
+
+
+async def test_a_silent_watch_is_replaced(proxy: TcpProxy, direct: Store, prefix: str) -> None:
+    async with connected(f"etcd://{proxy.address}", watch_silence_s=0.3, attempt_timeout_s=0.5) as store:
+        _, revision = await store.list(prefix)
+        async with aclosing(store.watch(prefix, revision + 1)) as watch:
+            await direct.commit([], [Put(prefix + "a", b"1")])
+            await take(watch, 1)
+            proxy.mode = "mute"
+            await direct.commit([], [Put(prefix + "a", b"2")])
+            waiting = asyncio.ensure_future(soon(anext(watch)))
+            connections = proxy.connections
+
+            async def dialled_again() -> bool:
+                return proxy.connections > connections
+
+            await wait_for(dialled_again, "the watch to give up its silent connection")
+            proxy.mode = "pass"
+            assert (await waiting).key_value.value == b"2"
+
+
+async def test_a_watch_moves_on_to_the_next_endpoint(
+    etcd_url: str, proxy: TcpProxy, direct: Store, prefix: str
+) -> None:
+    url = f"etcd://{proxy.address},127.0.0.1:{port_of(etcd_url)}"
+    async with connected(url, watch_silence_s=0.3, attempt_timeout_s=0.5) as store:
+        _, revision = await store.list(prefix)
+        async with aclosing(store.watch(prefix, revision + 1)) as watch:
+            await direct.commit([], [Put(prefix + "a", b"1")])
+            await take(watch, 1)
+            proxy.mode = "mute"
+            await direct.commit([], [Put(prefix + "a", b"2")])
+            assert [event.key_value.value for event in await take(watch, 1)] == [b"2"]
+
+
+async def test_a_watch_that_comes_too_late_says_so(tmp_path: Path, prefix: str) -> None:
+    with running_etcd(tmp_path) as etcd:
+        async with connected(etcd.url) as store:
+            for index in range(4):
+                revision = await store.commit([], [Put(prefix + "a", str(index).encode())])
+            assert isinstance(store, EtcdStore) and store._gateway is not None and revision is not None
+            compaction = {"revision": str(revision)}
+            answer = await store._gateway.post(f"http://{etcd.address}", "/v3/kv/compaction", compaction)
+            assert isinstance(answer, dict)
+            with pytest.raises(Compacted, match="list the keys again"):
+                await soon(anext(store.watch(prefix, revision - 2)))
+            async with aclosing(store.watch(prefix, revision)) as watch:
+                assert [event.revision for event in await take(watch, 1)] == [revision]
+
+
+async def test_one_dead_endpoint_of_two_is_only_a_warning(etcd_url: str, prefix: str) -> None:
+    dead = address_nobody_listens_at()
+    async with connected(f"etcd://{dead},127.0.0.1:{port_of(etcd_url)}") as store:
+        assert any(dead in warning for warning in store.warnings)
+        revision = await store.commit([Compare(prefix + "a", 0)], [Put(prefix + "a", b"1")])
+        assert revision is not None
+        found = await store.get(prefix + "a")
+        assert found is not None and found.value == b"1"
+        async with aclosing(store.watch(prefix, revision)) as watch:
+            assert len(await take(watch, 1)) == 1
+        lease = await store.grant_lease(10)
+        assert await store.keep_alive(lease.id) == 10
+
+
+async def test_a_write_to_a_dead_endpoint_was_certainly_not_applied(tmp_path: Path, prefix: str) -> None:
+    with running_etcd(tmp_path) as etcd:
+        async with connected(etcd.url) as store:
+            assert await store.commit([], [Put(prefix + "a", b"1")])
+            etcd.stop()
+            with pytest.raises(StoreUnavailable, match=r"nothing was done; check that etcd runs"):
+                await store.commit([], [Put(prefix + "a", b"2")])
+            etcd.start()
+            found = await store.get(prefix + "a")
+            assert found is not None and found.value == b"1"
+            # A connection kept from before the restart must not make this write look lost.
+            assert await store.commit([], [Put(prefix + "a", b"3")])
+
+
+@pytest.mark.parametrize("listening", [False, True])
+async def test_no_endpoint_at_all_is_one_sentence(listening: bool) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listening:
+            silent.listen()  # accepts, and never answers
+        address = "{}:{}".format(*silent.getsockname())
+        store = open_store(f"etcd://{address}", attempt_timeout_s=0.3)
+        with pytest.raises(StoreUnavailable, match=address):
+            await store.connect()
+        await store.close()
+
+
+async def test_a_wiped_etcd_is_another_store(tmp_path: Path, prefix: str) -> None:
+    with running_etcd(tmp_path) as etcd:
+        store, other = open_store(etcd.url), open_store(etcd.url)
+        first_id = await store.connect()
+        for index in range(5):
+            await store.commit([], [Put(prefix + "a", str(index).encode())])
+        etcd.stop()
+        etcd.data.rename(tmp_path / "wiped")
+        etcd.start()
+        # Before and after somebody has given the new store its id.
+        with pytest.raises(StoreError, match="wiped or replaced"):
+            await store.commit([Compare(prefix + "a", mod_revision=0)], [Put(prefix + "a", b"old")])
+        assert await other.connect() != first_id
+        with pytest.raises(StoreError, match="wiped or replaced"):
+            await store.commit([Compare(prefix + "a", mod_revision=0)], [Put(prefix + "a", b"old")])
+        with pytest.raises(StoreError, match="went back"):
+            await store.get(prefix + "a")
+        assert await other.get(prefix + "a") is None
+        await store.close()
+        assert await store.connect() == await other.connect() != first_id
+        await store.close()
+        await other.close()
+
+
+async def test_endpoints_of_two_clusters_are_refused(etcd_url: str, cluster: list[EtcdMember]) -> None:
+    store = open_store(f"{etcd_url},{cluster[0].address}")
+    with pytest.raises(StoreError, match="another cluster"):
+        await store.connect()
+    await store.close()
+
+
+async def test_a_key_that_is_not_our_store_id_is_not_taken_for_one(tmp_path: Path) -> None:
+    with running_etcd(tmp_path) as etcd:
+        witness(etcd.client_port, "write", STORE_ID_KEY, b"\xff not an id".hex())
+        store = open_store(etcd.url)
+        with pytest.raises(StoreError, match="not hold a store id"):
+            await store.connect()
+        await store.close()
+
+
+async def test_the_version_is_judged_at_connect(direct: Store) -> None:
+    version = (await asyncio.to_thread(subprocess.check_output, ["etcd", "--version"])).decode()
+    old = "etcd Version: 3.4." in version
+    assert any("no longer gets fixes" in warning for warning in direct.warnings) == old
+
+
+async def leader_of(members: list[EtcdMember]) -> EtcdMember:
+    for member in members:
+        async with connected(member.url) as store:
+            assert isinstance(store, EtcdStore) and store._gateway is not None
+            status = await store._gateway.post(f"http://{member.address}", "/v3/maintenance/status", {})
+            assert isinstance(status, dict) and isinstance(status["header"], dict)
+            if status["leader"] == status["header"]["member_id"]:
+                return member
+    raise AssertionError("the cluster has no leader")
+
+
+async def test_a_frozen_leader_does_not_stop_the_others(cluster: list[EtcdMember], prefix: str) -> None:
+    leader = await leader_of(cluster)
+    # The store begins with the one that will freeze.
+    url = "etcd://" + ",".join(member.address for member in sorted(cluster, key=lambda m: m is not leader))
+    async with connected(url, attempt_timeout_s=1.0) as store:
+        revision = await store.commit([], [Put(prefix + "a", b"1")])
+        assert revision is not None
+        leader.pause()
+        try:
+
+            async def writes_again() -> bool:
+                # What was lost is read again and, unless it is there, written again under its guard.
+                try:
+                    found = await store.get(prefix + "b")
+                    guard = [Compare(prefix + "b", create_revision=0)]
+                    return found is not None or bool(await store.commit(guard, [Put(prefix + "b", b"2")]))
+                except (StoreIndefinite, StoreUnavailable):
+                    return False
+
+            await wait_for(writes_again, "a write to succeed without the frozen leader")
+            async with aclosing(store.watch(prefix, revision)) as watch:
+                assert [event.key_value.value for event in await take(watch, 2)] == [b"1", b"2"]
+        finally:
+            leader.resume()
+
+
+async def test_a_member_without_a_leader_refuses_definitely(tmp_path: Path, prefix: str) -> None:
+    with running_cluster(tmp_path, 3) as members:
+        async with connected(members[0].url, attempt_timeout_s=5.0) as store:
+            revision = await store.commit([], [Put(prefix + "a", b"1")])
+            assert revision is not None
+            members[1].stop()
+            members[2].stop()
+
+            async def refuses() -> bool:
+                try:
+                    await store.commit([Compare(prefix + "b", create_revision=7)], [Put(prefix + "b", b"")])
+                except StoreIndefinite:
+                    return False
+                except StoreUnavailable as error:
+                    return "no leader" in str(error)
+                return False
+
+            await wait_for(refuses, "the last member to notice that it has no leader")
+            watch = store.watch(prefix, revision + 1)
+            waiting = asyncio.ensure_future(soon(anext(watch)))
+            members[1].start()
+
+            async def write() -> bool:
+                try:
+                    return bool(await store.commit([], [Put(prefix + "b", b"2")]))
+                except (StoreIndefinite, StoreUnavailable):
+                    return False
+
+            await wait_for(write, "two of three members to elect a leader")
+            assert (await waiting).key_value.value == b"2"
+            await watch.aclose()
+
+
+def witness(port: int, *arguments: str) -> str:
+    environment = {**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"}
+    command = [sys.executable, str(WITNESS), str(port), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+async def test_another_client_reads_what_we_wrote(etcd_url: str, direct: Store, prefix: str) -> None:
+    values = {
+        prefix + "bytes": bytes(range(256)),
+        prefix + "schlüssel-鍵": b"wert",
+        prefix + "empty": b"",
+    }
+    lease = await direct.grant_lease(60)
+    for key, value in values.items():
+        assert await direct.commit([], [Put(key, value, lease.id)])
+    keys = [*values, prefix + "missing"]
+    told = json.loads(await asyncio.to_thread(witness, port_of(etcd_url), "read", *keys))
+    for key, line in zip(keys, told, strict=True):
+        ours = await direct.get(key)
+        if ours is None:
+            assert line is None
+        else:
+            assert line == [values[key].hex(), ours.create_revision, ours.mod_revision, lease.id]
+    await direct.revoke(lease.id)
+    assert json.loads(await asyncio.to_thread(witness, port_of(etcd_url), "read", *values)) == [None] * 3
+
+
+async def test_we_read_and_watch_what_another_client_wrote(etcd_url: str, direct: Store, prefix: str) -> None:
+    key, value = prefix + "schlüssel-鍵", bytes(range(255, -1, -1))
+    _, revision = await direct.list(prefix)
+    port = port_of(etcd_url)
+    async with aclosing(direct.watch(prefix, revision + 1)) as watch:
+        lease = int(await asyncio.to_thread(witness, port, "lease", key, value.hex(), "60"))
+        [event] = await take(watch, 1)
+        assert event.key_value == await direct.get(key)
+        assert (event.key_value.key, event.key_value.value, event.key_value.lease) == (key, value, lease)
+        await asyncio.to_thread(witness, port, "delete", key)
+        [event] = await take(watch, 1)
+        assert (event.kind, event.key_value.key) == ("delete", key)
+    assert await direct.get(key) is None

@@ -1,0 +1,159 @@
+"""The ring's result, bit for bit against the documented order, at every awkward size."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ring_harness import (
+    WAIT_S,
+    Members,
+    documented_sum,
+    random_tensor,
+    same_bits,
+    socket_ring,
+    wait_until,
+)
+
+from fabric.errors import ConfigError, IllegalTransition, RoundAborted
+from fabric.ftar.plane import Ring
+from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES, segment_bounds
+from fabric.ftar.tcp_ring import TcpRing
+
+CHUNK_BYTES = 512
+
+
+def awkward_lengths(world: int, item_bytes: int) -> list[int]:
+    chunk = CHUNK_BYTES // item_bytes
+    centres = [0, ALIGNMENT, world, world * ALIGNMENT, chunk, world * chunk, 3 * world * chunk]
+    return sorted({max(0, c + d) for c in centres for d in (-1, 0, 1, ALIGNMENT - 1)})
+
+
+def check(members: Members, epoch: int, step: int, inputs: list[torch.Tensor]) -> None:
+    expected = documented_sum(inputs, segment_bounds(inputs[0].numel(), len(inputs)))
+    for position, result in members.reduce(epoch, step, inputs).items():
+        assert same_bits(result, expected), (position, inputs[0].numel(), inputs[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_CODES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("world", range(1, 10))
+def test_every_awkward_length_is_summed_in_the_documented_order(world, dtype):
+    with Members(world, chunk_bytes=CHUNK_BYTES) as members:
+        members.install(epoch=1)
+        for step, length in enumerate(awkward_lengths(world, dtype.itemsize)):
+            inputs = [random_tensor(length, dtype, 100 * step + i) for i in range(world)]
+            check(members, 1, step, inputs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    world=st.integers(1, 6),
+    length=st.integers(0, 4000),
+    chunk_bytes=st.integers(128, 5000),
+    dtype=st.sampled_from(list(DTYPE_CODES)),
+    checksum=st.booleans(),
+)
+def test_any_size_is_summed_in_the_documented_order(world, length, chunk_bytes, dtype, checksum):
+    with Members(world, chunk_bytes=chunk_bytes, checksum=checksum) as members:
+        members.install(epoch=1)
+        check(members, 1, 1, [random_tensor(length, dtype, i) for i in range(world)])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_buffers_far_larger_than_the_sockets_do_not_deadlock(world):
+    with Members(world) as members:
+        members.install(1, socket_ring(world, tcp=True))
+        inputs = [random_tensor(3_000_017, torch.float32, i) for i in range(world)]
+        check(members, 1, 1, inputs)
+
+
+def test_several_exchanges_of_a_step_and_several_epochs_share_a_plane():
+    with Members(3, chunk_bytes=CHUNK_BYTES) as members:
+        members.install(1)
+        members.install(2)
+        for epoch, step in [(1, 7), (1, 7), (1, 8), (2, 8), (2, 8), (2, 9)]:
+            for dtype in (torch.float32, torch.bfloat16):
+                check(members, epoch, step, [random_tensor(999, dtype, i) for i in range(3)])
+        for plane in members.planes.values():
+            plane.retire(2)
+        check(members, 2, 10, [random_tensor(50, torch.float64, i) for i in range(3)])
+        with pytest.raises(RoundAborted, match="epoch 1 is over"):
+            members.planes[0].all_reduce(1, 10, torch.zeros(4))
+
+
+def test_infinities_and_overflow_are_sums_and_not_errors():
+    biggest = torch.finfo(torch.float32).max
+    with Members(2) as members:
+        members.install(1)
+        values = [torch.tensor([biggest, float("inf"), float("nan"), 1.0])] * 2
+        result = members.reduce(1, 1, values)
+        assert same_bits(result[0], result[1])
+        assert result[0][:2].isinf().all()
+        assert result[0][2].isnan()
+        assert result[0][3] == 2.0
+
+
+def test_who_is_waited_for_is_named_while_it_lasts_and_counted_after():
+    with Members(3) as members:
+        members.install(1)
+        buffers = {i: torch.full((40,), float(i)) for i in range(3)}
+        futures = members.start(1, 1, {i: buffers[i] for i in (0, 1)})
+        wait_until(lambda: members.planes[0].waiting_for == "m2")
+        wait_until(lambda: members.planes[1].waiting_for == "m0")
+        futures |= members.start(1, 1, {2: buffers[2]})
+        for future in futures.values():
+            future.result(WAIT_S)
+        assert members.planes[0].waiting_for == ""
+        assert members.planes[0].waiting_s["m2"] > 0
+        assert torch.equal(buffers[0], torch.full((40,), 3.0))
+        members.reduce(1, 2, [torch.zeros(0)] * 3)
+        assert members.planes[0].waiting_s == {}
+
+
+def test_a_ring_of_one_needs_no_links_and_changes_nothing():
+    with Members(1) as members:
+        members.planes[0].install(Ring(1, 0, ("alone",)), None, None)
+        buffer = torch.arange(10.0)
+        members.planes[0].all_reduce(1, 1, buffer)
+        assert torch.equal(buffer, torch.arange(10.0))
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.zeros(4, 4),
+        torch.zeros(8)[::2],
+        torch.zeros(4, dtype=torch.complex64),
+        torch.zeros(4, dtype=torch.uint8),
+        torch.zeros(4, device="meta"),
+    ],
+)
+def test_a_tensor_that_cannot_be_reduced_is_refused_before_a_byte_is_sent(buffer):
+    with Members(2) as members:
+        members.install(1)
+        with pytest.raises(ConfigError):
+            members.planes[0].all_reduce(1, 1, buffer)
+        check(members, 1, 1, [torch.ones(5), torch.ones(5)])
+
+
+def test_misuse_is_a_bug_and_says_so():
+    plane = TcpRing()
+    with pytest.raises(IllegalTransition, match="no links"):
+        plane.all_reduce(1, 1, torch.zeros(1))
+    with pytest.raises(IllegalTransition, match="needs two links"):
+        plane.install(Ring(1, 0, ("a", "b")), None, None)
+    plane.install(Ring(1, 0, ("a",)), None, None)
+    with pytest.raises(IllegalTransition, match="already"):
+        plane.install(Ring(1, 0, ("a",)), None, None)
+    for position, members in ((2, ("a", "b")), (-1, ("a",)), (0, ("a", "a"))):
+        with pytest.raises(IllegalTransition, match="not a place"):
+            Ring(1, position, members)
+    plane.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"chunk_bytes": 0}, {"chunk_bytes": 2**31}, {"exchange_s": 0}, {"entry_s": float("nan")}],
+)
+def test_settings_that_cannot_work_are_refused(options):
+    with pytest.raises(ConfigError):
+        TcpRing(**options)

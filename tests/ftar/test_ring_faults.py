@@ -1,0 +1,341 @@
+"""What a ring does with old, altered, foreign and missing bytes, and with an abort.
+
+A *script* plays the previous (and next) member on raw sockets: it writes exactly the bytes that a faulty
+or late member would.
+"""
+
+import random
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import torch
+from ring_harness import WAIT_S, Members, names, same_bits, socket_ring, wait_until
+
+from fabric.errors import RoundAborted
+from fabric.ftar.chunks import GATHER, HEADER_BYTES, REDUCE, Header, Round, notice, pack
+from fabric.ftar.plane import Ring
+from fabric.ftar.reduce import DTYPE_CODES
+from fabric.ftar.tcp_ring import TcpRing
+
+FLOAT = DTYPE_CODES[torch.float32]
+
+
+class Script:
+    """One real plane at position 0 of a ring of two or three; everybody else is this object."""
+
+    def __init__(self, world: int = 2, epoch: int = 5, **options) -> None:
+        self.world, self.epoch = world, epoch
+        ours_next, self.reader = socket.socketpair()
+        ours_previous, self.writer = socket.socketpair()
+        self.plane = TcpRing(**{"exchange_s": 5.0, **options})
+        self.plane.install(Ring(epoch, 0, names(world)), ours_next, ours_previous)
+
+    def __enter__(self) -> "Script":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.plane.close()
+        self.reader.close()
+        self.writer.close()
+
+    def chunk(self, sequence: int, values: torch.Tensor, **changes) -> bytes:
+        """A chunk as the previous member would send it for 32 float32 in a ring of two."""
+        payload = bytes(values.numpy().data)
+        epoch, step = changes.get("epoch", self.epoch), changes.get("step", 3)
+        fields = {
+            "round": Round(
+                epoch, step, changes.get("exchange", 0), self.world, FLOAT, changes.get("length", 32)
+            ),
+            "kind": changes.get("kind", GATHER if sequence else REDUCE),
+            "source": changes.get("source", self.world - 1),
+            "sequence": sequence,
+            "size": changes.get("size", len(payload)),
+        }
+        return pack(Header(**fields), payload) + payload
+
+    def good(self) -> bytes:
+        """Everything that member 1 sends when its buffer is all ones: its part, then the sum."""
+        return self.chunk(0, torch.ones(16)) + self.chunk(1, torch.full((16,), 3.0))
+
+    def reduce(self) -> torch.Tensor:
+        buffer = torch.full((32,), 2.0)
+        self.plane.all_reduce(self.epoch, 3, buffer)
+        return buffer
+
+
+def test_the_script_itself_is_a_good_member():
+    with Script() as script:
+        script.writer.sendall(script.good())
+        assert same_bits(script.reduce(), torch.full((32,), 3.0))
+
+
+@pytest.mark.parametrize(
+    "old", [{"epoch": 4}, {"step": 2}, {"epoch": 4, "step": 9}, {"epoch": 1, "length": 7}]
+)
+def test_chunks_of_an_old_round_are_recognised_and_never_added(old):
+    with Script() as script:
+        stale = script.chunk(0, torch.full((16,), 1e9), **old)
+        script.writer.sendall(stale + stale + script.good()[: HEADER_BYTES + 64])
+        script.writer.sendall(stale + script.good()[HEADER_BYTES + 64 :])
+        assert same_bits(script.reduce(), torch.full((32,), 3.0))
+
+
+def test_a_flood_of_old_chunks_does_not_hold_off_the_deadline():
+    with Script(entry_s=0.1, exchange_s=0.1) as script:
+        stale = script.chunk(0, torch.zeros(16), epoch=1)
+        script.writer.setblocking(False)
+
+        stop = threading.Event()
+
+        def flood() -> None:
+            while not stop.is_set():
+                try:
+                    script.writer.send(stale)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            with pytest.raises(RoundAborted):
+                script.reduce()
+        finally:
+            stop.set()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"epoch": 6}, "already"),
+        ({"step": 4}, "already"),
+        ({"exchange": 1}, "already"),
+        ({"length": 33}, "models differ"),
+        ({"source": 0}, "rings differ"),
+        ({"kind": GATHER}, "was due"),
+        ({"size": 0}, "announces 0 bytes"),
+        ({"size": 2**31}, "chunk sizes differ"),
+    ],
+)
+def test_chunks_that_do_not_belong_here_abort_and_name_the_sender(changes, sentence):
+    with Script() as script:
+        script.writer.sendall(script.chunk(0, torch.ones(16), **changes))
+        with pytest.raises(RoundAborted, match=sentence) as aborted:
+            script.reduce()
+        assert aborted.value.about == "m1"
+
+
+def test_a_chunk_of_another_size_is_refused():
+    with Script() as script:
+        script.writer.sendall(script.chunk(0, torch.ones(15)))
+        with pytest.raises(RoundAborted, match="60 bytes"):
+            script.reduce()
+
+
+def test_any_flipped_bit_aborts_and_names_the_sender():
+    with Script() as probe:
+        stream = probe.good()
+    chunk_bytes = HEADER_BYTES + 64
+    for bit in range(0, chunk_bytes * 8, 3):
+        with Script() as script:
+            bad = bytearray(stream)
+            bad[bit // 8] ^= 1 << bit % 8
+            script.writer.sendall(bad)
+            script.writer.shutdown(socket.SHUT_WR)
+            with pytest.raises(RoundAborted) as aborted:
+                script.reduce()
+            assert aborted.value.about == "m1", bit
+
+
+def test_a_flipped_bit_of_the_gathered_result_is_noticed_too():
+    with Script() as script:
+        bad = bytearray(script.good())
+        bad[-5] ^= 4
+        script.writer.sendall(bad)
+        with pytest.raises(RoundAborted, match="digest"):
+            script.reduce()
+
+
+def test_random_bytes_on_the_ring_abort_in_every_case():
+    rng = random.Random(3)
+    for size in [1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, 1000, 50_000]:
+        with Script() as script:
+            script.writer.sendall(rng.randbytes(size))
+            script.writer.shutdown(socket.SHUT_WR)
+            with pytest.raises(RoundAborted) as aborted:
+                script.reduce()
+            assert aborted.value.about == "m1"
+
+
+def test_random_bytes_on_the_way_back_abort_and_name_the_next():
+    with Script() as script:
+        script.reader.sendall(random.Random(4).randbytes(200))
+        with pytest.raises(RoundAborted, match="garbage") as aborted:
+            script.reduce()
+        assert aborted.value.about == "m1"
+
+
+@pytest.mark.parametrize(("named", "about"), [("m2", "m2"), ("nobody", ""), ("", "")])
+def test_a_notice_brings_its_cause_and_is_passed_on(named, about):
+    with Script(world=3) as script:
+        script.reader.sendall(notice(5, 1, "m2 was lost by m1", named))
+        with pytest.raises(RoundAborted, match="m2 was lost by m1") as aborted:
+            script.reduce()
+        assert aborted.value.about == about
+        script.writer.settimeout(WAIT_S)
+        assert b"m2 was lost by m1" in script.writer.recv(4096)
+
+
+def test_the_loss_of_either_neighbour_is_seen_and_named():
+    for lost, about in (("writer", "m2"), ("reader", "m1")):
+        with Script(world=3) as script:
+            getattr(script, lost).close()
+            with pytest.raises(RoundAborted, match="was lost") as aborted:
+                script.reduce()
+            assert aborted.value.about == about
+
+
+def test_a_reset_in_the_middle_of_a_chunk_is_the_loss_of_its_sender():
+    with Script() as script:
+        script.writer.sendall(script.good()[:100])
+        linger = struct.pack("ii", 1, 0)
+        script.writer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        script.writer.close()
+        with pytest.raises(RoundAborted, match="was lost") as aborted:
+            script.reduce()
+        assert aborted.value.about == "m1"
+
+
+def test_a_member_that_is_late_for_the_exchange_has_the_long_bound():
+    """Member 2's own part says nothing about member 1, who may be in user code for long."""
+    with Script(world=3, entry_s=0.3, exchange_s=0.001) as script:
+        script.writer.sendall(script.chunk(0, torch.ones(16), length=48))
+        buffer = torch.zeros(48)
+        started_s = time.monotonic()
+        with pytest.raises(RoundAborted, match="stalled") as aborted:
+            script.plane.all_reduce(5, 3, buffer)
+        assert time.monotonic() - started_s >= 0.3
+        assert aborted.value.about == "m2"
+
+
+def test_once_everybody_is_known_to_be_inside_the_short_bound_holds():
+    with Script(entry_s=3600.0, exchange_s=0.05) as script:
+        script.writer.sendall(script.good()[: HEADER_BYTES + 64 + 10])
+        with pytest.raises(RoundAborted, match="stalled") as aborted:
+            script.reduce()
+        assert aborted.value.about == "m1"
+
+
+def test_a_next_member_that_does_not_read_is_the_one_who_stalls():
+    with Script(entry_s=3600.0, exchange_s=0.2) as script:
+        elements = 8_000_000
+        half = torch.ones(elements // 2)
+
+        def member(sequence: int, values: torch.Tensor) -> bytes:
+            kind = GATHER if sequence >= 16 else REDUCE
+            return script.chunk(sequence, values, length=elements, kind=kind)
+
+        pieces = [member(i, half[:262144]) for i in range(15)]
+        thread = threading.Thread(target=script.writer.sendall, args=(b"".join(pieces),))
+        thread.start()
+        with pytest.raises(RoundAborted, match="stalled"):
+            script.plane.all_reduce(5, 3, torch.zeros(elements))
+        script.writer.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_abort_from_another_thread_wakes_a_blocked_exchange_and_is_final():
+    with Members(3) as members:
+        members.install(1)
+        futures = members.start(1, 1, {0: torch.ones(10)})
+        wait_until(lambda: members.planes[0].waiting_for)
+        members.planes[0].abort(1, "epoch 2 is forced")
+        members.planes[0].abort(1, "a second reason is not kept")
+        for _ in range(2):
+            with pytest.raises(RoundAborted, match="epoch 2 is forced"):
+                futures[0].result(WAIT_S)
+            futures = members.start(1, 1, {0: torch.ones(10)})
+        with pytest.raises(RoundAborted, match="epoch 2 is forced"):
+            futures[0].result(WAIT_S)
+
+
+def test_the_cause_of_one_abort_reaches_everybody_in_the_exchange():
+    with Members(6) as members:
+        members.install(1)
+        futures = members.start(1, 1, {i: torch.ones(1000) for i in range(6) if i != 3})
+        for i in (0, 1, 2, 4, 5):
+            wait_until(lambda i=i: members.planes[i].waiting_for)
+        members.planes[2].abort(1, "m3 is evicted", about="m3")
+        for future in futures.values():
+            with pytest.raises(RoundAborted, match="m3 is evicted") as aborted:
+                future.result(WAIT_S)
+            assert aborted.value.about == "m3"
+
+
+def test_a_late_member_passes_on_the_abort_that_it_finds():
+    with Members(5) as members:
+        members.install(1)
+        futures = members.start(1, 1, {i: torch.ones(1000) for i in range(5) if i != 3})
+        for i in (0, 1, 2, 4):
+            wait_until(lambda i=i: members.planes[i].waiting_for)
+        members.planes[4].abort(1, "m4 lost its memory", about="m4")
+        futures |= members.start(1, 1, {3: torch.ones(1000)})
+        for future in futures.values():
+            with pytest.raises(RoundAborted, match="m4 lost its memory") as aborted:
+                future.result(WAIT_S)
+            assert aborted.value.about == "m4"
+
+
+def test_an_abort_that_comes_before_the_links_counts():
+    with Members(2) as members:
+        members.planes[0].abort(1, "superseded while dialling")
+        with pytest.raises(RoundAborted, match="superseded"):
+            members.planes[0].all_reduce(1, 1, torch.ones(2))
+        members.install(1)
+        for future in members.start(1, 1, {i: torch.ones(2) for i in range(2)}).values():
+            with pytest.raises(RoundAborted, match="superseded"):
+                future.result(WAIT_S)
+
+
+def test_links_of_a_retired_epoch_are_closed_even_when_they_come_late():
+    with Members(2) as members:
+        members.planes[0].retire(3)
+        (ours, other), (next_, theirs) = socket_ring(2)
+        members.planes[0].install(Ring(2, 0, names(2)), ours, other)
+        assert ours.fileno() == other.fileno() == -1
+        for sock in (next_, theirs):
+            sock.close()
+        with pytest.raises(RoundAborted, match="over"):
+            members.planes[0].all_reduce(2, 1, torch.ones(2))
+
+
+@pytest.mark.parametrize("how", ["retire", "close"])
+def test_descriptors_in_use_are_closed_only_after_the_exchange(how):
+    with Members(2) as members:
+        pairs = socket_ring(2)
+        members.install(1, pairs)
+        futures = members.start(1, 1, {0: torch.ones(10)})
+        wait_until(lambda: members.planes[0].waiting_for)
+        getattr(members.planes[0], how)(*([2] if how == "retire" else []))
+        with pytest.raises(RoundAborted):
+            futures[0].result(WAIT_S)
+        wait_until(lambda: pairs[0][0].fileno() == pairs[0][1].fileno() == -1)
+
+
+def test_after_an_abort_the_next_epoch_works_on_fresh_links():
+    with Members(4) as members:
+        members.install(1)
+        futures = members.start(1, 1, {i: torch.ones(9999) for i in range(3)})
+        wait_until(lambda: members.planes[2].waiting_for)
+        members.planes[2].abort(1, "no")
+        for future in futures.values():
+            with pytest.raises(RoundAborted):
+                future.result(WAIT_S)
+        members.install(2)
+        results = members.reduce(2, 1, [torch.ones(9999)] * 4)
+        assert all(same_bits(r, torch.full((9999,), 4.0)) for r in results.values())

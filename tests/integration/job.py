@@ -1,0 +1,209 @@
+"""A whole job of real processes for one test: lighthouse, trainers, their checkpoint servers, journals."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+DEADLINE_S = 60.0
+
+
+class Zygote:
+    """Forks trainers; one for the whole test session."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        self._started: queue.Queue[int] = queue.Queue()
+        self.ended: dict[int, int] = {}
+        self.changed = threading.Condition()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if "pid" in message:
+                self._started.put(message["pid"])
+            else:
+                with self.changed:
+                    self.ended[message["ended"]] = message["status"]
+                    self.changed.notify_all()
+
+    def start(self, environment: dict[str, str], log: Path) -> int:
+        request = {"environment": environment, "log": str(log)}
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._started.get(timeout=DEADLINE_S)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(timeout=10)
+
+
+@dataclass
+class Job:
+    """Trainers by replica id; ended ones are restarted by ``finish`` unless they exited with 0 or 1."""
+
+    zygote: Zygote
+    folder: Path
+    replicas: int = 3
+    environment: dict[str, str] = field(default_factory=dict)
+    lighthouse: subprocess.Popen | None = None
+    url: str = ""
+    pids: dict[str, int] = field(default_factory=dict)
+    codes: dict[str, int] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
+    later_points: dict[str, list[str]] = field(default_factory=dict)
+
+    def __enter__(self) -> "Job":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.token.write_text("a-test-token\n")
+        self.token.chmod(0o600)
+        self.start_lighthouse()
+        return self
+
+    @property
+    def token(self) -> Path:
+        return self.folder / "token"
+
+    def start_lighthouse(self, port: int = 0) -> None:
+        ready = self.folder / "lighthouse.json"
+        ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self.store]
+        command += ["--bind", "127.0.0.1", "--port", str(port), "--token-file", str(self.token)]
+        command += ["--ready-file", str(ready)]
+        with (self.folder / "lighthouse.log").open("ab") as log:
+            self.lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
+        self.wait_for(ready.exists, "the lighthouse's ready file")
+        self.url = json.loads(ready.read_text())["url"]
+
+    @property
+    def store(self) -> str:
+        return self.environment.get("TEST_STORE", f"sqlite:///{self.folder}/lighthouse.db")
+
+    def start(self, replica: str, points: str = "", **more: str) -> int:
+        """Start (or restart) one trainer; returns its pid."""
+        self.starts[replica] = self.starts.get(replica, 0) + 1
+        environment = {
+            "FABRIC_JOB": "test",
+            "FABRIC_REPLICA": replica,
+            "FABRIC_REPLICAS": str(self.replicas),
+            "FABRIC_LIGHTHOUSE": self.url,
+            "FABRIC_TOKEN_FILE": str(self.token),
+            "FABRIC_JOURNAL": str(self.journal(replica)),
+            "FABRIC_RUN_DIR": str(self.folder / "run" / replica),
+            "FABRIC_DIGEST_EVERY": "1",
+            "FABRIC_ORPHAN_S": "60",
+            "FABRIC_TEST_POINTS": points,
+            **self.environment,
+            **more,
+        }
+        self.pids[replica] = self.zygote.start(environment, self.folder / f"{replica}.log")
+        return self.pids[replica]
+
+    def start_all(self, points: dict[str, str] | None = None) -> None:
+        for i in range(self.replicas):
+            self.start(f"r{i}", (points or {}).get(f"r{i}", ""))
+
+    def journal(self, replica: str) -> Path:
+        return self.folder / "journal" / f"{replica}.jsonl"
+
+    def events(self, replica: str, event: str = "") -> list[dict]:
+        path = self.journal(replica)
+        if not path.exists():
+            return []
+        found = []
+        for line in path.read_text().splitlines():
+            try:
+                body = json.loads(line)
+            except ValueError:
+                continue
+            if not event or body["event"] == event:
+                found.append(body)
+        return found
+
+    def wait_for(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+        """Poll until ``condition``; fails with the logs."""
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}\n{self.logs()}"
+            with self.zygote.changed:
+                self.zygote.changed.wait(0.01)
+
+    def ended(self, replica: str) -> int | None:
+        """The exit code of the current process (negative: a signal), or None while it runs."""
+        status = self.zygote.ended.get(self.pids[replica])
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def finish(self, restart: bool = True, deadline_s: float = DEADLINE_S) -> None:
+        """Restart whoever ended by a signal or 75, until every replica has exited with 0 or 1."""
+
+        def all_done() -> bool:
+            for replica in list(self.pids):
+                code = self.ended(replica)
+                if code is None:
+                    continue
+                if code in (0, 1) or not restart:
+                    self.codes[replica] = code
+                else:
+                    later = self.later_points.get(replica, [])
+                    self.start(replica, later.pop(0) if later else "")
+            return len(self.codes) == len(self.pids)
+
+        self.wait_for(all_done, "every trainer's end", deadline_s)
+
+    def stop_lighthouse(self, number: int = signal.SIGTERM) -> None:
+        if self.lighthouse is not None:
+            self.lighthouse.send_signal(number)
+            self.lighthouse.wait(timeout=20)
+            self.lighthouse = None
+
+    def server_pids(self) -> list[int]:
+        """Checkpoint servers of this job, found by their run directories."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"fabric.ckpt_server" in words and any(str(self.folder).encode() in w for w in words):
+                found.append(int(path.parent.name))
+        return found
+
+    def logs(self) -> str:
+        parts = []
+        logs = sorted(self.folder.glob("*.log")) + sorted(self.folder.glob("run/*/*.log"))
+        parts += [f"--- {p.name} ({p.parent.name})\n" + p.read_text()[-3000:] for p in logs]
+        for path in sorted(self.folder.glob("journal/*")):
+            tail = [line[:300] for line in path.read_text().splitlines()[-6:]]
+            parts.append(f"--- {path.name}\n" + "\n".join(tail))
+        return "\n".join(parts)
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.pids.values():
+            if pid not in self.zygote.ended:
+                _signal(pid, signal.SIGCONT)
+                _signal(pid, signal.SIGKILL)
+        self.stop_lighthouse()
+        for pid in self.server_pids():
+            _signal(pid, signal.SIGTERM)
+        self.wait_for(lambda: not self.server_pids(), "the checkpoint servers' end", 20)
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

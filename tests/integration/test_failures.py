@@ -1,0 +1,169 @@
+"""Real trainers killed and stopped with real signals at named points: the others go on, the dead one comes
+back with live state, and at the end everybody is bitwise equal and every sample was counted once."""
+
+import os
+import signal
+
+import pytest
+from job import Job
+
+from fabric.cli.demo.journal import read_run
+from fabric.cli.demo.verify import judge
+
+STEPS = 60
+
+
+def check(job: Job, steps: int = STEPS) -> None:
+    """Judge the journals as ``fabric demo verify`` does: all invariants, digests equal, nothing lost."""
+    verdict = judge(read_run(job.folder))
+    assert not verdict.broken, "\n".join(verdict.broken[:10])
+    summary = verdict.summary
+    assert summary.digests_equal
+    assert (summary.steps, summary.steps_lost) == (steps, 0)
+    assert (summary.samples_skipped, summary.samples_repeated) == (0, 0)
+
+
+def finals(job: Job) -> dict[str, str]:
+    """Each replica's digest of its last state."""
+    return {f"r{i}": job.events(f"r{i}", "state")[-1]["digest"] for i in range(job.replicas)}
+
+
+def finish_and_check(job: Job, steps: int = STEPS) -> None:
+    job.finish()
+    assert job.codes == {f"r{i}": 0 for i in range(job.replicas)}, job.logs()
+    assert len(set(finals(job).values())) == 1
+    check(job, steps)
+
+
+def test_undisturbed(zygote, tmp_path):
+    with Job(zygote, tmp_path) as job:
+        job.start_all()
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
+        assert {e["epoch"] for r in ("r0", "r1", "r2") for e in job.events(r, "commit")} == {1}
+
+
+KILL_POINTS = [
+    "forward",
+    "before-ring",
+    "ring",
+    "before-barrier",
+    "barrier",
+    "after-barrier",
+    "optimizer",
+]
+
+
+@pytest.mark.parametrize("point", KILL_POINTS)
+def test_kill_at(zygote, tmp_path, point):
+    with Job(zygote, tmp_path) as job:
+        job.start_all({"r1": f"{point}@12=kill"})
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()
+        rejoined = [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 12]
+        assert rejoined, "the killed replica never contributed again"
+
+
+@pytest.mark.parametrize("point", ["forward", "before-ring", "ring", "barrier", "optimizer"])
+def test_stop_at(zygote, tmp_path, point):
+    """A stopped trainer is evicted; continued, it notices, catches up and joins without a restart."""
+    with Job(zygote, tmp_path) as job:
+        job.start_all({"r1": f"{point}@12=stop"})
+
+        def evicted() -> bool:
+            epochs = job.events("r0", "epoch")
+            return any("r1" not in e["roster"] for e in epochs)
+
+        job.wait_for(evicted, "the eviction of the stopped replica")
+        os.kill(job.pids["r1"], signal.SIGCONT)
+        finish_and_check(job)
+        assert job.starts["r1"] == 1
+        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 14]
+
+
+@pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
+def test_kill_the_newcomer_at(zygote, tmp_path, point):
+    """A failure during a join: the newcomer dies on its way in, and its successor gets in."""
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "200"}) as job:
+        job.later_points["r1"] = [f"{point}=kill"]
+        job.start_all({"r1": "forward@8=kill"})
+        finish_and_check(job, 200)
+        assert job.starts["r1"] >= 2
+        assert job.starts["r0"] == job.starts["r2"] == 1
+
+
+def test_two_at_once_with_one_survivor(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90"}) as job:
+        job.start_all({"r1": "barrier@12=kill", "r2": "forward@12=kill"})
+        finish_and_check(job, 90)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 2}
+
+
+def test_another_one_dies_during_the_recovery(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90"}) as job:
+        job.start_all({"r1": "ring@12=kill", "r2": "recovery@12=kill"})
+        finish_and_check(job, 90)
+        assert job.starts["r0"] == 1
+
+
+def test_the_one_that_snapshots_for_a_newcomer_dies(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "110", "FABRIC_SNAPSHOT_SHARE": "0"}) as job:
+        job.start_all({"r1": "forward@8=kill", "r2": "snapshot@0=wait:/dev/null,snapshot=kill"})
+        finish_and_check(job, 110)
+        assert job.starts["r0"] == 1
+
+
+def test_everybody_dies_and_the_job_resumes_from_host_memory(zygote, tmp_path):
+    """Cold start: the checkpoint servers' memory outlives all trainers; what is lost is said."""
+    environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "40"}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        job.start_all({f"r{i}": "forward@15=kill" for i in range(3)})
+        job.finish()
+        assert set(job.codes.values()) == {0}, job.logs()
+        assert len(set(finals(job).values())) == 1
+        generations = {e["generation"] for e in job.events("r0", "commit")}
+        assert generations == {1, 2}
+        first = min(e["step"] for e in job.events("r0", "commit") if e["generation"] == 2)
+        assert first >= 13, "snapshots every step: at most the newest step or two may be lost"
+
+
+def test_the_lighthouse_is_killed_and_nobody_notices(zygote, tmp_path):
+    with Job(zygote, tmp_path) as job:
+        job.start_all()
+        job.wait_for(lambda: len(job.events("r0", "commit")) > 10, "ten steps")
+        port = int(job.url.rsplit(":", 1)[1])
+        job.stop_lighthouse(signal.SIGKILL)
+        before = len(job.events("r0", "commit"))
+        job.wait_for(lambda: len(job.events("r0", "commit")) > before + 10, "steps without a lighthouse")
+        job.start_lighthouse(port)
+        finish_and_check(job)
+        assert {e["epoch"] for e in job.events("r0", "commit")} == {1}
+
+
+def test_a_checkpoint_server_is_killed_and_nobody_stops(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"FABRIC_SNAPSHOT_SHARE": "1000"}) as job:
+        job.start_all()
+        job.wait_for(lambda: len(job.events("r0", "commit")) > 10, "ten steps")
+        for pid in job.server_pids():
+            os.kill(pid, signal.SIGKILL)
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
+
+
+def test_a_late_restart_of_a_finished_job_is_told_so(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "10"}) as job:
+        job.start_all()
+        finish_and_check(job, 10)
+        job.codes.pop("r1")
+        job.start("r1")
+        job.finish(restart=False)
+        assert job.codes["r1"] == 0
+        assert not [e for e in job.events("r1", "commit") if e["step"] > 9]
+
+
+def test_a_single_replica_trains_and_resumes(zygote, tmp_path):
+    environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "20"}
+    with Job(zygote, tmp_path, replicas=1, environment=environment) as job:
+        job.start_all({"r0": "forward@9=kill"})
+        job.finish()
+        assert job.codes == {"r0": 0}, job.logs()

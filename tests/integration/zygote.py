@@ -1,0 +1,77 @@
+"""Starts trainers quickly: imports torch once, then forks one real process per request on stdin.
+
+Requests are JSON lines ``{"environment": {...}, "log": path}``; answers ``{"pid": n}``; when a child ends,
+``{"ended": pid, "status": waitpid status}``. Nothing that starts threads runs before a fork.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import traceback
+
+import tiny_trainer
+
+
+def child(request: dict) -> None:
+    log = os.open(request["log"], os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+    for target in (1, 2):
+        os.dup2(log, target)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(request["environment"])
+    code = 1
+    try:
+        tiny_trainer.main()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001  (the child must never return into the parent's loop)
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    pending = b""
+    while True:
+        readable, _, _ = select.select([0, wake_read], [], [])
+        if wake_read in readable:
+            os.read(wake_read, 4096)
+            reap()
+        if 0 in readable:
+            data = os.read(0, 65536)
+            if not data:
+                return
+            pending += data
+            *lines, pending = pending.split(b"\n")
+            for line in lines:
+                pid = os.fork()
+                if pid == 0:
+                    child(json.loads(line))
+                say({"pid": pid})
+
+
+def reap() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        say({"ended": pid, "status": status})
+
+
+def say(message: dict) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

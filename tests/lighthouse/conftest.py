@@ -1,0 +1,42 @@
+"""A real lighthouse for the tests that only talk to one, and an HTTP client."""
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+
+import aiohttp
+import pytest
+from lighthouse_support import LighthouseProcess
+
+
+@pytest.fixture(scope="module")
+def lighthouse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LighthouseProcess]:
+    """One for the whole module, on SQLite: use a job of your own."""
+    folder = tmp_path_factory.mktemp("lighthouse")
+    with LighthouseProcess(
+        folder, f"sqlite://{folder}/store.db", arguments=("--start-wait-s", "60")
+    ) as process:
+        yield process
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+        yield session
+
+
+@pytest.fixture
+def job() -> str:
+    return f"job-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(params=["sqlite", pytest.param("etcd", marks=pytest.mark.etcd)])
+def store_url(request: pytest.FixtureRequest, tmp_path) -> str:
+    """A store of the test's own, or the shared etcd (then a namespace of the test's own is needed)."""
+    return (
+        f"sqlite://{tmp_path}/store.db" if request.param == "sqlite" else request.getfixturevalue("etcd_url")
+    )
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"

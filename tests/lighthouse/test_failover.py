@@ -1,0 +1,212 @@
+"""Several real lighthouse processes on one store: killed, stopped, restarted; the record survives them all."""
+
+import json
+import signal
+from pathlib import Path
+
+import aiohttp
+import pytest
+from lighthouse_support import (
+    LighthouseProcess,
+    WireMember,
+    WirePulse,
+    close_all,
+    connect,
+    eventually,
+    get,
+    headers,
+    post,
+    start_job,
+)
+
+from fabric.lighthouse.connection import NOT_THE_LEADER
+from fabric.lighthouse.records import record_key
+from fabric.protocol import messages as m
+from fabric.protocol import wire
+from fabric.store import open_store
+
+LEASE = ("--lease-s", "2")
+
+
+def process(folder: Path, store: str, namespace: str, name: str = "one") -> LighthouseProcess:
+    return LighthouseProcess(folder, store, name, ("--namespace", namespace, *LEASE))
+
+
+async def is_leading(http: aiohttp.ClientSession, url: str) -> bool:
+    _, body = await get(http, f"{url}/healthz", token=None)
+    return body["ok"] and body["is_leader"]
+
+
+async def stored_epoch(url: str, namespace: str) -> int:
+    store = open_store(url)
+    await store.connect()
+    found = await store.get(record_key(namespace, "job"))
+    await store.close()
+    return wire.decode_record(found.value).epoch
+
+
+async def test_a_killed_lighthouse_comes_back_and_announces_the_record(http, tmp_path, store_url, namespace):
+    with process(tmp_path, store_url, namespace) as lighthouse:
+        members = await start_job(http, lighthouse.url)
+        before = members[0].newest
+        lighthouse.end(signal.SIGKILL)
+        lighthouse.launch(port=lighthouse.port)  # the address stays, as a service's does
+        lighthouse.wait_ready()
+        again = [WireMember(http, lighthouse.url, f"r{i}", generation=1) for i in range(3)]
+        for member in again:
+            await member.open()
+            assert await member.epoch(1) == before
+        for member in again:
+            await member.run()
+        pulse = await WirePulse(http, lighthouse.url, "r2").open()
+        await pulse.beat("gone")
+        record = await again[0].epoch(2)
+        assert record.names == ("r0", "r1") and record.store_id == before.store_id
+        assert await stored_epoch(store_url, namespace) == 2
+        await close_all([*members, *again])
+
+
+async def test_a_follower_redirects_and_takes_over_at_once_after_a_clean_end(
+    http, tmp_path, store_url, namespace
+):
+    with (
+        process(tmp_path, store_url, namespace) as first,
+        process(tmp_path, store_url, namespace, "two") as two,
+    ):
+        members = await start_job(http, first.url)
+        status, body = await get(http, f"{two.url}/v1/jobs/job?x=1")
+        assert (status, body["leader"]) == (307, first.url)
+        async with http.get(f"{two.url}/v1/jobs/job?x=1", headers=headers(), allow_redirects=False) as answer:
+            assert answer.headers["Location"] == f"{first.url}/v1/jobs/job?x=1"
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            # The client library drops the token on its way to another address.
+            await connect(http, two.url, "job", "session")
+        assert refused.value.status == 401 and refused.value.history[0].status == 307
+        assert (await get(http, f"{two.url}/v1/jobs", token="wrong"))[0] == 401
+        assert await is_leading(http, first.url) and not await is_leading(http, two.url)
+        assert first.end(signal.SIGTERM) == 0
+        code, _ = await members[0].close_reason()
+        assert code == NOT_THE_LEADER
+
+        async def leads() -> bool:
+            return await is_leading(http, two.url)
+
+        await eventually(leads, "the follower to lead")
+        member = await WireMember(http, two.url, "r0", generation=1).open()
+        assert (await member.epoch(1)).epoch == 1
+        await close_all([*members, member])
+
+
+async def test_a_leader_that_was_stopped_past_its_lease_changes_nothing(http, tmp_path, store_url, namespace):
+    with (
+        process(tmp_path, store_url, namespace) as first,
+        process(tmp_path, store_url, namespace, "two") as two,
+    ):
+        old = await start_job(http, first.url)
+        first.send(signal.SIGSTOP)
+
+        async def leads() -> bool:
+            return await is_leading(http, two.url)
+
+        await eventually(leads, "the other lighthouse to lead")
+        new = [WireMember(http, two.url, f"r{i}", generation=1) for i in range(3)]
+        for member in new:
+            await member.open()
+            await member.epoch(1)
+            await member.run()
+        pulse = await WirePulse(http, two.url, "r2").open()
+        await pulse.beat("gone")
+        assert (await new[0].epoch(2)).names == ("r0", "r1")
+        # What the stopped one finds when it goes on would have made it evict somebody else.
+        await old[0].say(m.Fallen(old[0].newest.fence, "it must not be heard"))
+        old[1].cut()
+        first.send(signal.SIGCONT)
+        code, _ = await old[2].close_reason()
+        assert code == NOT_THE_LEADER
+
+        async def redirects() -> bool:
+            status, body = await get(http, f"{first.url}/v1/jobs/job")
+            return status == 307 and body["leader"] == two.url
+
+        await eventually(redirects, "the deposed one to follow")
+        assert "leads no longer" in first.log
+        assert await stored_epoch(store_url, namespace) == 2
+        _, body = await get(http, f"{two.url}/v1/jobs/job")
+        assert body["epoch"] == 2 and body["roster"] == ["r0", "r1"]
+        await close_all([*old, *new])
+
+
+async def test_a_fresh_follower_of_a_dead_leader_at_its_own_address_redirects_nobody(
+    http, tmp_path, namespace
+):
+    """The old lease still names this very URL: a redirect would be a circle."""
+    store = f"sqlite://{tmp_path}/store.db"
+    with LighthouseProcess(
+        tmp_path, store, arguments=("--namespace", namespace, "--lease-s", "60")
+    ) as lighthouse:
+        lighthouse.end(signal.SIGKILL)
+        lighthouse.launch(port=lighthouse.port)
+
+        async def answer() -> tuple[int, dict] | None:
+            try:
+                return await get(http, f"{lighthouse.url}/v1/jobs")
+            except aiohttp.ClientConnectorError:
+                return None
+
+        status, body = await eventually(answer, "the second process to listen")
+        assert status == 503 and "no lighthouse leads" in body["error"]
+        async with http.get(f"{lighthouse.url}/v1/jobs", headers=headers()) as response:
+            assert response.headers["Retry-After"] == "1"
+        _, health = await get(http, f"{lighthouse.url}/healthz", token=None)
+        assert not health["ok"] and health["store_reachable"]
+        assert not lighthouse.ready_file.exists()
+
+
+async def test_namespaces_do_not_see_each_other(http, tmp_path):
+    store = f"sqlite://{tmp_path}/store.db"
+    with process(tmp_path, store, "a") as first, process(tmp_path, store, "b", "two") as second:
+        assert await is_leading(http, first.url) and await is_leading(http, second.url)
+        members = await start_job(http, first.url)
+        assert (await get(http, f"{second.url}/v1/jobs"))[1] == []
+        await close_all(members)
+
+
+async def test_an_unreadable_record_stops_its_own_job_only(http, tmp_path):
+    url = f"sqlite://{tmp_path}/store.db"
+    with process(tmp_path, url, "ns") as lighthouse:
+        members = await start_job(http, lighthouse.url)
+        await close_all(members)
+        lighthouse.end()
+    store = open_store(url)
+    await store.connect()
+    from fabric.store import Put
+
+    await store.commit([], [Put(record_key("ns", "bad"), b'{"version": 99}')])
+    await store.close()
+    with process(tmp_path, url, "ns") as lighthouse:
+        _, jobs = await get(http, f"{lighthouse.url}/v1/jobs")
+        assert [j["job"] for j in jobs] == ["job", "bad"] and "version 99" in jobs[1]["error"]
+        status, body = await get(http, f"{lighthouse.url}/v1/jobs/bad")
+        assert status == 409 and "version 99" in body["error"]
+        assert (await get(http, f"{lighthouse.url}/v1/jobs/job"))[1]["epoch"] == 1
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await connect(http, lighthouse.url, "bad", "session")
+        assert refused.value.status == 409
+
+
+async def test_operator_commands_reach_the_leader_through_a_follower(http, tmp_path, namespace):
+    store = f"sqlite://{tmp_path}/store.db"
+    with process(tmp_path, store, namespace) as first, process(tmp_path, store, namespace, "two") as second:
+        members = await start_job(http, first.url)
+        body = {"replica": "r1", "who": "me", "why": "to see the redirect"}
+        status, answer = await post(http, f"{second.url}/v1/jobs/job/evict", body)
+        assert status == 307
+        assert (await post(http, f"{answer['leader']}/v1/jobs/job/evict", body))[0] == 202
+        assert (await members[0].epoch(2)).names == ("r0", "r2")
+        await close_all(members)
+
+
+def test_the_ready_file_names_the_process(tmp_path):
+    with process(tmp_path, "memory:", "ns") as lighthouse:
+        body = json.loads(lighthouse.ready_file.read_text())
+        assert body["pid"] == lighthouse.process.pid and body["url"].startswith("http://127.0.0.1:")

@@ -1,0 +1,153 @@
+"""What HTTP says to people and tools: open paths, tokens, names, bodies, curl."""
+
+import shutil
+import subprocess
+
+import aiohttp
+import pytest
+from lighthouse_support import TOKEN, close_all, get, post, start_job
+
+
+async def test_health_and_metrics_are_open(lighthouse, http):
+    status, body = await get(http, f"{lighthouse.url}/healthz", token=None)
+    assert status == 200 and body["ok"] and body["is_leader"] and body["store_reachable"]
+    assert body["leader"] == lighthouse.url
+    async with http.get(f"{lighthouse.url}/metrics") as answer:
+        text = await answer.text()
+        assert answer.status == 200 and answer.content_type == "text/plain"
+    assert "fabric_lighthouse_is_leader 1.0" in text
+
+
+async def test_metrics_of_a_job(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, job=job)
+    async with http.get(f"{lighthouse.url}/metrics") as answer:
+        text = await answer.text()
+    for line in (
+        f'fabric_lighthouse_sessions{{job="{job}"}} 3.0',
+        f'fabric_lighthouse_members{{job="{job}"}} 3.0',
+        f'fabric_lighthouse_epoch{{job="{job}"}} 1.0',
+        f'fabric_lighthouse_steps{{job="{job}"}} 0.0',
+        f'fabric_lighthouse_record_writes_total{{job="{job}",outcome="written"}} 1.0',
+        f'fabric_lighthouse_events_total{{job="{job}",kind="epoch"}} 1.0',
+    ):
+        assert line in text
+    assert 'fabric_lighthouse_store_write_seconds_bucket{le="5.0"}' in text
+    await close_all(members)
+
+
+PATHS = ["/v1/jobs", "/v1/jobs/x", "/v1/jobs/x/events", "/v1/jobs/x/session", "/v1/jobs/x/pulse", "/nowhere"]
+
+
+@pytest.mark.parametrize("token", [None, "", "wrong", TOKEN + "x"])
+@pytest.mark.parametrize("path", PATHS)
+async def test_everything_else_needs_the_token(lighthouse, http, path, token):
+    status, body = await get(http, lighthouse.url + path, token=token)
+    assert status == 401 and "token" in body["error"]
+
+
+@pytest.mark.parametrize("action", ["drain", "evict"])
+async def test_commands_need_the_token(lighthouse, http, action):
+    status, _ = await post(http, f"{lighthouse.url}/v1/jobs/x/{action}", {"replica": "r0"}, token=None)
+    assert status == 401
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a%2Fb", "%C3%A4", "x" * 65, "a%00b", "%0a", "%25"])
+async def test_bad_job_names(lighthouse, http, name):
+    for path in ("", "/events", "/session"):
+        status, body = await get(http, f"{lighthouse.url}/v1/jobs/{name}{path}")
+        assert status in (400, 404) and body["error"]
+    status, _ = await post(http, f"{lighthouse.url}/v1/jobs/{name}/drain", COMMAND)
+    assert status in (400, 404)
+
+
+async def test_a_bad_job_name_says_what_a_good_one_is(lighthouse, http):
+    status, body = await get(http, f"{lighthouse.url}/v1/jobs/a%20b")
+    assert status == 400 and "letters" in body["error"]
+
+
+COMMAND = {"replica": "r0", "who": "me", "why": "because"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 50_000,
+        {},
+        {**COMMAND, "who": ""},
+        {**COMMAND, "why": 3},
+        {**COMMAND, "why": "a\nb"},
+        {**COMMAND, "why": "x" * 301},
+        {**COMMAND, "replica": "a/b"},
+    ],
+    ids=lambda body: str(body)[:40],
+)
+async def test_bad_commands(lighthouse, http, job, body):
+    members = await start_job(http, lighthouse.url, count=2, job=job)
+    for action in ("drain", "evict"):
+        status, answer = await post(http, f"{lighthouse.url}/v1/jobs/{job}/{action}", body)
+        assert status == 400 and answer["error"]
+    assert (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[1]["roster"] == ["r0", "r1"]
+    await close_all(members)
+
+
+async def test_a_body_over_the_limit(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, count=1, job=job)
+    status, _ = await post(http, f"{lighthouse.url}/v1/jobs/{job}/drain", b" " * 70_000)
+    assert status == 413
+    await close_all(members)
+
+
+async def test_unknown_jobs_paths_and_methods(lighthouse, http):
+    assert (await get(http, f"{lighthouse.url}/v1/jobs/nobody"))[0] == 404
+    assert (await get(http, f"{lighthouse.url}/v1/jobs/nobody/events"))[0] == 404
+    assert (await post(http, f"{lighthouse.url}/v1/jobs/nobody/drain", COMMAND))[0] == 404
+    assert (await get(http, f"{lighthouse.url}/v2"))[0] == 404
+    assert (await post(http, f"{lighthouse.url}/v1/jobs", {}))[0] == 405
+
+
+@pytest.mark.parametrize(
+    "query", ["after=x", "after=-1", "follow=2", "follow=yes", "after=99999999999999999999"]
+)
+async def test_bad_queries(lighthouse, http, job, query):
+    members = await start_job(http, lighthouse.url, count=1, job=job)
+    status, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}/events?{query}")
+    assert status == 400 and body["error"]
+    await close_all(members)
+
+
+@pytest.mark.parametrize("replicas", ["0", "x", "3:2", "1:2:3", "-1", "9999999999"])
+async def test_a_policy_that_cannot_be(lighthouse, http, job, replicas):
+    url = f"{lighthouse.url}/v1/jobs/{job}/session?replicas={replicas}"
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+        await http.ws_connect(url, headers={"Authorization": f"Bearer {TOKEN}"})
+    assert refused.value.status == 400
+    status, body = await get(http, url)
+    assert status == 400 and replicas in body["error"]
+    assert (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[0] == 404
+
+
+async def test_a_session_without_a_websocket(lighthouse, http, job):
+    for path in ("session", "pulse"):
+        status, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}/{path}")
+        assert status == 400 and "WebSocket" in body["error"]
+    assert (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[0] == 404
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on PATH: install it to run this test")
+async def test_curl_as_in_the_documentation(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, count=2, job=job)
+
+    def curl(words: str) -> str:
+        command = f'curl -sf -H "Authorization: Bearer $(cat {lighthouse.token_file})" {words}'
+        return subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True).stdout
+
+    assert '"roster": ["r0", "r1"]' in curl(f"{lighthouse.url}/v1/jobs/{job}")
+    assert '"kind": "epoch"' in curl(f"{lighthouse.url}/v1/jobs/{job}/events")
+    order = """-d '{"replica": "r1", "who": "me", "why": "its host is hot"}'"""
+    assert '"ok": true' in curl(f"{order} {lighthouse.url}/v1/jobs/{job}/evict")
+    assert (await members[0].epoch(2)).names == ("r0",)
+    await close_all(members)

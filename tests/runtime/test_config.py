@@ -1,0 +1,70 @@
+"""Settings: every mistake is one sentence that names the variable."""
+
+import pytest
+
+from fabric.errors import ConfigError
+from fabric.runtime.config import Settings, advertised_host, parse_replicas, settings
+
+GOOD = {"FABRIC_REPLICA": "r0", "FABRIC_LIGHTHOUSE": "http://127.0.0.1:1/, http://127.0.0.1:2"}
+
+
+def test_arguments_come_before_environment_before_defaults():
+    found = settings({**GOOD, "FABRIC_JOB": "a", "FABRIC_EXCHANGE_S": "2.5"}, job="b", replica=None)
+    assert (found.job, found.replica, found.exchange_s, found.digest_every) == ("b", "r0", 2.5, 10)
+    assert found.lighthouse == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"FABRIC_LIGHTHOUSE": ""}, "FABRIC_LIGHTHOUSE"),
+        ({"FABRIC_LIGHTHOUSE": "127.0.0.1:1"}, "give URLs"),
+        ({"FABRIC_REPLICA": ""}, "FABRIC_REPLICA"),
+        ({"FABRIC_REPLICA": "a/../b"}, "FABRIC_REPLICA"),
+        ({"FABRIC_JOB": "x" * 65}, "FABRIC_JOB"),
+        ({"FABRIC_REPLICAS": "0"}, "FABRIC_REPLICAS"),
+        ({"FABRIC_REPLICAS": "5:2"}, "must not exceed"),
+        ({"FABRIC_REPLICAS": "two"}, "FABRIC_REPLICAS"),
+        ({"FABRIC_EXCHANGE_S": "soon"}, "FABRIC_EXCHANGE_S"),
+        ({"FABRIC_EXCHANGE_S": "0"}, "exchange_s"),
+        ({"FABRIC_AUTONOMY_S": "1"}, "autonomy_s"),
+        ({"WORLD_SIZE": "4"}, "one process per replica"),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_it(more, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        settings({**GOOD, **more})
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_arguments_are_refused():
+    with pytest.raises(ConfigError, match="lighthose"):
+        settings(GOOD, lighthose=("http://x",))
+
+
+def test_disabled_needs_nothing():
+    assert settings({"FABRIC_DISABLE": "1"}).disable
+    assert not settings({**GOOD, "FABRIC_DISABLE": "0"}).disable
+
+
+def test_replica_ranges():
+    assert parse_replicas("3") == (1, 3)
+    assert parse_replicas("2:8") == (2, 8)
+
+
+def test_the_token_is_read_from_its_file(tmp_path):
+    path = tmp_path / "token"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        _ = Settings(token_file=path).token
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="empty"):
+        _ = Settings(token_file=path).token
+    path.write_text("secret\n")
+    assert Settings(token_file=path).token == b"secret"
+    assert Settings().token == b""
+
+
+def test_peers_dial_what_is_advertised():
+    assert advertised_host(Settings(bind="127.0.0.1")) == "127.0.0.1"
+    assert advertised_host(Settings(bind="0.0.0.0", advertise="node7")) == "node7"
+    assert advertised_host(Settings(bind="0.0.0.0")) != "0.0.0.0"

@@ -1,0 +1,106 @@
+"""Virtual time: one heap of actions, and processes that can be killed, stopped and continued.
+
+Everything random in a world comes from one ``random.Random(seed)``, and actions of the same instant run in the
+order in which they were scheduled, so a seed replays exactly.
+"""
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+
+Action = Callable[[], None]
+
+
+class Clockwork:
+    """The time, the queue, the randomness, the trace and the coverage counters of one world."""
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+        self.tracing = tracing
+        self.lines: list[str] = []
+        self._queue: list[tuple[float, int, Action]] = []
+        self._number = 0
+
+    def at(self, delay: float, action: Action) -> None:
+        """Run ``action`` in ``delay`` seconds."""
+        self._number += 1
+        heapq.heappush(self._queue, (self.now + delay, self._number, action))
+
+    def run(self, until: float, done: Callable[[], bool]) -> bool:
+        """Run actions until ``done`` or time ``until``; whether it was done."""
+        while self._queue and self._queue[0][0] <= until:
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+            if done():
+                return True
+        self.now = until
+        return done()
+
+    def between(self, low: float, high: float) -> float:
+        return low + (high - low) * self.random.random()
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def trace(self, who: str, what: object) -> None:
+        if self.tracing:
+            self.lines.append(f"{self.now:9.4f} {who:<8} {what}")
+
+    @property
+    def pending(self) -> int:
+        return len(self._queue)
+
+
+class Process:
+    """Something with a clock of its own that the kernel may stop, continue or end."""
+
+    def __init__(self, clockwork: Clockwork, name: str) -> None:
+        self.clockwork = clockwork
+        self.name = name
+        self.alive = True
+        self.paused = False
+        self._backlog: list[Action] = []
+        self._offset = clockwork.between(0.0, 1000.0)
+        self._rate = clockwork.between(0.999, 1.001)
+
+    def clock(self) -> float:
+        """This process's monotonic clock."""
+        return self._offset + self.clockwork.now * self._rate
+
+    def seconds_until(self, deadline: float) -> float:
+        """World seconds until this process's clock shows ``deadline``."""
+        return max(0.0, (deadline - self.clock()) / self._rate)
+
+    def after(self, delay: float, action: Action) -> None:
+        """Run ``action`` in this process in ``delay`` seconds."""
+        self.clockwork.at(delay, lambda: self.run(action))
+
+    def run(self, action: Action) -> None:
+        """Run ``action`` now, or when the process is continued, or never."""
+        if not self.alive:
+            return
+        if self.paused:
+            self._backlog.append(action)
+        else:
+            action()
+
+    def pause(self) -> None:
+        if self.alive:
+            self.paused = True
+
+    def resume(self) -> None:
+        if not self.paused:
+            return
+        self.paused = False
+        backlog, self._backlog = self._backlog, []
+        for action in backlog:
+            self.clockwork.at(0.0, lambda action=action: self.run(action))
+
+    def kill(self) -> None:
+        self.alive = False
+        self.paused = False
+        self._backlog.clear()

@@ -1,0 +1,235 @@
+"""What goes wrong in a world, and when: at random times, or when something particular happens."""
+
+from typing import TYPE_CHECKING
+
+from sim.clockwork import Process
+
+from fabric.protocol import leader_io
+
+if TYPE_CHECKING:
+    from sim.world import World
+
+KINDS = (
+    *("kill trainer",) * 5,
+    *("kill host",) * 2,
+    "kill server",
+    *("pause trainer",) * 2,
+    "pause host",
+    "partition",
+    "one-way partition",
+    "isolate",
+    "reset link",
+    "reset link",
+    "reset session",
+    "lighthouse crash",
+    "lighthouse pause",
+    "lighthouse crash",
+    "kill everybody",
+    "kill two",
+    "store down",
+    "drain",
+    "evict",
+    "slow network",
+    "move host",
+    "cut control",
+)
+# A fault may wait for one of these (said by a member's note, a bar, a fetch, an installed state).
+TRIGGERS = ("abort", "resume", "fetch", "install", "bar", "outside", "bar", "resume", "report")
+# The worst that can happen at some of them.
+LIKELY = {"report": "lighthouse crash", "resume": "kill host"}
+
+
+class Faults:
+    """``count`` faults (None: as the seed wants), all over within some seconds."""
+
+    def __init__(self, world: "World", count: int | None) -> None:
+        self.world = world
+        self.over = False
+        self.waiting: list[tuple[str, str, float]] = []  # trigger, kind, delay
+        clockwork = world.clockwork
+        number = clockwork.random.choice((1, 1, 2, 2, 3, 4, 5)) if count is None else count
+        time = clockwork.between(0.2, 2.5)
+        for _ in range(number):
+            kind = clockwork.random.choice(KINDS)
+            clockwork.at(time, lambda kind=kind: self.strike(kind))
+            if clockwork.chance(0.4):
+                trigger, other = clockwork.random.choice(TRIGGERS), clockwork.random.choice(KINDS)
+                if clockwork.chance(0.5):
+                    other = LIKELY.get(trigger, other)
+                wait = 0.0 if clockwork.chance(0.3) else clockwork.between(0.0, 0.05)
+                clockwork.at(time, lambda t=trigger, k=other, w=wait: self.waiting.append((t, k, w)))
+            time += clockwork.random.choice((0.0, 0.02, 0.3, 1.0)) * clockwork.between(0.5, 1.5)
+        clockwork.at(time + clockwork.between(0.3, 3.0), self._end)
+
+    def _end(self) -> None:
+        self.over = True
+
+    def happened(self, what: str, host: str) -> None:
+        """Let the faults strike that waited for this."""
+        if self.over or not self.waiting:
+            return
+        for item in [w for w in self.waiting if w[0] == what]:
+            self.waiting.remove(item)
+            trigger, kind, delay = item
+            self.world.clockwork.counts[f"during {trigger}"] += 1
+            self.world.clockwork.at(delay, lambda kind=kind: self.strike(kind, host))
+
+    def strike(self, kind: str, host: str = "") -> None:
+        """Do it, to ``host`` where it matters."""
+        if self.over:
+            return
+        world, clockwork = self.world, self.world.clockwork
+        names = list(world.hosts)
+        name = host if host and clockwork.chance(0.6) else clockwork.random.choice(names)
+        other = clockwork.random.choice([n for n in names if n != name])
+        clockwork.trace("FAULT", f"{kind} {name} {other}")
+        clockwork.counts[f"fault: {kind}"] += 1
+        getattr(self, "_" + kind.replace(" ", "_").replace("-", "_"))(name, other)
+
+    # --- the kinds ---------------------------------------------------------------------------------
+
+    def _kill_trainer(self, name: str, _: str) -> None:
+        self.world.kill_trainer(name)
+
+    def _kill_host(self, name: str, _: str) -> None:
+        self.world.kill_server(name)
+        self.world.kill_trainer(name)
+
+    def _kill_server(self, name: str, _: str) -> None:
+        self.world.kill_server(name)
+
+    def _move_host(self, name: str, _: str) -> None:
+        """The replica starts anew elsewhere: nobody there can vouch for what became of the old process."""
+        self.world.kill_server(name)
+        self.world.kill_trainer(name)
+        self.world.hosts[name].vouches = False
+
+    def _kill_two(self, name: str, other: str) -> None:
+        self.world.kill_trainer(name)
+        self.world.clockwork.at(
+            self.world.clockwork.between(0.0, 0.03), lambda: self.world.kill_trainer(other) and None
+        )
+
+    def _kill_everybody(self, name: str, _: str) -> None:
+        servers_too = self.world.clockwork.chance(0.3)
+        for each in list(self.world.hosts):
+            if servers_too and self.world.clockwork.chance(0.6):
+                self.world.kill_server(each)
+            self.world.kill_trainer(each)
+
+    def _pause(self, process: Process | None, seconds: float) -> None:
+        if process is not None and process.alive:
+            process.pause()
+            self.world.clockwork.at(seconds, process.resume)
+
+    def _pause_trainer(self, name: str, _: str) -> None:
+        self._pause(self.world.hosts[name].trainer, self._long_or_short())
+        server = self.world.hosts[name].server
+        server.after(0.01, server.pulse)
+
+    def _pause_host(self, name: str, _: str) -> None:
+        seconds = self._long_or_short()
+        self._pause(self.world.hosts[name].trainer, seconds)
+        self._pause(self.world.hosts[name].server, seconds)
+
+    def _long_or_short(self) -> float:
+        clockwork = self.world.clockwork
+        return clockwork.between(0.02, 0.3) if clockwork.chance(0.5) else clockwork.between(0.3, 4.0)
+
+    def _partition(self, name: str, other: str) -> None:
+        self.world.network.block(name, other)
+        self.world.network.block(other, name)
+        self._heal_later()
+
+    def _one_way_partition(self, name: str, other: str) -> None:
+        if self.world.clockwork.chance(0.5):
+            other = self.world.clockwork.random.choice(list(self.world.lighthouses))
+        pair = (name, other) if self.world.clockwork.chance(0.5) else (other, name)
+        self.world.network.block(*pair)
+        self._heal_later()
+
+    def _isolate(self, name: str, _: str) -> None:
+        for other in [*self.world.hosts, *self.world.lighthouses]:
+            if other != name:
+                self.world.network.block(name, other)
+                self.world.network.block(other, name)
+        self._heal_later()
+
+    def _cut_control(self, name: str, _: str) -> None:
+        """Nobody but one replica, which starts anew, reaches the lighthouse; the others go on."""
+        for other in self.world.hosts:
+            for lighthouse in self.world.lighthouses if other != name else ():
+                self.world.network.block(other, lighthouse)
+                self.world.network.block(lighthouse, other)
+        self.world.kill_trainer(name)
+        self.world.clockwork.at(self.world.clockwork.between(0.5, 8.0), self.world.network.heal)
+
+    def _heal_later(self) -> None:
+        self.world.clockwork.at(self._long_or_short() * 1.5, self.world.network.heal)
+
+    def _reset_link(self, name: str, other: str) -> None:
+        self.world.network.reset_between(name, other)
+
+    def _reset_session(self, name: str, _: str) -> None:
+        for lighthouse in self.world.lighthouses:
+            self.world.network.reset_between(name, lighthouse)
+
+    def _leader_name(self) -> str:
+        lighthouses = self.world.lighthouses
+        return next((n for n, x in lighthouses.items() if x.leads), next(iter(lighthouses)))
+
+    def _lighthouse_crash(self, _: str, __: str) -> None:
+        name = self._leader_name()
+        self.world.kill_lighthouse(name)
+        delay = self.world.clockwork.between(0.05, 2.0)
+        self.world.clockwork.at(delay, lambda: self.world.start_lighthouse(name))
+
+    def _lighthouse_pause(self, _: str, __: str) -> None:
+        self._pause(self.world.lighthouses[self._leader_name()], self._long_or_short())
+
+    def _store_down(self, _: str, __: str) -> None:
+        self.world.store.down = True
+        self.world.clockwork.at(self._long_or_short(), self._store_up)
+
+    def _store_up(self) -> None:
+        self.world.store.down = False
+
+    def _slow_network(self, _: str, __: str) -> None:
+        self.world.network.slow = 0.5
+        self.world.clockwork.at(self._long_or_short(), self._fast_network)
+
+    def _fast_network(self) -> None:
+        self.world.network.slow = 0.03
+
+    def _drain(self, name: str, _: str) -> None:
+        if (
+            len([h for h in self.world.hosts.values() if not h.drained])
+            > self.world.settings.min_replicas + 1
+        ):
+            self._operate("drain", name)
+
+    def _evict(self, name: str, _: str) -> None:
+        self._operate("evict", name)
+
+    def _operate(self, action: str, name: str) -> None:
+        leader = self.world.lighthouses[self._leader_name()]
+        if leader.core is not None:
+            event = leader_io.Operator(action, name, "operator", "a test")
+            leader.run(lambda: leader.feed(event) if leader.core is not None else None)
+
+    # --- the end -----------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """Everything is put right; what is dead is started again."""
+        world = self.world
+        self.over = True
+        self.waiting.clear()
+        world.network.heal()
+        world.store.down = False
+        world.store.mishaps = 0.0
+        world.network.slow = 0.01
+        for process in [*world.lighthouses.values(), *world.servers.values(), *world.living()]:
+            process.resume()
+        for name in list(world.lighthouses):
+            world.start_lighthouse(name)
+        world.clockwork.trace("FAULT", "all healed")

@@ -1,0 +1,215 @@
+"""A lighthouse process: stands for election, drives the leader core while it leads, serves sessions."""
+
+import random
+from typing import cast
+
+from sim.clockwork import Clockwork, Process
+from sim.network import Connection
+from sim.store import LEASE_S, Store
+
+from fabric.model import Record
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.leader import Leader, LeaderConfig
+
+ELECTION_S = 0.15
+
+
+class Lighthouse(Process):
+    """One process of it; a restart makes another object with the same name."""
+
+    def __init__(self, clockwork: Clockwork, name: str, store: Store, config: LeaderConfig) -> None:
+        super().__init__(clockwork, name)
+        self.store = store
+        self.config = config
+        self.core: Leader | None = None
+        self.revision = 0
+        self.lease_end = 0.0  # by my own clock
+        self.sessions: dict[str, tuple[int, Connection]] = {}  # replica -> incarnation, connection
+        self.pulses: dict[str, Connection] = {}
+        self._refused = False
+        self._armed: float | None = None
+        self._feeding = False
+        self._inbox: list[io.Event] = []
+        self.after(clockwork.between(0.0, ELECTION_S), self._campaign)
+
+    @property
+    def leads(self) -> bool:
+        return self.alive and self.core is not None and self.core.leading
+
+    # --- election ----------------------------------------------------------------------------------
+
+    def _campaign(self) -> None:
+        self.after(ELECTION_S, self._campaign)
+        if self.core is None:
+            sent = self.clock()
+            self.store.acquire(self.name, lambda r: self.run(lambda: self._acquired(r, sent)))
+            return
+        if self.clock() > self.lease_end:
+            self._step_down("its lease may have ended")
+            return
+        sent, revision = self.clock(), self.revision
+        self.store.renew(revision, lambda ok: self.run(lambda: self._renewed(ok, sent, revision)))
+
+    def _acquired(self, revision: int, sent: float) -> None:
+        if revision == 0 or self.core is not None:
+            return
+        self.revision, self.lease_end = revision, sent + LEASE_S * 0.8
+        self.core = Leader(
+            "job", self.config, random.Random(f"{self.clockwork.seed}/{revision}"), self.clock()
+        )
+        self.store.read(lambda record: self.run(lambda: self._elected(revision, record)))
+
+    def _elected(self, revision: int, record: Record | None) -> None:
+        if self.core is not None and self.revision == revision:
+            self.clockwork.trace(self.name, f"elected {revision}")
+            self.feed(io.Elected("store", record))
+
+    def _renewed(self, ok: bool, sent: float, revision: int) -> None:
+        if self.core is None or self.revision != revision:
+            return
+        if ok:
+            self.lease_end = sent + LEASE_S * 0.8
+        else:
+            self._step_down("its lease has ended")
+
+    def _step_down(self, why: str) -> None:
+        self.clockwork.trace(self.name, f"steps down: {why}")
+        self.clockwork.counts["step down"] += 1
+        self.core = None
+        self._inbox.clear()
+        self.store.resign(self.revision)
+        for _, connection in list(self.sessions.values()):
+            connection.close(1, "not the leader")
+        for connection in list(self.pulses.values()):
+            connection.close(1, "not the leader")
+        self.sessions.clear()
+        self.pulses.clear()
+
+    # --- the core ----------------------------------------------------------------------------------
+
+    def feed(self, event: io.Event) -> None:
+        self._inbox.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._inbox and self.core is not None:
+                event = self._inbox.pop(0)
+                if self.clockwork.tracing and not isinstance(event, io.PulseSeen | io.Tick):
+                    self.clockwork.trace(self.name, f"< {event}")
+                for effect in self.core.handle(event, self.clock()):
+                    self._perform(effect)
+        finally:
+            self._feeding = False
+        self._arm()
+
+    def _arm(self) -> None:
+        deadline = self.core.next_deadline() if self.core is not None else None
+        if deadline is None or (self._armed is not None and self._armed <= deadline):
+            return
+        self._armed = deadline
+
+        def fire() -> None:
+            if self._armed != deadline:
+                return
+            self._armed = None
+            if self.core is not None:
+                self.feed(io.Tick())
+
+        self.after(self.seconds_until(deadline) + 1e-6, fire)
+
+    def _perform(self, effect: io.Effect) -> None:
+        if isinstance(effect, io.SendMember):
+            self._send(effect)
+        elif isinstance(effect, io.WriteRecord):
+            self._write(effect)
+        elif isinstance(effect, io.ReadRecord):
+            core = self.core
+            self.store.read(
+                lambda record: self.run(
+                    lambda: self.feed(io.RecordRead(record)) if self.core is core else None
+                )
+            )
+        elif isinstance(effect, io.StepDown):
+            self._step_down(effect.reason)
+        else:
+            self.clockwork.trace(self.name, f"> {effect}")
+            self.clockwork.counts[f"leader: {effect.kind}"] += 1
+
+    def _send(self, effect: io.SendMember) -> None:
+        if isinstance(effect.message, m.Epoch):
+            self.store.checks.announced(effect.message.record)
+        self._refused = self._refused or isinstance(effect.message, m.Rejected)
+        incarnation, connection = self.sessions.get(effect.replica, (0, None))
+        if connection is not None and incarnation == effect.incarnation:
+            if not isinstance(effect.message, m.BeatReply):
+                self.clockwork.trace(self.name, f"> {effect.replica} {effect.message}")
+            connection.send(1, effect.message)
+
+    def _write(self, effect: io.WriteRecord) -> None:
+        nonce, core = effect.record.nonce, self.core
+
+        def answered(outcome: str) -> None:
+            if self.core is not core:
+                return
+            if outcome == "ok":
+                self.feed(io.RecordWritten(nonce))
+            else:
+                self.feed(io.WriteFailed(nonce, definite=outcome == "refused"))
+
+        self.store.write(
+            effect.record, effect.previous, self.revision, lambda o: self.run(lambda: answered(o))
+        )
+
+    # --- sessions and pulses -----------------------------------------------------------------------
+
+    def on_session(self, connection: Connection, message: object) -> None:
+        """A message on a session; the first one says whose it is."""
+        if self.core is None:
+            connection.close(1, "not the leader")
+            return
+        if isinstance(message, m.Session):
+            self._open(connection, message)
+            return
+        for replica, (incarnation, known) in self.sessions.items():
+            if known is connection:
+                self.feed(io.FromMember(replica, incarnation, cast(m.MemberMessage, message)))
+                return
+
+    def _open(self, connection: Connection, session: m.Session) -> None:
+        old = self.sessions.get(session.replica)
+        self.sessions[session.replica] = (session.incarnation, connection)
+        self._refused = False
+        self.feed(io.SessionOpened(session))
+        if self._refused:
+            connection.close(1, "refused")
+            self.clockwork.counts["session refused"] += 1
+            if old is None:
+                self.sessions.pop(session.replica, None)
+            else:
+                self.sessions[session.replica] = old
+        elif old is not None:
+            old[1].close(1, "replaced by a newer session")
+
+    def on_session_closed(self, connection: Connection) -> None:
+        for replica, (incarnation, known) in list(self.sessions.items()):
+            if known is connection:
+                del self.sessions[replica]
+                if self.core is not None:
+                    self.feed(io.SessionClosed(replica, incarnation))
+
+    def on_pulse(self, connection: Connection, message: object) -> None:
+        if self.core is None:
+            connection.close(1, "not the leader")
+            return
+        pulse = cast(m.Pulse, message)
+        self.pulses[pulse.replica] = connection
+        self.feed(io.PulseSeen(pulse))
+
+    def on_pulse_closed(self, connection: Connection) -> None:
+        for replica, known in list(self.pulses.items()):
+            if known is connection:
+                del self.pulses[replica]
+                if self.core is not None:
+                    self.feed(io.PulseClosed(replica))

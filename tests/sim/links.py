@@ -1,0 +1,178 @@
+"""A trainer's links to the other members, as the client's shell makes them: one ordered control link per
+process that outlives epochs, and ring sockets of one epoch; missing ones are dialled until a limit."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sim.network import Connection, End
+
+from fabric.model import Record
+from fabric.protocol import member_io as io
+from fabric.protocol.messages import PeerMessage
+
+if TYPE_CHECKING:
+    from sim.trainer import Trainer
+
+LINK_S = 2.0
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Linking:
+    record: Record
+    next_dialled: bool = False
+    done: bool = False
+    running: bool = False
+    tries: int = 0
+
+
+class Links:
+    """Owned by one trainer process."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
+        self.up: dict[Key, tuple[Connection, int]] = {}
+        self.arrivals: dict[tuple[int, Key], None] = {}
+        self.epochs: dict[int, Linking] = {}
+
+    @property
+    def key(self) -> Key:
+        return self.trainer.host, self.trainer.incarnation
+
+    def send(self, to: Key, message: PeerMessage) -> None:
+        found = self.up.get(to)
+        if found is not None:
+            found[0].send(found[1], message)
+
+    def link_up(self, record: Record) -> None:
+        linking = self.epochs.setdefault(record.epoch, Linking(record))
+        if linking.running:
+            return
+        linking.running, linking.done = True, False
+        linking.tries += 1
+        tries = linking.tries
+        self.trainer.after(LINK_S, lambda: self._give_up(linking, tries))
+        self._dial(linking, 0)
+
+    def switch(self, record: Record) -> None:
+        self.epochs = {e: x for e, x in self.epochs.items() if e >= record.epoch}
+        self.arrivals = {k: None for k in self.arrivals if k[0] >= record.epoch}
+
+    def abort(self, epoch: int) -> None:
+        """The ring sockets of this epoch are closed."""
+        self.arrivals = {k: None for k in self.arrivals if k[0] != epoch}
+
+    # --- dialling ----------------------------------------------------------------------------------
+
+    def _dial(self, linking: Linking, attempt: int) -> None:
+        if not linking.running or self.epochs.get(linking.record.epoch) is not linking:
+            return
+        record, world = linking.record, self.trainer.world
+        for other in record.roster:
+            key = (other.replica, other.incarnation)
+            there = world.trainer(key)
+            if other.replica > self.trainer.host and key not in self.up and there is not None:
+                self._connect(there)
+        following = self._neighbour(record, 1)
+        there = world.trainer(following) if following is not None else None
+        if there is not None and not linking.next_dialled:
+            if world.network.can_talk(self.trainer.host, there.host) and not there.paused:
+                linking.next_dialled = True
+                arrival = (record.epoch, self.key)
+                there.after(world.network.delay(), lambda: there.links.arrived(arrival))
+        self.check()
+        self.trainer.after((0.02, 0.05, 0.1, 0.2)[min(attempt, 3)], lambda: self._dial(linking, attempt + 1))
+
+    def _connect(self, there: "Trainer") -> None:
+        """A greeting takes a round trip through both processes, so a paused one answers later."""
+        here, network = self.trainer, self.trainer.world.network
+        if not network.can_talk(here.host, there.host) or there.paused:
+            return
+        key, mine = (there.host, there.incarnation), self.key
+        pending = here.pending_dials
+        if key in pending:
+            return
+        pending[key] = None
+
+        def accepted() -> None:
+            pending.pop(key, None)
+            if not network.can_talk(here.host, there.host) or not here.alive or key in self.up:
+                return
+            holder: list[Connection] = []
+            near = End(here, here.host, lambda x: self.heard(key, x), lambda w: self.lost(key, holder[0], w))
+            far = End(
+                there,
+                there.host,
+                lambda x: there.links.heard(mine, x),
+                lambda w: there.links.lost(mine, holder[0], w),
+            )
+            connection = Connection(network, near, far)
+            holder.append(connection)
+            there.links.adopt(mine, connection, 1)
+            here.after(network.delay(), lambda: self.adopt(key, connection, 0))
+
+        there.after(network.delay(), accepted)
+        here.world.clockwork.at(0.5, lambda: pending.pop(key, None))
+
+    def adopt(self, key: Key, connection: Connection, side: int) -> None:
+        if not connection.ends[side].open:
+            return
+        old = self.up.get(key)
+        self.up[key] = (connection, side)
+        if old is not None and old[0] is not connection:
+            old[0].close(old[1], "replaced by a newer link to the same process")
+        self.check()
+
+    def arrived(self, arrival: tuple[int, Key]) -> None:
+        self.arrivals[arrival] = None
+        self.check()
+
+    def check(self) -> None:
+        """Say Linked for every epoch whose links all stand."""
+        for epoch in list(self.epochs):
+            linking = self.epochs.get(epoch)
+            if linking is None or not linking.running or self._missing(linking):
+                continue
+            linking.running, linking.done = False, True
+            self.trainer.feed(io.Linked(epoch))
+
+    def _missing(self, linking: Linking) -> list[str]:
+        record = linking.record
+        if not record.lists(*self.key):
+            return []
+        others = [(x.replica, x.incarnation) for x in record.roster if x.replica != self.trainer.host]
+        missing = [key[0] for key in others if key not in self.up]
+        previous = self._neighbour(record, -1)
+        if previous is not None and (record.epoch, previous) not in self.arrivals:
+            missing.append(previous[0])
+        if others and not linking.next_dialled:
+            missing.append("the next")
+        return missing
+
+    def _neighbour(self, record: Record, by: int) -> Key | None:
+        if len(record.roster) < 2 or not record.lists(*self.key):
+            return None
+        other = record.roster[(record.names.index(self.trainer.host) + by) % len(record.roster)]
+        return other.replica, other.incarnation
+
+    def _give_up(self, linking: Linking, tries: int) -> None:
+        if not linking.running or linking.tries != tries:
+            return
+        if self.epochs.get(linking.record.epoch) is not linking:
+            return
+        missing = self._missing(linking)
+        linking.running = False
+        self.trainer.clockwork.counts["links not made"] += 1
+        why = f"no link to {', '.join(missing)}"
+        self.trainer.feed(io.LinkFailed(linking.record.epoch, missing[0] if missing else "", why))
+
+    # --- hearing -----------------------------------------------------------------------------------
+
+    def heard(self, key: Key, message: object) -> None:
+        self.trainer.feed(io.FromPeer(key[0], key[1], message))  # type: ignore[arg-type]
+
+    def lost(self, key: Key, connection: Connection, why: str) -> None:
+        found = self.up.get(key)
+        if found is not None and found[0] is connection:
+            del self.up[key]
+            self.trainer.feed(io.LinkLost(key[0], key[1], why))

@@ -1,0 +1,164 @@
+"""Connections between hosts: ordered, delayed, cut by partitions, reset, and ended by death.
+
+A partition holds what is sent (the kernel retransmits) until it heals, or until each end gives up on its own.
+"""
+
+from collections.abc import Callable
+
+from sim.clockwork import Clockwork, Process
+
+# How long an end goes without acknowledgement before it gives the connection up, in seconds.
+GIVE_UP_S = (0.8, 2.0)
+
+
+class End:
+    """One end of a connection."""
+
+    def __init__(
+        self,
+        process: Process,
+        host: str,
+        on_message: Callable[[object], None],
+        on_close: Callable[[str], None],
+    ) -> None:
+        self.process = process
+        self.host = host
+        self.on_message = on_message
+        self.on_close = on_close
+        self.open = True
+        self.arrival = 0.0  # when the last thing sent to this end arrives
+        self.held: list[Callable[[], None]] = []
+
+
+class Connection:
+    """Two ends; ``send(0, ...)`` goes from end 0 to end 1."""
+
+    def __init__(self, network: "Network", first: End, second: End) -> None:
+        self.network = network
+        self.ends = (first, second)
+        network.connections.append(self)
+
+    def send(self, side: int, message: object) -> None:
+        """Queue a message; lost when this end is closed."""
+        if self.ends[side].open:
+            there = self.ends[1 - side]
+            self._to(1 - side, lambda: self._deliver(there, message))
+
+    def close(self, side: int, why: str) -> None:
+        """This end closes; the other sees everything sent before, then the end."""
+        here, there = self.ends[side], self.ends[1 - side]
+        if not here.open:
+            return
+        here.open = False
+        self._to(1 - side, lambda: self._end(there, why))
+
+    def reset(self, why: str) -> None:
+        """Both ends see a reset soon; what is in flight is lost."""
+        for end in self.ends:
+            self.network.clockwork.at(self.network.delay(), lambda end=end: self._end(end, why))
+
+    def end_by_death(self, process: Process) -> None:
+        """The kernel of a dead process closes its end; at times the tail of what it sent is lost too."""
+        for side, end in enumerate(self.ends):
+            if end.process is process and end.open:
+                if self.network.clockwork.chance(0.3):
+                    end.open = False
+                    there = self.ends[1 - side]
+                    there.arrival = 0.0
+                    self._to(1 - side, lambda there=there: self._end(there, "connection reset by peer"))
+                else:
+                    self.close(side, "end of file")
+
+    @property
+    def is_open(self) -> bool:
+        return self.ends[0].open or self.ends[1].open
+
+    def is_between(self, a: str, b: str) -> bool:
+        return {self.ends[0].host, self.ends[1].host} == {a, b}
+
+    def _to(self, side: int, action: Callable[[], None]) -> None:
+        clockwork, end = self.network.clockwork, self.ends[side]
+        arrival = max(clockwork.now + self.network.delay(), end.arrival + 1e-9)
+        end.arrival = arrival
+        source = self.ends[1 - side].host
+
+        def arrive() -> None:
+            if end.held or (source, end.host) in self.network.blocked:
+                end.held.append(action)
+            else:
+                action()
+
+        clockwork.at(arrival - clockwork.now, arrive)
+
+    def flush(self) -> None:
+        """The partition has healed: what was held arrives."""
+        for side, end in enumerate(self.ends):
+            if end.held and (self.ends[1 - side].host, end.host) not in self.network.blocked:
+                held, end.held = end.held, []
+                for action in held:
+                    self.network.clockwork.at(0.0, action)
+
+    def give_up(self) -> None:
+        """Called some time into a partition: each end closes if it still cannot be heard."""
+        a, b = self.ends[0].host, self.ends[1].host
+        if (a, b) in self.network.blocked or (b, a) in self.network.blocked:
+            for end in self.ends:
+                later = self.network.clockwork.between(0.0, 0.4)
+                self.network.clockwork.at(later, lambda end=end: self._end(end, "timed out"))
+
+    def _deliver(self, end: End, message: object) -> None:
+        if end.open:
+            end.process.run(lambda: end.on_message(message) if end.open else None)
+
+    def _end(self, end: End, why: str) -> None:
+        def ended() -> None:
+            if end.open:
+                end.open = False
+                end.on_close(why)
+
+        end.process.run(ended)
+
+
+class Network:
+    """All connections, which hosts cannot reach which, and how long things take."""
+
+    def __init__(self, clockwork: Clockwork) -> None:
+        self.clockwork = clockwork
+        self.connections: list[Connection] = []
+        self.blocked: dict[tuple[str, str], None] = {}
+        self.slow = 0.03  # how often a packet takes long
+
+    def delay(self) -> float:
+        """One way, in seconds."""
+        clockwork = self.clockwork
+        if clockwork.random.random() < self.slow:
+            return 0.005 + 0.1 * clockwork.random.random()
+        return 0.0002 + 0.002 * clockwork.random.random()
+
+    def can_talk(self, a: str, b: str) -> bool:
+        return (a, b) not in self.blocked and (b, a) not in self.blocked
+
+    def block(self, a: str, b: str) -> None:
+        """From now on nothing gets from ``a`` to ``b``; a connection needs both directions to live."""
+        self.blocked[a, b] = None
+        for connection in self.connections:
+            if connection.is_open and connection.is_between(a, b):
+                self.clockwork.at(self.clockwork.between(*GIVE_UP_S), connection.give_up)
+
+    def heal(self) -> None:
+        self.blocked.clear()
+        for connection in self.connections:
+            connection.flush()
+
+    def death(self, process: Process) -> None:
+        for connection in self.connections:
+            connection.end_by_death(process)
+        self.connections = [c for c in self.connections if c.is_open]
+
+    def reset_between(self, a: str, b: str) -> bool:
+        """Reset one connection between these hosts, if there is any."""
+        found = [c for c in self.connections if c.is_open and c.is_between(a, b)]
+        if not found:
+            return False
+        self.clockwork.random.choice(found).reset("connection reset by a middle box")
+        return True

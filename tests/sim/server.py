@@ -1,0 +1,121 @@
+"""A checkpoint server process: its memory outlives the trainer, and its pulse says how the trainer is."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sim.clockwork import Clockwork, Process
+from sim.network import Connection, End
+
+from fabric.model import SnapshotRef
+from fabric.protocol.messages import Pulse
+
+if TYPE_CHECKING:
+    from sim.trainer import Trainer
+    from sim.world import World
+
+PULSE_S = 0.1
+ALWAYS = 2
+LISTENING = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A reduced gradient as symbols: who put in what, in ring order, and the digest of that."""
+
+    step: int
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    digest: str
+
+
+@dataclass(slots=True)
+class Memory:
+    """What it serves: two snapshots (with the state's history), and gradients by (generation, step)."""
+
+    snapshots: list[SnapshotRef] = field(default_factory=list)
+    gradients: dict[tuple[int, int], Gradient] = field(default_factory=dict)
+
+
+class Server(Process):
+    """``url`` is new with every process, like a port."""
+
+    def __init__(self, clockwork: Clockwork, world: "World", host: str, number: int) -> None:
+        super().__init__(clockwork, f"{host}/srv")
+        self.world = world
+        self.host = host
+        self.url = f"http://{host}/{number}"
+        self.memory = Memory()
+        self.trainer: Trainer | None = None
+        self._connection: Connection | None = None
+        self._number = 0
+        self._said = ""
+        self.after(0.0, self._beat)
+
+    def attach(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
+        self.after(0.0, self.pulse)
+
+    def state_of_trainer(self) -> str:
+        if self.trainer is None:
+            return "absent"
+        if not self.trainer.alive:
+            return "gone"
+        return "stopped" if self.trainer.paused else "running"
+
+    # --- memory ------------------------------------------------------------------------------------
+
+    def take_slot(self) -> None:
+        """Withdraw the older snapshot: its memory takes the next one."""
+        while len(self.memory.snapshots) >= 2:
+            self.memory.snapshots.pop(0)
+
+    def publish_snapshot(self, ref: SnapshotRef) -> None:
+        self.memory.snapshots.append(ref)
+
+    def publish_gradient(self, generation: int, gradient: Gradient, listening: bool) -> None:
+        gradients = self.memory.gradients
+        gradients[generation, gradient.step] = gradient
+        while len(gradients) > (LISTENING if listening else ALWAYS):
+            del gradients[next(iter(gradients))]
+
+    # --- pulse -------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self.after(PULSE_S, self._beat)
+        self.pulse()
+
+    def pulse(self) -> None:
+        """Say how the trainer is, to whichever lighthouse leads and can be reached."""
+        if self._connection is None:
+            self._connect()
+        if self._connection is not None and self.trainer is not None:
+            self._number += 1
+            self._connection.send(
+                0,
+                Pulse(
+                    replica=self.host,
+                    incarnation=self.trainer.incarnation,
+                    trainer=self.state_of_trainer(),
+                    number=self._number,
+                    ckpt=self.url,
+                    snapshots=tuple(self.memory.snapshots),
+                ),
+            )
+
+    def _connect(self) -> None:
+        leader = self.world.find_leader(self.host)
+        if leader is None:
+            return
+
+        def closed(_: str) -> None:
+            self._connection = None
+
+        holder: list[Connection] = []
+        near = End(self, self.host, lambda _: None, closed)
+        far = End(
+            leader,
+            leader.name,
+            lambda message: leader.on_pulse(holder[0], message),
+            lambda _: leader.on_pulse_closed(holder[0]),
+        )
+        self._connection = Connection(self.world.network, near, far)
+        holder.append(self._connection)

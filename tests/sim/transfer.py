@@ -1,0 +1,88 @@
+"""Fetches from other replicas' checkpoint servers: whole states, and one published gradient at a time."""
+
+from typing import TYPE_CHECKING
+
+from sim.server import Gradient, Server
+
+from fabric.model import SnapshotRef
+from fabric.protocol import member_io as io
+
+if TYPE_CHECKING:
+    from sim.trainer import Trainer
+
+POLL_S = 0.02
+WAIT_S = 1.0
+
+
+class Transfer:
+    """``state`` and ``gradient`` are what arrived last, verified but not yet loaded or applied."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
+        self.state: SnapshotRef | None = None
+        self.gradient: Gradient | None = None
+        self._ticket = 0
+
+    def fetch_state(self, order: io.FetchState) -> None:
+        self.trainer.world.happened("fetch", self.trainer.host)
+        delay = self.trainer.clockwork.between(0.01, 0.1)
+        if self.trainer.clockwork.chance(0.2):
+            delay += 0.5
+        self.trainer.after(delay, lambda: self._state_arrives(order))
+
+    def _state_arrives(self, order: io.FetchState) -> None:
+        """Stripes come from all sources; one that still has it at the end is enough."""
+        self.trainer.server.take_slot() if self.trainer.server.alive else None
+        for server in self._reachable(order.urls, with_own=True):
+            if order.state in server.memory.snapshots:
+                self.state = order.state
+                self.trainer.feed(io.StateFetched(order.state.step, order.state.digest))
+                return
+        self.trainer.clockwork.counts["state not delivered"] += 1
+        self.trainer.feed(io.FetchFailed(f"no source delivered {order.state}"))
+
+    def fetch_gradient(self, order: io.FetchGradient) -> None:
+        self._ticket += 1
+        ticket, deadline = self._ticket, self.trainer.clockwork.now + WAIT_S
+        self.trainer.after(self.trainer.world.network.delay(), lambda: self._poll(order, ticket, deadline))
+
+    def _poll(self, order: io.FetchGradient, ticket: int, deadline: float) -> None:
+        if ticket != self._ticket:
+            return
+        trainer, key = self.trainer, (order.generation, order.step)
+        servers = self._reachable(order.urls)
+        found = next((s.memory.gradients[key] for s in servers if key in s.memory.gradients), None)
+        if found is not None:
+
+            def arrive() -> None:
+                if ticket == self._ticket:
+                    self.gradient = found
+                    trainer.feed(io.GradientFetched(order.step, found.digest))
+
+            trainer.after(trainer.clockwork.between(0.001, 0.02), arrive)
+            return
+        newer = [s for s in servers if self._is_past(s, order)]
+        if servers and len(newer) == len(servers):
+            trainer.clockwork.counts["gradient gone"] += 1
+            trainer.feed(io.GradientGone(order.step, gone=True, why="every source is past it"))
+        elif trainer.clockwork.now >= deadline:
+            trainer.feed(io.GradientGone(order.step, gone=False, why="not published in time"))
+        else:
+            trainer.after(POLL_S, lambda: self._poll(order, ticket, deadline))
+
+    @staticmethod
+    def _is_past(server: Server, order: io.FetchGradient) -> bool:
+        steps = [step for generation, step in server.memory.gradients if generation == order.generation]
+        return bool(steps) and min(steps) > order.step
+
+    def cancel(self) -> None:
+        self._ticket += 1
+
+    def _reachable(self, urls: tuple[str, ...], with_own: bool = False) -> list[Server]:
+        world, me = self.trainer.world, self.trainer.host
+        found = [world.servers[url] for url in urls if url in world.servers]
+        return [
+            s
+            for s in found
+            if s.alive and not s.paused and (with_own or s.host != me) and world.network.can_talk(me, s.host)
+        ]

@@ -1,0 +1,279 @@
+"""One seeded world: a job's hosts, lighthouses, store and network, from the first start to the finish.
+
+Faults come first (``faults.py``); then everything is healed and progress is demanded: every replica back in
+the roster, some further steps, and a clean finish, each within a bounded virtual time.
+"""
+
+from dataclasses import dataclass, field
+
+from sim.checkers import Checks, Violation
+from sim.clockwork import Clockwork
+from sim.faults import Faults
+from sim.lighthouse import Lighthouse
+from sim.network import Network
+from sim.server import Server
+from sim.store import Store
+from sim.trainer import Trainer, digest_of
+
+from fabric.model import Policy
+from fabric.protocol.leader import LeaderConfig
+from fabric.protocol.member import Member
+from fabric.protocol.member_state import MemberConfig
+
+__all__ = ["Member", "Settings", "Trainer", "Violation", "World", "run_seed"]
+
+START_LIMIT_S = 20.0
+HEAL_LIMIT_S = 40.0
+FINISH_LIMIT_S = 30.0
+FURTHER_STEPS = 5
+
+
+@dataclass(slots=True)
+class Settings:
+    """What a world is made of."""
+
+    replicas: int
+    lighthouses: int
+    micro_batches: int
+    compute_s: float
+    min_replicas: int
+    leader: LeaderConfig
+    member: MemberConfig
+    different_starts: bool = False
+
+
+@dataclass(slots=True)
+class Host:
+    """Where one replica lives; ``drained`` when it has left for good."""
+
+    name: str
+    server: Server
+    incarnation: int = 0
+    trainer: Trainer | None = None
+    drained: bool = False
+    finished: bool = False
+    vouches: bool = True  # whether a new process can tell that the earlier ones have ended
+    restart_due: bool = False
+    servers: int = 1
+    started: list[float] = field(default_factory=list)
+
+
+class World:
+    """Built from a seed; ``run`` plays it to the end or raises."""
+
+    def __init__(self, seed: int, tracing: bool = False, faultless: bool = False) -> None:
+        self.clockwork = Clockwork(seed, tracing)
+        self.settings = choose_settings(self.clockwork)
+        self.checks = Checks(self.settings.micro_batches)
+        self.network = Network(self.clockwork)
+        self.store = Store(self.clockwork, self.checks)
+        # Some jobs end while things go wrong; the others end when everything is well again.
+        self.ends_early = not faultless and self.clockwork.chance(0.15)
+        self.until = self.clockwork.random.randrange(3, 25) if self.ends_early else 10**9
+        self.servers: dict[str, Server] = {}
+        self.hosts: dict[str, Host] = {}
+        self.lighthouses: dict[str, Lighthouse] = {}
+        self.by_key: dict[tuple[str, int], Trainer] = {}
+        self.faults = Faults(self, 0 if faultless else None)
+        for i in range(self.settings.lighthouses):
+            self.start_lighthouse(f"lh{i}")
+        for i in range(self.settings.replicas):
+            name = f"r{i}"
+            self.hosts[name] = Host(name, self._start_server(name, 1))
+            self.clockwork.at(self.clockwork.between(0.0, 0.5), lambda name=name: self.start_trainer(name))
+
+    # --- processes ---------------------------------------------------------------------------------
+
+    def start_lighthouse(self, name: str) -> None:
+        old = self.lighthouses.get(name)
+        if old is None or not old.alive:
+            self.lighthouses[name] = Lighthouse(self.clockwork, name, self.store, self.settings.leader)
+
+    def find_leader(self, host: str) -> Lighthouse | None:
+        """Whom a client would reach: any of them redirects to the leader."""
+        for lighthouse in self.lighthouses.values():
+            if lighthouse.leads and not lighthouse.paused:
+                return lighthouse if self.network.can_talk(host, lighthouse.name) else None
+        return None
+
+    def _start_server(self, host: str, number: int) -> Server:
+        server = Server(self.clockwork, self, host, number)
+        self.servers[server.url] = server
+        return server
+
+    def ensure_server(self, trainer: Trainer) -> Server:
+        """The trainer notices that its server died, and starts another with empty memory."""
+        host = self.hosts[trainer.host]
+        if not host.server.alive:
+            host.servers += 1
+            host.server = self._start_server(host.name, host.servers)
+            host.server.attach(trainer)
+        return host.server
+
+    def start_trainer(self, name: str) -> None:
+        host = self.hosts[name]
+        host.restart_due = False
+        if host.drained or host.finished or (host.trainer is not None and host.trainer.alive):
+            return
+        if not host.server.alive:
+            host.servers += 1
+            host.server = self._start_server(name, host.servers)
+        host.incarnation += 1
+        gone = host.incarnation > 1 and host.vouches
+        host.vouches = True
+        host.trainer = Trainer(self.clockwork, self, name, host.incarnation, host.server, gone)
+        self.by_key[name, host.incarnation] = host.trainer
+        self.clockwork.trace(host.trainer.name, "starts")
+
+    def trainer(self, key: tuple[str, int]) -> Trainer | None:
+        found = self.by_key.get(key)
+        return found if found is not None and found.alive else None
+
+    def living(self) -> list[Trainer]:
+        return [h.trainer for h in self.hosts.values() if h.trainer is not None and h.trainer.alive]
+
+    def kill_trainer(self, name: str, restart_s: float | None = None) -> bool:
+        host = self.hosts[name]
+        trainer = host.trainer
+        if trainer is None or not trainer.alive:
+            return False
+        self.clockwork.trace(trainer.name, "killed")
+        trainer.kill()
+        del self.by_key[trainer.host, trainer.incarnation]
+        self.network.death(trainer)
+        host.server.after(self.clockwork.between(0.0, 0.01), host.server.pulse)
+        self._restart_later(host, restart_s)
+        return True
+
+    def _restart_later(self, host: Host, restart_s: float | None) -> None:
+        host.restart_due = True
+        delay = self.clockwork.between(0.1, 1.5) if restart_s is None else restart_s
+        self.clockwork.at(delay, lambda: self.start_trainer(host.name))
+
+    def kill_server(self, name: str) -> bool:
+        server = self.hosts[name].server
+        if not server.alive:
+            return False
+        server.kill()
+        self.network.death(server)
+        return True
+
+    def kill_lighthouse(self, name: str) -> None:
+        lighthouse = self.lighthouses[name]
+        lighthouse.kill()
+        self.network.death(lighthouse)
+
+    def exited(self, trainer: Trainer, code: int, reason: str) -> None:
+        """A trainer ended by itself: 0 finished or drained, 75 restart me, 1 do not."""
+        host = self.hosts[trainer.host]
+        self.kill_trainer(trainer.host, 0.3)
+        self.clockwork.counts[f"exit {code}"] += 1
+        if code == 0:
+            host.finished = reason == "finished"
+            host.drained = not host.finished
+            self.clockwork.counts["finish" if host.finished else "drained"] += 1
+        elif "drained by" in reason:
+            host.drained = True
+        elif code == 1 and "taken by a living process" not in reason and "newer process" not in reason:
+            raise Violation(f"{trainer.name} gave up: {reason}")
+
+    def initial_digest(self, host: str) -> str:
+        return digest_of("initial", host if self.settings.different_starts else "same")
+
+    def happened(self, what: str, host: str) -> None:
+        """Something that a fault may be waiting for."""
+        self.faults.happened(what, host)
+
+    # --- the play ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Faults, then healing, then progress, then the finish."""
+        clockwork = self.clockwork
+        clockwork.run(START_LIMIT_S, lambda: self.faults.over)
+        self.faults.heal()
+        healed = clockwork.now
+        if not self.ends_early:
+            self._demand("every replica is back and steps are committed", HEAL_LIMIT_S, self._is_whole())
+            self.until = max(t.main.step for t in self.living()) + 3
+        self._demand("everybody finishes", FINISH_LIMIT_S, self._is_finished)
+        clockwork.counts["recovery ms"] += int(1000 * (clockwork.now - healed))
+
+    def _demand(self, what: str, limit_s: float, done: "object") -> None:
+        if not self.clockwork.run(self.clockwork.now + limit_s, done):  # type: ignore[arg-type]
+            modes = ", ".join(f"{t.name} {t.core.phase} {t.core.state.step}" for t in self.living())
+            record = self.store.record
+            roster = f"epoch {record.epoch} of {record.names}" if record else "no record"
+            raise Violation(
+                f"liveness: not within {limit_s:g} s: {what}; {modes}; {roster}; {self._describe_leader()}"
+            )
+
+    def _describe_leader(self) -> str:
+        core = next((x.core for x in self.lighthouses.values() if x.leads), None)
+        if core is None:
+            return "nobody leads"
+        epoch = core.epoch
+        known = {
+            "running": sorted(epoch.running),
+            "aborted": sorted(epoch.aborted),
+            "reports": sorted(epoch.reports),
+            "decided": epoch.decision is not None,
+            "condemned": epoch.condemned,
+            "draining": sorted(core.draining),
+            "serving": {
+                n: (s.step, sorted(s.taken), sorted(s.missed), s.told) for n, s in core.serving.items()
+            },
+            "writing": core.writing is not None,
+            "reading": core.reading,
+            "finished": sorted(core.finished),
+        }
+        return ", ".join(f"{name} {value}" for name, value in known.items() if value)
+
+    def _is_whole(self) -> "object":
+        start: dict[str, int] = {}
+
+        def done() -> bool:
+            record = self.store.record
+            expected = [h for h in self.hosts.values() if not h.drained]
+            if record is None or len(record.roster) < len(expected):
+                return False
+            for host in expected:
+                trainer = host.trainer
+                if trainer is None or not trainer.alive or not record.lists(host.name, host.incarnation):
+                    return False
+            steps = [h.trainer.main.step for h in expected if h.trainer is not None]
+            first = start.setdefault(record.nonce, min(steps))
+            return min(steps) >= first + FURTHER_STEPS
+
+        return done
+
+    def _is_finished(self) -> bool:
+        return all(h.finished or h.drained for h in self.hosts.values())
+
+
+def choose_settings(clockwork: Clockwork) -> Settings:
+    """A small job; some with a minimum of two replicas."""
+    replicas = clockwork.random.choice((2, 3, 3, 3, 4, 5))
+    minimum = 2 if clockwork.chance(0.25) else 1
+    policy = Policy(min_replicas=minimum, start_replicas=replicas, start_wait_s=2.0)
+    leader = LeaderConfig(policy=policy, autonomy_s=4.0, autonomy_margin_s=0.5)
+    return Settings(
+        replicas=replicas,
+        lighthouses=clockwork.random.choice((1, 2)),
+        micro_batches=clockwork.random.randrange(replicas, 7),
+        compute_s=clockwork.random.choice((0.01, 0.03, 0.06)),
+        min_replicas=minimum,
+        leader=leader,
+        member=MemberConfig(min_replicas=minimum, autonomy_s=4.0),
+        different_starts=clockwork.chance(0.3),
+    )
+
+
+def run_seed(seed: int, tracing: bool = False, faultless: bool = False) -> World:
+    """Play one seed; raises what went wrong, with the world attached as ``world``."""
+    world = World(seed, tracing, faultless)
+    try:
+        world.run()
+    except Exception as error:
+        error.world = world  # type: ignore[attr-defined]
+        raise
+    return world

@@ -52,7 +52,7 @@ class Surroundings:
 class PulseSource:
     """The connection that a replica's pulses came over last, what the core heard of them, and when."""
 
-    connection: object
+    connection: Connection
     pulse: m.Pulse
     told: float
 
@@ -110,14 +110,14 @@ class Job:
         self._feed(io.Elected(self._around.term.store_id, record))
 
     def close(self, code: int, reason: str) -> None:
-        """Feed nothing more and close every session with ``code``."""
+        """Feed nothing more and close every connection with ``code``."""
         if self._driver is not None:
             self._driver.close()
             self._driver = None
-        sessions = list(self.sessions.values())
+        connections = [*self.sessions.values(), *(source.connection for source in self.pulses.values())]
         self.sessions.clear()
         self.pulses.clear()
-        for connection in sessions:
+        for connection in connections:
             connection.end(code, reason)
 
     # --- sessions and pulses -------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Job:
             del self.sessions[connection.replica]
             self._feed(io.SessionClosed(connection.replica, connection.incarnation))
 
-    def pulse(self, connection: object, pulse: m.Pulse) -> None:
+    def pulse(self, connection: Connection, pulse: m.Pulse) -> None:
         """One beat; many that say the same are told to the core at ``PULSE_S``."""
         known, now = self.pulses.get(pulse.replica), self.now
         same = known is not None and known.connection is connection and now - known.told < PULSE_S
@@ -165,7 +165,7 @@ class Job:
         self.pulses[pulse.replica] = PulseSource(connection, pulse, now)
         self._feed(io.PulseSeen(pulse))
 
-    def pulse_closed(self, connection: object) -> None:
+    def pulse_closed(self, connection: Connection) -> None:
         """The connection of a checkpoint server has ended."""
         gone = [replica for replica, source in self.pulses.items() if source.connection is connection]
         for replica in gone:

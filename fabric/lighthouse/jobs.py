@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 
-from fabric.errors import ProtocolError, Refused, StoreError
+from fabric.errors import ProtocolError, Refused, StoreError, StoreUnavailable
 from fabric.lighthouse import connection as codes
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
@@ -70,11 +70,14 @@ class Jobs:
         return self.by_name.get(name)
 
     def find_or_make(self, name: str) -> Job:
-        """The job of that name, made where there was none. Raises as ``find`` does."""
+        """The job of that name, made where there was none. Raises as ``find`` does, and StoreUnavailable
+        when this lighthouse does not lead."""
         job = self.find(name)
         if job is not None:
             return job
-        if len(self.by_name) >= MAX_JOBS or self._around is None:
+        if self._around is None or not self.loaded.is_set():
+            raise StoreUnavailable("this lighthouse does not lead now: connect again")
+        if len(self.by_name) >= MAX_JOBS:
             raise Refused(f"this lighthouse leads {MAX_JOBS} jobs already: use another namespace")
         return self._make(self._around, name, None, 0)
 

@@ -42,48 +42,65 @@ _KEEP_ALIVE = (
 
 async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     """``GET /v1/jobs/{job}/session``: from the first message, a Session, until either side closes."""
-    job = jobs.find_or_make(request.match_info["job"])
+    name = request.match_info["job"]
+    jobs.find(name)
     policy = parse_policy(request.query.get("replicas", ""), jobs.start_wait_s)
     socket, connection = await _accept(request, wire.MAX_BYTES)
+    place = _Place(jobs, name)
 
     def on_text(text: str) -> bool:
-        if connection.replica:
-            message = decode_member(text)
-            if not isinstance(message, Session):
-                job.hear(connection, message)
-                return True
-            if not connection.is_of(message.replica, message.incarnation):
-                raise ProtocolError("a session speaks for one process: open another one for another process")
-            return job.open(connection, message, policy)
-        return job.open(connection, decode_session(text), policy)
+        message = decode_member(text) if place.job else decode_session(text)
+        if not isinstance(message, Session):
+            place.take().hear(connection, message)
+            return True
+        if place.job and not connection.is_of(message.replica, message.incarnation):
+            raise ProtocolError("a session speaks for one process: open another one for another process")
+        return place.take().open(connection, message, policy)
 
-    def on_end() -> None:
-        job.closed(connection)
-        jobs.release(job)
-
-    await _serve(job, socket, connection, on_text, on_end)
+    await _serve(place, socket, connection, on_text, lambda job: job.closed(connection))
     return socket
 
 
 async def pulse(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     """``GET /v1/jobs/{job}/pulse``: one Pulse after the other until either side closes."""
-    job = jobs.find_or_make(request.match_info["job"])
+    name = request.match_info["job"]
+    jobs.find(name)
     socket, connection = await _accept(request, MAX_PULSE_BYTES, silence_s=PULSE_SILENCE_S)
+    place = _Place(jobs, name)
 
     def on_text(text: str) -> bool:
         beat = decode_pulse(text)
         if connection.replica not in ("", beat.replica):
             raise ProtocolError("a checkpoint server speaks for one replica: open another connection")
         connection.replica = beat.replica
-        job.pulse(connection, beat)
+        place.take().pulse(connection, beat)
         return True
 
-    def on_end() -> None:
-        job.pulse_closed(connection)
-        jobs.release(job)
-
-    await _serve(job, socket, connection, on_text, on_end)
+    await _serve(place, socket, connection, on_text, lambda job: job.pulse_closed(connection))
     return socket
+
+
+class _Place:
+    """A connection's job: found, or made, with the first message that can be understood."""
+
+    def __init__(self, jobs: Jobs, name: str) -> None:
+        self.name = name
+        self.job: Job | None = None
+        self._jobs = jobs
+
+    def take(self) -> Job:
+        """The job. Raises StoreUnavailable when this lighthouse does not lead it (any more)."""
+        if self.job is None:
+            self.job = self._jobs.find_or_make(self.name)
+        if not self.job.is_running:
+            raise StoreUnavailable("this lighthouse does not lead the job now: connect again")
+        return self.job
+
+    def leave(self, on_end: Callable[[Job], None]) -> None:
+        """The connection is closed."""
+        if self.job is not None:
+            on_end(self.job)
+            self._jobs.release(self.job)
 
 
 async def _accept(
@@ -104,20 +121,20 @@ async def _accept(
 
 
 async def _serve(
-    job: Job,
+    place: _Place,
     socket: web.WebSocketResponse,
     connection: Connection,
     on_text: Callable[[str], bool],
-    on_end: Callable[[], None],
+    on_end: Callable[[Job], None],
 ) -> None:
     """Give every text to ``on_text`` until it says False, the socket ends, or it raises."""
     sender = asyncio.get_running_loop().create_task(connection.run())
     try:
-        await _read(job, socket, connection, on_text)
+        await _read(place, socket, connection, on_text)
         if connection.is_ending:
             await sender
     finally:
-        on_end()
+        place.leave(on_end)
         connection.forget()
         sender.cancel()
         with suppress(asyncio.CancelledError):
@@ -125,7 +142,7 @@ async def _serve(
 
 
 async def _read(
-    job: Job, socket: web.WebSocketResponse, connection: Connection, on_text: Callable[[str], bool]
+    place: _Place, socket: web.WebSocketResponse, connection: Connection, on_text: Callable[[str], bool]
 ) -> None:
     try:
         wait_s: float | None = FIRST_MESSAGE_S
@@ -136,8 +153,6 @@ async def _read(
                 return
             if message.type is not WSMsgType.TEXT:
                 raise ProtocolError("messages are JSON text, not binary")
-            if not job.is_running:
-                raise StoreUnavailable("this lighthouse does not lead the job now: connect again")
             if not on_text(message.data):
                 return
     except TimeoutError:
@@ -145,6 +160,6 @@ async def _read(
     except StoreUnavailable as error:
         connection.end(NOT_THE_LEADER, str(error))
     except FabricError as error:
-        log.warning("job %s: a connection of %s is closed: %s", job.name, connection.replica or "?", error)
+        log.warning("job %s: a connection of %s is closed: %s", place.name, connection.replica or "?", error)
         connection.send(Rejected(str(error)))
         connection.end(MALFORMED, str(error))

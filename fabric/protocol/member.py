@@ -417,9 +417,13 @@ class Member:
             return
         if self.mode not in (Mode.OUTSIDE, Mode.JOINED):
             return
-        if self.state.generation == 0 or message.state.step > self.state.step:
+        mine, theirs = self.state, message.state
+        if mine.digest and (mine.step, mine.digest) == (theirs.step, theirs.digest):
+            # What I hold is what they hold, whatever generation I had it from.
+            self.state = State(newest.generation, mine.step, mine.digest)
+        if self.state.generation != newest.generation or theirs.step > mine.step:
             self.state.generation = 0
-            self._want(message.state, message.urls)
+            self._want(theirs, message.urls)
         else:
             self.fetch = Fetch(urls=message.urls)
 

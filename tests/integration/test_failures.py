@@ -84,10 +84,10 @@ def test_stop_at(zygote, tmp_path, point):
 @pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
 def test_kill_the_newcomer_at(zygote, tmp_path, point):
     """A failure during a join: the newcomer dies on its way in, and its successor gets in."""
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "200"}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "120"}) as job:
         job.later_points["r1"] = [f"{point}=kill"]
         job.start_all({"r1": "forward@8=kill"})
-        finish_and_check(job, 200)
+        finish_and_check(job, 120)
         assert job.starts["r1"] >= 2
         assert job.starts["r0"] == job.starts["r2"] == 1
 

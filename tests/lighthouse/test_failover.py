@@ -1,4 +1,4 @@
-"""Several real lighthouse processes on one store: killed, stopped, restarted; the record survives them all."""
+"""Real lighthouse processes on one store, killed, stopped and restarted: the record survives them all."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ from fabric.lighthouse.connection import NOT_THE_LEADER
 from fabric.lighthouse.records import record_key
 from fabric.protocol import messages as m
 from fabric.protocol import wire
-from fabric.store import open_store
+from fabric.store import Put, open_store
 
 LEASE = ("--lease-s", "2")
 
@@ -179,8 +179,6 @@ async def test_an_unreadable_record_stops_its_own_job_only(http, tmp_path):
         lighthouse.end()
     store = open_store(url)
     await store.connect()
-    from fabric.store import Put
-
     await store.commit([], [Put(record_key("ns", "bad"), b'{"version": 99}')])
     await store.close()
     with process(tmp_path, url, "ns") as lighthouse:

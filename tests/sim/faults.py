@@ -34,9 +34,9 @@ KINDS = (
     "cut control",
 )
 # A fault may wait for one of these (said by a member's note, a bar, a fetch, an installed state).
-TRIGGERS = ("abort", "resume", "fetch", "install", "bar", "outside", "bar", "resume", "report")
+TRIGGERS = ("abort", "resume", "fetch", "install", "bar", "outside", "bar", "resume", "decided", "decided")
 # The worst that can happen at some of them.
-LIKELY = {"report": "lighthouse crash", "resume": "kill host"}
+LIKELY = {"decided": "lighthouse crash", "resume": "kill host"}
 
 
 class Faults:
@@ -45,6 +45,7 @@ class Faults:
     def __init__(self, world: "World", count: int | None) -> None:
         self.world = world
         self.over = False
+        self.not_before = 0.0  # some faults take longer to tell
         self.waiting: list[tuple[str, str, float]] = []  # trigger, kind, delay
         clockwork = world.clockwork
         number = clockwork.random.choice((1, 1, 2, 2, 3, 4, 5)) if count is None else count
@@ -62,7 +63,11 @@ class Faults:
         clockwork.at(time + clockwork.between(0.3, 3.0), self._end)
 
     def _end(self) -> None:
-        self.over = True
+        left = self.not_before - self.world.clockwork.now
+        if left > 0:
+            self.world.clockwork.at(left + 0.01, self._end)
+        else:
+            self.over = True
 
     def happened(self, what: str, host: str) -> None:
         """Let the faults strike that waited for this."""
@@ -162,7 +167,9 @@ class Faults:
                 self.world.network.block(other, lighthouse)
                 self.world.network.block(lighthouse, other)
         self.world.kill_trainer(name)
-        self.world.clockwork.at(self.world.clockwork.between(0.5, 8.0), self.world.network.heal)
+        seconds = self.world.clockwork.between(0.5, 8.0)
+        self.not_before = self.world.clockwork.now + seconds
+        self.world.clockwork.at(seconds, self.world.network.heal)
 
     def _heal_later(self) -> None:
         self.world.clockwork.at(self._long_or_short() * 1.5, self.world.network.heal)

@@ -1,16 +1,19 @@
 """A lighthouse process: stands for election, drives the leader core while it leads, serves sessions."""
 
 import random
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection
-from sim.store import LEASE_S, Store
+from sim.store import LEASE_S
 
 from fabric.model import Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
-from fabric.protocol.leader import Leader, LeaderConfig
+from fabric.protocol.leader import Leader
+
+if TYPE_CHECKING:
+    from sim.world import World
 
 ELECTION_S = 0.15
 
@@ -18,10 +21,11 @@ ELECTION_S = 0.15
 class Lighthouse(Process):
     """One process of it; a restart makes another object with the same name."""
 
-    def __init__(self, clockwork: Clockwork, name: str, store: Store, config: LeaderConfig) -> None:
+    def __init__(self, clockwork: Clockwork, world: "World", name: str) -> None:
         super().__init__(clockwork, name)
-        self.store = store
-        self.config = config
+        self.world = world
+        self.store = world.store
+        self.config = world.settings.leader
         self.core: Leader | None = None
         self.revision = 0
         self.lease_end = 0.0  # by my own clock
@@ -136,6 +140,8 @@ class Lighthouse(Process):
         else:
             self.clockwork.trace(self.name, f"> {effect}")
             self.clockwork.counts[f"leader: {effect.kind}"] += 1
+            if effect.kind == "resume":
+                self.world.happened("decided", "")
 
     def _send(self, effect: io.SendMember) -> None:
         if isinstance(effect.message, m.Epoch):

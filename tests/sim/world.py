@@ -87,7 +87,7 @@ class World:
     def start_lighthouse(self, name: str) -> None:
         old = self.lighthouses.get(name)
         if old is None or not old.alive:
-            self.lighthouses[name] = Lighthouse(self.clockwork, name, self.store, self.settings.leader)
+            self.lighthouses[name] = Lighthouse(self.clockwork, self, name)
 
     def find_leader(self, host: str) -> Lighthouse | None:
         """Whom a client would reach: any of them redirects to the leader."""

@@ -1,0 +1,122 @@
+"""A lighthouse inside the test's own loop: real HTTP, but with clocks and a store that the test controls."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from fabric.errors import StoreError
+from fabric.lighthouse.election import Candidate, Election, Hooks, boot_time
+from fabric.lighthouse.jobs import Jobs
+from fabric.lighthouse.metrics import Metrics
+from fabric.lighthouse.routes import Parts, StoreProbe, make_app
+from fabric.protocol.leader import LeaderConfig
+from fabric.runtime.tasks import Tasks
+from fabric.runtime.web import serve
+from fabric.store import Compare, Operation
+from fabric.store.memory import MemorySpace, MemoryStore
+
+
+@dataclass
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TroubledStore(MemoryStore):
+    """The real twin, whose next writes of records go wrong as told."""
+
+    def __init__(self, space: MemorySpace) -> None:
+        super().__init__(space)
+        self.lost_before: list[StoreError] = []  # the write is not applied, and this is raised
+        self.lost_after: list[StoreError] = []  # the write is applied, and this is raised
+        self.unreadable: list[StoreError] = []
+        self.down: StoreError | None = None
+
+    async def get(self, key):
+        self._check()
+        if self.unreadable and key.endswith("/record"):
+            raise self.unreadable.pop(0)
+        return await super().get(key)
+
+    async def list(self, prefix: str):
+        self._check()
+        return await super().list(prefix)
+
+    async def keep_alive(self, lease_id: int) -> float:
+        self._check()
+        return await super().keep_alive(lease_id)
+
+    async def grant_lease(self, ttl_s: float):
+        self._check()
+        return await super().grant_lease(ttl_s)
+
+    async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        self._check()
+        is_record = operations and operations[0].key.endswith("/record")
+        if is_record and self.lost_before:
+            raise self.lost_before.pop(0)
+        revision = await super().commit(compares, operations)
+        if is_record and self.lost_after:
+            raise self.lost_after.pop(0)
+        return revision
+
+    def _check(self) -> None:
+        if self.down is not None:
+            raise self.down
+
+
+@dataclass
+class Instance:
+    """One lighthouse. ``deaths``: tasks of it that ended by an exception, which is always a defect."""
+
+    url: str
+    parts: Parts
+    store: MemoryStore
+    deaths: list[BaseException] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    followed: list[Candidate] = field(default_factory=list)
+
+    @property
+    def jobs(self) -> Jobs:
+        return self.parts.jobs
+
+    @property
+    def election(self) -> Election:
+        return self.parts.election
+
+
+@asynccontextmanager
+async def lighthouse_on(
+    store: MemoryStore, *, lease_s: float = 5.0, clock: Callable[[], float] = boot_time
+) -> AsyncIterator[Instance]:
+    """Start one on ``store``; at the end nothing of it may have died unnoticed."""
+    deaths: list[BaseException] = []
+    tasks = Tasks(lambda name, error: deaths.append(error))
+    metrics = Metrics()
+    store_id = await store.connect()
+    jobs = Jobs(store, "ns", LeaderConfig(), metrics, tasks)
+    lost: list[str] = []
+    followed: list[Candidate] = []
+
+    def end(reason: str) -> None:
+        lost.append(reason)
+        jobs.end(reason)
+
+    hooks = Hooks(jobs.begin, end, followed.append, metrics.election_write)
+    election = Election(store, "ns", lease_s, hooks, clock=clock)
+    parts = Parts(election, jobs, metrics, StoreProbe(store, election.key, every_s=0.0))
+    metrics.observe(lambda: parts.leads, jobs.gauges)
+    runner, port = await serve(make_app(parts, None), "127.0.0.1", 0, shutdown_s=0.5, cancel_abandoned=True)
+    url = f"http://127.0.0.1:{port}"
+    tasks.start("election", election.run(store_id, url))
+    try:
+        yield Instance(url, parts, store, deaths, lost, followed)
+    finally:
+        await tasks.close()
+        await runner.cleanup()
+        await store.close()
+        assert not deaths

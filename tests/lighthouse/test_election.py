@@ -1,0 +1,238 @@
+"""Who leads, when it stops, and that a deposed leader changes nothing, with clocks under control."""
+
+import asyncio
+
+import pytest
+from in_process import Clock, TroubledStore, lighthouse_on
+from lighthouse_support import close_all, eventually, get, start_job
+
+from fabric.errors import StoreError, StoreUnavailable
+from fabric.lighthouse.connection import NOT_THE_LEADER
+from fabric.lighthouse.election import boot_time
+from fabric.lighthouse.records import record_key
+from fabric.protocol import messages as m
+from fabric.protocol import wire
+from fabric.store import Delete, Put
+from fabric.store.memory import MemorySpace, MemoryStore
+
+ELECTION = "/fabric/ns/election"
+
+
+def leads(instance):
+    async def check() -> bool:
+        return instance.parts.leads and instance.jobs.loaded.is_set()
+
+    return check
+
+
+async def test_one_of_several_leads_and_the_others_know_it():
+    space = MemorySpace()
+    async with (
+        lighthouse_on(MemoryStore(space)) as a,
+        lighthouse_on(MemoryStore(space)) as b,
+        lighthouse_on(MemoryStore(space)) as c,
+    ):
+
+        async def settled() -> bool:
+            return all(x.parts.leads or x.election.other for x in (a, b, c))
+
+        await eventually(settled, "everybody to know the leader")
+        leader = next(x for x in (a, b, c) if x.parts.leads)
+        others = [x for x in (a, b, c) if x is not leader]
+        assert not any(x.parts.leads for x in others)
+        assert {x.election.other.url for x in others} == {leader.url}
+
+
+async def test_a_clean_end_hands_over_without_waiting_for_the_lease():
+    space = MemorySpace()
+    async with lighthouse_on(MemoryStore(space), lease_s=3600) as b_holder:
+        await eventually(leads(b_holder), "the first to lead")
+        second = lighthouse_on(MemoryStore(space), lease_s=3600)
+        b = await second.__aenter__()
+    await eventually(leads(b), "the second to lead, an hour before the lease ends")
+    await second.__aexit__(None, None, None)
+
+
+async def test_a_leader_with_a_wrong_clock_is_fenced_by_the_store(http):
+    """Its own clock stands still, so it believes in its lease; the store has elected another one."""
+    store_clock = Clock()
+    space = MemorySpace(clock=store_clock)
+    async with lighthouse_on(MemoryStore(space), lease_s=3600, clock=Clock()) as old:
+        await eventually(leads(old), "the first to lead")
+        members = await start_job(http, old.url)
+        store_clock.now += 4000.0
+        async with lighthouse_on(MemoryStore(space), lease_s=3600) as new:
+            await eventually(leads(new), "the second to lead")
+            assert old.parts.leads, "the test wants two that believe to lead"
+            before = await space_record(space)
+            await members[0].say(m.Fallen(members[0].newest.fence, "it must not be evicted by the old one"))
+            code, reason = await members[1].close_reason()
+            assert (code, "elected" in reason) == (NOT_THE_LEADER, True)
+            assert await space_record(space) == before
+            assert not old.parts.leads and new.parts.leads
+            text = old.parts.metrics.render().decode()
+            assert 'fabric_lighthouse_record_writes_total{job="job",outcome="refused"} 1.0' in text
+
+            async def follows() -> bool:
+                return (await get(http, f"{old.url}/v1/jobs"))[0] == 307
+
+            await eventually(follows, "the deposed one to follow")
+            await close_all(members)
+
+
+async def space_record(space: MemorySpace):
+    return wire.decode_record(space.get(record_key("ns", "job")).value)
+
+
+async def test_a_leader_stops_by_its_own_clock_before_the_lease_ends(http):
+    """The store is silent: nobody tells the leader anything, and the lease in the store still stands."""
+    clock = Clock()
+    space = MemorySpace()
+    store = TroubledStore(space)
+    async with lighthouse_on(store, lease_s=10, clock=clock) as instance:
+        await eventually(leads(instance), "it to lead")
+        members = await start_job(http, instance.url)
+        clock.now += 8.9
+        assert instance.parts.leads
+        clock.now += 0.2  # a second, the margin, before the lease's end
+        assert not instance.parts.leads
+        assert space.get(ELECTION) is not None
+        status, _ = await get(http, f"{instance.url}/v1/jobs")
+        assert status == 503
+        await members[0].say(m.Fallen(members[0].newest.fence, "nothing may be written any more"))
+        code, _ = await members[0].close_reason()
+        assert code == NOT_THE_LEADER
+        assert (await space_record(space)).epoch == 1
+        await close_all(members)
+
+
+async def test_a_store_that_is_away_costs_the_lead_and_then_gives_it_back(http):
+    space = MemorySpace()
+    store = TroubledStore(space)
+    async with lighthouse_on(store, lease_s=1) as instance:
+        await eventually(leads(instance), "it to lead")
+        members = await start_job(http, instance.url)
+        store.down = StoreUnavailable("the test has unplugged the store")
+        code, reason = await members[0].close_reason()
+        assert code == NOT_THE_LEADER and "lease" in reason
+        _, health = await get(http, f"{instance.url}/healthz")
+        assert not health["ok"] and not health["store_reachable"] and health["leader"] is None
+        store.down = None
+        await eventually(leads(instance), "it to lead again")
+        _, body = await get(http, f"{instance.url}/v1/jobs/job")
+        assert body["epoch"] == 1
+        assert (await get(http, f"{instance.url}/v1/jobs/job/events"))[1], "history is kept"
+        await close_all(members)
+
+
+async def test_a_renewed_lease_goes_on():
+    space = MemorySpace()
+    async with lighthouse_on(MemoryStore(space), lease_s=1) as instance:
+        await eventually(leads(instance), "it to lead")
+        term = instance.election.term
+        first = term.ends
+
+        async def renewed_twice() -> bool:
+            return term.ends > first + 0.5
+
+        await eventually(renewed_twice, "two renewals")
+        assert instance.election.term is term and not instance.lost
+
+
+async def test_an_operator_who_deletes_the_key_deposes(http):
+    """The renewal of the lease does not notice it; the next write does."""
+    space = MemorySpace()
+    async with lighthouse_on(MemoryStore(space), lease_s=3600) as instance:
+        await eventually(leads(instance), "it to lead")
+        members = await start_job(http, instance.url)
+        space.commit([], [Delete(ELECTION)])
+        await members[0].say(m.Fallen(members[0].newest.fence, "to make it write"))
+        assert (await members[1].close_reason())[0] == NOT_THE_LEADER
+        await eventually(leads(instance), "it to be elected again")
+        assert (await space_record(space)).epoch == 1
+        await close_all(members)
+
+
+async def test_somebody_elses_record_ends_the_term(http):
+    space = MemorySpace()
+    async with lighthouse_on(MemoryStore(space), lease_s=3600) as instance:
+        await eventually(leads(instance), "it to lead")
+        members = await start_job(http, instance.url)
+        key = record_key("ns", "job")
+        body = space.get(key).value.replace(b'"epoch":1', b'"epoch":7').replace(b'"nonce":"', b'"nonce":"f')
+        space.commit([], [Put(key, body)])
+        await members[0].say(m.Fallen(members[0].newest.fence, "to make it write"))
+        assert (await members[1].close_reason())[0] == NOT_THE_LEADER
+        assert "another lighthouse has written" in instance.lost[0]
+        await eventually(leads(instance), "it to be elected again")
+        assert (await get(http, f"{instance.url}/v1/jobs/job"))[1]["epoch"] == 7
+        await close_all(members)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"\xff", b"[]", b'{"id": 1, "url": "http://x"}', b'{"id": "a", "url": "ftp://x"}', b"1" * 5000],
+)
+async def test_a_key_that_no_lighthouse_wrote_is_waited_out(http, value):
+    space = MemorySpace()
+    store = MemoryStore(space)
+    space.commit([], [Put(ELECTION, value)])
+    async with lighthouse_on(store) as instance:
+
+        async def answers() -> bool:
+            return (await get(http, f"{instance.url}/v1/jobs"))[0] == 503
+
+        await eventually(answers, "an answer")
+        assert instance.election.other is None
+        space.commit([], [Delete(ELECTION)])
+        await eventually(leads(instance), "it to lead once the key has gone")
+
+
+async def test_a_candidate_whose_claim_got_lost_looks_it_up():
+    """The claim was applied and its answer lost: the key is its own, and it leads."""
+
+    class LostClaim(MemoryStore):
+        async def commit(self, compares, operations):
+            revision = await super().commit(compares, operations)
+            if operations[0].key == ELECTION and not self.lost:
+                self.lost = True
+                from fabric.errors import StoreIndefinite
+
+                raise StoreIndefinite("the answer got lost")
+            return revision
+
+        lost = False
+
+    store = LostClaim(MemorySpace())
+    async with lighthouse_on(store) as instance:
+        await eventually(leads(instance), "it to lead")
+        assert store.lost and not instance.lost
+        text = instance.parts.metrics.render().decode()
+        assert 'fabric_lighthouse_store_writes_total{outcome="indefinite",what="election"} 1.0' in text
+
+
+async def test_the_jobs_are_read_again_until_the_store_answers(http):
+    class SlowList(MemoryStore):
+        failures = 3
+
+        async def list(self, prefix):
+            if prefix.endswith("/jobs/") and self.failures:
+                self.failures -= 1
+                raise StoreError("not now")
+            return await super().list(prefix)
+
+    async with lighthouse_on(SlowList(MemorySpace())) as instance:
+        await eventually(leads(instance), "the records to be read")
+        assert instance.store.failures == 0
+
+
+async def test_a_stopped_task_gives_the_lease_back():
+    space = MemorySpace()
+    async with lighthouse_on(MemoryStore(space), lease_s=3600) as instance:
+        await eventually(leads(instance), "it to lead")
+        assert space.get(ELECTION) is not None
+    assert space.get(ELECTION) is None
+
+
+def test_the_clock_goes_on_while_the_machine_sleeps():
+    assert boot_time() >= asyncio.new_event_loop().time() - 1

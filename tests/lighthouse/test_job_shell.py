@@ -1,0 +1,144 @@
+"""One job's shell over a store in trouble, and with a defect in its core."""
+
+import pytest
+from in_process import TroubledStore, lighthouse_on
+from lighthouse_support import WireMember, close_all, eventually, get, start_job
+
+from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
+from fabric.lighthouse.connection import DEFECT
+from fabric.protocol import messages as m
+from fabric.store.memory import MemorySpace
+
+
+@pytest.fixture
+async def instance():
+    async with lighthouse_on(TroubledStore(MemorySpace()), lease_s=60) as found:
+
+        async def leads() -> bool:
+            return found.jobs.loaded.is_set()
+
+        await eventually(leads, "it to lead")
+        yield found
+
+
+def outcomes(instance, outcome: str) -> float:
+    lines = instance.parts.metrics.render().decode().splitlines()
+    start = f'fabric_lighthouse_record_writes_total{{job="job",outcome="{outcome}"}} '
+    return next((float(line.removeprefix(start)) for line in lines if line.startswith(start)), 0.0)
+
+
+async def test_a_write_that_was_applied_and_got_lost_is_recognised(instance, http):
+    instance.store.lost_after.append(StoreIndefinite("the answer got lost"))
+    members = await start_job(http, instance.url)
+    assert members[0].newest.epoch == 1
+    assert (outcomes(instance, "indefinite"), outcomes(instance, "written")) == (1, 0)
+    await members[0].say(m.Fallen(members[0].newest.fence, "so that it writes again"))
+    assert (await members[1].epoch(2)).names == ("r1", "r2")
+    assert instance.parts.leads
+    await close_all(members)
+
+
+async def test_a_write_that_got_lost_before_it_was_applied_is_made_again(instance, http):
+    instance.store.lost_before.append(StoreIndefinite("the answer got lost"))
+    members = await start_job(http, instance.url)
+    assert members[0].newest.epoch == 1
+    assert (outcomes(instance, "indefinite"), outcomes(instance, "written")) == (1, 1)
+    await close_all(members)
+
+
+async def test_errors_of_the_store_are_waited_out(instance, http):
+    instance.store.lost_before += [StoreError("disk full"), StoreUnavailable("no leader"), StoreError("no")]
+    instance.store.unreadable += [StoreUnavailable("no leader")] * 2
+    members = await start_job(http, instance.url)
+    assert members[0].newest.epoch == 1 and instance.parts.leads
+    assert outcomes(instance, "failed") == 3
+    _, events = await get(http, f"{instance.url}/v1/jobs/job/events")
+    told = [e["why"] for e in events if e["kind"] == "write failed"]
+    assert len(told) == 3 and "disk full" in told[0]
+    await close_all(members)
+
+
+async def test_while_the_store_is_away_nothing_is_announced(instance, http):
+    members = await start_job(http, instance.url)
+    instance.store.down = StoreUnavailable("unplugged")
+    await members[0].say(m.Fallen(members[0].newest.fence, "so that it wants to write"))
+
+    async def wants() -> bool:
+        _, body = await get(http, f"{instance.url}/v1/jobs/job")
+        return "the store" in body["waiting_for"]
+
+    await eventually(wants, "the leader to wait for the store")
+    await members[1].say(m.Beat(77, 1, 1, 0))
+    while (await members[1].next(m.BeatReply)).number != 77:
+        pass
+    assert members[1].newest.epoch == 1
+    instance.store.down = None
+    assert (await members[1].epoch(2)).names == ("r1", "r2")
+    await close_all(members)
+
+
+async def test_a_defect_in_one_core_costs_the_other_jobs_nothing(instance, http):
+    broken = await start_job(http, instance.url, job="broken")
+    fine = await start_job(http, instance.url, job="fine")
+
+    def defect(event, now):
+        raise RuntimeError("a defect that the test has put in")
+
+    instance.jobs.by_name["broken"].core.handle = defect
+    await broken[0].say(m.Beat(5, 1, 1, 0))
+    for member in broken:
+        assert (await member.close_reason())[0] == DEFECT
+    await fine[0].say(m.Beat(55, 1, 1, 0))
+    while (await fine[0].next(m.BeatReply)).number != 55:
+        pass
+
+    async def is_back() -> bool:
+        return instance.jobs.by_name["broken"].is_running
+
+    await eventually(is_back, "the core to be made anew")
+    again = await WireMember(http, instance.url, "r0", job="broken", generation=1).open()
+    assert (await again.epoch(1)).names == ("r0", "r1", "r2")
+    _, events = await get(http, f"{instance.url}/v1/jobs/broken/events")
+    assert [e["why"] for e in events if e["kind"] == "defect"] == [
+        "RuntimeError: a defect that the test has put in"
+    ]
+    await close_all([*broken, *fine, again])
+
+
+async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, http, monkeypatch):
+    monkeypatch.setattr("fabric.lighthouse.connection.MAX_QUEUED_BYTES", 1 << 20)
+    members = await start_job(http, instance.url, count=2)
+    deaf = members[1].socket._response.connection.transport
+    deaf.pause_reading()
+    job = instance.jobs.by_name["job"]
+    connection = job.sessions["r1"]
+    reply = m.Rejected("x" * 100_000)
+    # More than the sockets' buffers take, sent as fast as the core would; nothing here waits.
+    for _ in range(400):
+        connection.send(reply)
+    assert connection.is_ending
+
+    async def is_away() -> bool:
+        return "r1" not in job.sessions
+
+    await eventually(is_away, "the deaf one to be cut")
+    await members[0].say(m.Beat(9, 1, 1, 0))
+    assert (await members[0].next(m.BeatReply)).number == 9
+    await members[0].close()
+
+
+async def test_an_unchanged_pulse_is_not_told_every_time(instance, http):
+    member = await WireMember(http, instance.url, "r0").open()
+    await member.say(m.Beat(1, 0, 0, 0))
+    await member.next(m.BeatReply)
+    job = instance.jobs.by_name["job"]
+    told = []
+    handle = job.core.handle
+    job.core.handle = lambda event, now: told.append(event) or handle(event, now)
+    connection = job.sessions["r0"]
+    for number in range(100):
+        job.pulse(connection, m.Pulse("r0", 1, "running", number))
+    job.pulse(connection, m.Pulse("r0", 1, "stopped", 100))
+    beats = [event.pulse for event in told if hasattr(event, "pulse")]
+    assert beats[0].number == 0 and beats[-1].trainer == "stopped" and len(beats) < 20
+    await member.close()

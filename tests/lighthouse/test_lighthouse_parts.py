@@ -1,0 +1,141 @@
+"""The small parts: the log of events, what may come in, and the sentence on what is waited for."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from fabric.errors import ConfigError, ProtocolError
+from fabric.lighthouse.events import EventLog
+from fabric.lighthouse.incoming import check_name, decode_member, parse_policy
+from fabric.lighthouse.records import job_of, record_key
+from fabric.lighthouse.view import waiting_for
+from fabric.model import Fence
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+from fabric.protocol import wire
+from fabric.protocol.leader import Leader, LeaderConfig
+
+
+class TestEventLog:
+    async def test_ids_grow_even_when_the_clock_does_not(self):
+        log = EventLog(clock=lambda: 5.0)
+        ids = [log.add("k", 1, "", "").id for _ in range(3)]
+        assert ids == [5_000_000, 5_000_001, 5_000_002]
+
+    async def test_the_newest_are_kept(self):
+        log = EventLog(capacity=3)
+        added = [log.add("k", i, "", "") for i in range(5)]
+        assert log.after(0) == added[2:]
+        assert log.after(added[3].id) == added[4:]
+        assert log.after(added[4].id) == []
+
+    async def test_a_follower_gets_what_is_there_what_comes_and_the_end(self):
+        log = EventLog()
+        first = log.add("a", 1, "", "")
+        follower = log.follow(0)
+        assert await anext(follower) == [first]
+        waiting = asyncio.ensure_future(anext(follower))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        second = log.add("b", 1, "", "")
+        assert await waiting == [second]
+        third = log.add("c", 1, "", "")
+        log.end_followers()
+        assert await anext(follower) == [third]
+        with pytest.raises(StopAsyncIteration):
+            await anext(follower)
+
+    async def test_reasons_are_bounded(self):
+        assert len(EventLog().add("k", 1, "", "x" * 10_000).why) == 2000
+
+
+class TestIncoming:
+    def test_policies(self):
+        assert parse_policy("3", 9.0).start_replicas == 3 and parse_policy("3", 9.0).min_replicas == 1
+        assert parse_policy("3", 9.0).max_replicas == 1024 and parse_policy("3", 9.0).start_wait_s == 9.0
+        ranged = parse_policy("2:8", 9.0)
+        assert (ranged.min_replicas, ranged.start_replicas, ranged.max_replicas) == (2, 8, 8)
+        assert parse_policy("", 9.0).start_replicas == 1
+        assert parse_policy("5000", 9.0).max_replicas == 5000
+        for bad in ("0", "0:1", "3:2", "a", "1:2:3", "-1"):
+            with pytest.raises(ConfigError):
+                parse_policy(bad, 9.0)
+
+    @pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "x" * 65, "a\n"])
+    def test_names(self, name):
+        with pytest.raises(ProtocolError):
+            check_name("job", name)
+
+    def test_only_what_members_say_is_taken(self):
+        fence = Fence("s", 1, 1)
+        for message in (m.Complete(fence, 1), m.Bar(fence, 1, 1, ""), m.Pulse("r", 1, "gone", 1)):
+            with pytest.raises(ProtocolError):
+                decode_member(wire.encode(message).decode())
+        assert decode_member(wire.encode(m.Running(fence, 1)).decode()) == m.Running(fence, 1)
+
+    def test_sentences_are_cut_and_printable(self):
+        aborted = decode_member(wire.encode(m.Aborted(Fence("s", 1, 1), 1, "a\nb" + "x" * 999)).decode())
+        assert aborted.why.startswith("a bx") and len(aborted.why) == 300
+
+    def test_the_job_is_found_in_the_key(self):
+        assert job_of("ns", record_key("ns", "gpt-2")) == "gpt-2"
+        assert job_of("ns", "/fabric/ns/jobs/gpt-2/other") == ""
+
+
+def session(replica: str, **others) -> m.Session:
+    return m.Session(replica, 1, 0, 0, "", 0, "h:1", "http://h:2", 6, **others)
+
+
+class TestWaiting:
+    """The sentence follows a leader through a job's life."""
+
+    @pytest.fixture
+    def core(self) -> Leader:
+        policy = parse_policy("2:3", 120.0)
+        core = Leader("job", LeaderConfig(policy=policy), random.Random(1), 0.0)
+        core.handle(io.Elected("store", None), 0.0)
+        return core
+
+    def committed(self, core: Leader, effects: list, now: float) -> None:
+        write = next(e for e in effects if isinstance(e, io.WriteRecord))
+        assert waiting_for(core, now) == f"the store, to commit epoch {write.record.epoch}"
+        core.handle(io.RecordWritten(write.record.nonce), now)
+
+    def test_from_the_first_session_to_an_eviction(self, core):
+        assert "0 of at least 2" in waiting_for(core, 0.0)
+        core.handle(io.SessionOpened(session("r0")), 1.0)
+        core.handle(io.SessionOpened(session("r1")), 1.0)
+        assert "2 of 3 have a session" in waiting_for(core, 2.0) and "now 1.0 s" in waiting_for(core, 2.0)
+        effects = core.handle(io.SessionOpened(session("r2")), 3.0)
+        self.committed(core, effects, 3.0)
+        record = core.record
+        assert waiting_for(core, 3.0) == "the report of r0, r1, r2 on epoch 1"
+        for name in ("r0", "r1", "r2"):
+            report = m.Report(record.fence, 1, 0, "", 0, 0, (), False, "", ())
+            core.handle(io.FromMember(name, 1, report), 3.1)
+        assert waiting_for(core, 3.1) == "r0, r1, r2 to enter the first round of epoch 1"
+        for name in ("r0", "r1", "r2"):
+            core.handle(io.FromMember(name, 1, m.Running(record.fence, 0)), 3.2)
+        assert waiting_for(core, 3.2) == "nothing: every member runs"
+        core.handle(io.FromMember("r1", 1, m.Aborted(record.fence, 0, "link", "r2")), 3.3)
+        assert "explains why r1 aborted" in waiting_for(core, 3.3)
+        core.handle(io.PulseSeen(m.Pulse("r2", 1, "gone", 1)), 3.31)
+        effects = core.handle(io.Tick(), 3.4)
+        self.committed(core, effects, 3.4)
+        assert waiting_for(core, 3.4) == "the report of r0, r1 on epoch 2"
+
+    def test_a_lost_write(self, core):
+        for name in ("r0", "r1", "r2"):
+            effects = core.handle(io.SessionOpened(session(name)), 1.0)
+        nonce = next(e for e in effects if isinstance(e, io.WriteRecord)).record.nonce
+        core.handle(io.WriteFailed(nonce, definite=False), 1.0)
+        assert "read the record again" in waiting_for(core, 1.0)
+
+    def test_a_complete_job_waits_for_nothing(self, core):
+        for name in ("r0", "r1", "r2"):
+            effects = core.handle(io.SessionOpened(session(name)), 1.0)
+        self.committed(core, effects, 1.0)
+        core.record = replace(core.record, complete=True, base=replace(core.record.base, step=9))
+        assert waiting_for(core, 1.0) == "nothing: the job is complete at step 9"

@@ -22,6 +22,7 @@ from fabric.client.transfer import Transfer
 from fabric.client.worker import Worker
 from fabric.errors import FabricError
 from fabric.ftar.plane import DataPlane
+from fabric.model import Fence
 from fabric.protocol import member_io as io
 from fabric.protocol.member import Member
 from fabric.protocol.messages import Bar, Contribution
@@ -61,6 +62,7 @@ class Engine:
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._contributed: tuple[int, int] = (0, -1)
+        self._heard: Fence | None = None
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: self._send_peer,
             io.SendLeader: lambda e: parts.leader.send(e.message),
@@ -188,14 +190,17 @@ class Engine:
 
     def _link_up(self, effect: io.LinkUp) -> None:
         record = effect.record
-        self._parts.journal.write(
-            "epoch",
-            epoch=record.epoch,
-            generation=record.generation,
-            forced=record.is_forced,
-            roster=list(record.names),
-            reason=record.reason,
-        )
+        # Links of an epoch may be made more than once: one line each.
+        if record.fence != self._heard:
+            self._heard = record.fence
+            self._parts.journal.write(
+                "epoch",
+                epoch=record.epoch,
+                generation=record.generation,
+                forced=record.is_forced,
+                roster=list(record.names),
+                reason=record.reason,
+            )
         self._parts.peers.link_up(record)
 
     def _switch(self, effect: io.Switch) -> None:

@@ -86,6 +86,7 @@ class Job:
         command = [sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self.store]
         command += ["--bind", "127.0.0.1", "--port", str(port), "--token-file", str(self.token)]
         command += ["--ready-file", str(ready)]
+        command += ["--namespace", self.environment.get("TEST_NAMESPACE", "default")]
         with (self.folder / "lighthouse.log").open("ab") as log:
             self.lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
         self.wait_for(ready.exists, "the lighthouse's ready file")
@@ -165,6 +166,10 @@ class Job:
             return len(self.codes) == len(self.pids)
 
         self.wait_for(all_done, "every trainer's end", deadline_s)
+
+    def kill(self, replica: str) -> None:
+        """SIGKILL the trainer of one replica."""
+        _signal(self.pids[replica], signal.SIGKILL)
 
     def stop_lighthouse(self, number: int = signal.SIGTERM) -> None:
         if self.lighthouse is not None:

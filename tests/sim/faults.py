@@ -40,9 +40,10 @@ LIKELY = {"decided": "lighthouse crash", "resume": "kill host"}
 
 
 class Faults:
-    """``count`` faults (None: as the seed wants), all over within some seconds."""
+    """``count`` faults (None: as the seed wants), all over within some seconds. ``aims`` adds pairs of what
+    to wait for and what to do then, for worlds that are to hit one spot."""
 
-    def __init__(self, world: "World", count: int | None) -> None:
+    def __init__(self, world: "World", count: int | None, aims: tuple[tuple[str, str], ...] = ()) -> None:
         self.world = world
         self.over = False
         self.not_before = 0.0  # some faults take longer to tell
@@ -60,6 +61,11 @@ class Faults:
                 wait = 0.0 if clockwork.chance(0.3) else clockwork.between(0.0, 0.05)
                 clockwork.at(time, lambda t=trigger, k=other, w=wait: self.waiting.append((t, k, w)))
             time += clockwork.random.choice((0.0, 0.02, 0.3, 1.0)) * clockwork.between(0.5, 1.5)
+        for trigger, kind in aims:
+            delay = clockwork.between(0.0, 0.004) if clockwork.chance(0.5) else 0.0
+            aimed = clockwork.between(0.6, 1.5)
+            self.not_before = 3.0
+            clockwork.at(aimed, lambda t=trigger, k=kind, d=delay: self.waiting.append((t, k, d)))
         clockwork.at(time + clockwork.between(0.3, 3.0), self._end)
 
     def _end(self) -> None:

@@ -168,21 +168,27 @@ def _leader_handlers() -> dict[type, Any]:
     return member._FROM_LEADER
 
 
-MUTATIONS: dict[str, Callable[[Patch], None]] = {
-    mutation.__name__: mutation
-    for mutation in (
-        commit_before_everybody_holds,
-        resume_past_when_anybody_holds,
-        redo_although_everybody_holds,
-        drop_the_hold_on_abort,
-        lose_have_on_abort,
-        build_the_report_anew_for_every_leader,
-        publish_when_held,
-        share_out_what_somebody_has,
-        announce_before_the_store_has_it,
-        accept_messages_of_older_epochs,
-        go_on_with_newcomers_alone,
-        start_again_without_waiting,
-        forget_the_promise_of_a_report,
+# What to aim at, for the bugs whose moment is short: (wait for this, then do that).
+Aims = tuple[tuple[str, str], ...]
+AT_THE_BARRIER: Aims = (("bar", "reset link"), ("resume", "kill host"))
+IN_RECOVERY: Aims = (("bar", "reset link"), ("decided", "lighthouse crash"))
+TWICE: Aims = (("bar", "slow network"), ("bar", "reset link"), ("resume", "reset link"))
+
+MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
+    mutation.__name__: (mutation, aims)
+    for mutation, aims in (
+        (commit_before_everybody_holds, ()),
+        (resume_past_when_anybody_holds, AT_THE_BARRIER),
+        (redo_although_everybody_holds, AT_THE_BARRIER),
+        (drop_the_hold_on_abort, AT_THE_BARRIER),
+        (lose_have_on_abort, ()),
+        (build_the_report_anew_for_every_leader, IN_RECOVERY),
+        (publish_when_held, ()),
+        (share_out_what_somebody_has, ()),
+        (announce_before_the_store_has_it, ()),
+        (accept_messages_of_older_epochs, TWICE),
+        (go_on_with_newcomers_alone, ()),
+        (start_again_without_waiting, ()),
+        (forget_the_promise_of_a_report, ()),
     )
 }

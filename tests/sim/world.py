@@ -61,7 +61,9 @@ class Host:
 class World:
     """Built from a seed; ``run`` plays it to the end or raises."""
 
-    def __init__(self, seed: int, tracing: bool = False, faultless: bool = False) -> None:
+    def __init__(
+        self, seed: int, tracing: bool = False, faultless: bool = False, aims: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         self.clockwork = Clockwork(seed, tracing)
         self.settings = choose_settings(self.clockwork)
         self.checks = Checks(self.settings.micro_batches)
@@ -74,7 +76,7 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.lighthouses: dict[str, Lighthouse] = {}
         self.by_key: dict[tuple[str, int], Trainer] = {}
-        self.faults = Faults(self, 0 if faultless else None)
+        self.faults = Faults(self, 0 if faultless else None, aims)
         for i in range(self.settings.lighthouses):
             self.start_lighthouse(f"lh{i}")
         for i in range(self.settings.replicas):
@@ -268,9 +270,11 @@ def choose_settings(clockwork: Clockwork) -> Settings:
     )
 
 
-def run_seed(seed: int, tracing: bool = False, faultless: bool = False) -> World:
+def run_seed(
+    seed: int, tracing: bool = False, faultless: bool = False, aims: tuple[tuple[str, str], ...] = ()
+) -> World:
     """Play one seed; raises what went wrong, with the world attached as ``world``."""
-    world = World(seed, tracing, faultless)
+    world = World(seed, tracing, faultless, aims)
     try:
         world.run()
     except Exception as error:

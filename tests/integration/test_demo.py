@@ -1,0 +1,79 @@
+"""The demo as a person runs it: killed, undisturbed, and a control run that must be told apart.
+
+A failure must not change the mathematics. The only thing that may differ between the run with a kill and
+the undisturbed one is the order in which float32 gradients are added (three members, then two, then
+three), so their mean losses agree at every step to within TOLERANCE. The control run drops one inherited
+micro-batch of twelve once, and must exceed it.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fabric.cli.demo.verify import compare_losses
+
+# Largest difference of the mean loss measured over runs of 120 steps: see docs/demo.md.
+TOLERANCE = 2e-4
+STEPS = 36
+
+
+def run_demo(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fabric.cli.main", "demo", "--out", str(out), "--steps", str(STEPS)]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("demo")
+    wanted = {"killed": (), "undisturbed": ("--no-failure",), "control": ("--drop-micro-batch",)}
+    for name, arguments in wanted.items():
+        done = run_demo(folder / name, *arguments)
+        assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
+    return {name: folder / name for name in wanted}
+
+
+def test_the_killed_run_loses_nothing(runs):
+    summary = json.loads((runs["killed"] / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert (summary["failures"], summary["joins"]) == (1, 1)
+    assert (summary["steps_lost"], summary["samples_skipped"], summary["samples_repeated"]) == (0, 0, 0)
+    assert summary["digests_equal"] is True
+    for key in ("median_step_s", "max_survivor_stall_s", "catch_up_s", "final_loss"):
+        assert isinstance(summary[key], float)
+    undisturbed = json.loads((runs["undisturbed"] / "summary.json").read_text())
+    assert (undisturbed["failures"], undisturbed["joins"]) == (0, 0)
+
+
+def test_a_failure_does_not_change_the_mathematics(runs):
+    assert compare_losses(runs["killed"], runs["undisturbed"]) <= TOLERANCE
+
+
+def test_the_comparison_can_fail(runs):
+    assert compare_losses(runs["control"], runs["undisturbed"]) > TOLERANCE
+
+
+def test_the_files_are_there_and_the_token_is_private(runs):
+    out = runs["killed"]
+    assert (out / "token").stat().st_mode & 0o777 == 0o600
+    report = (out / "report.html").read_text()
+    assert "<svg" in report and "http://" not in report.replace("http://www.w3.org", "")
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [e["t"] for e in events] == sorted(e["t"] for e in events)
+
+
+@pytest.mark.parametrize("event", ["commit", "contribute", "state"])
+def test_a_tampered_journal_is_found(runs, tmp_path, event):
+    """Delete one line of the real run: ``fabric demo verify`` exits 1."""
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(runs["killed"]), str(copy)], check=True)
+    verify = [sys.executable, "-m", "fabric.cli.main", "demo", "verify", str(copy)]
+    assert subprocess.run(verify, capture_output=True).returncode == 0
+    journal = copy / "journal" / "r0.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    index = next(i for i, line in enumerate(lines) if json.loads(line)["event"] == event and i > 20)
+    journal.write_text("".join(lines[:index] + lines[index + 1 :]))
+    done = subprocess.run(verify, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout

@@ -1,0 +1,32 @@
+"""The same job over a real etcd: a kill, the death of the leading lighthouse, and a second one taking over."""
+
+import signal
+
+import pytest
+from job import Job
+from test_failures import finish_and_check
+
+pytestmark = pytest.mark.etcd
+
+
+def test_a_kill_with_etcd_as_the_store(zygote, tmp_path, etcd_url):
+    environment = {"TEST_STORE": etcd_url, "TEST_NAMESPACE": "kill"}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        job.start_all({"r1": "ring@12=kill"})
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
+
+
+def test_a_lighthouse_dies_in_the_middle_of_a_recovery(zygote, tmp_path, etcd_url):
+    """Killed with SIGKILL when a replica dies: its successor reads the record and decides."""
+    environment = {"TEST_STORE": etcd_url, "TEST_NAMESPACE": "failover", "FABRIC_EXCHANGE_S": "30"}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        job.start_all()
+        job.wait_for(lambda: len(job.events("r0", "commit")) > 10, "ten steps")
+        port = int(job.url.rsplit(":", 1)[1])
+        job.stop_lighthouse(signal.SIGKILL)
+        job.kill("r1")
+        job.wait_for(lambda: job.events("r0", "abort"), "the survivors' abort")
+        job.start_lighthouse(port)
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}

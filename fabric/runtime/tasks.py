@@ -11,6 +11,10 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+# Before Python 3.12 a cancellation that meets asyncio.wait_for at the moment of its result is lost, and
+# who catches it by mistake is not rare either: whoever goes on is cancelled again.
+_CANCEL_AGAIN_S = 2.0
+
 
 class Tasks:
     """Start tasks with ``start``; end all of them with ``close``.
@@ -36,11 +40,11 @@ class Tasks:
     async def close(self) -> None:
         """Cancel everything and wait until it has ended; what dies on the way is still reported."""
         self._closed = True
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)
+        running = set(self._running)
+        while running:
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=_CANCEL_AGAIN_S)
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._running.discard(task)

@@ -71,11 +71,11 @@ def test_the_schedule_warms_up_and_comes_down() -> None:
     assert schedule(0, 1) > 0 and schedule(5, 1) > 0
 
 
-def test_the_control_run_takes_one_inherited_gradient_away() -> None:
+def test_the_control_run_takes_one_gradient_away_after_a_failure() -> None:
     from fabric.cli.demo.trainer import ControlRun
 
     loss, control = torch.tensor(2.0), ControlRun(armed=True)
-    assert control.scaled(loss, inherited=False) == 2
-    assert control.scaled(loss, inherited=True) == 0
-    assert control.scaled(loss, inherited=True) == 2
-    assert ControlRun(armed=False).scaled(loss, inherited=True) == 2
+    assert control.scaled(loss, epoch=1) == 2
+    assert control.scaled(loss, epoch=2) == 0
+    assert control.scaled(loss, epoch=2) == 2
+    assert ControlRun(armed=False).scaled(loss, epoch=2) == 2

@@ -16,7 +16,7 @@ import pytest
 from fabric.cli.demo.verify import compare_losses
 
 # Largest difference of the mean loss measured over runs of 120 steps: see docs/demo.md.
-TOLERANCE = 2e-4
+TOLERANCE = 1e-5
 STEPS = 36
 
 

@@ -1,4 +1,4 @@
-"""The same job over a real etcd: a kill, the death of the leading lighthouse, and a second one taking over."""
+"""The same job over a real etcd: a kill, the death of the leading lighthouse, and its successor."""
 
 import signal
 

@@ -1,17 +1,20 @@
 """Starts trainers quickly: imports torch once, then forks one real process per request on stdin.
 
+``TEST_TRAINER`` in a request's environment names another module than ``tiny_trainer`` to run.
+
 Requests are JSON lines ``{"environment": {...}, "log": path}``; answers ``{"pid": n}``; when a child ends,
 ``{"ended": pid, "status": waitpid status}``. Nothing that starts threads runs before a fork.
 """
 
+import importlib
 import json
 import os
 import select
 import signal
 import sys
-import traceback
 
-import tiny_trainer
+import odd_trainer  # noqa: F401  (imported before any fork, like everything that imports torch)
+import tiny_trainer  # noqa: F401
 
 
 def child(request: dict) -> None:
@@ -23,12 +26,12 @@ def child(request: dict) -> None:
     os.environ.update(request["environment"])
     code = 1
     try:
-        tiny_trainer.main()
+        importlib.import_module(os.environ.get("TEST_TRAINER", "tiny_trainer")).main()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001  (the child must never return into the parent's loop)
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # what the interpreter itself would show
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

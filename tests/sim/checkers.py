@@ -21,8 +21,9 @@ class Violation(AssertionError):
 class Checks:
     """Fed by the world's parts; raises Violation at once."""
 
-    def __init__(self, micro_batches: int) -> None:
+    def __init__(self, micro_batches: int, min_replicas: int) -> None:
         self.micro_batches = micro_batches
+        self.min_replicas = min_replicas
         self.records: list[Record] = []
         self.by_epoch: dict[int, Record] = {}
         self.gradients: dict[tuple[int, int], str] = {}  # (generation, step) -> digest applied
@@ -43,7 +44,8 @@ class Checks:
         if before is not None and before.complete:
             raise Violation("a record was written after the job was complete")
         if before is not None and after.generation != before.generation:
-            if after.generation != before.generation + 1 or after.cold != after.epoch or not after.is_forced:
+            begins = after.generation == before.generation + 1 and after.cold == after.epoch
+            if not begins or not after.is_forced:
                 raise Violation(f"generation {after.generation} does not begin with a cold forced epoch")
         if not after.roster or len(set(after.names)) != len(after.names):
             raise Violation(f"epoch {after.epoch} has the roster {after.names}")
@@ -53,6 +55,16 @@ class Checks:
             self._follows(before, after)
         self.records.append(after)
         self.by_epoch[after.epoch] = after
+
+    def paths(self, before: Record | None, after: Record) -> list[str]:
+        """Rare paths that this change of the record belongs to."""
+        found = []
+        if len(after.roster) < self.min_replicas and not after.complete:
+            found.append("path: parked")
+        if before is not None and len(before.roster) < self.min_replicas and after.is_forced:
+            if len(after.roster) > len(before.roster) and after.generation == before.generation:
+                found.append("path: admitted while parked")
+        return found
 
     def _follows(self, before: Record, after: Record) -> None:
         kept = [x for x in after.roster if before.lists(x.replica, x.incarnation)]

@@ -1,7 +1,7 @@
 """Virtual time: one heap of actions, and processes that can be killed, stopped and continued.
 
-Everything random in a world comes from one ``random.Random(seed)``, and actions of the same instant run in the
-order in which they were scheduled, so a seed replays exactly.
+Everything random in a world comes from one ``random.Random(seed)``, and actions of the same instant run in
+the order in which they were scheduled, so a seed replays exactly.
 """
 
 import heapq

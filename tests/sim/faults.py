@@ -94,7 +94,7 @@ class Faults:
         name = host if host and clockwork.chance(0.6) else clockwork.random.choice(names)
         other = clockwork.random.choice([n for n in names if n != name])
         clockwork.trace("FAULT", f"{kind} {name} {other}")
-        clockwork.counts[f"fault: {kind}"] += 1
+        world.struck(kind)
         getattr(self, "_" + kind.replace(" ", "_").replace("-", "_"))(name, other)
 
     # --- the kinds ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import random
 from typing import TYPE_CHECKING, cast
 
+from sim import coverage
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection
 from sim.store import LEASE_S
@@ -139,7 +140,7 @@ class Lighthouse(Process):
             self._step_down(effect.reason)
         else:
             self.clockwork.trace(self.name, f"> {effect}")
-            self.clockwork.counts[f"leader: {effect.kind}"] += 1
+            coverage.told(self.clockwork.counts, effect)
             if effect.kind == "resume":
                 self.world.happened("decided", "")
 

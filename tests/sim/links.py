@@ -75,18 +75,20 @@ class Links:
                 self._connect(there)
         following = self._neighbour(record, 1)
         there = world.trainer(following) if following is not None else None
-        if there is not None and not linking.next_dialled:
-            if world.network.can_talk(self.trainer.host, there.host) and not there.paused:
-                linking.next_dialled = True
-                arrival = (record.epoch, self.key)
-                there.after(world.network.delay(), lambda: there.links.arrived(arrival))
+        if there is not None and not linking.next_dialled and self._can_reach(there):
+            linking.next_dialled = True
+            arrival = (record.epoch, self.key)
+            there.after(world.network.delay(), lambda: there.links.arrived(arrival))
         self.check()
         self.trainer.after((0.02, 0.05, 0.1, 0.2)[min(attempt, 3)], lambda: self._dial(linking, attempt + 1))
+
+    def _can_reach(self, there: "Trainer") -> bool:
+        return self.trainer.world.network.can_talk(self.trainer.host, there.host) and not there.paused
 
     def _connect(self, there: "Trainer") -> None:
         """A greeting takes a round trip through both processes, so a paused one answers later."""
         here, network = self.trainer, self.trainer.world.network
-        if not network.can_talk(here.host, there.host) or there.paused:
+        if not self._can_reach(there):
             return
         key, mine = (there.host, there.incarnation), self.key
         pending = here.pending_dials
@@ -94,8 +96,11 @@ class Links:
             return
         pending[key] = None
 
-        def accepted() -> None:
+        def dialled(connection: Connection) -> None:
             pending.pop(key, None)
+            self.adopt(key, connection, 0)
+
+        def accepted() -> None:
             if not network.can_talk(here.host, there.host) or not here.alive or key in self.up:
                 return
             holder: list[Connection] = []
@@ -109,7 +114,7 @@ class Links:
             connection = Connection(network, near, far)
             holder.append(connection)
             there.links.adopt(mine, connection, 1)
-            here.after(network.delay(), lambda: self.adopt(key, connection, 0))
+            here.after(network.delay(), lambda: dialled(connection))
 
         there.after(network.delay(), accepted)
         here.world.clockwork.at(0.5, lambda: pending.pop(key, None))
@@ -119,8 +124,11 @@ class Links:
             return
         old = self.up.get(key)
         self.up[key] = (connection, side)
-        if old is not None and old[0] is not connection:
-            old[0].close(old[1], "replaced by a newer link to the same process")
+        if old is not None:
+            # What was sent on the old one may be lost: for the core that is a link that ended.
+            why = "replaced by a newer link to the same process"
+            old[0].close(old[1], why)
+            self.trainer.feed(io.LinkLost(key[0], key[1], why))
         self.check()
 
     def arrived(self, arrival: tuple[int, Key]) -> None:

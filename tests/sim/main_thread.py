@@ -99,6 +99,7 @@ class MainThread:
         else:
             assert trainer.transfer.gradient is not None
             gradient = trainer.transfer.gradient
+            trainer.clockwork.counts["path: replay"] += 1
         trainer.world.checks.applied(trainer, order, gradient, generation)
         self._digest_wanted = order.digest
         self.gradient = ()

@@ -21,8 +21,11 @@ def hunt(first: int, last: int, faultless: bool = False, limit: int = 20) -> tup
     for seed in range(first, last):
         try:
             counts.update(run_seed(seed, faultless=faultless).clockwork.counts)
-        except Exception as error:
-            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
+            failures.append(
+                f"seed {seed}: {type(error).__name__}: {error}\n"
+                f"    replay: python tests/sim/run.py --seed {seed}"
+            )
             if len(failures) >= limit:
                 break
     return counts, failures
@@ -45,7 +48,7 @@ def main() -> int:
         for kind, number in sorted(counts.items()):
             print(f"{number:10} {kind}")
     for line in failures:
-        print(line[:900])
+        print(line[:1200])
     print(f"{len(failures)} failures, {time.perf_counter() - started:.1f} s")
     return 1 if failures else 0
 
@@ -54,7 +57,7 @@ def replay(seed: int, faultless: bool) -> int:
     """One seed with everything that happened."""
     try:
         world = run_seed(seed, tracing=True, faultless=faultless)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         print("\n".join(error.world.clockwork.lines))  # type: ignore[attr-defined]
         traceback.print_exc()
         return 1

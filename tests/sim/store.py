@@ -108,6 +108,8 @@ class Store:
         if (self.record.nonce if self.record else "") != (previous.nonce if previous else ""):
             return "refused"
         self.checks.written(self.record, record)
+        for path in self.checks.paths(self.record, record):
+            self.clockwork.counts[path] += 1
         self.record = record
         self.clockwork.trace("store", f"{record.epoch} {record}")
         return "ok"

@@ -1,7 +1,7 @@
 """A trainer process: the real member core, and around it the client's shell in virtual time.
 
-``Trainer`` is the control thread (events to the core, effects performed), ``main.MainThread`` the user's loop,
-``links.Links`` the links, ``Exchange`` the data plane, ``transfer.Transfer`` the fetches.
+``Trainer`` is the control thread (events to the core, effects performed), ``MainThread`` the user's loop,
+``Links`` the links, ``Exchange`` the data plane, ``Transfer`` the fetches.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ from sim.network import Connection, End
 from sim.server import Gradient, Server
 from sim.transfer import Transfer
 
-from fabric.model import Fence
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.member import Member
@@ -292,6 +291,3 @@ class Trainer(Process):
         if self.alive:
             self.clockwork.trace(self.name, f"exits {code}: {reason}")
             self.world.exited(self, code, reason)
-
-
-__all__ = ["Exchange", "Fence", "Member", "Trainer", "digest_of"]

@@ -38,7 +38,7 @@ class Transfer:
                 self.state = order.state
                 self.trainer.feed(io.StateFetched(order.state.step, order.state.digest))
                 return
-        self.trainer.clockwork.counts["state not delivered"] += 1
+        self.trainer.clockwork.counts["path: state not delivered"] += 1
         self.trainer.feed(io.FetchFailed(f"no source delivered {order.state}"))
 
     def fetch_gradient(self, order: io.FetchGradient) -> None:
@@ -63,7 +63,7 @@ class Transfer:
             return
         newer = [s for s in servers if self._is_past(s, order)]
         if servers and len(newer) == len(servers):
-            trainer.clockwork.counts["gradient gone"] += 1
+            trainer.clockwork.counts["path: gradient gone"] += 1
             trainer.feed(io.GradientGone(order.step, gone=True, why="every source is past it"))
         elif trainer.clockwork.now >= deadline:
             trainer.feed(io.GradientGone(order.step, gone=False, why="not published in time"))

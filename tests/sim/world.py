@@ -6,6 +6,7 @@ the roster, some further steps, and a clean finish, each within a bounded virtua
 
 from dataclasses import dataclass, field
 
+from sim import coverage
 from sim.checkers import Checks, Violation
 from sim.clockwork import Clockwork
 from sim.faults import Faults
@@ -62,11 +63,15 @@ class World:
     """Built from a seed; ``run`` plays it to the end or raises."""
 
     def __init__(
-        self, seed: int, tracing: bool = False, faultless: bool = False, aims: tuple[tuple[str, str], ...] = ()
+        self,
+        seed: int,
+        tracing: bool = False,
+        faultless: bool = False,
+        aims: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self.clockwork = Clockwork(seed, tracing)
         self.settings = choose_settings(self.clockwork)
-        self.checks = Checks(self.settings.micro_batches)
+        self.checks = Checks(self.settings.micro_batches, self.settings.min_replicas)
         self.network = Network(self.clockwork)
         self.store = Store(self.clockwork, self.checks)
         # Some jobs end while things go wrong; the others end when everything is well again.
@@ -76,7 +81,8 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.lighthouses: dict[str, Lighthouse] = {}
         self.by_key: dict[tuple[str, int], Trainer] = {}
-        self.faults = Faults(self, 0 if faultless else None, aims)
+        self.blackout = not faultless and not aims and self.clockwork.chance(0.04)
+        self.faults = Faults(self, 0 if faultless or self.blackout else None, aims)
         for i in range(self.settings.lighthouses):
             self.start_lighthouse(f"lh{i}")
         for i in range(self.settings.replicas):
@@ -170,6 +176,8 @@ class World:
         host = self.hosts[trainer.host]
         self.kill_trainer(trainer.host, 0.3)
         self.clockwork.counts[f"exit {code}"] += 1
+        if code == 75:
+            self.clockwork.counts["path: stopped by itself without a lighthouse"] += 1
         if code == 0:
             host.finished = reason == "finished"
             host.drained = not host.finished
@@ -191,6 +199,8 @@ class World:
     def run(self) -> None:
         """Faults, then healing, then progress, then the finish."""
         clockwork = self.clockwork
+        if self.blackout and not self.ends_early:
+            self._survive_blackout()
         clockwork.run(START_LIMIT_S, lambda: self.faults.over)
         self.faults.heal()
         healed = clockwork.now
@@ -208,6 +218,25 @@ class World:
             raise Violation(
                 f"liveness: not within {limit_s:g} s: {what}; {modes}; {roster}; {self._describe_leader()}"
             )
+
+    def _survive_blackout(self) -> None:
+        """Control-plane independence: with an unchanged roster, steps go on without lighthouse and store."""
+        self._demand("the job starts", HEAL_LIMIT_S, lambda: min(self._steps()) >= 2)
+        for name in self.lighthouses:
+            self.kill_lighthouse(name)
+        self.store.down = True
+        first = min(self._steps())
+        seconds = min(self.settings.member.autonomy_s / 2, 12 * self.settings.compute_s * 6)
+        self._demand("steps go on without a lighthouse", seconds, lambda: min(self._steps()) >= first + 4)
+        self.clockwork.counts["path: all lighthouses down, steps go on"] += 1
+
+    def _steps(self) -> list[int]:
+        """Of every host; -1 where nothing runs."""
+        found = [h.trainer for h in self.hosts.values()]
+        return [t.main.step if t is not None and t.alive else -1 for t in found]
+
+    def struck(self, kind: str) -> None:
+        coverage.struck(self, kind)
 
     def _describe_leader(self) -> str:
         core = next((x.core for x in self.lighthouses.values() if x.leads), None)

@@ -42,16 +42,18 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class ControlRun:
-    """Takes the gradient of the first inherited micro-batch away, once; does nothing unless armed.
+    """Takes the gradient of the first micro-batch after a failure away, once; nothing unless armed.
 
-    A micro-batch is inherited when the epoch has changed since its step began.
+    After a failure is when the epoch is not the first one that was seen.
     """
 
     def __init__(self, *, armed: bool) -> None:
         self.armed = armed
+        self._first_epoch = 0
 
-    def scaled(self, loss: Tensor, *, inherited: bool) -> Tensor:
-        if not (self.armed and inherited):
+    def scaled(self, loss: Tensor, epoch: int) -> Tensor:
+        self._first_epoch = self._first_epoch or epoch
+        if not self.armed or epoch == self._first_epoch:
             return loss
         self.armed = False
         return loss * 0.0
@@ -74,10 +76,9 @@ def train(steps: int, control: ControlRun) -> None:
         seed=0,
     )
     for step in session.steps(data, until=steps):
-        epoch = session.epoch
         for batch in step:
             loss = loss_of(model, batch)
-            step.backward(control.scaled(loss, inherited=session.epoch > epoch))
+            step.backward(control.scaled(loss, session.epoch))
             tokens = batch[1].numel()
             session.metrics(loss=loss.item() * tokens, tokens=tokens)
         clip_grad_norm_(model.parameters(), 1.0)

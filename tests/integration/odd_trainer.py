@@ -1,0 +1,157 @@
+"""User's loops that are not the ordinary one: mistakes by name, a plain loop, and one that prints its losses.
+
+``ODD`` names what to do. Everything that is not the oddity itself is ``tiny_trainer``'s.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+from tiny_trainer import Samples, build
+
+import fabric.client
+
+ODD_STEP = 5
+
+
+class Opaque:
+    """Like a scheduler, but its state holds what no file can: a function."""
+
+    def __init__(self, opaque_from: int = 0) -> None:
+        self.calls, self._opaque_from = 0, opaque_from
+
+    def step(self) -> None:
+        self.calls += 1
+
+    def state_dict(self) -> dict:
+        rule = (lambda step: step) if self.calls >= self._opaque_from else None
+        return {"calls": self.calls, "schedule": {"rule": rule}}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.calls = state["calls"]
+
+
+def with_batch_norm() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    layers = torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)
+    model = torch.nn.Sequential(*layers)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
+def train(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    state: dict | None = None,
+    in_batch: Callable[[int], object] = lambda step: None,
+    sizes: tuple[int, int, int] = (100, 24, 2),
+    **arguments: object,
+) -> None:
+    """tiny_trainer's loop; ``in_batch(step)`` runs in every micro-batch, and "break" leaves the inner loop."""
+    session = fabric.client.attach(model, optimizer, state=state or {}, **arguments)
+    samples, global_batch, micro_batch = sizes
+    data = session.loader(
+        Samples(samples), global_batch_size=global_batch, micro_batch_size=micro_batch, seed=3
+    )
+    for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "30"))):
+        for x, y in step:
+            time.sleep(float(os.environ.get("TINY_STEP_S", "0.02")) / 4)
+            step.backward(torch.nn.functional.mse_loss(model(x), y))
+            if in_batch(step.number) == "break":
+                break
+        optimizer.step()
+        optimizer.zero_grad()
+        for part in (state or {}).values():
+            part.step()
+    session.close()
+
+
+def print_losses() -> None:
+    """The mean loss of every step, and the state's digest at the end, one JSON-like line each."""
+    model, optimizer, scheduler = build(64)
+    session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
+    data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
+    for step in session.steps(data, until=20):
+        for x, y in step:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            step.backward(loss)
+            session.metrics(loss=loss.item() * len(x))
+        print(f"loss {step.number} {step.metrics['loss']:.9g}", flush=True)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    session.close()
+
+
+def plain_loop() -> None:
+    """A loop that fabric does not own: every replica has data of its own and averages with ``exchange``."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(16, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    session = fabric.client.attach(model, optimizer)
+    until, mine = int(os.environ.get("TINY_STEPS", "30")), int(os.environ["FABRIC_REPLICA"][1:])
+    while session.committed_step < until:
+        time.sleep(float(os.environ.get("TINY_STEP_S", "0.02")))
+        # Each replica's own gradient is the constant mine + 1, so that the average tells who took part.
+        (model.weight.sum() * (mine + 1)).backward()
+        step = session.exchange(weight=float(os.environ.get("ODD_WEIGHT", "1")))
+        average = model.weight.grad.flatten()
+        same = bool((average == average[0]).all())
+        print(f"exchange {step.number} {average[0].item():.9g} {same} {len(session.members)}", flush=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    session.close()
+
+
+def raise_at(step: int) -> None:
+    if step == ODD_STEP:
+        raise ValueError("the user's own mistake")
+
+
+def no_gradients() -> None:
+    model, optimizer, _ = build(64)
+    train(model.requires_grad_(False), optimizer)
+
+
+def iterate_twice() -> None:
+    model, optimizer, _ = build(64)
+    session = fabric.client.attach(model, optimizer)
+    data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2)
+    for step in session.steps(data, until=30):
+        for _ in range(2):
+            for x, y in step:
+                step.backward(torch.nn.functional.mse_loss(model(x), y))
+
+
+ODDITIES: dict[str, Callable[[], None]] = {
+    "a state with a function": lambda: train(*build(64)[:2], state={"scheduler": Opaque()}),
+    "a state with a function later": lambda: train(*build(64)[:2], state={"scheduler": Opaque(ODD_STEP)}),
+    "a state without state_dict": lambda: train(*build(64)[:2], state={"scheduler": object()}),
+    "a state named model": lambda: train(*build(64)[:2], state={"model": Opaque(99)}),
+    "batch norm": lambda: train(*with_batch_norm()),
+    "batch norm ignored": lambda: train(*with_batch_norm(), buffers="ignore"),
+    "another word for buffers": lambda: train(*with_batch_norm(), buffers="averaged"),
+    "an unknown setting": lambda: train(*build(64)[:2], lighthouses="http://127.0.0.1:1"),
+    "no gradients": no_gradients,
+    "sizes that do not divide": lambda: train(*build(64)[:2], sizes=(100, 24, 5)),
+    "no micro-batch": lambda: train(*build(64)[:2], sizes=(100, 24, 0)),
+    "no data": lambda: train(*build(64)[:2], sizes=(0, 24, 2)),
+    "other sizes": lambda: train(*build(64)[:2], sizes=(100, 24, 4)),
+    "the inner loop left early": lambda: train(
+        *build(64)[:2], in_batch=lambda step: "break" if step == ODD_STEP else None
+    ),
+    "a step iterated twice": iterate_twice,
+    "an exception": lambda: train(*build(64)[:2], in_batch=raise_at),
+    "losses": print_losses,
+    "plain": plain_loop,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ODDITIES[os.environ["ODD"]]()
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import click
@@ -48,7 +49,7 @@ def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) ->
                 f'the lighthouse "{url[:200]}" is no URL: give addresses such as http://host:port'
             )
     token = read_token(token_file) if token_file is not None else ""
-    path = f"/v1/jobs/{job}" if job else "/v1/jobs"
+    path = f"/v1/jobs/{quote(job, safe='')}" if job else "/v1/jobs"
     body = asyncio.run(ask(urls, path, token))
     if as_json:
         click.echo(json.dumps(body, indent=2))
@@ -67,7 +68,7 @@ async def ask(urls: list[str], path: str, token: str) -> Any:
     async with aiohttp.ClientSession(timeout=timeout) as client:
         for url in urls:
             try:
-                return await _ask_one(client, URL(url + path), token)
+                return await _ask_one(client, URL(url + path, encoded=True), token)
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
                 reasons.append(f"{url}: {_why(error)}")
     raise Unreachable(

@@ -18,6 +18,7 @@ from fabric.client.engine import Parts
 from fabric.client.exchange import Exchange
 from fabric.client.journal import Journal
 from fabric.client.leader_link import LeaderLink
+from fabric.client.mistakes import tell_uncaught_mistakes
 from fabric.client.peers import Peers
 from fabric.client.session import Session
 from fabric.client.slots import GradientSlots
@@ -52,6 +53,7 @@ def attach(
     ``fabric.runtime.config.Settings``. A mistake that a person can mend ends the process with one sentence
     and exit code 1; with FABRIC_DISABLE=1 a session without any service is returned.
     """
+    tell_uncaught_mistakes()
     try:
         return _attach(model, optimizer, dict(state or {}), buffers, arguments)
     except FabricError as error:
@@ -74,6 +76,7 @@ def _attach(
     if found.disable:
         return SoloSession([p for _, p in parameters])
     check_serialisable(objects)
+    gradients = FlatGradients(parameters)
     incarnation, gone = _claim(found.home)
     points = Points(found.points)
     journal = Journal(found.journal, found.replica, incarnation)
@@ -90,7 +93,6 @@ def _attach(
         lighthouse=found.lighthouse,
         orphan_s=found.orphan_s,
     )
-    gradients = FlatGradients(parameters)
     parts, snapshots = _parts(found, (incarnation, token), handle, gradients, objects, (journal, points))
     return Session(found, incarnation, gone, objects, gradients, snapshots, parts)
 
@@ -191,10 +193,15 @@ def _claim(home: Path) -> tuple[int, bool]:
 
     The lock is a POSIX record lock: it ends with the process and is not inherited by forked workers.
     """
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = home / "trainer.lock"
-    before = path.exists()
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        before = path.exists()
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {home} cannot be used ({error.strerror}): name one of this user in FABRIC_RUN_DIR"
+        ) from error
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -53,6 +53,10 @@ class LeaderLink:
                 try:
                     await self._session(http, url, feed)
                 except aiohttp.WSServerHandshakeError as error:
+                    if error.history:
+                        self._follow(str(error.request_info.url.origin()))
+                        await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
+                        continue
                     self._problem = f"{url} answered {error.status}"
                     if error.status in (400, 401, 403, 404):
                         on_refused(_refusal(url, error.status))
@@ -69,6 +73,11 @@ class LeaderLink:
                     return
                 self._urls.append(self._urls.pop(0))
                 await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
+
+    def _follow(self, leader: str) -> None:
+        """A follower sent us on. The client drops the token on the way to another origin, on purpose, so the
+        leader is asked anew, first."""
+        self._urls = [leader, *(url for url in self._urls if url != leader)]
 
     async def _session(self, http: aiohttp.ClientSession, url: str, feed: Callable[[io.Event], None]) -> None:
         async with asyncio.timeout(_CONNECT_S * 3):

@@ -6,6 +6,7 @@ newcomer's first step and the recovery after our own eviction are all "a step wi
 averaged gradient is already in ``.grad``", so the user's loop has no special case.
 """
 
+import atexit
 import contextlib
 import os
 import sys
@@ -80,6 +81,7 @@ class Session:
         self._finished = False
         self._replayed = 0
         self._behind = False
+        atexit.register(self._let_server_go)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -459,8 +461,21 @@ class Session:
 
     def _end(self, finished: bool) -> None:
         """Detach; a server that is gone already needs no goodbye."""
-        with contextlib.suppress(FabricError):
-            if finished:
+        if finished:
+            with contextlib.suppress(FabricError):
                 self._parts.handle.finish()
+        else:
+            self._let_server_go()
+        atexit.unregister(self._let_server_go)
         self._parts.handle.close()
         self._parts.journal.close()
+
+    def _let_server_go(self) -> None:
+        """A process that ends before it was ever in the job leaves nothing that anybody could want; what its
+        server holds is kept for a successor, or for the others, in every other case."""
+        member, handle = self._engine.member, self._parts.handle
+        newest = member.newest if member is not None else None
+        listed = newest is not None and newest.lists(self.settings.replica, self._incarnation)
+        if not listed and not self.epoch and not handle.snapshots:
+            with contextlib.suppress(FabricError):
+                handle.finish(linger_s=0.0)

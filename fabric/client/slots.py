@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fabric.ckpt_server.handle import ServerHandle
-from fabric.errors import FabricError
+from fabric.errors import FabricError, StateError
 from fabric.protocol.member_io import Hold
 
 _ALWAYS = 3
@@ -53,30 +53,32 @@ class GradientSlots:
     def _next(self) -> Slot:
         most = max(_ALWAYS, min(_LISTENING, self.limit_bytes // max(self.nbytes, 1)))
         if len(self._slots) < (most if self.listening else _ALWAYS):
-            slot = self._allocate(len(self._slots))
+            used = {s.index for s in self._slots}
+            slot = self._allocate(next(i for i in range(len(used) + 1) if i not in used))
             self._slots.append(slot)
             return slot
-        slot = min(self._slots, key=lambda s: s.step)
+        oldest = min(range(len(self._slots)), key=lambda i: self._slots[i].step)
+        slot = self._slots[oldest]
         if slot.shared:
             try:
                 self.handle.begin("gradient", slot.index)
             except FabricError:
-                self._detach()
-                return slot
+                # The server is gone: its memory stays mapped here, but nobody serves it any more.
+                slot.shared = False
+        else:
+            slot = self._slots[oldest] = self._allocate(slot.index, slot.buffer)
         return slot
 
-    def _allocate(self, index: int) -> Slot:
+    def _allocate(self, index: int, private: torch.Tensor | None = None) -> Slot:
+        """A slot in the server's memory, or in ``private`` (made where None) while there is no server."""
         try:
             memory = self.handle.allocate("gradient", index, max(self.nbytes, 1))
             self.handle.begin("gradient", index)
         except FabricError:
-            return Slot(index, torch.zeros(self.nbytes, dtype=torch.uint8), shared=False)
+            if private is None:
+                private = torch.zeros(self.nbytes, dtype=torch.uint8)
+            return Slot(index, private, shared=False)
         return Slot(index, torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes])
-
-    def _detach(self) -> None:
-        """The server is gone: its memory stays mapped here, but nobody serves it any more."""
-        for slot in self._slots:
-            slot.shared = False
 
     def publish(self, generation: int, held: Hold) -> None:
         """Serve the committed gradient that lies in the slot of its step; raises FabricError."""
@@ -86,7 +88,7 @@ class GradientSlots:
                 return
             slot.published = True
         if not slot.shared:
-            return
+            raise StateError(f"the gradient of step {held.step} is not published: there was no server")
         self.handle.publish_gradient(
             slot.index,
             generation=generation,
@@ -108,6 +110,10 @@ class GradientSlots:
             return next(s.buffer for s in self._slots if s.step == step)
 
     def reset(self) -> None:
-        """A new server: allocate everything anew, except what is in use by its step."""
+        """A new server: allocate everything anew. What the newest steps lie in is still read by this
+        trainer (it may be about to apply it), so that stays mapped until it is overwritten."""
         with self._lock:
-            self._slots.clear()
+            newest = max((s.step for s in self._slots), default=0)
+            self._slots = [s for s in self._slots if s.step >= newest - 1]
+            for slot in self._slots:
+                slot.shared = False

@@ -142,9 +142,10 @@ class Member:
         running = self.mode in (Mode.RUN, Mode.CATCH_UP)
         if running and self.current is not None and self.current.lists(event.replica, event.incarnation):
             self._abort(f"the link to {event.replica} ended: {event.why}", event.replica)
-        elif self.newest is not None and self.newest.lists(event.replica, event.incarnation):
-            if self.mode is not Mode.OUTSIDE:
-                self._do(io.LinkUp(self.newest))
+            return
+        newest = self.newest if self.mode is not Mode.OUTSIDE else None
+        if newest is not None and newest.lists(event.replica, event.incarnation):
+            self._do(io.LinkUp(newest))
 
     def on_exchanged(self, event: io.Exchanged) -> None:
         if self._is_round(event.epoch, event.step):
@@ -564,7 +565,8 @@ class Member:
 
     def _fetch_when_behind(self) -> None:
         fetch, newest = self.fetch, self.newest
-        if fetch.doing == "gradient" and not self._is_behind():
+        outdated = newest is not None and self.state.generation != newest.generation
+        if fetch.doing == "gradient" and (outdated or not self._is_behind()):
             fetch.doing = ""
             self._do(io.CancelFetch())
         if fetch.doing or fetch.state or fetch.gradient or newest is None or not self._is_behind():

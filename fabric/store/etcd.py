@@ -319,6 +319,7 @@ def _unavailable(refusals: Sequence[str]) -> StoreUnavailable:
 
 async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
     try:
-        await asyncio.wait_for(event.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     except TimeoutError:
         return

@@ -111,7 +111,8 @@ class MemorySpace:
         deadline = min(self._deadline_by_lease.values(), default=None)
         timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
         except TimeoutError:
             return
 

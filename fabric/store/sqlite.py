@@ -96,7 +96,8 @@ class SqliteStore:
                 yield event
             if not events:
                 try:
-                    await asyncio.wait_for(wake.wait(), POLL_S)
+                    async with asyncio.timeout(POLL_S):
+                        await wake.wait()
                 except TimeoutError:
                     continue
 

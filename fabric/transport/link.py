@@ -97,7 +97,8 @@ class Link:
             self._start_reading()
             self._flush()
         try:
-            await asyncio.wait_for(self._ended.wait(), linger_s)
+            async with asyncio.timeout(linger_s):
+                await self._ended.wait()
         except TimeoutError:
             self.abort(f"closed here; {self._peer} did not close its side within {linger_s:g} s")
 

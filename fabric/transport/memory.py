@@ -105,7 +105,8 @@ class MemoryLink:
             self._mine.changed.set()
             self._meet_the_end()
         try:
-            await asyncio.wait_for(self._mine.ended.wait(), linger_s)
+            async with asyncio.timeout(linger_s):
+                await self._mine.ended.wait()
         except TimeoutError:
             self.abort(f"closed here; {self._peer} did not close its side within {linger_s:g} s")
 

@@ -99,7 +99,13 @@ class Job:
     def start(self, replica: str, points: str = "", **more: str) -> int:
         """Start (or restart) one trainer; returns its pid."""
         self.starts[replica] = self.starts.get(replica, 0) + 1
-        environment = {
+        environment = self.trainer_environment(replica, FABRIC_TEST_POINTS=points, **more)
+        self.pids[replica] = self.zygote.start(environment, self.folder / f"{replica}.log")
+        return self.pids[replica]
+
+    def trainer_environment(self, replica: str, **more: str) -> dict[str, str]:
+        """What a trainer of this job is started with."""
+        return {
             "FABRIC_JOB": "test",
             "FABRIC_REPLICA": replica,
             "FABRIC_REPLICAS": str(self.replicas),
@@ -109,12 +115,9 @@ class Job:
             "FABRIC_RUN_DIR": str(self.folder / "run" / replica),
             "FABRIC_DIGEST_EVERY": "1",
             "FABRIC_ORPHAN_S": "60",
-            "FABRIC_TEST_POINTS": points,
             **self.environment,
             **more,
         }
-        self.pids[replica] = self.zygote.start(environment, self.folder / f"{replica}.log")
-        return self.pids[replica]
 
     def start_all(self, points: dict[str, str] | None = None) -> None:
         for i in range(self.replicas):

@@ -60,11 +60,18 @@ def train(
             step.backward(torch.nn.functional.mse_loss(model(x), y))
             if in_batch(step.number) == "break":
                 break
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
         for part in (state or {}).values():
             part.step()
+        optimizer.zero_grad()
     session.close()
+
+
+def train_as_everybody(in_batch: Callable[[int], object]) -> None:
+    """What tiny_trainer trains, so that it can be one replica among others."""
+    model, optimizer, scheduler = build(64)
+    train(model, optimizer, state={"scheduler": scheduler}, in_batch=in_batch)
 
 
 def print_losses() -> None:
@@ -114,10 +121,14 @@ def no_gradients() -> None:
     train(model.requires_grad_(False), optimizer)
 
 
+def leave_at(step: int) -> str:
+    return "break" if step == ODD_STEP else ""
+
+
 def iterate_twice() -> None:
-    model, optimizer, _ = build(64)
-    session = fabric.client.attach(model, optimizer)
-    data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2)
+    model, optimizer, scheduler = build(64)
+    session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
+    data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
     for step in session.steps(data, until=30):
         for _ in range(2):
             for x, y in step:
@@ -138,11 +149,10 @@ ODDITIES: dict[str, Callable[[], None]] = {
     "no micro-batch": lambda: train(*build(64)[:2], sizes=(100, 24, 0)),
     "no data": lambda: train(*build(64)[:2], sizes=(0, 24, 2)),
     "other sizes": lambda: train(*build(64)[:2], sizes=(100, 24, 4)),
-    "the inner loop left early": lambda: train(
-        *build(64)[:2], in_batch=lambda step: "break" if step == ODD_STEP else None
-    ),
+    "a state without the scheduler": lambda: train(*build(64)[:2]),
+    "the inner loop left early": lambda: train_as_everybody(leave_at),
     "a step iterated twice": iterate_twice,
-    "an exception": lambda: train(*build(64)[:2], in_batch=raise_at),
+    "an exception": lambda: train_as_everybody(raise_at),
     "losses": print_losses,
     "plain": plain_loop,
 }

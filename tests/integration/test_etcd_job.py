@@ -30,3 +30,21 @@ def test_a_lighthouse_dies_in_the_middle_of_a_recovery(zygote, tmp_path, etcd_ur
         job.start_lighthouse(port)
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
+
+
+def test_the_leading_lighthouse_of_two_dies_and_the_other_goes_on(zygote, tmp_path, etcd_url):
+    """Trainers know both addresses and reach the follower first: it sends them on, and then leads itself."""
+    environment = {"TEST_STORE": etcd_url, "TEST_NAMESPACE": "two", "TINY_STEPS": "120"}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        leader, leader_url = job.lighthouse, job.url
+        job.start_lighthouse()  # from now on job.lighthouse is the follower, which ends with the job
+        try:
+            job.environment["FABRIC_LIGHTHOUSE"] = f"{job.url},{leader_url}"
+            job.start_all()
+            job.wait_for(lambda: len(job.events("r0", "commit")) > 10, "ten steps")
+        finally:
+            leader.kill()
+            leader.wait(timeout=10)
+        job.kill("r1")
+        finish_and_check(job, 120)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}

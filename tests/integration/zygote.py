@@ -6,6 +6,7 @@ Requests are JSON lines ``{"environment": {...}, "log": path}``; answers ``{"pid
 ``{"ended": pid, "status": waitpid status}``. Nothing that starts threads runs before a fork.
 """
 
+import atexit
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ def child(request: dict) -> None:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001  (the child must never return into the parent's loop)
         sys.excepthook(*sys.exc_info())  # what the interpreter itself would show
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

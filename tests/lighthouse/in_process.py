@@ -10,10 +10,14 @@ from fabric.lighthouse.jobs import Jobs
 from fabric.lighthouse.metrics import Metrics
 from fabric.lighthouse.routes import Parts, StoreProbe, make_app
 from fabric.protocol.leader import LeaderConfig
+from fabric.protocol.liveness import LivenessConfig
 from fabric.runtime.tasks import Tasks
 from fabric.runtime.web import serve
 from fabric.store import Compare, Operation
 from fabric.store.memory import MemorySpace, MemoryStore
+
+# Members of a test do not beat all the time, and a loaded machine is slow: silence is no death here.
+PATIENT = LivenessConfig(silence_s=60.0)
 
 
 @dataclass
@@ -91,14 +95,18 @@ class Instance:
 
 @asynccontextmanager
 async def lighthouse_on(
-    store: MemoryStore, *, lease_s: float = 5.0, clock: Callable[[], float] = boot_time
+    store: MemoryStore,
+    *,
+    lease_s: float = 5.0,
+    clock: Callable[[], float] = boot_time,
+    liveness: LivenessConfig = PATIENT,
 ) -> AsyncIterator[Instance]:
     """Start one on ``store``; at the end nothing of it may have died unnoticed."""
     deaths: list[BaseException] = []
     tasks = Tasks(lambda name, error: deaths.append(error))
     metrics = Metrics()
     store_id = await store.connect()
-    jobs = Jobs(store, "ns", LeaderConfig(), metrics, tasks)
+    jobs = Jobs(store, "ns", LeaderConfig(liveness=liveness), metrics, tasks)
     lost: list[str] = []
     followed: list[Candidate] = []
 

@@ -85,7 +85,8 @@ class LighthouseProcess:
         self.ready_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self.store]
         command += ["--token-file", str(self.token_file), "--ready-file", str(self.ready_file)]
-        command += ["--port", port, *self.arguments]
+        # Members of a test do not beat all the time, and a loaded machine is slow: silence is no death here.
+        command += ["--silence-s", "60", "--port", port, *self.arguments]
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 

@@ -6,7 +6,7 @@ import pytest
 from in_process import Clock, TroubledStore, lighthouse_on
 from lighthouse_support import close_all, eventually, get, start_job
 
-from fabric.errors import StoreError, StoreUnavailable
+from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connection import NOT_THE_LEADER
 from fabric.lighthouse.election import boot_time
 from fabric.lighthouse.records import record_key
@@ -196,8 +196,6 @@ async def test_a_candidate_whose_claim_got_lost_looks_it_up():
             revision = await super().commit(compares, operations)
             if operations[0].key == ELECTION and not self.lost:
                 self.lost = True
-                from fabric.errors import StoreIndefinite
-
                 raise StoreIndefinite("the answer got lost")
             return revision
 

@@ -7,6 +7,7 @@ from lighthouse_support import WireMember, close_all, eventually, get, start_job
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connection import DEFECT
 from fabric.protocol import messages as m
+from fabric.protocol.liveness import LivenessConfig
 from fabric.store.memory import MemorySpace
 
 
@@ -125,6 +126,27 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
     await members[0].say(m.Beat(9, 1, 1, 0))
     assert (await members[0].next(m.BeatReply)).number == 9
     await members[0].close()
+
+
+async def test_silence_is_death_where_a_test_wants_it(http):
+    """A connection that stays open and says nothing, without a pulse: the timer alone finds it."""
+    impatient = LivenessConfig(silence_s=1.0, credit_s=0.1)
+    async with lighthouse_on(TroubledStore(MemorySpace()), liveness=impatient) as found:
+
+        async def leads() -> bool:
+            return found.jobs.loaded.is_set()
+
+        await eventually(leads, "it to lead")
+        members = await start_job(http, found.url, count=2)
+
+        async def beat() -> bool:
+            await members[0].say(m.Beat(3, 1, 1, 0))
+            await members[0].next(m.BeatReply)
+            return members[0].newest.epoch > 1
+
+        await eventually(beat, "the silent one to be evicted")
+        assert members[0].newest.names == ("r0",) and "silent" in members[0].newest.reason
+        await close_all(members)
 
 
 async def test_an_unchanged_pulse_is_not_told_every_time(instance, http):

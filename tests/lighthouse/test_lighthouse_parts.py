@@ -108,23 +108,23 @@ class TestWaiting:
         core.handle(io.SessionOpened(session("r0")), 1.0)
         core.handle(io.SessionOpened(session("r1")), 1.0)
         assert "2 of 3 have a session" in waiting_for(core, 2.0) and "now 1.0 s" in waiting_for(core, 2.0)
-        effects = core.handle(io.SessionOpened(session("r2")), 3.0)
-        self.committed(core, effects, 3.0)
+        effects = core.handle(io.SessionOpened(session("r2")), 2.5)
+        self.committed(core, effects, 2.5)
         record = core.record
-        assert waiting_for(core, 3.0) == "the report of r0, r1, r2 on epoch 1"
+        assert waiting_for(core, 2.5) == "the report of r0, r1, r2 on epoch 1"
         for name in ("r0", "r1", "r2"):
             report = m.Report(record.fence, 1, 0, "", 0, 0, (), False, "", ())
-            core.handle(io.FromMember(name, 1, report), 3.1)
-        assert waiting_for(core, 3.1) == "r0, r1, r2 to enter the first round of epoch 1"
+            core.handle(io.FromMember(name, 1, report), 2.6)
+        assert waiting_for(core, 2.6) == "r0, r1, r2 to enter the first round of epoch 1"
         for name in ("r0", "r1", "r2"):
-            core.handle(io.FromMember(name, 1, m.Running(record.fence, 0)), 3.2)
-        assert waiting_for(core, 3.2) == "nothing: every member runs"
-        core.handle(io.FromMember("r1", 1, m.Aborted(record.fence, 0, "link", "r2")), 3.3)
-        assert "explains why r1 aborted" in waiting_for(core, 3.3)
-        core.handle(io.PulseSeen(m.Pulse("r2", 1, "gone", 1)), 3.31)
-        effects = core.handle(io.Tick(), 3.4)
-        self.committed(core, effects, 3.4)
-        assert waiting_for(core, 3.4) == "the report of r0, r1 on epoch 2"
+            core.handle(io.FromMember(name, 1, m.Running(record.fence, 0)), 2.7)
+        assert waiting_for(core, 2.7) == "nothing: every member runs"
+        core.handle(io.FromMember("r1", 1, m.Aborted(record.fence, 0, "link", "r2")), 2.8)
+        assert "explains why r1 aborted" in waiting_for(core, 2.8)
+        core.handle(io.PulseSeen(m.Pulse("r2", 1, "gone", 1)), 2.81)
+        effects = core.handle(io.Tick(), 2.9)
+        self.committed(core, effects, 2.9)
+        assert waiting_for(core, 2.9) == "the report of r0, r1 on epoch 2"
 
     def test_a_lost_write(self, core):
         for name in ("r0", "r1", "r2"):

@@ -61,9 +61,9 @@ class Checks:
         found = []
         if len(after.roster) < self.min_replicas and not after.complete:
             found.append("path: parked")
-        if before is not None and len(before.roster) < self.min_replicas and after.is_forced:
-            if len(after.roster) > len(before.roster) and after.generation == before.generation:
-                found.append("path: admitted while parked")
+        if before is not None and after.is_forced and after.generation == before.generation:
+            grows = len(after.roster) > len(before.roster)
+            found += ["path: admitted while parked"] * (grows and len(before.roster) < self.min_replicas)
         return found
 
     def _follows(self, before: Record, after: Record) -> None:

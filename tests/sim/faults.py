@@ -38,12 +38,15 @@ TRIGGERS = ("abort", "resume", "fetch", "install", "bar", "outside", "bar", "res
 # The worst that can happen at some of them.
 LIKELY = {"decided": "lighthouse crash", "resume": "kill host"}
 
+# What to wait for, and what to do then.
+Aims = tuple[tuple[str, str], ...]
+
 
 class Faults:
     """``count`` faults (None: as the seed wants), all over within some seconds. ``aims`` adds pairs of what
     to wait for and what to do then, for worlds that are to hit one spot."""
 
-    def __init__(self, world: "World", count: int | None, aims: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(self, world: "World", count: int | None, aims: Aims = ()) -> None:
         self.world = world
         self.over = False
         self.not_before = 0.0  # some faults take longer to tell

@@ -4,17 +4,19 @@ notice every one of them, else it proves nothing.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from sim.faults import Aims
 
 from fabric.model import Record
 from fabric.protocol import decide as deciding
+from fabric.protocol import member as member_core
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.leader import Leader
 from fabric.protocol.liveness import Liveness
 from fabric.protocol.member import Member
+from fabric.protocol.member_state import Mode
 from fabric.protocol.round import Round
 
 Patch = pytest.MonkeyPatch
@@ -61,27 +63,15 @@ def lose_have_on_abort(patch: Patch) -> None:
     patch.setattr(Member, "_abort", aborted)
 
 
-def build_the_report_anew_for_every_leader(patch: Patch) -> None:
-    repeat = Member._repeat_answer
+def adopt_a_decision_again(patch: Patch) -> None:
+    on_resume = Member.on_resume
 
-    def repeated(member: Member) -> None:
-        old, hold = member.report, member.hold
-        if old is not None:
-            member.report = replace(
-                old,
-                step=member.state.step,
-                digest=member.state.digest,
-                round_epoch=member.pend[0],
-                round_step=member.pend[1],
-                round_roster=member.pend[2],
-                holds=hold is not None and (hold.epoch, hold.step) == member.pend[:2],
-                gradient_digest=hold.gradient_digest if hold is not None else "",
-                have=tuple(sorted(member.kept.have)),
-                committed_digest=member.state.committed_digest,
-            )
-        repeat(member)
+    def heard(member: Member, message: m.Resume) -> None:
+        if member.mode is Mode.RUN and member._runs(message.fence.epoch):
+            member.mode = Mode.REPORTED
+        on_resume(member, message)
 
-    patch.setattr(Member, "_repeat_answer", repeated)
+    patch.setitem(member_core._FROM_LEADER, m.Resume, heard)
 
 
 def publish_when_held(patch: Patch) -> None:
@@ -127,7 +117,7 @@ def accept_messages_of_older_epochs(patch: Patch) -> None:
             member._first_data()
 
     patch.setattr(Member, "_is_round", is_round)
-    patch.setitem(_handlers(), io.FromPeer, heard)
+    patch.setitem(member_core._HANDLERS, io.FromPeer, heard)
 
 
 def go_on_with_newcomers_alone(patch: Patch) -> None:
@@ -153,26 +143,14 @@ def forget_the_promise_of_a_report(patch: Patch) -> None:
         else:
             on_epoch(member, message)
 
-    patch.setitem(_leader_handlers(), m.Epoch, heard)
+    patch.setitem(member_core._FROM_LEADER, m.Epoch, heard)
 
 
-def _handlers() -> dict[type, Any]:
-    from fabric.protocol import member
-
-    return member._HANDLERS
-
-
-def _leader_handlers() -> dict[type, Any]:
-    from fabric.protocol import member
-
-    return member._FROM_LEADER
-
-
-# What to aim at, for the bugs whose moment is short: (wait for this, then do that).
-Aims = tuple[tuple[str, str], ...]
+# What to aim at, for the bugs whose moment is short.
 AT_THE_BARRIER: Aims = (("bar", "reset link"), ("resume", "kill host"))
 IN_RECOVERY: Aims = (("bar", "reset link"), ("decided", "lighthouse crash"))
-TWICE: Aims = (("bar", "slow network"), ("bar", "reset link"), ("resume", "reset link"))
+LATE_MESSAGES: Aims = (("bar", "one-way partition"), ("bar", "kill trainer"))
+OUT_OF_SIGHT: Aims = (("bar", "kill trainer"), ("install", "cut control"))
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
     mutation.__name__: (mutation, aims)
@@ -182,13 +160,13 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (redo_although_everybody_holds, AT_THE_BARRIER),
         (drop_the_hold_on_abort, AT_THE_BARRIER),
         (lose_have_on_abort, ()),
-        (build_the_report_anew_for_every_leader, IN_RECOVERY),
+        (adopt_a_decision_again, IN_RECOVERY),
         (publish_when_held, ()),
         (share_out_what_somebody_has, ()),
         (announce_before_the_store_has_it, ()),
-        (accept_messages_of_older_epochs, TWICE),
+        (accept_messages_of_older_epochs, LATE_MESSAGES),
         (go_on_with_newcomers_alone, ()),
-        (start_again_without_waiting, ()),
+        (start_again_without_waiting, OUT_OF_SIGHT),
         (forget_the_promise_of_a_report, ()),
     )
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from sim import coverage
 from sim.checkers import Checks, Violation
 from sim.clockwork import Clockwork
-from sim.faults import Faults
+from sim.faults import Aims, Faults
 from sim.lighthouse import Lighthouse
 from sim.network import Network
 from sim.server import Server
@@ -67,7 +67,7 @@ class World:
         seed: int,
         tracing: bool = False,
         faultless: bool = False,
-        aims: tuple[tuple[str, str], ...] = (),
+        aims: Aims = (),
     ) -> None:
         self.clockwork = Clockwork(seed, tracing)
         self.settings = choose_settings(self.clockwork)
@@ -299,9 +299,7 @@ def choose_settings(clockwork: Clockwork) -> Settings:
     )
 
 
-def run_seed(
-    seed: int, tracing: bool = False, faultless: bool = False, aims: tuple[tuple[str, str], ...] = ()
-) -> World:
+def run_seed(seed: int, tracing: bool = False, faultless: bool = False, aims: Aims = ()) -> World:
     """Play one seed; raises what went wrong, with the world attached as ``world``."""
     world = World(seed, tracing, faultless, aims)
     try:

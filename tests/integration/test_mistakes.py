@@ -1,0 +1,477 @@
+"""A user's mistakes with real processes: one sentence that says what to do, exit code 1, nothing half-applied,
+and the other replicas finish."""
+
+import http.server
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from corrupting_proxy import CorruptingProxy
+from job import Job
+from test_failures import finals, finish_and_check
+
+HERE = Path(__file__).parent
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def odd(what: str, **more: str) -> dict[str, str]:
+    return {"TEST_TRAINER": "odd_trainer", "ODD": what, **more}
+
+
+def sentence(job: Job, replica: str) -> str:
+    """What a trainer said, all of it: one line for the user, and no traceback."""
+    said = (job.folder / f"{replica}.log").read_text()
+    lines = said.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("fabric: "), said
+    return lines[0]
+
+
+def refused(job: Job, replica: str = "r0", **environment: str) -> str:
+    """Start one trainer that must end by itself with exit code 1; returns its sentence."""
+    job.start(replica, **{"FABRIC_JOURNAL": "", **environment})
+    job.wait_for(lambda: job.ended(replica) is not None, f"the end of {replica}")
+    assert job.ended(replica) == 1, job.logs()
+    return sentence(job, replica)
+
+
+def forget(job: Job, replica: str) -> None:
+    """This one has ended as it should; ``finish`` is about the others."""
+    job.pids.pop(replica)
+
+
+@pytest.fixture(scope="module")
+def idle(zygote, tmp_path_factory):
+    """A lighthouse that nobody has got into: every test leaves it so."""
+    with Job(zygote, tmp_path_factory.mktemp("idle"), replicas=1) as job:
+        yield job
+
+
+@pytest.fixture(autouse=True)
+def fresh_log(request):
+    if "idle" in request.fixturenames:
+        job = request.getfixturevalue("idle")
+        (job.folder / "r0.log").unlink(missing_ok=True)
+
+
+def leaves_nothing(job: Job) -> None:
+    """No server lives on for a process that never was in the job."""
+    job.wait_for(lambda: not job.server_pids(), "the end of the checkpoint server")
+
+
+# --- settings ---------------------------------------------------------------------------------------
+
+SETTINGS = [
+    ({"FABRIC_LIGHTHOUSE": ""}, "no lighthouse is named: set FABRIC_LIGHTHOUSE"),
+    ({"FABRIC_LIGHTHOUSE": "localhost:8600"}, "give URLs such as http://host:port"),
+    ({"FABRIC_REPLICAS": "0"}, 'FABRIC_REPLICAS is "0": give a count'),
+    ({"FABRIC_REPLICAS": "3:2"}, "the first number must not exceed the second"),
+    ({"FABRIC_REPLICA": ""}, 'FABRIC_REPLICA is "": give a name'),
+    ({"FABRIC_REPLICA": "../r0"}, "give a name of 1 to 64 letters"),
+    ({"FABRIC_JOB": "a/b"}, 'FABRIC_JOB is "a/b": give a name'),
+    ({"FABRIC_EXCHANGE_S": "soon"}, 'FABRIC_EXCHANGE_S is "soon"'),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2: a replica of several processes is not supported yet"),
+    ({"FABRIC_BIND": "192.0.2.1"}, "bind to an address of this machine"),
+    ({"FABRIC_PORTS": "many"}, "is not a port or a range of ports"),
+    ({"FABRIC_TOKEN_FILE": "{folder}/no-such-token"}, "cannot be read (No such file or directory)"),
+    ({"FABRIC_TOKEN_FILE": "{folder}/empty"}, "is empty: write the job's token into it"),
+    ({"FABRIC_TOKEN_FILE": "{folder}/binary"}, "must hold one line"),
+    ({"FABRIC_JOURNAL": "/proc/no/journal"}, "the journal /proc/no/journal cannot be written"),
+    ({"FABRIC_RUN_DIR": "{folder}/token"}, "cannot be used (File exists): name one of this user"),
+    ({"FABRIC_RUN_DIR": "/proc/no"}, "the folder /proc/no cannot be used"),
+]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"), SETTINGS, ids=["-".join([*e, *e.values()]) for e, _ in SETTINGS]
+)
+def test_a_setting_that_cannot_be(idle, environment, expected):
+    (idle.folder / "empty").write_text("\n")
+    (idle.folder / "binary").write_bytes(b"\xff\x00\xfe\n")
+    values = {name: value.format(folder=idle.folder) for name, value in environment.items()}
+    assert expected in refused(idle, **values)
+    leaves_nothing(idle)
+
+
+def test_a_port_that_is_taken(idle):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"no port of {port} on '127.0.0.1' can be bound" in refused(idle, FABRIC_PORTS=port)
+    leaves_nothing(idle)
+
+
+def test_a_wrong_lighthouse_address(idle):
+    url = f"http://127.0.0.1:{closed_port()}"
+    said = refused(idle, FABRIC_LIGHTHOUSE=url, FABRIC_CONTACT_S="1")
+    assert f"no lighthouse was found within 1 s ({url} cannot be reached" in said
+    assert "check FABRIC_LIGHTHOUSE" in said
+    leaves_nothing(idle)
+
+
+@contextmanager
+def another_service():
+    """An HTTP server that is no lighthouse."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_an_address_where_something_else_answers(idle):
+    with another_service() as url:
+        said = refused(idle, FABRIC_LIGHTHOUSE=url, FABRIC_CONTACT_S="5")
+    assert f"{url} is not a lighthouse: check FABRIC_LIGHTHOUSE" in said
+    leaves_nothing(idle)
+
+
+@pytest.mark.parametrize("given", ["another-token", None])
+def test_a_token_that_does_not_match(idle, given):
+    path = idle.folder / "another"
+    path.write_text("another-token\n")
+    said = refused(idle, FABRIC_TOKEN_FILE=str(path) if given else "")
+    assert "refused the token: give FABRIC_TOKEN_FILE the job's token" in said
+    assert "a-test-token" not in said and "another-token" not in said
+    leaves_nothing(idle)
+
+
+# --- what is given to attach and to the session -------------------------------------------------------
+
+ARGUMENTS = {
+    "a state with a function": "scheduler.schedule.rule is a builtins.function and cannot be serialised",
+    "a state without state_dict": "without state_dict and load_state_dict: wrap it",
+    "a state named model": 'state has the name "model", which is taken',
+    "batch norm": "forward changes the buffer '1.running_mean' differently on every replica",
+    "another word for buffers": 'buffers is "averaged": it must be "refuse" or "ignore"',
+    "an unknown setting": "unknown setting lighthouses: known are advertise,",
+    "no gradients": "the model has no parameter that requires a gradient",
+    "sizes that do not divide": "global_batch_size 24 must be a multiple of micro_batch_size 5",
+    "no micro-batch": "must be a multiple of micro_batch_size 0",
+    "no data": "the data set is empty",
+}
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_an_argument_that_cannot_be(idle, what):
+    assert ARGUMENTS[what] in refused(idle, **odd(what))
+    leaves_nothing(idle)
+
+
+@pytest.mark.parametrize("what", ["sizes that do not divide", "the inner loop left early"])
+def test_the_same_mistakes_without_services(idle, what):
+    assert refused(idle, **odd(what, FABRIC_DISABLE="1"))
+
+
+def test_buffers_may_stay_local(zygote, tmp_path):
+    """BatchNorm's statistics differ between the replicas, and are no part of the shared state."""
+    environment = odd("batch norm ignored", TINY_STEPS="15")
+    with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start_all()
+        finish_and_check(job, 15)
+
+
+# --- one wrong replica among right ones ---------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(zygote, tmp_path):
+    """Two replicas that step until told to end, however long the third one takes to be refused."""
+    environment = {"TINY_STEPS": "40", "TINY_STEP_S": "0.005"}
+    with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
+        hold = job.folder / "go-on"
+        job.start_all({"r0": f"forward@20=wait:{hold}"})
+        job.wait_for(lambda: job.events("r1", "commit"), "the first step")
+        yield job
+        hold.touch()
+        finish_and_check(job, 40)
+        # Nobody's arrival or departure was noticed: one epoch, nobody restarted.
+        assert {e["epoch"] for r in ("r0", "r1") for e in job.events(r, "commit")} == {1}
+        assert job.starts["r0"] == job.starts["r1"] == 1
+
+
+def test_a_joiner_with_another_model_shape(pair):
+    said = refused(pair, "r2", TINY_WIDTH="32")
+    assert "r2 has other parameters (names, shapes or dtypes) than r0: start every replica with the same" in said
+    forget(pair, "r2")
+
+
+def test_a_joiner_with_another_data_configuration(pair):
+    said = refused(pair, "r2", **odd("other sizes"))
+    assert "r2 has other data settings than r0" in said
+    forget(pair, "r2")
+
+
+def test_a_replica_id_taken_in_the_same_run_folder(pair):
+    """The lock of the run folder refuses the second process; the first goes on."""
+    first = pair.pids["r0"]
+    log = pair.folder / "r0.log"
+    assert "another living process has this replica id on this host" in refused(pair, "r0")
+    log.unlink()
+    pair.pids["r0"], pair.starts["r0"] = first, 1
+
+
+def test_a_replica_id_taken_from_another_folder(pair):
+    """As from another host: the lighthouse refuses the second process; the first goes on."""
+    first = pair.pids["r0"]
+    other = str(pair.folder / "run" / "elsewhere")
+    said = refused(pair, "r0", FABRIC_RUN_DIR=other)
+    assert "replica id r0 is taken by a living process: give every replica its own FABRIC_REPLICA" in said
+    pair.wait_for(lambda: len(pair.server_pids()) == 2, "the end of the refused one's checkpoint server")
+    pair.pids["r0"], pair.starts["r0"] = first, 1
+
+
+def test_a_token_of_another_job(pair):
+    path = pair.folder / "another"
+    path.write_text("another-token\n")
+    assert "refused the token" in refused(pair, "r2", FABRIC_TOKEN_FILE=str(path))
+    forget(pair, "r2")
+
+
+def test_a_joiner_whose_state_has_other_parts(zygote, tmp_path):
+    """Its parameters fit, so it is let in as far as fetching the state, which does not fit: nothing of it is
+    loaded, and it is not admitted."""
+    environment = {"TINY_STEPS": "600", "TINY_STEP_S": "0.005"}
+    with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start_all()
+        job.wait_for(lambda: job.events("r1", "commit"), "the first step")
+        said = refused(job, "r2", **odd("a state without the scheduler"))
+        assert re.search(r"r2: the state of step \d+ does not fit: ", said) and "scheduler" in said
+        steps = len(job.events("r0", "commit"))
+        job.wait_for(lambda: len(job.events("r0", "commit")) > steps + 5, "more steps")
+        assert {e["epoch"] for r in ("r0", "r1") for e in job.events(r, "commit")} == {1}
+
+
+# --- one of the replicas makes a mistake on its way -----------------------------------------------------
+
+ON_THE_WAY = {
+    "the inner loop left early": "the loop left step 5 before its micro-batches ended",
+    "a step iterated twice": "is committed already: iterate each step once",
+}
+
+
+def others_finish(job: Job) -> None:
+    """r2 ended with code 1 and is not restarted; the two others compute its share, and finish."""
+    job.finish()
+    assert job.codes == {"r0": 0, "r1": 0, "r2": 1}, job.logs()
+    assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
+    last = {job.events(r, "state")[-1]["digest"] for r in ("r0", "r1")}
+    assert len(last) == 1
+    for replica in ("r0", "r1"):
+        assert [e["step"] for e in job.events(replica, "commit")] == list(range(20))
+
+
+@pytest.mark.parametrize("what", ON_THE_WAY)
+def test_a_mistake_on_the_way(zygote, tmp_path, what):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "20", "TINY_STEP_S": "0.005"}) as job:
+        for replica in ("r0", "r1"):
+            job.start(replica)
+        job.start("r2", **odd(what))
+        others_finish(job)
+        assert ON_THE_WAY[what] in sentence(job, "r2")
+
+
+def test_a_state_that_can_no_longer_be_serialised(zygote, tmp_path):
+    with Job(zygote, tmp_path, replicas=1) as job:
+        said = refused(job, **odd("a state with a function later"))
+        assert "scheduler.schedule.rule is a builtins.function and cannot be serialised" in said
+
+
+def test_an_exception_in_the_users_loop(zygote, tmp_path):
+    """A whole interpreter of its own, that must end in order: the user's traceback and exit code 1."""
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "20", "TINY_STEP_S": "0.005"}) as job:
+        environment = job.trainer_environment("r2", **odd("an exception"))
+        command = [sys.executable, str(HERE / "odd_trainer.py")]
+        with (job.folder / "r2.log").open("wb") as log:
+            r2 = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
+        job.start("r0")
+        job.start("r1")
+        assert r2.wait(timeout=60) == 1, job.logs()
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0}
+        said = (job.folder / "r2.log").read_text()
+        assert said.startswith("Traceback") and said.endswith("ValueError: the user's own mistake\n"), said
+        assert said.count("Traceback") == 1
+        assert "r2" in {name for e in job.events("r0", "commit") for name in e["members"]}
+        assert [e["step"] for e in job.events("r0", "commit")] == list(range(20))
+
+
+def test_initial_states_that_differ(zygote, tmp_path):
+    """Other seeds, other initial weights: everybody starts from one replica's state."""
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "20", "TINY_STEP_S": "0.005"}) as job:
+        for i in range(3):
+            job.start(f"r{i}", TINY_SEED=str(i + 1))
+        finish_and_check(job, 20)
+        firsts = {f"r{i}": job.events(f"r{i}", "state")[0]["digest"] for i in range(3)}
+        assert len(set(firsts.values())) == 3, "the initial states were meant to differ"
+        # What the first commit led from is one of them.
+        bases = {e["digest"] for i in range(3) for e in job.events(f"r{i}", "state") if e["step"] == 0}
+        assert bases == set(firsts.values())
+
+
+def test_a_corrupted_chunk(zygote, tmp_path):
+    """One bit flipped on the wire: the round is done again, and nobody is lost."""
+    port = closed_port()
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "20", "TINY_STEP_S": "0.005"}) as job:
+        proxy = CorruptingProxy(("127.0.0.2", port), ("127.0.0.1", port), at_least=1500)
+        try:
+            job.start("r0")
+            job.start("r1", FABRIC_ADVERTISE="127.0.0.2", FABRIC_PORTS=str(port))
+            job.start("r2")
+            finish_and_check(job, 20)
+        finally:
+            proxy.close()
+        assert proxy.corrupted.is_set()
+        aborts = [e for i in range(3) for e in job.events(f"r{i}", "abort")]
+        assert any("digest" in e["why"] or "corrupt" in e["why"] for e in aborts), aborts
+        assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
+
+
+# --- the commands ---------------------------------------------------------------------------------------
+
+
+def fabric(*arguments: str, cwd: Path) -> tuple[int, str]:
+    """Run the command line; returns exit code and standard error, which has no traceback."""
+    command = [sys.executable, "-m", "fabric.cli.main", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr + done.stdout, done.stderr
+    return done.returncode, done.stderr
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+DEAD_STORES = {
+    "sqlite:///{folder}": "check that it is a file",
+    "sqlite:///{folder}/no/such/folder/lighthouse.db": "",
+    "sqlite:///{folder}/garbage.db": "",
+    "etcd://127.0.0.1:{closed}": "127.0.0.1:{closed}",
+    "postgres://somewhere": "",
+}
+
+
+@pytest.mark.parametrize("url", DEAD_STORES)
+def test_a_dead_store(tmp_path, url):
+    (tmp_path / "garbage.db").write_bytes(b"this is no database, " * 400)
+    values = {"folder": str(tmp_path), "closed": str(closed_port())}
+    code, said = fabric(
+        "lighthouse", "--store", url.format(**values), "--store-wait-s", "0.5", cwd=tmp_path
+    )
+    assert code == 1
+    line = last_line(said)
+    assert line.startswith("error: ") and DEAD_STORES[url].format(**values) in line
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["garbage.db"], "something was made"
+    assert (tmp_path / "garbage.db").read_bytes() == b"this is no database, " * 400
+
+
+COMMANDS = [
+    (("demo", "--replicas", "0"), 2, "--replicas must be between 1 and 64, not 0"),
+    (("demo", "--steps", "0"), 2, "--steps must be between 1 and"),
+    (("demo", "--kill-at", "500"), 2, "--kill-at must be between 1 and 119"),
+    (("demo", "verify", "no-such-run"), 2, "no-such-run"),
+    (("lighthouse", "--store", "memory:", "--token-file", "empty"), 1, "the token file empty is empty"),
+    (("lighthouse", "--store", "memory:", "--bind", "0.0.0.0"), 1, "without a token would serve anybody"),
+    (("lighthouse", "--store", "memory:", "--port", "many"), 1, 'the port "many" cannot be used'),
+    (("lighthouse",), 2, "Missing option '--store'"),
+    (("status",), 1, "no lighthouse is named"),
+    (("status", "--lighthouse", "http://127.0.0.1:{closed}"), 1, "nobody listens there"),
+    (("status", "--lighthouse", "here"), 1, "is no URL"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "expected"), COMMANDS, ids=lambda v: str(v)[:60])
+def test_a_command_that_cannot_be(tmp_path, arguments, code, expected):
+    (tmp_path / "empty").touch()
+    words = [a.format(closed=closed_port()) for a in arguments]
+    found, said = fabric(*words, cwd=tmp_path)
+    assert found == code, said
+    assert expected in " ".join(said.split())
+    assert [p.name for p in tmp_path.iterdir()] == ["empty"], "something was made"
+
+
+def test_status_with_a_wrong_token(idle, tmp_path):
+    (tmp_path / "another").write_text("another-token\n")
+    (tmp_path / "another").chmod(0o600)
+    code, said = fabric("status", "--lighthouse", idle.url, "--token-file", "another", cwd=tmp_path)
+    assert code == 1
+    assert said.startswith("error: the lighthouse refused the token") and len(said.splitlines()) == 1
+
+
+# --- without services, and loops of others ---------------------------------------------------------------
+
+
+def losses(job: Job, replica: str) -> list[float]:
+    lines = (job.folder / f"{replica}.log").read_text().splitlines()
+    return [float(line.split()[2]) for line in lines if line.startswith("loss ")]
+
+
+def test_disabled_it_computes_the_same(zygote, tmp_path):
+    with Job(zygote, tmp_path, replicas=1) as job:
+        job.start("r0", **odd("losses"))
+        job.start("plain", **odd("losses", FABRIC_DISABLE="1"))
+        job.finish()
+        assert job.codes == {"r0": 0, "plain": 0}, job.logs()
+        under, alone = losses(job, "r0"), losses(job, "plain")
+        assert len(under) == len(alone) == 20
+        assert alone == pytest.approx(under, rel=1e-5)
+        assert not job.events("plain")
+
+
+def exchanges(job: Job, replica: str) -> dict[int, tuple[float, int]]:
+    """step -> (the average gradient, how many members) as one replica printed them."""
+    found = {}
+    for line in (job.folder / f"{replica}.log").read_text().splitlines():
+        if line.startswith("exchange "):
+            _, step, average, same, members = line.split()
+            assert same == "True", line
+            found[int(step)] = (float(average), int(members))
+    return found
+
+
+def test_exchange_averages_in_a_plain_loop(zygote, tmp_path):
+    environment = odd("plain", TINY_STEPS="15", TINY_STEP_S="0.005")
+    with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start("r0", ODD_WEIGHT="1")
+        job.start("r1", ODD_WEIGHT="3")
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0}, job.logs()
+        assert len(set(finals(job).values())) == 1
+        # r0's gradient is 1 with weight 1, r1's is 2 with weight 3.
+        for replica in ("r0", "r1"):
+            found = exchanges(job, replica)
+            assert [a for a, _ in found.values()] == pytest.approx([(1 * 1 + 2 * 3) / 4] * 15)
+            assert list(found) == list(range(15))
+
+
+def test_exchange_survives_a_kill(zygote, tmp_path):
+    environment = odd("plain", TINY_STEPS="25", TINY_STEP_S="0.005")
+    with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start("r0")
+        job.start("r1", "before-ring@10=kill")
+        job.wait_for(lambda: job.ended("r1") is not None, "the kill")
+        forget(job, "r1")
+        job.finish()
+        assert job.codes == {"r0": 0}, job.logs()
+        found = exchanges(job, "r0")
+        assert list(found) == list(range(25))
+        assert [found[s] for s in range(10)] == [(1.5, 2)] * 10
+        # The dead one's part is skipped, never guessed: the survivor's own gradient is the average.
+        assert [found[s] for s in range(10, 25)] == [(1.0, 1)] * 15

@@ -1,0 +1,275 @@
+"""``fabric lighthouse`` and ``fabric status`` as a person uses them: sentences, exit codes, no torch."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import etcd_process
+import pytest
+from lighthouse_support import (
+    DEADLINE_S,
+    ROOT,
+    LighthouseProcess,
+    WireMember,
+    close_all,
+    eventually,
+    get,
+    start_job,
+    wait_for,
+)
+
+from fabric.cli.main import main
+from fabric.cli.status import ask
+from fabric.errors import Unreachable
+from fabric.protocol import messages as m
+
+FABRIC = [sys.executable, "-m", "fabric.cli.main"]
+
+
+def fabric(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("FABRIC_")}
+    return subprocess.run(
+        [*FABRIC, *map(str, arguments)],
+        cwd=ROOT,
+        env={**plain, "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def sentence_of(result: subprocess.CompletedProcess) -> str:
+    """The one line that a refused command says, after its log."""
+    assert result.returncode == 1, result
+    assert "Traceback" not in result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and result.stderr.rstrip().endswith(said[0])
+    return said[0]
+
+
+def test_no_command_but_a_trainers_imports_torch():
+    code = (
+        "import sys, fabric.cli.main, fabric.cli.lighthouse, fabric.cli.status, fabric.cli.ckpt_server\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=DEADLINE_S).returncode == 0
+
+
+def test_help_and_version_import_no_command():
+    code = (
+        "import sys\n"
+        "from fabric.cli.main import cli\n"
+        "cli(['--help'], standalone_mode=False)\n"
+        "sys.exit(any(m.startswith('fabric.cli.') and m != 'fabric.cli.main' for m in sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0
+    for name in ("ckpt-server", "demo", "lighthouse", "status"):
+        assert name in found.stdout
+    assert "0.1.0" in fabric("--version").stdout
+
+
+def test_every_command_can_be_invoked():
+    for name in ("ckpt-server", "lighthouse", "status"):
+        assert "sage:" in fabric(name, "--help").stdout
+    assert fabric("nonsense").returncode == 2
+
+
+def test_the_servers_own_arguments_are_passed_on():
+    result = fabric("ckpt-server")
+    assert result.returncode == 2 and "--job, --replica, --run-dir" in result.stderr
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+class TestLighthouseRefuses:
+    """In this process, through the entry point: a start of a process for each would take long."""
+
+    @pytest.fixture(autouse=True)
+    def command(self, monkeypatch, capsys):
+        def run(*arguments: object) -> str:
+            monkeypatch.setattr(sys, "argv", ["fabric", "lighthouse", *map(str, arguments)])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            said = capsys.readouterr().err
+            assert ended.value.code == 1 and said.startswith("error: ") and said.count("\n") == 1
+            return said
+
+        self.refusal = run
+
+    def test_a_dead_store(self, taken_port):
+        free = taken_port + 1 if taken_port < 65535 else taken_port - 1
+        said = self.refusal("--store", f"etcd://127.0.0.1:{free}", "--store-wait-s", "0.2")
+        assert "etcd" in said
+
+    def test_a_store_that_cannot_be_meant(self):
+        assert "not one we know" in self.refusal("--store", "redis://x")
+
+    def test_a_file_that_is_no_store(self, tmp_path):
+        (tmp_path / "notes.txt").write_text("these are not tables, but words " * 100)
+        assert "not an SQLite file" in self.refusal("--store", f"sqlite://{tmp_path}/notes.txt")
+
+    def test_a_directory_that_is_not_there(self, tmp_path):
+        assert "does not exist" in self.refusal("--store", f"sqlite://{tmp_path}/no/store.db")
+
+    def test_a_taken_port(self, taken_port):
+        assert "taken by another process" in self.refusal("--store", "memory:", "--port", taken_port)
+
+    def test_a_missing_and_an_empty_token_file(self, tmp_path):
+        empty = tmp_path / "empty"
+        empty.touch(mode=0o600)
+        assert "cannot be read" in self.refusal("--store", "memory:", "--token-file", tmp_path / "none")
+        assert "is empty" in self.refusal("--store", "memory:", "--token-file", empty)
+
+    def test_to_be_open_to_everybody(self):
+        assert "without a token" in self.refusal("--store", "memory:", "--bind", "0.0.0.0")
+
+    def test_a_ready_file_that_cannot_be(self, tmp_path):
+        assert "ready file" in self.refusal("--store", "memory:", "--ready-file", tmp_path / "no" / "ready")
+        (tmp_path / "folder").mkdir()
+        assert "ready file" in self.refusal("--store", "memory:", "--ready-file", tmp_path / "folder")
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ("--port", "99999"),
+            ("--port", "9-8"),
+            ("--bind", "no.such.host.invalid"),
+            ("--lease-s", "0"),
+            ("--lease-s", "nan"),
+            ("--silence-s", "0"),
+            ("--autonomy-s", "inf"),
+            ("--start-wait-s", "-1"),
+            ("--advertise", "somewhere:80"),
+            ("--namespace", "a/b"),
+        ],
+        ids=" ".join,
+    )
+    def test_what_cannot_be_used(self, arguments):
+        assert self.refusal("--store", "memory:", *arguments)
+
+
+def test_a_lighthouse_waits_for_a_store_that_is_late(tmp_path, request):
+    etcd_process.require_etcd()
+    client, peer = etcd_process.free_ports(2)
+    etcd = etcd_process.EtcdMember(tmp_path / "etcd", client, peer)
+    lighthouse = LighthouseProcess(tmp_path, etcd.url, arguments=("--store-wait-s", "30"))
+    request.addfinalizer(etcd.stop)
+    request.addfinalizer(lambda: lighthouse.__exit__())
+    lighthouse.launch()
+    etcd_process.wait_until(lambda: "waiting for the store" in lighthouse.log, "it to say that it waits")
+    etcd.launch()
+    lighthouse.wait_ready()
+    assert lighthouse.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_polite_end_is_clean(tmp_path, number):
+    with LighthouseProcess(tmp_path, f"sqlite://{tmp_path}/store.db") as lighthouse:
+        assert lighthouse.end(number) == 0
+        assert "Traceback" not in lighthouse.log and "has ended" in lighthouse.log
+
+
+def test_an_end_while_waiting_for_the_store_is_clean_too(tmp_path):
+    lighthouse = LighthouseProcess(tmp_path, "etcd://127.0.0.1:1", arguments=("--store-wait-s", "60"))
+    lighthouse.launch()
+    wait_for(lambda: "waiting for the store" in lighthouse.log, "it to say that it waits")
+    assert lighthouse.end() == 0
+    assert "Traceback" not in lighthouse.log
+
+
+class TestStatus:
+    async def test_the_list_and_one_job(self, lighthouse, http, job):
+        members = await start_job(http, lighthouse.url, count=2, job=job)
+        joiner = await WireMember(http, lighthouse.url, "late", job=job, replicas="2").open()
+        await joiner.epoch(1)
+        common = ("--lighthouse", lighthouse.url, "--token-file", lighthouse.token_file)
+        listed = fabric("status", *common)
+        assert listed.returncode == 0 and job in listed.stdout
+        shown = fabric("status", *common, "--job", job)
+        assert shown.returncode == 0, shown.stderr
+        for text in (
+            f"job {job}: generation 1, epoch 1",
+            "waiting for",
+            "r0",
+            "r1",
+            "late",
+            "outside",
+            "alive",
+        ):
+            assert text in shown.stdout
+        whole = json.loads(fabric("status", *common, "--job", job, "--json").stdout)
+        assert whole["roster"] == ["r0", "r1"]
+        await close_all([*members, joiner])
+
+    async def test_the_environment_will_do(self, lighthouse, http, job):
+        members = await start_job(http, lighthouse.url, count=1, job=job)
+        shown = fabric(
+            "status",
+            FABRIC_LIGHTHOUSE=f"http://127.0.0.1:1,{lighthouse.url}",
+            FABRIC_JOB=job,
+            FABRIC_TOKEN_FILE=str(lighthouse.token_file),
+        )
+        assert shown.returncode == 0 and "r0" in shown.stdout
+        await close_all(members)
+
+    def test_a_follower_leads_on_to_the_leader_with_the_token(self, tmp_path):
+        store = f"sqlite://{tmp_path}/store.db"
+        with LighthouseProcess(tmp_path, store) as first, LighthouseProcess(tmp_path, store, "two") as second:
+            assert first.url != second.url
+            shown = fabric("status", "--lighthouse", second.url, "--token-file", first.token_file)
+            assert shown.returncode == 0 and "no job" in shown.stdout
+
+    def test_a_wrong_address(self):
+        said = sentence_of(fabric("status", "--lighthouse", "http://127.0.0.1:1", "--job", "x"))
+        assert "http://127.0.0.1:1: nobody listens there" in said
+        assert "no lighthouse is named" in sentence_of(fabric("status"))
+        assert "is no URL" in sentence_of(fabric("status", "--lighthouse", "127.0.0.1:1"))
+
+    async def test_something_else_at_that_address(self):
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            with pytest.raises(Unreachable, match="not a lighthouse"):
+                await ask([url], "/v1/jobs", "")
+
+    def test_a_wrong_token_and_an_unknown_job(self, lighthouse, tmp_path):
+        wrong = tmp_path / "token"
+        wrong.touch(mode=0o600)
+        wrong.write_text("wrong\n")
+        common = ("status", "--lighthouse", lighthouse.url)
+        assert "refused the token" in sentence_of(fabric(*common, "--token-file", wrong))
+        assert "refused the token" in sentence_of(fabric(*common))
+        right = (*common, "--token-file", lighthouse.token_file)
+        assert "no job nobody" in sentence_of(fabric(*right, "--job", "nobody"))
+        assert "letters" in sentence_of(fabric(*right, "--job", "a b"))
+
+
+async def test_brackets_in_what_others_wrote_are_no_markup(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, count=1, job=job)
+    await members[0].say(m.Beat(3, 1, 1, 0, phase="[red]run[/nothing]"))
+
+    async def told() -> bool:
+        _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
+        return body["members"][0]["phase"].startswith("[red]")
+
+    await eventually(told, "the beat to arrive")
+    common = ("--lighthouse", lighthouse.url, "--token-file", lighthouse.token_file)
+    shown = fabric("status", *common, "--job", job)
+    assert shown.returncode == 0 and "[red]run[/nothing]" in shown.stdout
+    await close_all(members)

@@ -1,0 +1,225 @@
+"""What a forced epoch goes on with: cases one by one, and properties over all of them."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from protocol.makers import record_of, report_of
+
+from fabric.model import Base
+from fabric.protocol.decide import Evict, Undecidable, decide
+from fabric.protocol.messages import Resume
+
+M = 4
+ABC = (1, 7, "a b c")
+
+
+def table_of(decision):
+    return {a.replica: a.micro_batches for a in decision.table}
+
+
+def dropped(decision):
+    return {a.replica for a in decision.table if a.drop}
+
+
+def test_all_of_the_round_hold_so_it_is_committed():
+    record = record_of("a b")
+    reports = {n: report_of(record, 7, ABC, holds="g", have=(0, 1)) for n in "ab"}
+    decision = decide(record, reports, M)
+    assert (decision.step, decision.commit_digest) == (8, "g")
+    assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
+
+
+def test_one_reporter_that_does_not_hold_is_enough_to_redo():
+    record = record_of("a b")
+    reports = {
+        "a": report_of(record, 7, ABC, holds="g", have=(0, 1)),
+        "b": report_of(record, 7, ABC, have=(2,)),
+    }
+    decision = decide(record, reports, M)
+    assert decision.step == 7
+    assert table_of(decision) == {"a": (), "b": (3,)}
+
+
+def test_who_never_entered_the_round_of_its_roster_does_not_hold_it():
+    record = record_of("a b")
+    reports = {"a": report_of(record, 7, ABC, holds="g", have=range(4)), "b": report_of(record, 7)}
+    assert decide(record, reports, M).step == 7
+
+
+def test_a_hold_of_an_older_round_does_not_count_in_a_newer_one():
+    record = record_of("a b", epoch=4)
+    reports = {
+        "a": report_of(record, 7, (1, 7, "a b"), holds="old", have=(0, 1)),
+        "b": report_of(record, 7, (3, 7, "a b"), holds="new", have=(2, 3)),
+    }
+    decision = decide(record, reports, M)
+    assert decision.step == 7
+    assert table_of(decision) == {"a": (), "b": ()}
+
+
+def test_who_left_the_barrier_pulls_the_others_after_it():
+    record = record_of("a b")
+    reports = {
+        "a": report_of(record, 8, ABC, committed="g", have=()),
+        "b": report_of(record, 7, ABC, holds="g", have=(0, 1)),
+    }
+    decision = decide(record, reports, M)
+    assert (decision.step, decision.commit_digest) == (8, "g")
+    assert sorted(i for ids in table_of(decision).values() for i in ids) == [0, 1, 2, 3]
+    assert all(table_of(decision).values()), "b commits at once, so it computes too"
+
+
+def test_who_is_behind_without_a_hold_computes_nothing():
+    record = record_of("a b")
+    reports = {"a": report_of(record, 8, (1, 8, "a b"), committed="g"), "b": report_of(record, 7, ABC)}
+    decision = decide(record, reports, M)
+    assert (decision.step, table_of(decision)) == (8, {"a": (0, 1, 2, 3), "b": ()})
+
+
+def test_a_micro_batch_that_two_have_is_dropped_by_the_later():
+    record = record_of("a b")
+    reports = {
+        "a": report_of(record, 7, ABC, have=(0, 1)),
+        "b": report_of(record, 7, ABC, have=(1, 2)),
+    }
+    decision = decide(record, reports, M)
+    assert dropped(decision) == {"b"}
+    assert table_of(decision) == {"a": (), "b": (2, 3)}
+
+
+def test_rounds_before_the_cold_start_are_void():
+    record = record_of("a b", epoch=6, cold=5, generation=2)
+    reports = {n: report_of(record, 3, (4, 9, "a b"), holds="g", generation=2) for n in "ab"}
+    assert decide(record, reports, M).step == 3
+
+
+def test_a_cold_start_begins_at_its_base_with_nothing_kept():
+    record = record_of("a b", epoch=5, cold=5, generation=2, base=Base(1, 3, "d"))
+    reports = {n: report_of(record, 9, (4, 9, "a b"), holds="g", have=(0,)) for n in "ab"}
+    decision = decide(record, reports, M)
+    assert decision.step == 3 and dropped(decision) == {"a", "b"}
+    assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
+
+
+def test_when_nobody_has_begun_the_generation_it_begins_again():
+    """The cold start's own decision was superseded before anybody adopted it."""
+    record = record_of("a b", epoch=6, cold=5, generation=2, base=Base(1, 3, "d"))
+    reports = {n: report_of(record, 0, generation=0) for n in "ab"}
+    decision = decide(record, reports, M)
+    assert decision.step == 3 and dropped(decision) == {"a", "b"}
+    assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
+
+
+def test_a_member_without_a_state_of_the_generation_has_no_say():
+    record = record_of("a b", epoch=6, cold=5, generation=2)
+    reports = {
+        "a": report_of(record, 4, (5, 4, "a b"), have=(0,), generation=2),
+        "b": report_of(record, 90, (3, 90, "a b"), holds="g", generation=1),
+    }
+    decision = decide(record, reports, M)
+    assert decision.step == 4
+    assert table_of(decision) == {"a": (1, 2, 3), "b": ()}
+
+
+def test_a_digest_minority_is_evicted_before_anything_else():
+    record = record_of("a b c")
+    reports = {n: report_of(record, 7, ABC, digest="x") for n in "ab"}
+    reports["c"] = report_of(record, 7, ABC, digest="y", holds="g")
+    decision = decide(record, reports, M)
+    assert isinstance(decision, Evict) and decision.replicas == ("c",)
+
+
+def test_a_tie_goes_against_the_shorter_tenure():
+    record = record_of("a b c d")
+    digests = {"a": "x", "b": "y", "c": "y", "d": "x"}
+    reports = {n: report_of(record, 7, (1, 7, "a b c d"), digest=d) for n, d in digests.items()}
+    decision = decide(record, reports, M)
+    assert isinstance(decision, Evict) and decision.replicas == ("b", "c")
+
+
+def test_two_that_disagree_stop():
+    record = record_of("a b")
+    reports = {"a": report_of(record, 7, digest="x"), "b": report_of(record, 7, digest="y")}
+    decision = decide(record, reports, M)
+    assert isinstance(decision, Undecidable)
+    assert "a and b disagree about the state at step 7" in decision.reason
+
+
+def test_holds_of_other_content_are_not_committed():
+    record = record_of("a b c")
+    reports = {n: report_of(record, 7, ABC, holds="g") for n in "ab"}
+    reports["c"] = report_of(record, 7, ABC, holds="h")
+    decision = decide(record, reports, M)
+    assert isinstance(decision, Evict) and decision.replicas == ("c",)
+
+
+# --- properties ----------------------------------------------------------------------------------------
+
+NAMES = ("a", "b", "c", "d")
+
+
+@st.composite
+def histories(draw):
+    """Reports as one round can leave them: some of its members left the barrier, hold, or do not."""
+    members = NAMES[: draw(st.integers(1, 4))]
+    survivors = draw(st.lists(st.sampled_from(members), min_size=1, unique=True))
+    survivors = [n for n in members if n in survivors]
+    everybody_holds = draw(st.booleans())
+    record = record_of(" ".join(survivors), epoch=3)
+    pend = (2, 7, " ".join(members))
+    cut = sorted(draw(st.lists(st.integers(0, M), min_size=len(members) - 1, max_size=len(members) - 1)))
+    bounds = [0, *cut, M]
+    reports = {}
+    for i, name in enumerate(members):
+        have = range(bounds[i], bounds[i + 1])
+        if everybody_holds and draw(st.booleans()):
+            report = report_of(record, 8, pend, committed="g")
+        else:
+            holds = everybody_holds or draw(st.booleans())
+            report = report_of(record, 7, pend, holds="g" if holds else "", have=have, committed="f")
+        if name in survivors:
+            reports[name] = report
+    return record, reports
+
+
+def reference(record, reports):
+    """The step, by the rule as one would say it."""
+    step = max(max(r.step, r.round_step) for r in reports.values())
+    newest = max((r.round_epoch for r in reports.values() if r.round_step == step), default=None)
+    if newest is None:
+        return step
+    of_it = [r for r in reports.values() if r.round_step == step and r.round_epoch == newest]
+    names = set(of_it[0].round_roster) & set(reports)
+    hold = all(reports[n].holds and reports[n].round_epoch == newest for n in names)
+    return step + 1 if hold else step
+
+
+@given(histories())
+@settings(max_examples=300)
+def test_the_step_is_the_reference_one_and_nothing_committed_is_undone(history):
+    record, reports = history
+    decision = decide(record, reports, M)
+    assert isinstance(decision, Resume)
+    assert decision.step == reference(record, reports)
+    assert decision.step >= max(r.step for r in reports.values())
+
+
+@given(histories(), st.randoms(use_true_random=False))
+@settings(max_examples=200)
+def test_the_order_of_reports_is_irrelevant(history, random):
+    record, reports = history
+    shuffled = list(reports.items())
+    random.shuffle(shuffled)
+    assert decide(record, dict(shuffled), M) == decide(record, reports, M)
+
+
+@given(histories())
+@settings(max_examples=300)
+def test_every_micro_batch_of_the_round_is_had_or_computed_once(history):
+    record, reports = history
+    decision = decide(record, reports, M)
+    counted = []
+    for row in decision.table:
+        report = reports[row.replica]
+        kept = report.step == decision.step and not row.drop
+        counted += [*row.micro_batches, *(report.have if kept else ())]
+    assert sorted(counted) == list(range(M))

@@ -1,0 +1,550 @@
+"""The member core, one move at a time. What the simulator found is pinned here as a plain story."""
+
+import pytest
+from protocol.makers import record_of
+
+from fabric.errors import IllegalTransition
+from fabric.model import Base, SnapshotRef
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.assignment import assign
+from fabric.protocol.member import Member
+from fabric.protocol.member_state import TRANSITIONS, Identity, MemberConfig, Mode, State
+
+M = 4
+
+
+class Trainer:
+    """Drives one core: ``do`` feeds events and keeps what the last one ordered."""
+
+    def __init__(self, name="a", **config):
+        self.name = name
+        self.now = 100.0
+        identity = Identity(name, 1, f"{name}:1", f"http://{name}", M)
+        self.core = Member(identity, MemberConfig(**config), self.now, State(0, 0, "start"))
+        self.effects = []
+        self.do(io.LeaderConnected(), io.Ready(0, "start"))
+
+    def do(self, *events):
+        for event in events:
+            self.effects = self.core.handle(event, self.now)
+        return self.effects
+
+    def leader(self, *messages):
+        return self.do(*(io.FromLeader(message) for message in messages))
+
+    def peer(self, name, message):
+        return self.do(io.FromPeer(name, 1, message))
+
+    def found(self, kind):
+        return [e for e in self.effects if isinstance(e, kind)]
+
+    def said(self, kind):
+        return [e.message for e in self.found(io.SendLeader) if isinstance(e.message, kind)]
+
+    def told_peers(self, kind):
+        return [e.message for e in self.found(io.SendPeer) if isinstance(e.message, kind)]
+
+
+def resume_of(record, step, commit="", drop=(), **shares):
+    table = tuple(m.Assignment(n, tuple(shares.get(n, ())), n in drop) for n in record.names)
+    return m.Resume(record.fence, step, table, commit)
+
+
+FIRST = record_of("a b", epoch=1)
+
+
+def running(name="a", linked=True):
+    """In step 0 of the first epoch, computing its half."""
+    trainer = Trainer(name)
+    shares = assign(range(M), FIRST.roster)
+    trainer.leader(m.Epoch(FIRST), resume_of(FIRST, 0, **shares))
+    if linked:
+        trainer.do(io.Linked(1))
+    return trainer
+
+
+def contribution(record, step, ids):
+    return m.Contribution(record.fence, step, float(len(ids)), tuple(ids))
+
+
+def holding():
+    """Has reduced step 0 and waits in the commit barrier."""
+    trainer = running()
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    trainer.peer("b", contribution(FIRST, 0, (2, 3)))
+    trainer.do(io.Exchanged(1, 0, "g0"))
+    return trainer
+
+
+def bar(record, step, ready=None, gradient="g0", state="start"):
+    return m.Bar(record.fence, step, ready or record.epoch, gradient, state)
+
+
+# --- a step ----------------------------------------------------------------------------------------------
+
+
+def test_a_step_from_the_share_to_the_update():
+    trainer = running()
+    assert trainer.core.mode is Mode.RUN
+    trainer.do(io.Computed(0, (0, 1), 2.0, (("loss", 3.0),)))
+    assert trainer.found(io.StartExchange) == [io.StartExchange(FIRST.fence, 0, 2.0)]
+    assert [c.micro_batches for c in trainer.told_peers(m.Contribution)] == [(0, 1)]
+    trainer.peer("b", contribution(FIRST, 0, (2, 3)))
+    trainer.do(io.Exchanged(1, 0, "g0"))
+    assert [b.gradient_digest for b in trainer.told_peers(m.Bar)] == ["g0"]
+    assert not trainer.found(io.Apply), "nothing is committed before everybody holds"
+    assert not trainer.found(io.Publish)
+    trainer.peer("b", bar(FIRST, 0))
+    (apply,) = trainer.found(io.Apply)
+    assert (apply.step, apply.live, apply.held.weight) == (0, True, 4.0)
+    assert trainer.found(io.Publish), "published when committed"
+    assert trainer.core.state.step == 1
+    trainer.do(io.Ready(1, "d1"))
+    assert trainer.found(io.Compute) == [io.Compute(1, (0, 1))]
+
+
+def test_nothing_is_said_to_a_member_without_a_link():
+    """A contribution that is sent before the links stand is lost, and its round never ends."""
+    trainer = running(linked=False)
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    assert not trainer.told_peers(m.Contribution)
+    trainer.do(io.Linked(1))
+    assert trainer.told_peers(m.Contribution) and trainer.found(io.StartExchange)
+
+
+def test_digests_that_differ_abort():
+    trainer = holding()
+    trainer.peer("b", bar(FIRST, 0, gradient="other"))
+    assert trainer.core.mode is Mode.ABORTED and not trainer.found(io.Apply)
+    assert "differ" in trainer.said(m.Aborted)[0].why
+
+
+def test_messages_that_come_early_are_kept_for_their_round():
+    trainer = running()
+    trainer.peer("b", contribution(FIRST, 0, (2, 3)))
+    trainer.peer("b", bar(FIRST, 0))
+    trainer.do(io.Computed(0, (0, 1), 2.0), io.Exchanged(1, 0, "g0"))
+    assert trainer.found(io.Apply)
+    trainer.peer("b", contribution(FIRST, 1, (2, 3)))
+    trainer.do(io.Ready(1, "d1"), io.Computed(1, (0, 1), 2.0))
+    trainer.do(io.Exchanged(1, 1, "g1"))
+    trainer.peer("b", bar(FIRST, 1, gradient="g1", state="d1"))
+    assert trainer.found(io.Apply), "the early contribution counted"
+
+
+def test_what_peers_can_make_a_member_keep_is_bounded():
+    trainer = running()
+    for epoch in range(2, 200):
+        trainer.peer("b", contribution(record_of("a b", epoch=epoch), epoch, (2, 3)))
+    assert len(trainer.core.links.early) <= 8
+
+
+def test_a_process_that_the_roster_does_not_list_is_not_heard():
+    trainer = running()
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    trainer.do(io.FromPeer("b", 7, contribution(FIRST, 0, (2, 3))), io.Exchanged(1, 0, "g0"))
+    assert not trainer.told_peers(m.Bar)
+
+
+# --- aborts, reports, decisions --------------------------------------------------------------------------
+
+SECOND = record_of("a", epoch=2)
+
+
+def test_a_lost_link_aborts_once_and_keeps_hold_and_gradient():
+    trainer = holding()
+    trainer.do(io.LinkLost("b", 1, "reset"))
+    assert [x.about for x in trainer.said(m.Aborted)] == ["b"]
+    assert trainer.found(io.AbortExchange)
+    trainer.do(io.ExchangeFailed(1, 0, "b", "reset"), io.Exchanged(1, 0, "late"))
+    assert not trainer.said(m.Aborted)
+    trainer.leader(m.Epoch(SECOND))
+    (report,) = trainer.said(m.Report)
+    assert (report.holds, report.gradient_digest, report.have) == (True, "g0", (0, 1))
+    assert (report.round_epoch, report.round_step, report.round_roster) == (1, 0, ("a", "b"))
+
+
+def test_the_report_promises_to_stay_out_and_is_repeated_unchanged():
+    trainer = holding()
+    trainer.leader(m.Epoch(SECOND))
+    (report,) = trainer.said(m.Report)
+    trainer.peer("b", bar(FIRST, 0))
+    assert not trainer.found(io.Apply), "the barrier of the old epoch is void"
+    trainer.do(io.LeaderLost(), io.LeaderConnected())
+    trainer.leader(m.Epoch(SECOND))
+    assert trainer.said(m.Report) == [report]
+
+
+def test_resume_past_the_hold_commits_it_and_only_once():
+    trainer = holding()
+    trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 1, "g0", a=(0, 1, 2, 3)))
+    (apply,) = trainer.found(io.Apply)
+    assert apply.held.contributions == (("a", (0, 1)), ("b", (2, 3)))
+    trainer.leader(resume_of(SECOND, 1, "g0", a=(0, 1, 2, 3)))
+    assert not trainer.effects, "a decision is adopted once"
+    trainer.do(io.Ready(1, "d1"))
+    assert trainer.found(io.Compute) == [io.Compute(1, (0, 1, 2, 3))]
+
+
+def test_a_hold_of_other_content_is_fetched_instead_of_committed():
+    trainer = holding()
+    trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 1, "another"))
+    assert not trainer.found(io.Apply)
+    assert trainer.core.mode is Mode.CATCH_UP
+    assert [f.step for f in trainer.found(io.FetchGradient)] == [0]
+
+
+def test_a_redone_round_adds_what_is_missing_to_the_kept_gradient():
+    trainer = holding()
+    trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 0, a=(2, 3)))
+    assert trainer.found(io.Compute) == [io.Compute(0, (2, 3))]
+    trainer.do(io.Linked(2), io.Computed(0, (2, 3), 2.0))
+    (start,) = trainer.found(io.StartExchange)
+    assert start.weight == 4.0
+    assert not trainer.found(io.DropGradient)
+
+
+def test_what_is_still_being_computed_is_promised_in_the_report():
+    trainer = running()
+    trainer.leader(m.Epoch(SECOND))
+    assert trainer.said(m.Report)[0].have == (0, 1)
+    trainer.leader(resume_of(SECOND, 0, a=(2, 3)))
+    assert not trainer.found(io.Compute), "the main thread is not asked twice at once"
+    trainer.do(io.Linked(2), io.Computed(0, (0, 1), 2.0))
+    assert trainer.found(io.Compute) == [io.Compute(0, (2, 3))]
+    trainer.do(io.Computed(0, (2, 3), 2.0))
+    assert trainer.found(io.StartExchange)[0].weight == 4.0
+
+
+def test_a_decision_to_drop_forgets_the_gradient_even_while_it_grows():
+    trainer = running()
+    trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 0, drop="a", a=(2, 3)))
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    kinds = [type(e) for e in trainer.effects]
+    assert kinds.index(io.DropGradient) < kinds.index(io.Compute)
+    assert trainer.found(io.Compute) == [io.Compute(0, (2, 3))]
+
+
+def test_resuming_before_the_own_state_is_a_bug_and_says_so():
+    trainer = holding()
+    trainer.peer("b", bar(FIRST, 0))
+    trainer.do(io.Ready(1, "d1"))
+    with pytest.raises(IllegalTransition, match="told to resume at 0 with the state at 1"):
+        trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "to"),
+    [(mode, to) for mode in Mode for to in Mode if to not in TRANSITIONS[mode]],
+)
+def test_moves_that_the_table_does_not_allow_raise(mode, to):
+    trainer = Trainer()
+    trainer.core.mode = mode
+    with pytest.raises(IllegalTransition, match=f"a cannot go from {mode.value} to {to.value} at step 0"):
+        trainer.core._enter_mode(to)
+
+
+def test_a_planned_epoch_does_not_disturb_the_round_under_way():
+    trainer = holding()
+    joined = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    trainer.leader(m.Epoch(joined))
+    assert trainer.core.mode is Mode.RUN and trainer.found(io.LinkUp)
+    trainer.peer("b", bar(FIRST, 0))
+    assert trainer.core.current == FIRST, "not everybody was ready for it"
+
+
+def test_the_members_switch_when_all_are_ready_and_the_newcomer_computes_nothing_yet():
+    trainer = running()
+    joined = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    trainer.leader(m.Epoch(joined))
+    trainer.do(io.Linked(2), io.Computed(0, (0, 1), 2.0))
+    trainer.peer("b", contribution(FIRST, 0, (2, 3)))
+    trainer.do(io.Exchanged(1, 0, "g0"))
+    assert [b.ready for b in trainer.told_peers(m.Bar)] == [2]
+    trainer.peer("b", bar(FIRST, 0, ready=2))
+    assert trainer.core.current == joined and trainer.found(io.Switch)
+    trainer.do(io.Ready(1, "d1"))
+    assert trainer.found(io.Compute) == [io.Compute(1, (0, 1))]
+
+
+def test_a_planned_epoch_that_misses_a_forced_one_aborts():
+    trainer = running()
+    trainer.leader(m.Epoch(record_of("a b c", epoch=3, forced=2)))
+    assert trainer.core.mode is Mode.ABORTED and trainer.said(m.Aborted)
+
+
+# --- links -----------------------------------------------------------------------------------------------
+
+
+def test_a_link_lost_while_the_next_epoch_is_decided_is_made_again():
+    """Found in simulation: the member of the old epoch was recognised, and the new epoch's link forgotten."""
+    trainer = running()
+    forced = record_of("a b", epoch=2)
+    trainer.leader(m.Epoch(forced))
+    trainer.do(io.Linked(2))
+    trainer.do(io.LinkLost("b", 1, "reset"))
+    assert [e.record.epoch for e in trainer.found(io.LinkUp)] == [2]
+    assert 2 not in trainer.core.links.up
+
+
+def test_links_that_cannot_be_made_are_reported():
+    trainer = running(linked=False)
+    trainer.do(io.LinkFailed(1, "b", "no link to b"))
+    assert trainer.core.mode is Mode.ABORTED
+    assert trainer.said(m.Aborted)[0].about == "b"
+
+
+def test_a_new_leader_makes_the_member_try_failed_links_again():
+    trainer = running()
+    trainer.leader(m.Epoch(record_of("a b c", epoch=2, forced=1, c={"fresh": True})))
+    trainer.do(io.LinkFailed(2, "c", "no link to c"))
+    assert trainer.said(m.Aborted)[0].fence.epoch == 2
+    trainer.leader(m.Epoch(record_of("a b c", epoch=2, forced=1, c={"fresh": True})))
+    assert trainer.found(io.LinkUp)
+
+
+def test_a_new_leader_hears_between_rounds_that_the_member_runs():
+    """Found in simulation: between two rounds there was no round to speak of, and nobody could join any more."""
+    trainer = holding()
+    trainer.peer("b", bar(FIRST, 0))
+    assert trainer.core.round is None
+    trainer.do(io.LeaderLost(), io.LeaderConnected())
+    trainer.leader(m.Epoch(FIRST))
+    assert trainer.said(m.Running) == [m.Running(FIRST.fence, 0)]
+
+
+# --- outside: catching up, joining, falling behind -------------------------------------------------------
+
+
+def outside(step=5, digest="d5"):
+    """A newcomer that has installed a snapshot of step 5."""
+    trainer = Trainer("c")
+    trainer.leader(m.Epoch(FIRST))
+    assert trainer.said(m.NeedState)
+    trainer.leader(m.Sources(FIRST.fence, SnapshotRef(1, step, digest), ("http://a",)))
+    assert trainer.found(io.FetchState)
+    trainer.do(io.StateFetched(step, digest))
+    assert trainer.found(io.Install) == [io.Install(step, digest)]
+    assert not trainer.said(m.NeedState), "what is being loaded is not asked for again"
+    trainer.do(io.Installed(step, digest))
+    return trainer
+
+
+def test_a_newcomer_replays_published_steps():
+    trainer = outside()
+    (fetch,) = trainer.found(io.FetchGradient)
+    assert (fetch.step, fetch.urls) == (5, ("http://a", "http://b"))
+    trainer.do(io.GradientFetched(5, "g5"))
+    (apply,) = trainer.found(io.Apply)
+    assert (apply.step, apply.held, apply.live) == (5, None, False)
+    assert not trainer.found(io.FetchGradient), "the buffer is still read by the main thread"
+    trainer.do(io.Ready(6, "d6"))
+    assert [f.step for f in trainer.found(io.FetchGradient)] == [6]
+
+
+def test_a_newcomer_learns_the_step_from_the_first_contribution():
+    trainer = outside()
+    joined = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    trainer.leader(m.Epoch(joined))
+    trainer.do(io.Linked(2))
+    assert trainer.core.mode is Mode.JOINED
+    trainer.peer("a", contribution(joined, 6, (0, 1)))
+    assert trainer.core.mode is Mode.RUN
+    assert [c.weight for c in trainer.told_peers(m.Contribution)] == [0.0, 0.0]
+    assert trainer.said(m.Running) == [m.Running(joined.fence, 6)]
+    trainer.do(io.Exchanged(2, 6, "g6"), io.FromPeer("b", 1, contribution(joined, 6, (2, 3))))
+    assert not trainer.told_peers(m.Bar), "it holds only when its own state is there"
+    trainer.do(io.GradientFetched(5, "g5"), io.Ready(6, "d6"))
+    assert [b.state_digest for b in trainer.told_peers(m.Bar)] == ["d6", "d6"]
+
+
+def test_an_installed_state_belongs_to_the_generation_it_was_fetched_for():
+    trainer = Trainer("c")
+    trainer.leader(m.Epoch(FIRST), m.Sources(FIRST.fence, SnapshotRef(1, 5, "d5"), ("http://a",)))
+    trainer.do(io.StateFetched(5, "d5"))
+    later = record_of("a b", epoch=4, cold=4, generation=2)
+    trainer.leader(m.Epoch(later))
+    trainer.do(io.Installed(5, "d5"))
+    assert trainer.core.state.generation == 1
+    assert trainer.said(m.NeedState), "a step of an older generation counts as nothing"
+
+
+def test_the_same_state_of_another_generation_need_not_be_fetched():
+    trainer = outside()
+    later = record_of("a b", epoch=4, cold=4, generation=2)
+    trainer.leader(m.Epoch(later))
+    assert trainer.said(m.NeedState) and trainer.found(io.CancelFetch)
+    trainer.leader(m.Sources(later.fence, SnapshotRef(2, 5, "d5"), ("http://b",)))
+    assert trainer.core.state.generation == 2
+    assert not trainer.found(io.FetchState) and trainer.found(io.FetchGradient)
+
+
+def test_a_gradient_that_is_gone_means_to_begin_again():
+    trainer = outside()
+    trainer.do(io.GradientGone(5, gone=True, why="too old"))
+    assert trainer.said(m.NeedState) and trainer.core.state.generation == 0
+
+
+def test_a_gradient_that_never_comes_makes_it_ask_where_to_look():
+    trainer = outside()
+    for _ in range(3):
+        trainer.do(io.GradientGone(5, gone=False, why="not published"))
+    assert "nobody delivers the gradient of step 5" in trainer.said(m.NeedState)[0].why
+    trainer.leader(m.Sources(FIRST.fence, SnapshotRef(1, 5, "d5"), ("http://elsewhere",)))
+    (fetch,) = trainer.found(io.FetchGradient)
+    assert "http://elsewhere" in fetch.urls and fetch.step == 5
+
+
+def test_who_was_admitted_for_a_state_that_it_lost_says_so_until_heard():
+    trainer = outside()
+    trainer.do(io.GradientGone(5, gone=True, why="too old"))
+    joined = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    trainer.leader(m.Epoch(joined))
+    (fallen,) = trainer.said(m.Fallen)
+    assert fallen.fence == joined.fence
+    trainer.do(io.LeaderLost(), io.LeaderConnected())
+    trainer.leader(m.Epoch(joined))
+    assert trainer.said(m.Fallen) == [fallen]
+
+
+def test_eviction_drops_what_was_kept_and_goes_on_by_replay():
+    trainer = holding()
+    trainer.leader(m.Epoch(record_of("b", epoch=2)))
+    assert trainer.core.mode is Mode.OUTSIDE and trainer.core.hold is None
+    assert trainer.found(io.DropGradient) and trainer.found(io.FetchGradient)
+
+
+def test_a_member_that_leaves_stays_in_its_round_until_all_are_ready():
+    trainer = Trainer()
+    leaving = record_of("a b", epoch=1, a={"leaving": True})
+    trainer.leader(m.Epoch(leaving), resume_of(leaving, 0, **assign(range(M), leaving.roster)))
+    trainer.do(io.Linked(1))
+    without = record_of("b", epoch=2, forced=1)
+    trainer.leader(m.Epoch(without))
+    assert trainer.core.mode is Mode.RUN
+    trainer.do(io.Linked(2), io.Computed(0, (0, 1), 2.0))
+    trainer.peer("b", contribution(leaving, 0, (2, 3)))
+    trainer.do(io.Exchanged(1, 0, "g0"))
+    trainer.peer("b", bar(leaving, 0, ready=2))
+    assert [s.code for s in trainer.found(io.Stop)] == [0]
+
+
+# --- cold start, parking, autonomy, the end --------------------------------------------------------------
+
+
+def test_a_cold_start_from_another_state_fetches_it():
+    trainer = Trainer()
+    cold = record_of("a b", epoch=1, base=Base(0, 3, "base", ("http://b",)))
+    trainer.leader(m.Epoch(cold), resume_of(cold, 3, a=(0, 1)))
+    assert trainer.found(io.FetchState) == [io.FetchState(SnapshotRef(0, 3, "base"), ("http://b",))]
+    trainer.do(io.StateFetched(3, "base"), io.Installed(3, "base"))
+    assert trainer.core.state.generation == 1
+    assert trainer.found(io.Compute) == [io.Compute(3, (0, 1))]
+
+
+def test_who_missed_the_cold_start_begins_it_with_the_next_forced_epoch():
+    """Found in simulation: with the first decision superseded nobody ever fetched the base."""
+    trainer = Trainer()
+    base = Base(0, 3, "base", ("http://b",))
+    trainer.leader(m.Epoch(record_of("a b c", epoch=1, base=base)))
+    second = record_of("a b", epoch=2, cold=1, base=base)
+    trainer.leader(m.Epoch(second), resume_of(second, 3, a=(0, 1)))
+    assert trainer.found(io.FetchState)
+
+
+def test_a_failed_fetch_of_the_base_is_said_to_the_leader():
+    trainer = Trainer()
+    cold = record_of("a b", epoch=1, base=Base(0, 3, "base", ("http://b",)))
+    trainer.leader(m.Epoch(cold), resume_of(cold, 3))
+    trainer.do(io.FetchFailed("no source delivered it"))
+    assert [x.why for x in trainer.said(m.Fallen)] == ["no source delivered it"]
+
+
+def test_below_the_minimum_it_parks_with_what_it_has():
+    trainer = Trainer(min_replicas=2)
+    alone = record_of("a", epoch=1)
+    trainer.leader(m.Epoch(alone), resume_of(alone, 0, a=(0, 1, 2, 3)))
+    assert trainer.core.mode is Mode.RUN and not trainer.found(io.Compute)
+
+
+def test_without_a_lighthouse_it_goes_on_until_autonomy_ends():
+    trainer = holding()
+    trainer.do(io.LeaderLost())
+    trainer.now += 1799
+    trainer.peer("b", bar(FIRST, 0))
+    trainer.do(io.Ready(1, "d1"))
+    assert trainer.found(io.Compute)
+    trainer.do(io.Computed(1, (0, 1), 2.0), io.Exchanged(1, 1, "g1"))
+    trainer.peer("b", contribution(FIRST, 1, (2, 3)))
+    trainer.now += 10
+    trainer.peer("b", bar(FIRST, 1, gradient="g1", state="d1"))
+    assert trainer.found(io.Apply), "the round under way is finished"
+    trainer.do(io.Ready(2, "d2"))
+    assert [s.code for s in trainer.found(io.Stop)] == [75]
+    assert trainer.do(io.Tick()) == [], "a stopped core does nothing any more"
+
+
+def test_contact_counts_from_when_the_answered_beat_was_sent():
+    trainer = running()
+    (beat,) = [e.message for e in Trainer().effects if isinstance(e, io.SendLeader)][-1:]
+    sent = trainer.now
+    trainer.now += 50
+    trainer.leader(m.BeatReply(beat.number))
+    assert trainer.core.contact.last == sent
+
+
+def test_finished_is_said_again_with_every_session():
+    trainer = holding()
+    trainer.peer("b", bar(FIRST, 0))
+    trainer.do(io.Closing())
+    assert trainer.said(m.Finished) == [m.Finished(FIRST.fence, 1)]
+    trainer.do(io.LeaderLost(), io.LeaderConnected())
+    assert [s.finished for s in trainer.said(m.Session)] == [True]
+    trainer.leader(m.Complete(FIRST.fence, 1))
+    assert trainer.found(io.Finish) == [io.Finish(1)]
+
+
+def test_who_fetches_the_last_state_computes_nothing_more():
+    trainer = Trainer()
+    cold = record_of("a b", epoch=1, base=Base(0, 3, "base", ("http://b",)))
+    trainer.leader(m.Epoch(cold), resume_of(cold, 3, a=(0, 1)))
+    trainer.do(io.StateFetched(3, "base"), io.Installed(3, "base", last=True))
+    assert trainer.said(m.Finished) and not trainer.found(io.Compute)
+
+
+# --- serving newcomers -----------------------------------------------------------------------------------
+
+
+def test_a_promised_snapshot_is_taken_at_its_step():
+    trainer = holding()
+    trainer.leader(m.Serve(FIRST.fence, "c", 1))
+    assert trainer.found(io.Listen) == [io.Listen(True)] and not trainer.found(io.TakeSnapshot)
+    trainer.peer("b", bar(FIRST, 0))
+    trainer.do(io.Ready(1, "d1"))
+    kinds = [type(e) for e in trainer.effects]
+    assert kinds.index(io.TakeSnapshot) < kinds.index(io.Compute)
+    trainer.do(io.Snapshotted(1, "d1"))
+    assert trainer.said(m.Taken) == [m.Taken(FIRST.fence, "c", 1, "d1")]
+    trainer.leader(m.ServeEnd(FIRST.fence, "c"))
+    assert trainer.found(io.Listen) == [io.Listen(False)]
+
+
+def test_a_step_that_has_passed_is_missed():
+    trainer = holding()
+    trainer.peer("b", bar(FIRST, 0))
+    trainer.do(io.Ready(1, "d1"))
+    trainer.leader(m.Serve(FIRST.fence, "c", 0))
+    assert trainer.said(m.Missed) == [m.Missed(FIRST.fence, "c", 0)]
+
+
+def test_a_snapshot_that_failed_can_be_asked_for_again():
+    """Found in simulation with a parked job: the step stays the same, so it must not count as done."""
+    trainer = Trainer(min_replicas=2)
+    alone = record_of("a", epoch=1)
+    trainer.leader(m.Epoch(alone), resume_of(alone, 0), m.Serve(alone.fence, "c", 0))
+    assert trainer.found(io.TakeSnapshot)
+    trainer.do(io.Snapshotted(0, ""))
+    assert trainer.said(m.Missed)
+    trainer.leader(m.Serve(alone.fence, "c", 0))
+    assert trainer.found(io.TakeSnapshot)

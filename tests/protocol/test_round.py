@@ -1,0 +1,62 @@
+"""One round: when it is held, whom it waits for, when it is committed, and where it goes next."""
+
+from protocol.makers import record_of
+
+from fabric.protocol.messages import Bar, Contribution
+from fabric.protocol.round import Round
+
+
+def contribution(round_, ids, **metrics):
+    return Contribution(
+        round_.record.fence, round_.step, float(len(ids)), tuple(ids), metrics=tuple(metrics.items())
+    )
+
+
+def bar(round_, gradient="g", state="", ready=2):
+    return Bar(round_.record.fence, round_.step, ready, gradient, state)
+
+
+def test_held_only_when_reduced_and_every_contribution_is_known():
+    round_ = Round(record_of("b a"), 7)
+    round_.contributions["a"] = contribution(round_, [0], loss=1.0)
+    assert round_.missing() == ("b",)
+    round_.gradient_digest = "g"
+    assert round_.hold() is None
+    round_.contributions["b"] = contribution(round_, [1, 2], loss=2.5, correct=1.0)
+    hold = round_.hold()
+    assert hold is not None
+    assert (hold.epoch, hold.step, hold.weight) == (2, 7, 3.0)
+    assert hold.contributions == (("b", (1, 2)), ("a", (0,))), "in roster order"
+    assert hold.metrics == (("correct", 1.0), ("loss", 3.5))
+    assert round_.missing() == ("b", "a")
+
+
+def test_complete_needs_the_bar_of_every_member():
+    round_ = Round(record_of("a b"), 7)
+    round_.bars["a"] = bar(round_)
+    assert not round_.complete()
+    round_.bars["b"] = bar(round_)
+    assert round_.complete()
+    assert round_.disagreement() == ""
+
+
+def test_digests_that_differ_are_named_by_member():
+    round_ = Round(record_of("a b"), 7)
+    round_.bars = {"a": bar(round_, "g"), "b": bar(round_, "h")}
+    assert round_.disagreement() == "digests of the reduced gradient at step 7 differ: a g, b h"
+    round_.bars = {"a": bar(round_, state="x"), "b": bar(round_, state="y")}
+    assert "digests of the state at step 7 differ: a x, b y" in round_.disagreement()
+
+
+def test_a_state_digest_that_was_not_taken_agrees_with_any():
+    round_ = Round(record_of("a b"), 7)
+    round_.bars = {"a": bar(round_, state="x"), "b": bar(round_, state="")}
+    assert round_.disagreement() == ""
+
+
+def test_the_next_epoch_is_the_one_that_all_are_ready_for():
+    round_ = Round(record_of("a b"), 7)
+    round_.bars = {"a": bar(round_, ready=3), "b": bar(round_, ready=2)}
+    assert round_.next_epoch() == 2
+    round_.bars["b"] = bar(round_, ready=3)
+    assert round_.next_epoch() == 3

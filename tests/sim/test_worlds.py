@@ -1,0 +1,121 @@
+"""The protocol under thousands of seeded worlds: nothing breaks an invariant, and nothing rare went unmet."""
+
+import pytest
+import sim.lighthouse
+import sim.trainer
+from sim import coverage
+from sim.checkers import Checks, Violation
+from sim.clockwork import Clockwork, Process
+from sim.network import Connection, End, Network
+from sim.run import hunt
+from sim.world import run_seed
+
+import fabric.client.engine
+import fabric.lighthouse.jobs
+import fabric.protocol.leader
+import fabric.protocol.member
+
+SEEDS = 2000
+
+
+def test_the_simulator_drives_the_very_classes_that_the_shells_drive():
+    assert sim.trainer.Member is fabric.protocol.member.Member
+    assert fabric.client.engine.Member is fabric.protocol.member.Member
+    assert sim.lighthouse.Leader is fabric.protocol.leader.Leader
+    assert fabric.lighthouse.jobs.Leader is fabric.protocol.leader.Leader
+
+
+def test_without_faults_every_world_finishes_in_its_first_epochs():
+    for seed in range(50):
+        world = run_seed(seed, faultless=True)
+        assert world.clockwork.counts["member: outside"] == 0, seed
+        assert world.clockwork.counts["path: cold start"] == 0, seed
+        assert world.store.record is not None and world.store.record.complete, seed
+
+
+def test_thousands_of_worlds_keep_every_invariant_and_meet_every_rare_path():
+    counts, failures = hunt(0, SEEDS)
+    for name, number in sorted(counts.items()):
+        print(f"{number:9} {name}")
+    assert not failures, "\n".join(failures)
+    assert not coverage.missing(counts), f"never happened in {SEEDS} seeds: {coverage.missing(counts)}"
+
+
+@pytest.mark.parametrize("seed", [0, 5, 254])
+def test_a_seed_replays_exactly(seed):
+    first, second = run_seed(seed, tracing=True), run_seed(seed, tracing=True)
+    assert first.clockwork.lines == second.clockwork.lines
+    assert len(first.clockwork.lines) > 100
+
+
+# --- the simulator itself ----------------------------------------------------------------------------
+
+
+def connected(seed=1):
+    clockwork = Clockwork(seed)
+    network = Network(clockwork)
+    heard = []
+    ends = [
+        End(
+            Process(clockwork, name),
+            name,
+            lambda message, name=name: heard.append((name, message)),
+            lambda why, name=name: heard.append((name, f"closed: {why}")),
+        )
+        for name in ("a", "b")
+    ]
+    return clockwork, network, Connection(network, *ends), heard
+
+
+def test_a_connection_keeps_the_order_of_what_is_sent():
+    clockwork, network, connection, heard = connected()
+    network.slow = 0.5
+    for number in range(50):
+        connection.send(0, number)
+    connection.close(0, "done")
+    clockwork.run(10.0, lambda: False)
+    assert heard == [*(("b", number) for number in range(50)), ("b", "closed: done")]
+
+
+def test_a_healed_partition_delivers_in_order_what_was_held():
+    clockwork, network, connection, heard = connected()
+    network.block("a", "b")
+    for number in range(5):
+        connection.send(0, number)
+    clockwork.run(0.5, lambda: False)
+    assert heard == []
+    network.heal()
+    connection.send(0, 5)
+    clockwork.run(1.0, lambda: False)
+    assert heard == [("b", number) for number in range(6)]
+
+
+def test_a_lasting_partition_ends_the_connection_at_both_ends():
+    clockwork, network, connection, heard = connected()
+    network.block("a", "b")
+    connection.send(0, "lost")
+    clockwork.run(10.0, lambda: False)
+    assert sorted(heard) == [("a", "closed: timed out"), ("b", "closed: timed out")]
+
+
+def test_a_stopped_process_hears_everything_when_it_is_continued():
+    clockwork, _, connection, heard = connected()
+    connection.ends[1].process.pause()
+    connection.send(0, "one")
+    connection.send(0, "two")
+    clockwork.run(1.0, lambda: False)
+    assert heard == []
+    connection.ends[1].process.resume()
+    clockwork.run(2.0, lambda: False)
+    assert heard == [("b", "one"), ("b", "two")]
+
+
+def test_the_checker_of_states_notices_a_difference():
+    class Named:
+        name, host, incarnation = "r0.1", "r0", 1
+
+    checks = Checks(2, 1)
+    checks.state(Named(), 1, 5, "a")
+    checks.state(Named(), 2, 5, "b")
+    with pytest.raises(Violation, match="state b at step 5 of generation 1"):
+        checks.state(Named(), 1, 5, "b")

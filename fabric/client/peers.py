@@ -109,6 +109,10 @@ class Peers:
 
     async def _bring_up(self, linking: _Linking) -> None:
         record = linking.record
+        if not record.lists(*self._me):
+            # I leave when this epoch begins: nothing of it is mine to link, and the others wait for my word.
+            self._feed(io.Linked(record.epoch))
+            return
         try:
             async with asyncio.timeout(self._link_s):
                 dials = [self._dial_control(record, x) for x in self._to_dial(record)]

@@ -18,6 +18,9 @@ from fabric.protocol import messages as m
 from fabric.protocol.decide import Evict, Undecidable, decide
 from fabric.protocol.liveness import Liveness, LivenessConfig, Peer, PulseState
 
+# Seconds without any event, though a deadline is due at least twice in them, after which a leader takes it
+# that it was itself away.
+DEAF_S = 1.2
 # Seconds before members that all missed a step are asked for another one.
 SERVE_AGAIN_S = 0.1
 # Seconds that an evicted process waits before it is admitted again, doubled every time.
@@ -92,6 +95,9 @@ class Leader:
 
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
         """Take one event at time ``now`` (monotonic seconds); return the effects to perform in order."""
+        if now - self._now > DEAF_S:
+            # I was stopped myself: that I heard nothing meanwhile says nothing of the others.
+            self.liveness.elected = now
         self._now = now
         self._effects = []
         _HANDLERS[type(event)](self, event)
@@ -413,7 +419,7 @@ class Leader:
 
     def _is_settled(self, record: Record) -> bool:
         """Rule 4: every member runs in the current epoch, and nothing is outstanding."""
-        if record.is_forced and self.epoch.decision is None:
+        if self.epoch.aborted or (record.is_forced and self.epoch.decision is None):
             return False
         return all(x.replica in self.epoch.running for x in record.roster) or self._is_parked(record)
 

@@ -208,13 +208,13 @@ def pair(zygote, tmp_path):
 
 def test_a_joiner_with_another_model_shape(pair):
     said = refused(pair, "r2", TINY_WIDTH="32")
-    assert "r2 has other parameters (names, shapes or dtypes) than r0: start every replica with the same" in said
+    assert re.search(r"r2 has other parameters \(names, shapes or dtypes\) than r[01]: start every", said)
     forget(pair, "r2")
 
 
 def test_a_joiner_with_another_data_configuration(pair):
     said = refused(pair, "r2", **odd("other sizes"))
-    assert "r2 has other data settings than r0" in said
+    assert re.search(r"r2 has other data settings than r[01]: start every replica with the same", said)
     forget(pair, "r2")
 
 
@@ -372,9 +372,7 @@ DEAD_STORES = {
 def test_a_dead_store(tmp_path, url):
     (tmp_path / "garbage.db").write_bytes(b"this is no database, " * 400)
     values = {"folder": str(tmp_path), "closed": str(closed_port())}
-    code, said = fabric(
-        "lighthouse", "--store", url.format(**values), "--store-wait-s", "0.5", cwd=tmp_path
-    )
+    code, said = fabric("lighthouse", "--store", url.format(**values), "--store-wait-s", "0.5", cwd=tmp_path)
     assert code == 1
     line = last_line(said)
     assert line.startswith("error: ") and DEAD_STORES[url].format(**values) in line

@@ -43,6 +43,4 @@ def report_of(record, step, pend=(0, 0, ""), holds="", have=(), digest="", commi
 
 def session_of(name, incarnation=1, **changes):
     fields = {"generation": 0, "step": 0, "digest": "start", "epoch": 0, "micro_batches": 4, **changes}
-    return Session(
-        replica=name, incarnation=incarnation, link=f"{name}:1", ckpt=f"http://{name}", **fields
-    )
+    return Session(replica=name, incarnation=incarnation, link=f"{name}:1", ckpt=f"http://{name}", **fields)

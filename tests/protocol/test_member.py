@@ -305,7 +305,7 @@ def test_a_new_leader_makes_the_member_try_failed_links_again():
 
 
 def test_a_new_leader_hears_between_rounds_that_the_member_runs():
-    """Found in simulation: between two rounds there was no round to speak of, and nobody could join any more."""
+    """Found in simulation: between two rounds it said nothing, and nobody could join any more."""
     trainer = holding()
     trainer.peer("b", bar(FIRST, 0))
     assert trainer.core.round is None

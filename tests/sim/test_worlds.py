@@ -11,7 +11,7 @@ from sim.run import hunt
 from sim.world import run_seed
 
 import fabric.client.engine
-import fabric.lighthouse.jobs
+import fabric.lighthouse.job
 import fabric.protocol.leader
 import fabric.protocol.member
 
@@ -22,7 +22,7 @@ def test_the_simulator_drives_the_very_classes_that_the_shells_drive():
     assert sim.trainer.Member is fabric.protocol.member.Member
     assert fabric.client.engine.Member is fabric.protocol.member.Member
     assert sim.lighthouse.Leader is fabric.protocol.leader.Leader
-    assert fabric.lighthouse.jobs.Leader is fabric.protocol.leader.Leader
+    assert fabric.lighthouse.job.Leader is fabric.protocol.leader.Leader
 
 
 def test_without_faults_every_world_finishes_in_its_first_epochs():

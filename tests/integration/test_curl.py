@@ -1,0 +1,318 @@
+"""docs/http.md is true: every curl line on it is run as it stands against a job held still in a step, and the
+answers have the shape that is shown there."""
+
+import json
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import pytest
+import xxhash
+from job import Job
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.numpy import load_file
+
+from fabric.ckpt_server import routes as ckpt_routes
+from fabric.lighthouse import routes as lighthouse_routes
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "http.md"
+HELD_STEP = 8
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command of the page and the answer shown below it, if there is one."""
+
+    command: str
+    kind: str
+    answer: str
+
+
+def examples() -> list[Example]:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = []
+    for (kind, text), (next_kind, next_text) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+        if kind == "sh":
+            shown = next_kind in ("json", "text", "prometheus")
+            found.append(Example(text, next_kind if shown else "", next_text if shown else ""))
+    return found
+
+
+EXAMPLES = examples()
+
+
+@pytest.fixture(scope="module")
+def job(zygote, tmp_path_factory):
+    """Three replicas, held still in the forward pass of a step, with snapshots of the steps before."""
+    environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "2000"}
+    with Job(zygote, tmp_path_factory.mktemp("curl"), environment=environment) as job:
+        job.start_all({"r0": f"forward@{HELD_STEP}=wait:{job.folder / 'go-on'}"})
+        job.wait_for(lambda: len(job.events("r0", "commit")) == HELD_STEP, "the steps before")
+        # The page's own preparation, so that this is tested too.
+        prepare = next(b for b in re.findall(r"```\n(.*?)```", PAGE.read_text(), re.DOTALL) if "umask" in b)
+        line = next(line for line in prepare.splitlines() if "umask" in line)
+        subprocess.run(["bash", "-euc", line], cwd=job.folder, check=True)
+        assert (job.folder / "auth").stat().st_mode & 0o077 == 0
+        job.wait_for(lambda: HELD_STEP in held(job), "the snapshot of the last step")
+        yield job
+
+
+def held(job: Job) -> list[int]:
+    return [entry["step"] for entry in json.loads(curl(job, "$CKPT/v1/snapshots"))]
+
+
+def variables(job: Job) -> dict[str, str]:
+    address = f"{job.url}/v1/jobs/test"
+    shown = subprocess.run(["curl", "-sf", "-H", "@auth", address], cwd=job.folder, capture_output=True)
+    servers = {m["replica"]: m["ckpt"] for m in json.loads(shown.stdout)["members"]}
+    return {"LIGHTHOUSE": job.url, "JOB": "test", "CKPT": servers["r0"]}
+
+
+def shell(job: Job, command: str) -> subprocess.CompletedProcess:
+    """Run ``command`` in the job's folder, where ``auth`` is, with the page's variables."""
+    environment = {**os.environ, **variables(job)}
+    done = subprocess.run(
+        ["bash", "-euc", command], cwd=job.folder, env=environment, capture_output=True, timeout=20
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout!r}\n{done.stderr!r}"
+    return done
+
+
+def curl(job: Job, address: str, *options: str) -> bytes:
+    return shell(job, f'curl -sS -H @auth {" ".join(options)} "{address}"').stdout
+
+
+def like(shown: object, answered: object, where: str = "answer") -> None:
+    """Every key that is shown is answered, with a value of the same kind; lists by their first element."""
+    if isinstance(shown, bool) or not isinstance(shown, int | float):
+        assert type(answered) is type(shown), f"{where} is {answered!r}, shown is {shown!r}"
+    else:
+        assert isinstance(answered, int | float), f"{where} is {answered!r}, shown is {shown!r}"
+    if isinstance(shown, dict):
+        for key, value in shown.items():
+            assert key in answered, f"{where} has no {key}: {sorted(answered)}"
+            like(value, answered[key], f"{where}.{key}")
+    elif isinstance(shown, list) and shown:
+        assert answered, f"{where} is empty"
+        like(shown[0], answered[0], f"{where}[0]")
+
+
+def samples(text: str) -> set[tuple[str, tuple[str, ...]]]:
+    """Names of the metrics in Prometheus' text format, each with the names of its labels."""
+    families = text_string_to_metric_families(text)
+    return {(s.name, tuple(sorted(s.labels))) for family in families for s in family.samples}
+
+
+def first_line(job: Job, command: str) -> str:
+    """The first line of a command that goes on by itself."""
+    environment = {**os.environ, **variables(job)}
+    with subprocess.Popen(
+        ["bash", "-euc", f"exec {command}"],
+        cwd=job.folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        line = process.stdout.readline()
+        process.kill()
+    return line
+
+
+# Those of the last section change the job: they come last on the page, and last in this file.
+ASKING = [e for e in EXAMPLES if " -d '" not in e.command]
+TELLING = [e for e in EXAMPLES if " -d '" in e.command]
+
+
+@pytest.mark.parametrize("example", ASKING, ids=lambda e: e.command.strip().splitlines()[-1][-50:])
+def test_the_page(job, example):
+    if "follow=1" in example.command:
+        like(json.loads(example.answer), json.loads(first_line(job, example.command)))
+        return
+    answered = shell(job, example.command).stdout.decode()
+    if example.kind == "json":
+        like(json.loads(example.answer), json.loads(answered))
+    elif example.kind == "prometheus":
+        assert samples(example.answer) <= samples(answered)
+    elif example.kind == "text" and ": " in example.answer.splitlines()[-1]:
+        shown = {line.partition(":")[0] for line in example.answer.splitlines()}
+        assert shown <= {line.partition(":")[0].strip() for line in answered.splitlines()}
+    elif example.kind == "text":
+        assert answered == example.answer
+
+
+def test_every_route_is_on_the_page():
+    text = PAGE.read_text().replace("$JOB", "{job}").replace("latest", "{step}").replace("$STEP", "{step}")
+    for module in (lighthouse_routes, ckpt_routes):
+        app = module.make_app(None, None)
+        paths = {resource.canonical for resource in app.router.resources()}
+        assert len(paths) > 5
+        for path in paths:
+            assert re.search(re.escape(path) + r'["`?]', text), f"{path} is not on the page"
+
+
+def code(job: Job, address: str, *options: str) -> str:
+    return shell(
+        job, f'curl -s -o answer -w "%{{http_code}}" {" ".join(options)} "{address}"'
+    ).stdout.decode()
+
+
+def closed_paths() -> list[str]:
+    """Every path that wants the token."""
+    found = []
+    for variable, module in (("$LIGHTHOUSE", lighthouse_routes), ("$CKPT", ckpt_routes)):
+        for resource in module.make_app(None, None).router.resources():
+            if resource.canonical not in ("/healthz", "/metrics"):
+                path = resource.canonical.replace("{job}", "test").replace("{step}", "7")
+                found.append(variable + path)
+    return found
+
+
+@pytest.mark.parametrize("path", closed_paths())
+def test_without_the_token(job, path):
+    for header in ("", "-H 'Authorization: Bearer wrong'", "-H 'Authorization: Basic YTpi'"):
+        assert code(job, path, header) == "401"
+        body = json.loads((job.folder / "answer").read_text())
+        assert list(body) == ["error"] and "token" in body["error"]
+
+
+@pytest.mark.parametrize("variable", ["$LIGHTHOUSE", "$CKPT"])
+def test_open_paths(job, variable):
+    for path in ("/healthz", "/metrics"):
+        assert code(job, variable + path) == "200"
+    text = shell(job, f'curl -sf "{variable}/metrics"').stdout.decode()
+    found = samples(text)
+    assert found and all(name.startswith("fabric_") for name, _ in found)
+
+
+def manifest(job: Job) -> dict:
+    return json.loads(curl(job, "$CKPT/v1/snapshots/latest/manifest"))
+
+
+def state_digest(file: bytes) -> str:
+    """As the page says it is made."""
+    data_begins = 8 + int.from_bytes(file[:8], "little")
+    header = json.loads(file[8:data_begins])
+    header.pop("__metadata__", None)
+    hasher = xxhash.xxh3_128(file[:data_begins])
+    for begin, end in sorted(entry["data_offsets"] for entry in header.values()):
+        hasher.update(xxhash.xxh3_64_digest(file[data_begins + begin : data_begins + end]))
+    return hasher.hexdigest()
+
+
+def test_the_file_is_safetensors_and_has_its_digest(job):
+    """The ``safetensors`` package reads it, and its bytes are what manifest and journal say."""
+    curl(job, "$CKPT/v1/snapshots/latest/data", "-o", "state.safetensors")
+    path = job.folder / "state.safetensors"
+    data, described = path.read_bytes(), manifest(job)
+    assert state_digest(data) == described["digest"]
+    size = described["block_bytes"]
+    blocks = [xxhash.xxh3_64_hexdigest(data[i : i + size]) for i in range(0, len(data), size)]
+    assert blocks == described["blocks"]
+    assert len(data) == described["nbytes"]
+    journalled = {e["step"]: e["digest"] for e in job.events("r0", "state")}
+    assert journalled[described["step"]] == described["digest"]
+    tensors = load_file(path)
+    assert set(tensors) == set(described["tensors"])
+    assert tensors["model/0.weight"].shape == (64, 16)
+    assert all(numpy.isfinite(t).all() for t in tensors.values())
+
+
+def test_every_replica_serves_the_same_bytes(job):
+    found = json.loads(curl(job, "$LIGHTHOUSE/v1/jobs/test"))
+    bodies = {curl(job, m["ckpt"] + f"/v1/snapshots/{HELD_STEP}/data") for m in found["members"]}
+    assert len(found["members"]) == 3 and len(bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "begin", "end"),
+    [("0-7", 0, 8), ("8-1023", 8, 1024), ("100-100", 100, 101), ("-16", -16, None)],
+)
+def test_a_range_is_exactly_those_bytes(job, wanted, begin, end):
+    whole = curl(job, "$CKPT/v1/snapshots/latest/data")
+    assert curl(job, "$CKPT/v1/snapshots/latest/data", "-r", wanted) == whole[begin:end]
+    options = ("-H", "@auth", "-r", wanted)
+    assert code(job, "$CKPT/v1/snapshots/latest/data", *options) == "206"
+
+
+def test_a_range_that_cannot_be(job):
+    nbytes = manifest(job)["nbytes"]
+    options = ("-H", "@auth", "-r", f"{nbytes}-{nbytes + 5}")
+    assert code(job, "$CKPT/v1/snapshots/latest/data", *options) == "416"
+
+
+def test_another_state_than_the_one_meant(job):
+    address = "$CKPT/v1/snapshots/latest/data"
+    digest = manifest(job)["digest"]
+    assert code(job, address, "-H", "@auth", "-H", f"'If-Match: \"{digest}\"'") == "200"
+    assert code(job, address, "-H", "@auth", "-H", f"'If-Match: \"{'0' * 32}\"'") == "412"
+
+
+REFUSED = [
+    ("$LIGHTHOUSE/v1/jobs/no-such-job", "404", "there is no job no-such-job"),
+    ("$LIGHTHOUSE/v2", "404", "there is nothing at /v2"),
+    ("$LIGHTHOUSE/v1/jobs/test/events?after=soon", "400", "after must be an integer"),
+    ("$LIGHTHOUSE/v1/jobs/test/session", "400", "this is a WebSocket"),
+    ("$CKPT/v1/snapshots/first/manifest", "400", "is no step: give a number or latest"),
+    ("$CKPT/v1/snapshots/latest/data?generation=99", "409", "in generation 99"),
+    ("$CKPT/v1/gradients/latest", "400", "gradients are named by their step"),
+    ("$CKPT/v1/gradients/999999", "409", "the gradient of step 999999 is not held yet"),
+    ("$CKPT/v1/gradients/7?wait_s=1e9", "400", "wait_s must be a number of seconds from 0 to 60"),
+]
+
+
+@pytest.mark.parametrize(("address", "status", "expected"), REFUSED, ids=[a for a, _, _ in REFUSED])
+def test_a_refused_request(job, address, status, expected):
+    assert code(job, address, "-H", "@auth") == status
+    assert expected in json.loads((job.folder / "answer").read_text())["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("no JSON", "400"),
+        ('{"replica": "r1"}', "400"),
+        ('{"replica": "r9", "who": "me", "why": "test"}', "404"),
+        ('{"replica": "../r1", "who": "me", "why": "test"}', "400"),
+    ],
+)
+def test_a_command_that_cannot_be(job, body, status):
+    before = curl(job, "$LIGHTHOUSE/v1/jobs/test/events")
+    assert code(job, "$LIGHTHOUSE/v1/jobs/test/evict", "-H", "@auth", "-d", f"'{body}'") == status
+    assert curl(job, "$LIGHTHOUSE/v1/jobs/test/events") == before
+
+
+def tell(job: Job, example: Example) -> None:
+    """Run a line of the last section; the events say by whom it was asked for, and why."""
+    answered = json.loads(shell(job, example.command).stdout)
+    assert answered == {**json.loads(example.answer), "job": "test"}
+    told = json.loads(re.search(r"-d '(.*?)'", example.command)[1])
+    events = json.loads(curl(job, "$LIGHTHOUSE/v1/jobs/test/events"))
+    assert any(
+        (e["about"], e["why"]) == (told["replica"], f"by {told['who']}: {told['why']}") for e in events
+    )
+
+
+def test_telling_the_lighthouse(job):
+    """The last section of the page, in its order: r2 is drained and nobody notices; r1 is evicted and returns."""
+    drain, evict = TELLING
+    tell(job, drain)
+    (job.folder / "go-on").touch()
+    job.wait_for(lambda: job.ended("r2") is not None, "the end of the drained one")
+    said = (job.folder / "r2.log").read_text()
+    assert said == "fabric: r2: drained: the others go on without this replica\n"
+    assert job.ended("r2") == 0
+    epochs = job.events("r0", "epoch")
+    assert epochs[-1]["roster"] == ["r0", "r1"] and not any(e["forced"] for e in epochs[1:])
+    assert not job.events("r0", "abort"), "a drain stops nobody"
+
+    tell(job, evict)
+    job.wait_for(lambda: ["r0"] in rosters(job), "the eviction")
+    job.wait_for(lambda: "r1" in rosters(job)[-1], "the return of the evicted one")
+    assert job.ended("r1") is None, "it came back without a restart"
+
+
+def rosters(job: Job) -> list[list[str]]:
+    return [e["roster"] for e in job.events("r0", "epoch")]

@@ -1,0 +1,216 @@
+"""README and docs agree with the tree, the settings and the commands that they describe."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+
+from fabric.cli.main import cli
+from fabric.runtime.config import Settings
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+# Not for users: test points, see fabric/runtime/points.py.
+NOT_DOCUMENTED = {
+    "FABRIC_TEST_POINTS",
+    "FABRIC_DEMO_MARK",  # marks the demo's own processes, so that it ends no others
+}
+NOT_A_PART = {"__pycache__"}
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchor(heading: str) -> str:
+    """The fragment that a heading gets on the usual hosts."""
+    kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return kept.replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, fragment = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{name(page)} links to {target}"
+        assert found.is_relative_to(ROOT), f"{name(page)} links out of the project: {target}"
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.MULTILINE)
+            assert fragment in {anchor(h) for h in headings}, f"{name(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_paths_that_are_named_exist(page):
+    """`tests/...`, `fabric/...` and the like in backquotes are there; globs match something."""
+    for word in re.findall(r"`((?:fabric|tests|ops|docs|examples|benchmarks)/[\w./*-]*)`", page.read_text()):
+        assert list(ROOT.glob(word.rstrip("/"))), f"{name(page)} names {word}"
+
+
+# --- settings --------------------------------------------------------------------------------------------
+
+
+def variables() -> dict[str, object]:
+    """Variable -> default, as the settings have it."""
+    defaults = Settings()
+    return {
+        f"FABRIC_{f.name.upper()}": getattr(defaults, f.name) for f in fields(Settings) if f.name != "points"
+    }
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading."""
+    section = (ROOT / page).read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def documented() -> dict[str, str]:
+    """Variable -> its default's cell in docs/api.md."""
+    found = {}
+    for names, defaults, _ in rows("docs/api.md", "Settings"):
+        listed = re.findall(r"`(FABRIC_\w+)`", names)
+        cells = defaults.split(", ") if len(listed) > 1 else [defaults]
+        assert len(cells) == len(listed), f"one default for each of {names}"
+        found.update(zip(listed, cells, strict=True))
+    return found
+
+
+def test_every_setting_is_documented_and_no_other():
+    assert set(documented()) == set(variables())
+
+
+def test_defaults_are_as_documented():
+    for variable, cell in documented().items():
+        shown = re.fullmatch(r"`(.*)`", cell)
+        default = variables()[variable]
+        if shown is None:
+            continue  # a word: needed, none, the bound address
+        expected = "0" if default is False else f"{default:g}" if isinstance(default, float) else str(default)
+        assert shown[1] == expected, f"{variable}: {cell}"
+
+
+def mentioned() -> set[str]:
+    everything = [p.read_text() for p in PAGES]
+    everything += [p.read_text() for p in (ROOT / "examples").rglob("*") if p.suffix in (".py", ".sh", ".md")]
+    return {word for text in everything for word in re.findall(r"\bFABRIC_[A-Z_]*[A-Z]\b", text)}
+
+
+def test_no_page_names_a_setting_that_does_not_exist():
+    assert mentioned() <= set(variables()) | NOT_DOCUMENTED
+
+
+def test_sentences_of_the_source_name_settings_that_exist():
+    known = set(variables()) | NOT_DOCUMENTED
+    for path in (ROOT / "fabric").rglob("*.py"):
+        for word in re.findall(r"\bFABRIC_[A-Z_]*[A-Z]\b", path.read_text()):
+            assert word in known, f"{name(path)} says {word}"
+
+
+# --- commands -----------------------------------------------------------------------------------------
+
+
+def commands(group: click.Group, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], click.Command]:
+    found: dict[tuple[str, ...], click.Command] = {}
+    context = click.Context(group)
+    for word in group.list_commands(context):
+        command = group.get_command(context, word)
+        assert command is not None
+        found[(*prefix, word)] = command
+        if isinstance(command, click.Group):
+            found.update(commands(command, (*prefix, word)))
+    return found
+
+
+COMMANDS = commands(cli)
+
+
+def options(command: click.Command) -> set[str]:
+    shown = {name for p in command.params if isinstance(p, click.Option) for name in p.opts}
+    return shown | {"--help", "-h"}
+
+
+def invocations(text: str) -> list[str]:
+    """Every ``fabric ...`` of a page: in a block (continued lines joined) or in backquotes."""
+    joined = text.replace("\\\n", " ")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", joined, flags=re.MULTILINE | re.DOTALL)
+    typed = [block for kind, block in blocks if kind in ("", "sh", "bash")]
+    lines = [line.strip() for block in typed for line in block.splitlines()]
+    prose = re.sub(r"^```.*?^```$", "", joined, flags=re.MULTILINE | re.DOTALL)
+    quoted = re.findall(r"`([^`]+)`", prose)
+    return [line for line in lines + quoted if re.match(r"(\.venv/bin/)?fabric +[a-z]", line)]
+
+
+def described() -> list[tuple[str, str]]:
+    return [(name(page), line) for page in PAGES for line in invocations(page.read_text())]
+
+
+def test_pages_show_commands():
+    lines = [line for _, line in described()]
+    assert len(lines) > 5 and any(line.startswith("fabric lighthouse") for line in lines)
+
+
+@pytest.mark.parametrize(("page", "line"), described(), ids=lambda v: v[:70])
+def test_commands_exist_with_their_options(page, line):
+    words = line.replace("[", " ").replace("]", " ").split()[1:]
+    if ("demo", "verify") != tuple(words[:2]):
+        words = [words[0], *[w for w in words[1:] if w.startswith("-")]]
+    key = tuple(words[:2]) if tuple(words[:2]) in COMMANDS else tuple(words[:1])
+    assert key in COMMANDS, f"{page} shows `{line}`: there is no command {words[0]}"
+    command = COMMANDS[key]
+    if key == ("ckpt-server",):
+        return  # reads its own arguments
+    for word in words:
+        if word.startswith("-"):
+            option = word.partition("=")[0]
+            assert option in options(command), f"{page} shows `{line}`: {' '.join(key)} has no {option}"
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in PAGES:
+        for target in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), flags=re.MULTILINE):
+            assert target in targets, f"{name(page)} shows make {target}"
+
+
+# --- folders --------------------------------------------------------------------------------------------
+
+
+def folder_table() -> dict[str, str]:
+    """Folder -> what it may import, from docs/architecture.md."""
+    found = {}
+    for names, _, imports in rows("docs/architecture.md", "Folders"):
+        for word in re.findall(r"`([^`]+)`", names):
+            found[word] = imports
+    return found
+
+
+def test_the_folder_table_names_every_folder():
+    listed = {
+        word.removeprefix("fabric/").rstrip("/") for word in folder_table() if word.startswith("fabric/")
+    }
+    there = {p.name for p in (ROOT / "fabric").iterdir() if p.is_dir() and p.name not in NOT_A_PART}
+    files = {"model.py"}
+    assert listed == there | files
+
+
+def test_the_folder_table_names_only_what_exists():
+    for word in folder_table():
+        assert (ROOT / word).exists() or (ROOT / "fabric" / word).exists(), word
+
+
+def test_the_table_and_the_import_contract_agree():
+    """A part that may import another stands above it in pyproject.toml."""
+    contract = (ROOT / "pyproject.toml").read_text().split("layers = [", 1)[1].split("]", 1)[0]
+    layers = [set(re.findall(r"\w+", line)) for line in re.findall(r'"([^"]+)"', contract)]
+    level = {part: i for i, parts in enumerate(layers) for part in parts}
+    for word, imports in folder_table().items():
+        part = word.removeprefix("fabric/").rstrip("/")
+        for other in re.findall(r"\w+", imports):
+            if part in level and other in level:
+                assert level[other] > level[part], f"{word} is said to import {other}"

@@ -1,0 +1,272 @@
+"""What all parts of a leader core share: what it knows of a job, and the only way it writes.
+
+A leader is built in layers, each calling only those below: this one, then starting, serving and admitting
+(``leader_joins``), then the contract, failures and decisions (``leader``).
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from fabric.model import Fence, Member, Policy, Record
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.liveness import Liveness, LivenessConfig, Peer
+
+# Seconds without any event, though a deadline is due at least twice in them, after which a leader takes it
+# that it was itself away.
+DEAF_S = 1.2
+# Seconds before members that all missed a step are asked for another one.
+SERVE_AGAIN_S = 0.1
+# Seconds that an evicted process waits before it is admitted again, doubled every time.
+READMIT_S = 0.25
+READMIT_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderConfig:
+    """Seconds. ``coalesce_s``: deaths noticed within it share one epoch. ``reform_s``: how long after an
+    abort a death may still show itself before the same members form again; doubled per try."""
+
+    policy: Policy = field(default_factory=Policy)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    coalesce_s: float = 0.01
+    reform_s: float = 0.1
+    reform_limit_s: float = 5.0
+    autonomy_s: float = 1800.0
+    autonomy_margin_s: float = 60.0
+
+
+@dataclass(slots=True)
+class EpochState:
+    """What is known about the epoch in force; begun anew with every record."""
+
+    reports: dict[str, m.Report] = field(default_factory=dict)
+    decision: m.Resume | None = None
+    running: dict[str, int] = field(default_factory=dict)  # replica -> a round of it that it entered
+    aborted: dict[str, m.Aborted] = field(default_factory=dict)
+    aborted_at: float = 0.0
+    condemned: dict[str, str] = field(default_factory=dict)
+    fallen: set[str] = field(default_factory=set)  # hold nothing of worth: by their own word, or found wrong
+    condemned_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Serving:
+    """A snapshot promised to one newcomer: the step, and who has answered how."""
+
+    step: int = -1
+    asked: set[str] = field(default_factory=set)
+    taken: dict[str, str] = field(default_factory=dict)  # replica -> digest
+    missed: set[str] = field(default_factory=set)
+    told: bool = False
+    asked_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """How often a process was evicted, and from when on it may be admitted again."""
+
+    times: int = 0
+    until: float = 0.0
+
+
+@dataclass(slots=True)
+class Reforms:
+    """Tries to form again without a committed step between them, and who was blamed."""
+
+    tries: int = 0
+    blame: Counter[str] = field(default_factory=Counter)
+
+
+class LeaderBase:
+    """Knowledge and writes. Rule 1: at most one write in flight, announced only when committed."""
+
+    def __init__(self, job: str, config: LeaderConfig, entropy: random.Random, now: float) -> None:
+        self.job = job
+        self.config = config
+        self.entropy = entropy
+        self.store_id = ""
+        self.leading = False
+        self.record: Record | None = None
+        self.writing: Record | None = None
+        self.reading = False
+        self.liveness = Liveness(config.liveness, now)
+        self.epoch = EpochState()
+        self.serving: dict[str, Serving] = {}
+        self.finished: dict[str, int] = {}
+        self.draining: dict[str, str] = {}
+        self.reforms = Reforms()
+        self.setbacks: dict[tuple[str, int], Setback] = {}
+        self.waiting_since: float | None = None
+        self._now = now
+        self._effects: list[io.Effect] = []
+
+    # --- the record ------------------------------------------------------------------------------------
+
+    def on_written(self, event: io.RecordWritten) -> None:
+        if self.writing is not None and self.writing.nonce == event.nonce:
+            self._adopt(self.writing)
+
+    def on_write_failed(self, event: io.WriteFailed) -> None:
+        """Rule 1: an indefinite write is re-read; so is a refused one, which tells who wrote instead."""
+        if self.writing is not None and self.writing.nonce == event.nonce:
+            self.reading = True
+            self._do(io.ReadRecord())
+
+    def on_read(self, event: io.RecordRead) -> None:
+        if not self.reading:
+            return
+        self.reading = False
+        written, self.writing = self.writing, None
+        found = event.record
+        if written is not None and found is not None and found.nonce == written.nonce:
+            self._adopt(found)
+        elif (found.nonce if found else "") != (self.record.nonce if self.record else ""):
+            self.leading = False
+            self._do(io.StepDown("another lighthouse has written the job's record"))
+
+    def _write_complete(self, record: Record, step: int) -> None:
+        base = replace(record.base, step=step)
+        self._write(replace(record, complete=True, base=base, reason=f"finished at step {step}"))
+
+    def _write_epoch(self, record: Record, roster: tuple[Member, ...], forced: bool, why: str) -> None:
+        epoch = record.epoch + 1
+        proven = tuple(replace(x, fresh=not self._knows(x), ckpt=self._ckpt(x)) for x in roster)
+        self._write(
+            replace(
+                record,
+                epoch=epoch,
+                forced=epoch if forced else record.forced,
+                nonce=self._nonce(),
+                roster=proven,
+                reason=why,
+            )
+        )
+
+    def _write(self, record: Record) -> None:
+        if self.record is not None and record.nonce == self.record.nonce:
+            record = replace(record, nonce=self._nonce())
+        self.writing = record
+        self._do(io.WriteRecord(record, self.record))
+
+    def _adopt(self, record: Record) -> None:
+        """The store has committed it: now, and only now, it is announced."""
+        if self.record is not None and self.record.generation != record.generation:
+            self.finished.clear()
+        self._note_setbacks(record)
+        self.record, self.writing = record, None
+        self.epoch = EpochState()
+        for serving in self.serving.values():
+            if not serving.told:
+                serving.asked.clear()
+        self._tell("complete" if record.complete else "epoch", "", record.reason)
+        self._announce(record)
+
+    def _note_setbacks(self, record: Record) -> None:
+        """Who is evicted waits before it is admitted again, longer every time: its return stops nobody,
+        but its next eviction would."""
+        for member in self.record.roster if self.record is not None else ():
+            if record.lists(member.replica, member.incarnation) or member.leaving:
+                continue
+            key = (member.replica, member.incarnation)
+            times = self.setbacks.get(key, Setback()).times + 1
+            wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
+            self.setbacks[key] = Setback(times, self._now + wait_s)
+
+    def _announce(self, record: Record) -> None:
+        for replica in self.liveness.peers:
+            self._send(replica, m.Epoch(record))
+            if record.complete:
+                self._send(replica, m.Complete(record.fence, record.base.step))
+
+    # --- small questions and moves ---------------------------------------------------------------------
+
+    def _condemn(self, replica: str, reason: str) -> None:
+        if replica in self.epoch.condemned or not self._lists(replica):
+            return
+        if not self.epoch.condemned:
+            self.epoch.condemned_at = self._now
+        self.epoch.condemned[replica] = reason
+        self._tell("condemned", replica, reason)
+
+    def _send(self, replica: str, message: m.LeaderMessage) -> None:
+        peer = self.liveness.peers.get(replica)
+        if peer is not None and peer.connected:
+            self._do(io.SendMember(replica, peer.incarnation, message))
+
+    def _tell(self, kind: str, about: str, why: str) -> None:
+        self._do(io.Tell(kind, self.record.epoch if self.record else 0, about, why))
+
+    def _do(self, effect: io.Effect) -> None:
+        self._effects.append(effect)
+
+    def _nonce(self) -> str:
+        return f"{self.entropy.getrandbits(64):016x}"
+
+    def _lists(self, replica: str) -> bool:
+        return self.record is not None and self.record.member(replica) is not None
+
+    def _in_force(self, peer: Peer) -> bool:
+        record = self.record
+        return record is not None and record.lists(peer.session.replica, peer.incarnation)
+
+    def _is_mine(self, fence: object) -> bool:
+        return self.record is not None and fence == self.record.fence
+
+    def _is_of_generation(self, peer: Peer) -> bool:
+        return self.record is not None and peer.generation == self.record.generation
+
+    def _is_recent(self, fence: Fence) -> bool:
+        """Whether no forced epoch came since: what a member says of itself there still holds."""
+        record = self.record
+        if record is None or fence.generation != record.generation:
+            return False
+        return record.forced <= fence.epoch <= record.epoch
+
+    def _is_parked(self, record: Record) -> bool:
+        decided = not record.is_forced or self.epoch.decision is not None
+        return decided and len(record.roster) < self.config.policy.min_replicas
+
+    def _doubt(self, peer: Peer) -> str:
+        """Why this process would be evicted at once if it were in a roster, or empty."""
+        return self.liveness.verdict(as_member(peer.session), self._now)
+
+    def _knows(self, member: Member) -> bool:
+        """Whether it knows every step that may be committed: it is not fresh, or has entered a round of
+        this epoch with its own state there, so that nothing is committed without it from then on."""
+        if not member.fresh:
+            return True
+        entered, peer = self.epoch.running.get(member.replica), self.liveness.peers.get(member.replica)
+        if entered is None or peer is None or peer.incarnation != member.incarnation:
+            return False
+        return peer.step >= entered >= 0 and self._is_of_generation(peer)
+
+    def _ckpt(self, member: Member) -> str:
+        """Where its checkpoint server is now: one that died was started again at another address."""
+        pulse = self.liveness.pulses.get(member.replica)
+        known = pulse is not None and pulse.incarnation == member.incarnation and bool(pulse.ckpt)
+        return pulse.ckpt if known and pulse is not None else member.ckpt
+
+    def _top_step(self, record: Record) -> int:
+        steps = [
+            p.step
+            for p in self.liveness.peers.values()
+            if p.generation == record.generation and self._in_force(p)
+        ]
+        return max(steps, default=record.base.step)
+
+    def _micro_batches(self) -> int:
+        return next(iter(self.liveness.peers.values())).session.micro_batches
+
+
+def as_member(session: m.Session) -> Member:
+    """The roster entry of a session."""
+    return Member(
+        replica=session.replica,
+        incarnation=session.incarnation,
+        link=session.link,
+        ckpt=session.ckpt,
+        shares=session.shares,
+        layout=session.layout,
+    )

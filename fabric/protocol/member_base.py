@@ -1,0 +1,171 @@
+"""What all parts of a member core share: its state, and the moves that any of them may make.
+
+A member is built in layers, each calling only those below: this one, then catching up and serving
+(``member_catch_up``), then rounds (``member_rounds``), then epochs and the contract (``member``).
+"""
+
+from fabric.errors import IllegalTransition
+from fabric.model import Fence, Record, SnapshotRef, StepTimes
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.member_state import (
+    TRANSITIONS,
+    Contact,
+    Fetch,
+    Identity,
+    Kept,
+    Links,
+    MemberConfig,
+    Mode,
+    State,
+)
+from fabric.protocol.round import Round
+
+
+class MemberBase:
+    """State, and moves that keep it consistent. Times are monotonic seconds."""
+
+    _last_times: StepTimes | None = None
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: MemberConfig,
+        now: float,
+        state: State | None = None,
+        snapshots: tuple[SnapshotRef, ...] = (),
+    ) -> None:
+        self.identity = identity
+        self.config = config
+        self.mode = Mode.OUTSIDE
+        self.state = state or State()
+        self.waiting = False  # whether the main thread waits for an Apply, Compute, ...
+        self.kept = Kept()
+        self.hold: io.Hold | None = None
+        self.round: Round | None = None
+        self.current: Record | None = None  # the epoch I run in (or last ran in)
+        self.newest: Record | None = None
+        self.report: m.Report | None = None
+        self.resume: m.Resume | None = None
+        self.links = Links()
+        self.fetch = Fetch()
+        self.contact = Contact(last=now, next_beat=now)
+        self.serving: dict[str, int] = {}  # newcomer -> the step at which a snapshot is promised to it
+        self.listeners: set[str] = set()  # newcomers that live on published gradients
+        self.snapshots = snapshots
+        self.snapshotting = -1
+        self.busy = ""  # what the user's code does for long, for people
+        self.pend: tuple[int, int, tuple[str, ...]] = (0, 0, ())
+        self.stopped = False
+        self._now = now
+        self._effects: list[io.Effect] = []
+
+    @property
+    def phase(self) -> str:
+        """One word or two for people: the mode, and what the main thread does."""
+        return f"{self.mode.value}{', waiting' if self.waiting else ''}"
+
+    # --- moves -----------------------------------------------------------------------------------------
+
+    def on_closing(self, _: io.Closing) -> None:
+        self.waiting = False
+        self.contact.finished = True
+        fence = Fence(self._fence().store_id, self.state.generation, self._fence().epoch)
+        self._do(io.SendLeader(m.Finished(fence, self.state.step)))
+
+    def _abort(self, why: str, about: str) -> None:
+        """Rule 5: once per round; the kept gradient and the hold stay."""
+        assert self.current is not None
+        if self.mode is Mode.ABORTED:
+            return
+        self._enter_mode(Mode.ABORTED)
+        self.round = None
+        self._do(io.AbortExchange(self.current.epoch, why))
+        self._do(io.Note("abort", self.current.epoch, self.state.step, why, about))
+        self._send_aborted(self.current.fence, why, about)
+
+    def _send_aborted(self, fence: Fence, why: str, about: str) -> None:
+        self.contact.aborted = m.Aborted(fence, self.state.step, why, about)
+        self._do(io.SendLeader(self.contact.aborted))
+
+    def _drop_kept(self) -> None:
+        """Forget the kept gradient, at once or when the main thread has finished adding to it."""
+        if not self.waiting and self.kept.computing:
+            self.kept.stale = True
+            return
+        if self.kept.have:
+            self._do(io.DropGradient())
+        self.kept = Kept()
+
+    def _go_to(self, record: Record) -> None:
+        self.current = record
+        self.round = None
+        self.links.first_step = self.state.step if record.is_forced else self._planned_first_step(record)
+        self.links.up = {e for e in self.links.up if e >= record.epoch}
+        self._do(io.Switch(record))
+
+    def _planned_first_step(self, record: Record) -> int:
+        early = [step for epoch, step in self.links.early if epoch == record.epoch]
+        return max([self.state.step, *early]) if self.mode is Mode.JOINED else self.state.step
+
+    def _enter_mode(self, mode: Mode) -> None:
+        if mode not in TRANSITIONS[self.mode]:
+            raise IllegalTransition(
+                f"{self.identity.replica} cannot go from {self.mode.value} to {mode.value} "
+                f"at step {self.state.step} in epoch {self._epoch()}"
+            )
+        self.mode = mode
+
+    def _beat_when_due(self) -> None:
+        contact = self.contact
+        if not contact.connected or self._now < contact.next_beat:
+            return
+        contact.number += 1
+        contact.sent[contact.number] = self._now
+        contact.next_beat = self._now + self.config.beat_s
+        waiting_for = self.round.missing() if self.round is not None and self.round.contributed else ()
+        self._do(
+            io.SendLeader(
+                m.Beat(
+                    number=contact.number,
+                    epoch=self.newest.epoch if self.newest is not None else 0,
+                    generation=self.state.generation,
+                    step=self.state.step,
+                    digest=self.state.digest,
+                    phase=self.phase,
+                    waiting_for=waiting_for,
+                    busy=self.busy,
+                    times=self._last_times,
+                )
+            )
+        )
+        self._last_times = None
+
+    def _to_roster(self, message: m.PeerMessage) -> None:
+        assert self.round is not None
+        for x in self.round.record.roster:
+            if x.replica != self.identity.replica:
+                self._do(io.SendPeer(x.replica, x.incarnation, message))
+
+    def _stop(self, code: int, reason: str) -> None:
+        self._do(io.Stop(code, reason))
+        self.stopped = True
+
+    def _do(self, effect: io.Effect) -> None:
+        self._effects.append(effect)
+
+    def _runs(self, epoch: int) -> bool:
+        current = self.current
+        running = self.mode in (Mode.RUN, Mode.CATCH_UP)
+        return running and current is not None and current.epoch == epoch
+
+    def _is_round(self, epoch: int, step: int) -> bool:
+        round_ = self.round
+        return round_ is not None and (round_.record.epoch, round_.step) == (epoch, step)
+
+    def _epoch(self) -> int:
+        return self.current.epoch if self.current is not None else 0
+
+    def _fence(self) -> Fence:
+        record = self.current or self.newest
+        return record.fence if record is not None else Fence("", 0, 0)

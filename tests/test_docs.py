@@ -158,7 +158,7 @@ def test_pages_show_commands():
 @pytest.mark.parametrize(("page", "line"), described(), ids=lambda v: v[:70])
 def test_commands_exist_with_their_options(page, line):
     words = line.replace("[", " ").replace("]", " ").split()[1:]
-    if ("demo", "verify") != tuple(words[:2]):
+    if tuple(words[:2]) != ("demo", "verify"):
         words = [words[0], *[w for w in words[1:] if w.startswith("-")]]
     key = tuple(words[:2]) if tuple(words[:2]) in COMMANDS else tuple(words[:1])
     assert key in COMMANDS, f"{page} shows `{line}`: there is no command {words[0]}"

@@ -117,7 +117,8 @@ class Leader(Joins):
                     "FABRIC_REPLICA, or end the other process first"
                 )
         for other in self.liveness.peers.values():
-            if other.session.replica == name:
+            # Who is away does not count: a whole job may come back with other settings.
+            if other.session.replica == name or not other.connected:
                 continue
             difference = _difference(session, other.session)
             if difference:

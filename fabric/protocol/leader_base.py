@@ -21,6 +21,8 @@ SERVE_AGAIN_S = 0.1
 # Seconds that an evicted process waits before it is admitted again, doubled every time.
 READMIT_S = 0.25
 READMIT_LIMIT_S = 30.0
+# A record stays small however many have something to say.
+MAX_REASON_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class LeaderBase:
                 forced=epoch if forced else record.forced,
                 nonce=self._nonce(),
                 roster=proven,
-                reason=why,
+                reason=why[:MAX_REASON_CHARACTERS],
             )
         )
 

@@ -48,7 +48,7 @@ def train(
     sizes: tuple[int, int, int] = (100, 24, 2),
     **arguments: object,
 ) -> None:
-    """tiny_trainer's loop; ``in_batch(step)`` runs in every micro-batch, and "break" leaves the inner loop."""
+    """tiny_trainer's loop; ``in_batch(step)`` runs in every micro-batch; "break" leaves the inner loop."""
     session = fabric.client.attach(model, optimizer, state=state or {}, **arguments)
     samples, global_batch, micro_batch = sizes
     data = session.loader(

@@ -296,7 +296,7 @@ def tell(job: Job, example: Example) -> None:
 
 
 def test_telling_the_lighthouse(job):
-    """The last section of the page, in its order: r2 is drained and nobody notices; r1 is evicted and returns."""
+    """The last section of the page, in order: r2 is drained, nobody notices; r1 is evicted and returns."""
     drain, evict = TELLING
     tell(job, drain)
     (job.folder / "go-on").touch()

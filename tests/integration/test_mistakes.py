@@ -1,5 +1,5 @@
-"""A user's mistakes with real processes: one sentence that says what to do, exit code 1, nothing half-applied,
-and the other replicas finish."""
+"""A user's mistakes with real processes: one sentence that says what to do, exit code 1, nothing
+half-applied, and the other replicas finish."""
 
 import http.server
 import os

@@ -1,7 +1,13 @@
 """The protocol under thousands of seeded worlds: nothing breaks an invariant, and nothing rare went unmet."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import sim.lighthouse
+import sim.run
 import sim.trainer
 from sim import coverage
 from sim.checkers import Checks, Violation
@@ -46,6 +52,21 @@ def test_a_seed_replays_exactly(seed):
     first, second = run_seed(seed, tracing=True), run_seed(seed, tracing=True)
     assert first.clockwork.lines == second.clockwork.lines
     assert len(first.clockwork.lines) > 100
+
+
+def test_a_seed_replays_exactly_in_another_process_with_other_hashes():
+    script = Path(sim.run.__file__)
+    traces = [
+        subprocess.run(
+            [sys.executable, script, "--seed", "5"],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert traces[0] == traces[1] and len(traces[0]) > 10_000
 
 
 # --- the simulator itself ----------------------------------------------------------------------------

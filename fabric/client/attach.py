@@ -1,5 +1,6 @@
 """``attach``: from a model and its optimizer to a session; what can be refused is refused here, by name."""
 
+import contextlib
 import fcntl
 import os
 import sys
@@ -117,8 +118,16 @@ def _parts(
     on_device = any(p.is_cuda for _, p in gradients.parameters)
     copier = CudaCopier() if on_device else CpuCopier()
     budget = OverheadBudget(found.snapshot_share)
-    snapshots = Snapshots(handle, objects, copier, budget, (found.job, found.replica), on_device)
     slots = GradientSlots(handle, gradients.nbytes, gradients.layout)
+
+    def recover() -> None:
+        """The checkpoint server is gone: start another one, with new memory for the rounds to come."""
+        with contextlib.suppress(FabricError):
+            if handle.ensure():
+                slots.reset()
+
+    who = (found.job, found.replica)
+    snapshots = Snapshots(handle, objects, copier, budget, who, on_device, recover)
     plane = TcpRing(exchange_s=found.exchange_s, on_piece=lambda step: points.reach("ring", step))
     peers = Peers(Identity(found.job, found.replica), incarnation, token, plane, LINK_S)
     leader = LeaderLink(found)
@@ -131,6 +140,7 @@ def _parts(
         exchange=Exchange(plane, gradients, slots, points, crash),
         transfer=Transfer(lambda: StateFetcher(token.decode()), snapshots, gradients.nbytes, points, crash),
         keeper=Worker("fabric-keeper", crash),
+        recover=recover,
         journal=journal,
         points=points,
     )

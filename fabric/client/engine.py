@@ -46,6 +46,7 @@ class Parts:
     exchange: Exchange
     transfer: Transfer
     keeper: Worker
+    recover: Callable[[], None]
     journal: Journal
     points: Points
 
@@ -231,10 +232,7 @@ class Engine:
         try:
             parts.slots.publish(effect.generation, effect.held)
         except FabricError:
-            # The server is gone. It is started again, with new memory for the rounds to come.
-            with contextlib.suppress(FabricError):
-                if parts.handle.ensure():
-                    parts.slots.reset()
+            parts.recover()
 
     def _listen(self, effect: io.Listen) -> None:
         self._parts.slots.listening = effect.on

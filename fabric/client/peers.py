@@ -7,6 +7,7 @@ until it is superseded, and reported as failed after ``link_s`` so that the lead
 """
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ class Peers:
         self._links: dict[Key, Link] = {}
         self._ring_arrivals: dict[tuple[int, Key], socket.socket] = {}
         self._epochs: dict[int, _Linking] = {}
+        # One dial per peer, whichever epochs want it: two would replace each other's link.
+        self._dials: dict[Key, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, bind: str, ports: str, feed: Callable[[io.Event], None]) -> int:
@@ -70,7 +73,11 @@ class Peers:
         """Say goodbye to everybody, then end every task."""
         links = list(self._links.values())
         await asyncio.gather(*(link.close(linger_s=1.0) for link in links), return_exceptions=True)
-        for task in [*self._tasks, *(e.task for e in self._epochs.values() if e.task is not None)]:
+        for task in [
+            *self._tasks,
+            *self._dials.values(),
+            *(e.task for e in self._epochs.values() if e.task is not None),
+        ]:
             task.cancel()
         await self._listener.close()
         for sock in self._ring_arrivals.values():
@@ -87,6 +94,10 @@ class Peers:
     def link_up(self, record: Record) -> None:
         """Make what is missing of the links of ``record``; feeds Linked or LinkFailed."""
         self._identity.store_id = record.store_id
+        if self._me[0] not in record.names:
+            # Drained: the epoch goes on without me, and I am ready for that.
+            asyncio.get_running_loop().call_soon(self._feed, io.Linked(record.epoch))
+            return
         linking = self._epochs.get(record.epoch)
         if linking is None:
             linking = self._epochs[record.epoch] = _Linking(record)
@@ -161,7 +172,19 @@ class Peers:
 
     async def _dial_control(self, record: Record, member: Member) -> None:
         key = (member.replica, member.incarnation)
-        sock = await self._dial(record, member, "control", lambda: key in self._links)
+        task = self._dials.get(key)
+        if task is None:
+            task = self._dials[key] = asyncio.create_task(self._link_control(record, member))
+            task.add_done_callback(lambda _: self._dials.pop(key, None))
+        # Shielded: another epoch may still want the link when this one is superseded.
+        await asyncio.shield(task)
+
+    async def _link_control(self, record: Record, member: Member) -> None:
+        key = (member.replica, member.incarnation)
+        sock = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._link_s):
+                sock = await self._dial(record, member, "control", lambda: key in self._links)
         if sock is not None:
             self._adopt(key, sock)
 
@@ -213,7 +236,10 @@ class Peers:
         old = self._links.get(key)
         self._links[key] = link
         if old is not None:
-            old.abort("replaced by a newer link to the same process")
+            reason = "replaced by a newer link to the same process"
+            old.abort(reason)
+            # What was on its way on the old one may be lost, so a round that used it cannot go on.
+            self._feed(io.LinkLost(key[0], key[1], reason))
         task = asyncio.get_running_loop().create_task(self._run(key, link))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -81,6 +81,7 @@ class Session:
         self._finished = False
         self._replayed = 0
         self._behind = False
+        self._until = sys.maxsize
         atexit.register(self._let_server_go)
 
     # --- reading ----------------------------------------------------------------------------------
@@ -128,6 +129,7 @@ class Session:
 
     def steps(self, data: Loader, until: int) -> Iterator[Step]:
         """Steps from wherever the job is up to committed step ``until``; see Step."""
+        self._until = until
         if self._engine.member is None:
             self._loader = data
             plan = data.plan
@@ -380,7 +382,7 @@ class Session:
             sources=dict(fetched.sources),
         )
         self._note_state(order.digest)
-        self._engine.post(io.Installed(order.step, order.digest))
+        self._engine.post(io.Installed(order.step, order.digest, last=order.step >= self._until))
 
     def _snapshot(self, generation: int | None) -> None:
         member = self._engine.member

@@ -20,13 +20,14 @@ _LISTENING = 32
 
 @dataclass(slots=True)
 class Slot:
-    """One result buffer: the step it was reduced for, and whether that was published."""
+    """One result buffer: the step it was reduced for, whether that was published, and when it was used."""
 
     index: int
     buffer: torch.Tensor
     step: int = -1
     published: bool = False
     shared: bool = True
+    used: int = 0
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class GradientSlots:
     limit_bytes: int = 2**30
     listening: bool = False
     _slots: list[Slot] = field(default_factory=list)
+    _uses: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def for_round(self, step: int) -> Slot:
@@ -47,7 +49,8 @@ class GradientSlots:
             slot = next((s for s in self._slots if s.step == step and not s.published), None)
             if slot is None:
                 slot = self._next()
-            slot.step, slot.published = step, False
+            self._uses += 1
+            slot.step, slot.published, slot.used = step, False, self._uses
             return slot
 
     def _next(self) -> Slot:
@@ -57,7 +60,8 @@ class GradientSlots:
             slot = self._allocate(next(i for i in range(len(used) + 1) if i not in used))
             self._slots.append(slot)
             return slot
-        oldest = min(range(len(self._slots)), key=lambda i: self._slots[i].step)
+        # By use and not by step: a cold start goes back to lower steps.
+        oldest = min(range(len(self._slots)), key=lambda i: self._slots[i].used)
         slot = self._slots[oldest]
         if slot.shared:
             try:
@@ -83,7 +87,7 @@ class GradientSlots:
     def publish(self, generation: int, held: Hold) -> None:
         """Serve the committed gradient that lies in the slot of its step; raises FabricError."""
         with self._lock:
-            slot = next((s for s in self._slots if s.step == held.step), None)
+            slot = self._newest(held.step)
             if slot is None:
                 return
             slot.published = True
@@ -107,13 +111,18 @@ class GradientSlots:
     def find(self, step: int) -> torch.Tensor:
         """The buffer of the newest round of ``step``."""
         with self._lock:
-            return next(s.buffer for s in self._slots if s.step == step)
+            slot = self._newest(step)
+            assert slot is not None, f"no round of step {step} was reduced here"
+            return slot.buffer
+
+    def _newest(self, step: int) -> Slot | None:
+        """The slot that was last used for ``step``."""
+        return max((s for s in self._slots if s.step == step), key=lambda s: s.used, default=None)
 
     def reset(self) -> None:
         """A new server: allocate everything anew. What the newest steps lie in is still read by this
         trainer (it may be about to apply it), so that stays mapped until it is overwritten."""
         with self._lock:
-            newest = max((s.step for s in self._slots), default=0)
-            self._slots = [s for s in self._slots if s.step >= newest - 1]
+            self._slots = [s for s in self._slots if s.used > self._uses - 2]
             for slot in self._slots:
                 slot.shared = False

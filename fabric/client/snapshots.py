@@ -39,7 +39,8 @@ class OverheadBudget:
 
 
 class Snapshots:
-    """One at a time. ``submit`` runs a job on the keeper thread; ``post`` takes Snapshotted."""
+    """One at a time. ``submit`` runs a job on the keeper thread; ``post`` takes Snapshotted; ``recover``
+    starts a dead server again."""
 
     def __init__(
         self,
@@ -48,7 +49,8 @@ class Snapshots:
         copier: Copier,
         budget: OverheadBudget,
         who: tuple[str, str],
-        on_device: bool = False,
+        on_device: bool,
+        recover: Callable[[], None],
     ) -> None:
         self._handle = handle
         self._objects = objects
@@ -60,6 +62,7 @@ class Snapshots:
         self._copied = threading.Event()
         self._copied.set()
         self._on_device = on_device
+        self._recover = recover
 
     def is_due(self) -> bool:
         """Whether the policy wants one at this boundary."""
@@ -81,7 +84,8 @@ class Snapshots:
             target = self._handle.allocate("snapshot", slot, view.nbytes)
             self._copier.start(view, target)
         except FabricError:
-            post(Snapshotted(step, ""))
+            submit(self._recover)
+            post(Snapshotted(step, "", generation))
             return
         self._copied.clear()
         submit(lambda: self._finish(view, slot, (step, generation), started, post))
@@ -125,8 +129,9 @@ class Snapshots:
             digest = digests.digest
         except FabricError:
             # The server died under us: the newcomer is told that this replica missed the step.
+            self._recover()
             digest = ""
-        post(Snapshotted(step, digest))
+        post(Snapshotted(step, digest, generation))
 
     def wait_copied(self) -> None:
         """Return once the state may change: on a device, once the compute stream is told to wait."""

@@ -39,7 +39,8 @@ class CatchingUp(MemberBase):
         if event.step == self.snapshotting:
             self.snapshotting = -1
         if event.digest:
-            ref = SnapshotRef(self.state.generation, event.step, event.digest)
+            generation = event.generation if event.generation >= 0 else self.state.generation
+            ref = SnapshotRef(generation, event.step, event.digest)
             self.snapshots = (*self.snapshots[-1:], ref)
         for joiner, step in list(self.serving.items()):
             if step == event.step:

@@ -162,10 +162,14 @@ class GradientGone:
 
 @dataclass(frozen=True, slots=True)
 class Snapshotted:
-    """The checkpoint server holds the state at ``step``; digest empty when it could not be taken."""
+    """The checkpoint server holds the state at ``step``; digest empty when it could not be taken.
+
+    ``generation`` is the one it was taken in; negative: the current one.
+    """
 
     step: int
     digest: str
+    generation: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,8 @@ def _map_decoder(key: Any, item: Any) -> Decoder:
 def _key(text: str, key: Any, path: str) -> Any:
     if key is str:
         return text
-    if not text.lstrip("-").isdecimal() or len(text) > 19:
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()) or len(digits) > 19 or int(digits) > MAX_INTEGER:
         raise _fail(path, "an object with integer keys", text)
     return int(text)
 

@@ -15,7 +15,7 @@ from fabric.protocol import messages, wire
 TEXT = st.text(max_size=20)
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 st.register_type_strategy(int, st.integers(-(2**63) + 1, 2**63 - 1))
-KINDS = [k for k in get_args(messages.Message)]
+KINDS = list(get_args(messages.Message))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)

@@ -133,7 +133,7 @@ class Session:
         if self._engine.member is None:
             self._loader = data
             plan = data.plan
-            self._start(plan.micro_batches, plan.hash)
+            self._start(plan.micro_batches, f"{plan.hash} until {until}")
         while self._state_step < until and not self._finished:
             step = Step(self, self._state_step)
             order = self._wait(self._ready())

@@ -312,7 +312,7 @@ def _difference(a: m.Session, b: m.Session) -> str:
     if a.layout != b.layout:
         return "parameters (names, shapes or dtypes)"
     if (a.micro_batches, a.data) != (b.micro_batches, b.data):
-        return "data settings"
+        return "data settings or another number of steps"
     return ""
 
 

@@ -3,6 +3,7 @@
 Every field is one knob with a unit in its name. Cross-field checks raise ConfigError with a sentence.
 """
 
+import math
 import os
 import socket
 import tempfile
@@ -137,6 +138,10 @@ def _checked(found: Settings, environment: Mapping[str, str]) -> Settings:
             raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url}": give URLs such as http://host:port')
     for name in ("job", "replica"):
         _check_name(name, getattr(found, name))
+    for name in ("contact_s", "exchange_s", "autonomy_s", "digest_every", "snapshot_share", "orphan_s"):
+        value = getattr(found, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{_variable(name)} is {value:g}: give a finite number from 0")
     if found.exchange_s <= 0 or found.autonomy_s < found.exchange_s:
         raise ConfigError(
             f"autonomy_s ({found.autonomy_s:g}) must be at least exchange_s "

@@ -28,6 +28,10 @@ def test_arguments_come_before_environment_before_defaults():
         ({"FABRIC_EXCHANGE_S": "soon"}, "FABRIC_EXCHANGE_S"),
         ({"FABRIC_EXCHANGE_S": "0"}, "exchange_s"),
         ({"FABRIC_AUTONOMY_S": "1"}, "autonomy_s"),
+        ({"FABRIC_EXCHANGE_S": "nan"}, "FABRIC_EXCHANGE_S"),
+        ({"FABRIC_CONTACT_S": "-1"}, "FABRIC_CONTACT_S"),
+        ({"FABRIC_DIGEST_EVERY": "-2"}, "FABRIC_DIGEST_EVERY"),
+        ({"FABRIC_SNAPSHOT_SHARE": "inf"}, "FABRIC_SNAPSHOT_SHARE"),
         ({"WORLD_SIZE": "4"}, "one process per replica"),
     ],
 )

@@ -75,7 +75,7 @@ def _attach(
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
     if found.disable:
-        return SoloSession([p for _, p in parameters])
+        return SoloSession([p for _, p in parameters], objects)
     check_serialisable(objects)
     gradients = FlatGradients(parameters)
     incarnation, gone = _claim(found.home)

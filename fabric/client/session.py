@@ -138,6 +138,9 @@ class Session:
             step = Step(self, self._state_step)
             order = self._wait(self._ready())
             if isinstance(order, io.Finish):
+                if self._state_step < until:
+                    # Going on would hand the user's code weights that are not the final ones.
+                    self._too_late(order)
                 return
             self._first_order = order
             step.number = self._state_step
@@ -191,7 +194,7 @@ class Session:
             order = self._computed(order, 0.0 if contributed else weight)
             contributed = True
         if isinstance(order, io.Finish):
-            self._leave("the job was completed by the other replicas")
+            self._too_late(order)
         self._end_step(step, order)
         return step
 
@@ -330,10 +333,17 @@ class Session:
         elif isinstance(order, io.Install):
             self._install(order)
 
-    def _end_step(self, step: Step, order: io.Effect | None) -> None:
+    def _too_late(self, order: io.Finish) -> NoReturn:
+        self._leave(
+            f"the job is complete at step {order.step}, this process held step {self._state_step}: nothing is "
+            "left to train, and the final state is with the replicas that finished"
+        )
+
+    def _end_step(self, step: Step, order: io.Compute | io.Apply | io.Finish | None) -> None:
         """Put the committed gradient into ``.grad`` and hand over to the user's update code."""
-        if not isinstance(order, io.Apply):
-            self._leave("the job was completed by the other replicas")
+        if isinstance(order, io.Finish):
+            self._too_late(order)
+        assert isinstance(order, io.Apply)
         self._snapshots.wait_copied()
         held, transfer = order.held, self._parts.transfer
         if held is not None:

@@ -1,11 +1,12 @@
 """FABRIC_DISABLE=1: the same loop and the same mathematics with one member and no service at all."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fabric.ckpt_server.state import capture
 from fabric.client.data import Loader, Plan, collate
 from fabric.client.randomness import seed_everything
 from fabric.errors import FabricError
@@ -48,10 +49,15 @@ class SoloSession:
     epoch = 0
     members: tuple[str, ...] = ()
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], objects: Mapping[str, object]) -> None:
         self.committed_step = 0
+        self._objects = objects
         self._parameters = parameters
         self._metrics: dict[str, float] = {}
+
+    def digest(self) -> str:
+        """As Session.digest."""
+        return capture(self._objects, self.committed_step).digest()
 
     def loader(
         self,

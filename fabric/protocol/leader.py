@@ -124,7 +124,7 @@ class Leader(Joins):
             if difference:
                 return m.Rejected(
                     f"{name} has other {difference} than {other.session.replica}: start every replica "
-                    "with the same model, data set and batch sizes"
+                    "with the same model, data set, batch sizes and number of steps"
                 )
         return None
 
@@ -312,7 +312,7 @@ def _difference(a: m.Session, b: m.Session) -> str:
     if a.layout != b.layout:
         return "parameters (names, shapes or dtypes)"
     if (a.micro_batches, a.data) != (b.micro_batches, b.data):
-        return "data settings or another number of steps"
+        return "data settings"
     return ""
 
 

@@ -129,7 +129,7 @@ def iterate_twice() -> None:
     model, optimizer, scheduler = build(64)
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
     data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
-    for step in session.steps(data, until=30):
+    for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "30"))):
         for _ in range(2):
             for x, y in step:
                 step.backward(torch.nn.functional.mse_loss(model(x), y))

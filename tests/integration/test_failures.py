@@ -64,7 +64,9 @@ def test_kill_at(zygote, tmp_path, point):
         assert rejoined, "the killed replica never contributed again"
 
 
-@pytest.mark.parametrize("point", ["forward", "before-ring", "ring", "barrier", "optimizer"])
+@pytest.mark.parametrize(
+    "point", ["forward", "before-ring", "ring", "before-barrier", "barrier", "after-barrier", "optimizer"]
+)
 def test_stop_at(zygote, tmp_path, point):
     """A stopped trainer is evicted; continued, it notices, catches up and joins without a restart."""
     with Job(zygote, tmp_path) as job:
@@ -158,6 +160,7 @@ def test_a_late_restart_of_a_finished_job_is_told_so(zygote, tmp_path):
         job.start("r1")
         job.finish(restart=False)
         assert job.codes["r1"] == 0
+        assert "the job is complete at step 10" in (job.folder / "r1.log").read_text()
         assert not [e for e in job.events("r1", "commit") if e["step"] > 9]
 
 

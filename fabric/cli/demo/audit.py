@@ -330,8 +330,12 @@ def _ends(evidence: Evidence) -> list[str]:
         if not groups or not finished(groups[-1]):
             broken.append(f"{replica} did not finish.")
             continue
+        # A process that comes after the end is told so, and must leave it at that.
+        ends = [i for i, group in enumerate(groups) if finished(group)]
         broken.extend(
-            f"{replica} has a second process after it finished." for group in groups[:-1] if finished(group)
+            f"{replica} has a second process that trained after it finished."
+            for group in groups[ends[0] + 1 :]
+            if lines_of(group, "commit")
         )
         for line in lines_of(groups[-1], "finish"):
             last[replica] = line
@@ -345,6 +349,17 @@ def _ends(evidence: Evidence) -> list[str]:
         if line.integer("step") != end and (replica in members or line.integer("step") > end)
     )
     return broken
+
+
+def absent(evidence: Evidence) -> list[str]:
+    """Replicas none of whose processes ever held the final state."""
+    end = max(evidence.lineage(), default=-1) + 1
+    return sorted(
+        replica
+        for replica, journal in evidence.run.journals.items()
+        if not any(line.integer("step") + 1 == end for line in lines_of(journal.lines, "commit"))
+        and not any(line.integer("step") == end for line in lines_of(journal.lines, "state"))
+    )
 
 
 def _supervised(run: Run) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from fabric.cli.demo.audit import absent
 from fabric.cli.demo.follow import Follower, ReplicaView
 from fabric.cli.demo.journal import read_run
 from fabric.cli.demo.processes import Processes
@@ -82,8 +83,11 @@ def _conclude(options: Options, console: Console) -> int:
     print_tables(console, verdict.summary)
     for sentence in verdict.broken:
         console.print(sentence, style="red", markup=False)
-    if options.kill_at is not None and not verdict.summary.join_list:
-        console.print("The killed replica was not back before the end: give it more --steps.")
+    for replica in absent(verdict.evidence):
+        console.print(
+            f"{replica} was not back before the end and does not hold the final state: give it more --steps.",
+            markup=False,
+        )
     console.print(f"Report: {out / 'report.html'}", soft_wrap=True, markup=False)
     return 1 if verdict.broken else 0
 
@@ -146,7 +150,7 @@ class _Supervisor:
     def _start_replica(self, name: str) -> None:
         options, out = self._options, self._options.out
         command = ["torch.distributed.run", "--standalone", "--nnodes=1", "--nproc-per-node=1"]
-        command += ["--max-restarts=3", "--monitor-interval=0.1"]
+        command += ["--max-restarts=100", "--monitor-interval=0.1"]
         command += ["-m", "fabric.cli.demo.trainer", "--steps", str(options.steps)]
         if options.drop and name == options.names[0]:
             command.append("--drop-inherited")

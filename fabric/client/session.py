@@ -335,8 +335,8 @@ class Session:
 
     def _too_late(self, order: io.Finish) -> NoReturn:
         self._leave(
-            f"the job is complete at step {order.step}, this process held step {self._state_step}: nothing is "
-            "left to train, and the final state is with the replicas that finished"
+            f"the job is complete at step {order.step}, this process held step {self._state_step}: nothing "
+            "is left to train, and the final state is with the replicas that finished"
         )
 
     def _end_step(self, step: Step, order: io.Compute | io.Apply | io.Finish | None) -> None:

@@ -174,6 +174,14 @@ class Job:
         """SIGKILL the trainer of one replica."""
         _signal(self.pids[replica], signal.SIGKILL)
 
+    def is_stopped(self, replica: str) -> bool:
+        """Whether the kernel says that the trainer is stopped."""
+        try:
+            text = Path(f"/proc/{self.pids[replica]}/stat").read_text()
+        except OSError:
+            return False
+        return text.rpartition(")")[2].split()[0] == "T"
+
     def stop_lighthouse(self, number: int = signal.SIGTERM) -> None:
         if self.lighthouse is not None:
             self.lighthouse.send_signal(number)

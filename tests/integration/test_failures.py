@@ -94,6 +94,33 @@ def test_kill_the_newcomer_at(zygote, tmp_path, point):
         assert job.starts["r0"] == job.starts["r2"] == 1
 
 
+@pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
+def test_stop_the_newcomer_at(zygote, tmp_path, point):
+    """A newcomer that is stopped on its way in holds nobody up; continued, it gets in without a restart."""
+    environment = {"TINY_STEPS": "120", "FABRIC_SNAPSHOT_SHARE": "1000"}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        job.start_all({"r1": "forward@8=kill"})
+        job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
+        job.start("r1", f"{point}=stop")
+        job.wait_for(lambda: job.is_stopped("r1"), f"r1 to stop at {point}")
+        before = len(job.events("r0", "commit"))
+        job.wait_for(lambda: len(job.events("r0", "commit")) > before + 3, "the others' next steps")
+        os.kill(job.pids["r1"], signal.SIGCONT)
+        finish_and_check(job, 120)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
+
+
+def test_another_one_is_stopped_during_the_recovery(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90"}) as job:
+        job.start_all({"r1": "ring@12=kill", "r2": "recovery@12=stop"})
+        job.wait_for(lambda: job.is_stopped("r2"), "r2 to stop")
+        before = len(job.events("r0", "commit"))
+        job.wait_for(lambda: len(job.events("r0", "commit")) > before + 3, "the survivor's next steps")
+        os.kill(job.pids["r2"], signal.SIGCONT)
+        finish_and_check(job, 90)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
+
+
 def test_two_at_once_with_one_survivor(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "90"}) as job:
         job.start_all({"r1": "barrier@12=kill", "r2": "forward@12=kill"})

@@ -73,9 +73,5 @@ class Gone(StateError):
     """A step or slot that was asked for is no longer held; the message lists what is."""
 
 
-class Evicted(FabricError):
-    """This process must stop or re-initialise: its place in the job is gone."""
-
-
 class ServerLost(StateError):
     """This worker's checkpoint server process does not answer any more: ``ensure`` starts another."""

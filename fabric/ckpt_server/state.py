@@ -14,7 +14,7 @@ Two things differ from what ``load_state_dict`` alone would give. Optimizer stat
 parameter). And tensors are never left pointing into the file.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,14 +150,6 @@ def verify(objects: Mapping[str, object], step: int, digest: str) -> None:
             f"After loading step {step} the state's digest is {found} and must be {digest}: an object did not"
             " take over all of its state; check that its load_state_dict reverses its state_dict."
         )
-
-
-def layout_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """16 hex digits that are equal where names, shapes and dtypes are, in the same order."""
-    rows = [
-        [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in parameters
-    ]
-    return xxhash.xxh3_64_hexdigest(canonical_json(rows).encode())
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

@@ -191,7 +191,9 @@ class Session:
         order = self._wait(self._ready())
         contributed = False
         while isinstance(order, io.Compute):
-            order = self._computed(order, 0.0 if contributed else weight)
+            # A gradient of weights that have been replaced meanwhile was dropped: then there is none to give.
+            held = any(p.grad is not None for _, p in self._gradients.parameters)
+            order = self._computed(order, weight if held and not contributed else 0.0)
             contributed = True
         if isinstance(order, io.Finish):
             self._too_late(order)
@@ -358,6 +360,8 @@ class Session:
             self._journal_replay(order)
             self._replayed += 1
             self._behind = True
+        if self._loader is None and weight == 0:
+            weight = 1.0  # an ``exchange`` in which every gradient had been dropped: their sum is zero
         self._gradients.scatter(buffer, weight)
         self._state_step = order.step + 1
         self._digest_wanted = order.digest

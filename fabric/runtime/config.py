@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric.errors import ConfigError
+from fabric.runtime.web import read_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +60,7 @@ class Settings:
     @property
     def token(self) -> bytes:
         """The job's token, empty without a token file."""
-        if self.token_file is None:
-            return b""
-        try:
-            token = self.token_file.read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"the token file {self.token_file} cannot be read ({error.strerror}): check FABRIC_TOKEN_FILE"
-            ) from error
-        if not token:
-            raise ConfigError(f"the token file {self.token_file} is empty: write the job's token into it")
-        return token
+        return b"" if self.token_file is None else read_token(self.token_file).encode()
 
 
 def parse_replicas(text: str) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from fabric.ckpt_server.state import (
     capture,
     check_serialisable,
     host_bytes,
-    layout_hash,
     restore,
     restored_digest,
     verify,
@@ -397,24 +396,6 @@ def test_endless_and_stateless_objects_are_refused() -> None:
         check_serialisable({"": holder})
     with pytest.raises(StateError, match="whole number"):
         capture({}, -1)
-
-
-def test_layout_hash_sees_names_shapes_dtypes_and_order() -> None:
-    a, b = ("a", torch.zeros(2, 3)), ("b", torch.zeros(1))
-    hashes = [
-        layout_hash(rows)
-        for rows in (
-            [a, b],
-            [b, a],
-            [a],
-            [("a", torch.zeros(3, 2)), b],
-            [("a", torch.zeros(2, 3, dtype=torch.float64)), b],
-            [("c", torch.zeros(2, 3)), b],
-        )
-    ]
-    assert len(set(hashes)) == len(hashes)
-    assert all(len(value) == 16 for value in hashes)
-    assert layout_hash([a, b]) == hashes[0]
 
 
 def test_damaged_files_are_refused_whatever_is_damaged() -> None:

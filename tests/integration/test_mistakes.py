@@ -146,6 +146,7 @@ def test_an_address_where_something_else_answers(idle):
 def test_a_token_that_does_not_match(idle, given):
     path = idle.folder / "another"
     path.write_text("another-token\n")
+    path.chmod(0o600)
     said = refused(idle, FABRIC_TOKEN_FILE=str(path) if given else "")
     assert "refused the token: give FABRIC_TOKEN_FILE the job's token" in said
     assert "a-test-token" not in said and "another-token" not in said
@@ -240,6 +241,7 @@ def test_a_replica_id_taken_from_another_folder(pair):
 def test_a_token_of_another_job(pair):
     path = pair.folder / "another"
     path.write_text("another-token\n")
+    path.chmod(0o600)
     assert "refused the token" in refused(pair, "r2", FABRIC_TOKEN_FILE=str(path))
     forget(pair, "r2")
 

@@ -10,7 +10,7 @@ TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 
-.PHONY: demo test lint setup etcd clean
+.PHONY: demo test lint setup etcd chromium clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -31,12 +31,16 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: setup etcd lint
+test: setup etcd chromium lint
 	$(BIN)/pytest
 
 # The tests want a real etcd. On Debian as root we install it; elsewhere the etcd tests skip and say how.
 etcd:
 	@ops/dev/ensure-etcd.sh
+
+# And a real browser for the lighthouse's page, likewise.
+chromium:
+	@ops/dev/ensure-chromium.sh
 
 clean:
 	rm -rf $(VENV) build dist demo-out *.egg-info

@@ -1,6 +1,7 @@
 """Value types that every part shares: who is in the job, which epoch is in force, and the fence."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 # Version of every message and of the stored record. A reader accepts its own version and the one
 # before, and ignores fields it does not know; a writer only ever adds optional fields.
@@ -20,13 +21,25 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
+class Address:
+    """Where one rank of a replica is reached: ``host:port`` of its links, base URL of its checkpoint server
+    (whose fragment names the rank: ``http://host:port#1``)."""
+
+    link: str
+    ckpt: str
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """One replica's entry in a roster.
 
-    ``link`` is ``host:port`` where peers dial it, ``ckpt`` the base URL of its checkpoint server.
+    ``link`` is ``host:port`` where peers dial it, ``ckpt`` the base URL of its checkpoint server; of a
+    replica of several ranks these are rank 0's, and ``ranks`` has those of the ranks from 1 on.
     ``fresh`` says that it has not yet taken part in a round; ``leaving`` that it is being drained.
     ``shares`` is its relative part of the micro-batches, ``layout`` the hash of its parameters' names,
-    shapes and dtypes.
+    shapes and dtypes. ``since`` is the epoch that let this process in (its tenure; 0: not known). ``seat`` is
+    its place in the division of the global batch, kept for it while it is away (-1: none given yet).
+    ``awaited``: it came in by the fallback: the others wait in their round until its state has arrived.
     """
 
     replica: str
@@ -37,6 +50,52 @@ class Member:
     leaving: bool = False
     shares: int = 1
     layout: str = ""
+    since: int = 0
+    seat: int = -1
+    awaited: bool = False
+    ranks: tuple[Address, ...] = ()
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Of every rank, in rank order."""
+        return (Address(self.link, self.ckpt), *self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How a job's global batch is shared out; equal in all sessions of the job.
+
+    ``policy``: "constant" (the members compute everything, whoever is away) or "shrink" (the part of a seat
+    that nobody sits on is skipped). ``seats``: into how many parts the batch is divided where seats matter.
+    ``readers``: on how many seats, from a part's own on, its data can be read; 0: on all. ``on_poison``:
+    "stop" the job at a micro-batch that killed two processes, or "skip" it.
+    """
+
+    policy: str = "constant"
+    seats: int = 1
+    readers: int = 0
+    on_poison: str = "stop"
+
+
+# Everybody can compute everything, and does.
+EVERYTHING = Sharing()
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """Micro-batches of ``step`` at each of which two processes died: nobody computes them again."""
+
+    step: int
+    micro_batches: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A process of a replica died while its main thread was at this micro-batch."""
+
+    incarnation: int
+    step: int
+    micro_batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +112,15 @@ class Base:
     sources: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Record:
     """The membership epoch: one key in the store, replaced by guarded compare-and-set only.
 
     ``forced`` is the epoch of the newest forced record, so ``forced == epoch`` means that members must
     report before they may run in it. ``cold`` is the epoch of the last cold start, ``base`` where that
-    one began. ``nonce`` lets a writer recognise its own write after an indefinite outcome.
+    one began. ``nonce`` lets a writer recognise its own write after an indefinite outcome. ``sharing`` is as
+    the sessions had it when the generation began. ``poison`` is what nobody computes any more; it changes in
+    forced records alone. ``failed``: why the job has stopped for a person to mend, or empty.
     """
 
     store_id: str
@@ -72,8 +133,13 @@ class Record:
     base: Base
     reason: str = ""
     complete: bool = False
+    sharing: Sharing = EVERYTHING
+    poison: tuple[Poison, ...] = ()
+    failed: str = ""
 
-    @property
+    # Asked for with every message, so found once. They are no fields: not compared, stored or sent.
+
+    @cached_property
     def fence(self) -> Fence:
         return Fence(self.store_id, self.generation, self.epoch)
 
@@ -81,13 +147,21 @@ class Record:
     def is_forced(self) -> bool:
         return self.forced == self.epoch
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(m.replica for m in self.roster)
 
+    @cached_property
+    def _members(self) -> dict[str, Member]:
+        return {m.replica: m for m in reversed(self.roster)}
+
+    def poisoned(self, step: int) -> frozenset[int]:
+        """The micro-batches of ``step`` that nobody computes."""
+        return frozenset(i for p in self.poison if p.step == step for i in p.micro_batches)
+
     def member(self, replica: str) -> Member | None:
         """The roster entry of ``replica``, or None."""
-        return next((m for m in self.roster if m.replica == replica), None)
+        return self._members.get(replica)
 
     def lists(self, replica: str, incarnation: int) -> bool:
         """Whether exactly this process is in the roster."""

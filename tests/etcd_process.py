@@ -52,6 +52,8 @@ class EtcdMember:
     peer_port: int
     name: str = "one"
     cluster: str = ""
+    extra: tuple[str, ...] = ()
+    tls: bool = False
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -63,7 +65,8 @@ class EtcdMember:
         return f"etcd://{self.address}"
 
     def launch(self) -> None:
-        client, peer = f"http://{self.address}", f"http://127.0.0.1:{self.peer_port}"
+        scheme = "https" if self.tls else "http"
+        client, peer = f"{scheme}://{self.address}", f"http://127.0.0.1:{self.peer_port}"
         command = [
             *_die_with_parent(),
             require_etcd(),
@@ -74,6 +77,7 @@ class EtcdMember:
             # Quick elections, so that tests need not wait for the default second.
             *("--heartbeat-interval", "50", "--election-timeout", "500"),
             *("--logger", "zap", "--log-level", "error"),
+            *self.extra,
         ]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -85,6 +89,11 @@ class EtcdMember:
     def is_healthy(self) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, f"etcd ended: {self.log.read_text(errors='replace')[-2000:]}"
+        if self.tls:
+            # Only tests of certificates want it, and they are about who may speak: listening is enough.
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.client_port), timeout=2):
+                return True
+            return False
         connection = http.client.HTTPConnection("127.0.0.1", self.client_port, timeout=2)
         with closing(connection), suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/health")

@@ -91,7 +91,8 @@ def test_defaults_are_as_documented():
         default = variables()[variable]
         if shown is None:
             continue  # a word: needed, none, the bound address
-        expected = "0" if default is False else f"{default:g}" if isinstance(default, float) else str(default)
+        whole = int(default) if isinstance(default, bool) else default
+        expected = f"{whole:g}" if isinstance(whole, float) else str(whole)
         assert shown[1] == expected, f"{variable}: {cell}"
 
 

@@ -1,6 +1,16 @@
-"""Everything that needs a GPU, in one call: the ``gpu`` tests, then what a snapshot costs.
+"""Everything that needs a GPU, in one call: the ``gpu`` tests, the data plane, and what a snapshot costs.
 
-Prints a table and, as the last line, one JSON object. Exit 2 without a CUDA device.
+    python benchmarks/gpu/run.py
+
+Needs torch with CUDA, one GPU, pytest and this project's own dependencies; no network and no etcd. Takes some
+minutes. Prints a table and, as the last line, one JSON object. Exit 2 without a CUDA device, 1 where a test
+failed. All times are medians over rounds in which everything takes its turn.
+
+The data plane is measured between 2 and 4 processes on one GPU: through memory that they share (``ipc``) and
+through page-locked memory and TCP on this host (``tcp``). The copy limit of ``ipc`` is a plain copy within
+the GPU, that of ``tcp`` a plain copy to page-locked memory, both measured here. A ring moves 2 (n - 1) / n of
+the buffer over each link; that over the time is its bandwidth. On one GPU all links share its memory and the
+host's, so shares of the limit are what one member sees and not what the GPU does in sum.
 """
 
 import json
@@ -13,8 +23,15 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-STATE_BYTES = 2**30
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent))
+
+GIB = 2**30
 ROUNDS = 9
+WORLDS = (2, 4)
+NUMEL = 64 * 2**20  # 256 MiB of float32
+PLANES = ("ipc", "tcp")
+PRODUCTS = 200
 
 
 def timed(work) -> float:
@@ -27,29 +44,71 @@ def timed(work) -> float:
     return begin.elapsed_time(end)
 
 
-def main() -> int:
-    if not torch.cuda.is_available():
-        print("no CUDA device: run this on a machine with a GPU")
-        return 2
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
-    passed = subprocess.run(tests, cwd=ROOT, check=False).returncode == 0
-    sys.path.insert(0, str(ROOT))
+def copy_limits() -> dict[str, float]:
+    """GB/s of plain copies: within the GPU, and to and from page-locked memory."""
+    here = torch.empty(GIB, dtype=torch.uint8, device="cuda").random_()
+    there, pinned = torch.empty_like(here), torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
+    copies = {
+        "copy_on_gpu_gb_s": lambda: there.copy_(here),
+        "copy_to_host_gb_s": lambda: pinned.copy_(here, non_blocking=True),
+        "copy_to_gpu_gb_s": lambda: there.copy_(pinned, non_blocking=True),
+    }
+    rows = {name: [timed(copy) for copy in [copies[name]] for _ in range(ROUNDS + 1)] for name in copies}
+    return {name: GIB / statistics.median(times[1:]) / 1e6 for name, times in rows.items()}
+
+
+def data_plane(world: int, device: str, numel: int, rounds: int) -> dict[str, float]:
+    """Bandwidth of each plane, and how much longer member 0's matrix products take beside an exchange."""
+    from members import run_members
+
+    work = [
+        {"plane": plane, "numel": numel, "compute": compute, "digest": False}
+        for _ in range(rounds + 1)
+        for compute in (0, PRODUCTS)
+        for plane in PLANES
+    ]
+    answers = run_members(world, list(PLANES), work, device)
+    broken = [a[-1]["aborted"] for a in answers if a and "aborted" in a[-1]]
+    if broken or any(len(a) < len(work) for a in answers):
+        raise RuntimeError(f"the ring of {world} did not end its work: {broken}")
+    found: dict[str, float] = {}
+    for plane in PLANES:
+        mine = [(w, a) for w, a in zip(work, answers[0], strict=True) if w["plane"] == plane]
+        seconds = statistics.median([a["seconds"] for w, a in mine if not w["compute"]][1:])
+        beside = [(a["beside_ms"], a["alone_ms"]) for w, a in mine if w["compute"]][1:]
+        found[f"{plane}_{world}_gb_s"] = numel * 4 * 2 * (world - 1) / world / seconds / 1e9
+        if all(alone for _, alone in beside):
+            ratio = statistics.median([with_ / alone for with_, alone in beside])
+            found[f"{plane}_{world}_compute_ratio"] = ratio
+    return found
+
+
+def snapshots() -> dict[str, float]:
+    """A snapshot of 1 GiB: alone against a plain copy, and beside a step's matrix products."""
     from fabric.ckpt_server.snapshot import CudaCopier
     from fabric.ckpt_server.state import capture
 
-    layer = torch.nn.Linear(8192, STATE_BYTES // 4 // 8192, bias=False, device="cuda")
+    layer = torch.nn.Linear(8192, GIB // 4 // 8192, bias=False, device="cuda")
     view = capture({"model": layer}, 0)
     target = memoryview(bytearray(view.nbytes))
     copier = CudaCopier()
-    pinned = torch.empty(STATE_BYTES, dtype=torch.uint8, pin_memory=True)
-    flat = torch.empty(STATE_BYTES, dtype=torch.uint8, device="cuda").random_()
-    work = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
+    flat = torch.empty(GIB, dtype=torch.uint8, device="cuda").random_()
+    matrix = torch.ones(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(matrix)
 
     def step() -> None:
         for _ in range(40):
-            torch.mm(work, work)
+            torch.mm(matrix, matrix, out=out)
 
-    rows = {"plain_copy_ms": [], "snapshot_ms": [], "step_ms": [], "step_with_snapshot_ms": []}
+    def both() -> None:
+        copier.start(view, target)
+        step()
+        copier.fence()
+
+    rows: dict[str, list[float]] = {
+        "plain_copy_ms": [], "snapshot_ms": [], "step_ms": [], "step_with_snapshot_ms": [],
+    }  # fmt: skip
     for _ in range(ROUNDS + 1):
         rows["plain_copy_ms"].append(timed(lambda: pinned.copy_(flat, non_blocking=True)))
         started = time.perf_counter()
@@ -57,26 +116,42 @@ def main() -> int:
         copier.join()
         rows["snapshot_ms"].append((time.perf_counter() - started) * 1e3)
         rows["step_ms"].append(timed(step))
-
-        def both() -> None:
-            copier.start(view, target)
-            step()
-            copier.fence()
-
         rows["step_with_snapshot_ms"].append(timed(both))
         copier.join()
-    medians = {name: statistics.median(values[1:]) for name, values in rows.items()}
-    summary = {
-        "gpu_tests_passed": float(passed),
+    copier.close()
+    kept = {name: values[1:] for name, values in rows.items()}
+    medians = {name: statistics.median(values) for name, values in kept.items()}
+
+    def ratio(one: str, two: str) -> float:
+        return statistics.median(a / b for a, b in zip(kept[one], kept[two], strict=True))
+
+    return {
         **medians,
-        "snapshot_gb_per_s": STATE_BYTES / medians["snapshot_ms"] / 1e6,
-        "vs_plain_copy": medians["snapshot_ms"] / medians["plain_copy_ms"],
-        "step_ratio_snapshot": medians["step_with_snapshot_ms"] / medians["step_ms"],
+        "snapshot_gb_s": GIB / medians["snapshot_ms"] / 1e6,
+        "snapshot_vs_plain_copy": ratio("snapshot_ms", "plain_copy_ms"),
+        "step_ratio_snapshot": ratio("step_with_snapshot_ms", "step_ms"),
     }
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, 1 GiB of state, {ROUNDS} rounds")
-    for name, value in summary.items():
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("no CUDA device: run this on a machine with a GPU and a torch that can use it")
+        return 2
+    tests = [sys.executable, "-m", "pytest", "-q", "-rA", "-m", "gpu", "tests/gpu"]
+    passed = subprocess.run(tests, cwd=ROOT, check=False).returncode == 0
+    found: dict[str, float] = {"gpu_tests_passed": float(passed), **copy_limits(), **snapshots()}
+    torch.cuda.empty_cache()
+    for world in WORLDS:
+        found.update(data_plane(world, "cuda", NUMEL, ROUNDS))
+        found[f"ipc_{world}_share_of_copy"] = found[f"ipc_{world}_gb_s"] / found["copy_on_gpu_gb_s"]
+        found[f"tcp_{world}_share_of_copy"] = found[f"tcp_{world}_gb_s"] / found["copy_to_host_gb_s"]
+    print(
+        f"{torch.cuda.get_device_name()}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, CUDA "
+        f"{torch.version.cuda}; {NUMEL * 4 >> 20} MiB exchanged, 1 GiB of state, {ROUNDS} rounds"
+    )
+    for name, value in found.items():
         print(f"{name:28s} {value:12.3f}")
-    print(json.dumps(summary))
+    print(json.dumps(found))
     return 0 if passed else 1
 
 

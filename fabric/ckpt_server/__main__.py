@@ -28,6 +28,7 @@ def parse(arguments: list[str]) -> tuple[ServerSettings, int]:
     parser.add_argument("--token-file", type=Path, help="file with the job's token")
     parser.add_argument("--lighthouse", default="", help="base URLs, separated by commas")
     parser.add_argument("--orphan-s", type=float, default=600.0, help="seconds to live without a trainer")
+    parser.add_argument("--rank", type=int, default=0, help="rank of the trainer within its replica")
     parser.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
     found = parser.parse_args(arguments)
     settings = ServerSettings(
@@ -40,6 +41,7 @@ def parse(arguments: list[str]) -> tuple[ServerSettings, int]:
         token_file=None if found.token_file is None else found.token_file.absolute(),
         lighthouse=tuple(url.strip() for url in found.lighthouse.split(",") if url.strip()),
         orphan_s=found.orphan_s,
+        rank=found.rank,
     )
     return settings, found.ready_fd
 
@@ -54,6 +56,8 @@ def check(settings: ServerSettings) -> None:
             raise ConfigError(
                 f'the lighthouse "{url[:200]}" is no URL: give addresses such as http://host:port'
             )
+    if settings.rank < 0:
+        raise ConfigError(f"the rank is {settings.rank}: give 0 or more")
     if not (settings.orphan_s > 0 and math.isfinite(settings.orphan_s)):
         raise ConfigError(f"orphan-s is {settings.orphan_s}: give a number of seconds above 0")
 

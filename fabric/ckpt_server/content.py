@@ -9,11 +9,11 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from fabric.ckpt_server.layout import Header, read_header
-from fabric.ckpt_server.manifest import check_manifest
+from fabric.ckpt_server.layout import Header, TensorSpan, read_header
+from fabric.ckpt_server.manifest import check_manifest, state_digest
 from fabric.errors import ProtocolError, Refused
 from fabric.protocol.wire import decode_as
 
@@ -25,7 +25,8 @@ _WORD = re.compile(r"[\x21-\x7e]{0,200}")
 @dataclass(frozen=True, slots=True)
 class Content:
     """Published bytes. ``entry`` describes them in a listing, ``headers`` beside the bytes themselves;
-    ``manifest`` is a snapshot's, as JSON. ``published`` is monotonic seconds."""
+    ``manifest`` is a snapshot's, as JSON, and ``state`` the digest of the state that it is (a part of).
+    ``tensors`` is where a snapshot's lie. ``published`` is monotonic seconds."""
 
     generation: int
     step: int
@@ -35,6 +36,8 @@ class Content:
     headers: Mapping[str, str]
     published: float
     manifest: bytes = b""
+    state: str = ""
+    tensors: Mapping[str, TensorSpan] = field(default_factory=dict)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -88,10 +91,13 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
             "digest": checked["digest"],
             "nbytes": nbytes,
             "created": created,
+            **({"rank": checked["rank"], "ranks": checked["ranks"]} if "ranks" in checked else {}),
         },
         headers=_headers(generation, step, checked["digest"]),
         published=time.monotonic(),
         manifest=_dump(told),
+        state=state_digest(checked),
+        tensors={span.name: span for span in header.tensors},
     )
 
 

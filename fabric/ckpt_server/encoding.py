@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from fabric.ckpt_server.layout import canonical_json
+from fabric.ckpt_server.sharded import Shardings, describe, is_sharded, local_part
 from fabric.errors import StateError
 
 MAX_DEPTH = 100
@@ -123,6 +124,7 @@ class Blobs:
     """The tensors met on a walk, by unique name, in the order met."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    shardings: Shardings = field(default_factory=Shardings)
 
     def add(self, path: Path, tensor: torch.Tensor) -> str:
         """Keeps ``tensor`` and returns its name; keys 0 and "0" of one mapping get different names."""
@@ -172,10 +174,6 @@ _Encoder = Callable[[Any, Path, Blobs, _Ties], Any]
 
 def check_tensor(tensor: torch.Tensor, path: str) -> None:
     """Raises StateError for a tensor whose value is not simply its own elements in memory."""
-    if hasattr(tensor, "device_mesh"):
-        raise StateError(
-            f"{path} is a DTensor; sharded state cannot be captured yet: run each replica in one process."
-        )
     if type(tensor) not in _PLAIN_TENSORS:
         raise StateError(
             f"{path} is a tensor of type {type(tensor).__qualname__}, which cannot be captured as plain"
@@ -191,6 +189,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
 
 def memory_key(tensor: torch.Tensor) -> object:
     """Equal for two tensors that are the same elements of the same memory."""
+    tensor = local_part(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device)
 
 
@@ -201,6 +200,9 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_tensor(tensor: torch.Tensor, path: Path, blobs: Blobs, ties: _Ties) -> Any:
+    if is_sharded(tensor):
+        blobs.shardings.add(tensor)
+        return {"$shard": [_encode_tensor(local_part(tensor), path, blobs, ties), describe(tensor)]}
     check_tensor(tensor, path.spoken)
     plain = tensor.detach()
     if ties is None:
@@ -307,12 +309,14 @@ class Decoder:
     """Turns the JSON of ``encode`` back into values; ``tensor`` gives the blob of a name.
 
     ``unused`` starts as all blob names and must be empty in the end. Nodes that name the same blob get
-    the same tensor. Everything malformed raises StateError, whatever it is.
+    the same tensor. ``shardings`` are those in use here. Everything malformed raises StateError, whatever
+    it is.
     """
 
     tensor: Callable[[str], torch.Tensor]
     unused: set[str]
     seen: dict[str, torch.Tensor] = field(default_factory=dict)
+    shardings: Shardings = field(default_factory=Shardings)
 
     def decode(self, node: Any, depth: int = 0) -> Any:
         """The value of one JSON node."""
@@ -366,6 +370,11 @@ def _decode_tensor(decoder: Decoder, node: Any, depth: int) -> torch.Tensor:
     return raw.clone().view(dtype).reshape(raw.shape[:-1])  # a copy of its own is aligned
 
 
+def _decode_shard(decoder: Decoder, node: Any, depth: int) -> torch.Tensor:
+    local, description = node
+    return decoder.shardings.build(decoder.decode(local, depth), description)
+
+
 def _decode_array(decoder: Decoder, node: Any, depth: int) -> "np.ndarray[Any, Any]":
     name, word, shape = node
     dtype = np.dtype(word)
@@ -400,6 +409,7 @@ def _decode_dtype(decoder: Decoder, node: Any, depth: int) -> torch.dtype:
 
 _DECODERS: dict[str, Callable[[Decoder, Any, int], Any]] = {
     "$tensor": _decode_tensor,
+    "$shard": _decode_shard,
     "$array": _decode_array,
     "$numpy": lambda d, n, depth: _decode_array(d, n, depth)[()],
     "$module": _decode_module,

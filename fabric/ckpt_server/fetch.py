@@ -23,7 +23,7 @@ from typing import Any
 
 from fabric.ckpt_server.digest import bytes_digest, file_digest
 from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count, parse_json
-from fabric.ckpt_server.manifest import DIGEST_DIGITS, check_manifest, is_hex, same_content
+from fabric.ckpt_server.manifest import DIGEST_DIGITS, check_manifest, is_hex, same_content, state_digest
 from fabric.ckpt_server.source import (
     TRANSIENT,
     Access,
@@ -80,7 +80,8 @@ class StateFetcher:
 
     ``token`` empty means none. Ranges of ``range_bytes`` go to ``streams_per_source`` connections per
     source, none of which waits longer than ``timeout_s`` for bytes. ``progress(received, nbytes)`` is
-    called in the fetching thread. States larger than ``max_nbytes`` are refused.
+    called in the fetching thread. States larger than ``max_nbytes`` are refused. Of a replica of several
+    ranks it fetches the part of ``rank``, from servers of that rank; digests asked for are of the whole.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class StateFetcher:
         progress: Progress | None = None,
         ssl_context: ssl.SSLContext | None = None,
         max_nbytes: int = MAX_FILE_BYTES,
+        rank: int = 0,
     ) -> None:
         if streams_per_source < 1 or range_bytes < 1 or not timeout_s > 0:
             raise ConfigError(
@@ -105,6 +107,7 @@ class StateFetcher:
         self._range_bytes = range_bytes
         self._progress = progress
         self._max_nbytes = max_nbytes
+        self._rank = rank
         self._unfinished = ""
         self._idle = _Idle(self._access)
         self.warnings: list[str] = []
@@ -217,8 +220,8 @@ class StateFetcher:
         """Sources by what they promise, the largest group first; only what fits ``state``."""
         groups: list[tuple[dict[str, Any], list[Source]]] = []
         for source, manifest in self._manifests(sources, state):
-            if manifest["digest"] != state.digest:
-                source.error = IntegrityError(f"it holds the digest {manifest['digest']} for this step")
+            if state_digest(manifest) != state.digest or manifest.get("rank", 0) != self._rank:
+                source.error = IntegrityError(f"it holds the digest {state_digest(manifest)} for this step")
                 self.warnings.append(
                     f"{source.url} is not used: {source.error}, and {state.digest} is asked for."
                 )

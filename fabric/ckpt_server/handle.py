@@ -6,6 +6,7 @@ ServerLost until ``ensure`` has attached again, to the same server if it lives a
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 import select
@@ -29,6 +30,7 @@ _CLEAR_BYTES_PER_S = 100e6
 _LOOK_AGAIN_S = 0.02
 _FAULT_BYTES = 64 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class ServerHandle:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._maps: dict[tuple[str, int], memoryview] = {}
+        self._descriptors: dict[tuple[str, int], int] = {}
         self._line, welcome = self._attach(time.monotonic() + deadline_s)
         self._welcome(welcome)
 
@@ -138,6 +141,7 @@ class ServerHandle:
         lighthouse: Sequence[str],
         orphan_s: float = 600.0,
         deadline_s: float = 20.0,
+        rank: int = 0,
     ) -> "ServerHandle":
         """Attach to the server that lives in ``run_dir``, or start one there and wait for it.
 
@@ -154,6 +158,7 @@ class ServerHandle:
             token_file=token_file,
             lighthouse=tuple(lighthouse),
             orphan_s=orphan_s,
+            rank=rank,
         )
         return cls(spec, incarnation, deadline_s)
 
@@ -171,9 +176,16 @@ class ServerHandle:
                 answer, descriptors = self._line.ask(body, timeout_s)
                 try:
                     mapped = self._maps[kind, slot] = _map(descriptors, answer.get("nbytes"), nbytes)
+                    _close_all([self._descriptors.pop((kind, slot), -1)])
+                    self._descriptors[kind, slot] = descriptors.pop()
                 finally:
                     _close_all(descriptors)
             return mapped[:nbytes]
+
+    def descriptor(self, kind: str, slot: int) -> int:
+        """The memfd of memory that was allocated, sealed against shrinking; it stays this handle's."""
+        with self._lock:
+            return self._descriptors[kind, slot]
 
     def begin(self, kind: str, slot: int, *, unless_read: bool = False) -> bool:
         """Withdraw the slot, so that it may be written; when this returns nobody reads it any more.
@@ -228,7 +240,7 @@ class ServerHandle:
         """Detach. The server, and what was published, stay. Memory that is still used stays mapped."""
         with self._lock:
             self._line.close()
-            self._maps.clear()
+            self._let_maps_go()
             reap()
 
     def ensure(self) -> bool:
@@ -247,7 +259,7 @@ class ServerHandle:
             self._welcome(welcome)
             if self._instance == before:
                 return False
-            self._maps.clear()
+            self._let_maps_go()
             return True
 
     def _ask(self, body: Mapping[str, object]) -> dict[str, Any]:
@@ -255,6 +267,11 @@ class ServerHandle:
             answer, descriptors = self._line.ask(body, _ANSWER_S)
             _close_all(descriptors)
             return answer
+
+    def _let_maps_go(self) -> None:
+        self._maps.clear()
+        _close_all(list(self._descriptors.values()))
+        self._descriptors.clear()
 
     def _welcome(self, welcome: _Welcome) -> None:
         self.url, self.pid, self.snapshots = welcome.url, welcome.pid, welcome.snapshots
@@ -309,12 +326,12 @@ def _map(descriptors: list[int], capacity: object, nbytes: int) -> memoryview:
         raise Refused(
             f"{capacity} bytes of shared memory cannot be mapped ({error}): raise the limit on address space"
         ) from error
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     for begin in range(0, capacity, _FAULT_BYTES):
         size = min(_FAULT_BYTES, capacity - begin)
-        # In pieces, because the interpreter lock is held during each. Kernels before 5.14 cannot do it,
-        # and fault the pages in when they are first written.
-        with contextlib.suppress(OSError):
-            mapped.madvise(_MADV_POPULATE_WRITE, begin, size)
+        # Not by mmap's own method, which holds the interpreter's lock: the trainer's step would wait. Kernels
+        # before 5.14 cannot do it (an error that nobody looks at), and fault pages in when they are written.
+        _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
     return memoryview(mapped)
 
 

@@ -40,6 +40,7 @@ class ServerSpec:
     token_file: Path | None
     lighthouse: tuple[str, ...]
     orphan_s: float
+    rank: int = 0
 
     def arguments(self) -> list[str]:
         """What follows the name of the module."""
@@ -53,6 +54,7 @@ class ServerSpec:
             f"--advertise={self.advertise}",
             f"--lighthouse={','.join(self.lighthouse)}",
             f"--orphan-s={self.orphan_s}",
+            f"--rank={self.rank}",
         ]
         if self.token_file is not None:
             arguments.append(f"--token-file={self.token_file.absolute()}")

@@ -106,23 +106,28 @@ def read_header(file: memoryview) -> Header:
 
     Raises StateError that names what is wrong; takes no memory beyond the header's own size.
     """
-    if len(file) < _LENGTH.size:
-        raise StateError(f"The state is {len(file)} bytes long, too short to be a snapshot file.")
-    (length,) = _LENGTH.unpack(file[: _LENGTH.size])
-    if length > MAX_HEADER_BYTES or length > len(file) - _LENGTH.size:
+    return read_preamble(file, len(file))
+
+
+def read_preamble(begin: memoryview, nbytes: int) -> Header:
+    """As ``read_header``, of a file of ``nbytes`` of which at least the preamble is in ``begin``."""
+    if len(begin) < _LENGTH.size:
+        raise StateError(f"The state is {len(begin)} bytes long, too short to be a snapshot file.")
+    (length,) = _LENGTH.unpack(begin[: _LENGTH.size])
+    if length > MAX_HEADER_BYTES or length > min(nbytes, len(begin)) - _LENGTH.size:
         raise StateError(
-            f"The state announces a header of {length} bytes in a file of {len(file)}; it is damaged"
+            f"The state announces a header of {length} bytes in a file of {nbytes}; it is damaged"
             " or no snapshot at all."
         )
-    begin = _LENGTH.size + length
-    entries = _parse(bytes(file[_LENGTH.size : begin]))
+    data_begin = _LENGTH.size + length
+    entries = _parse(bytes(begin[_LENGTH.size : data_begin]))
     metadata = _metadata(entries.pop("__metadata__", None))
     spans = sorted(
-        (_span(name, entry, begin) for name, entry in entries.items()),
+        (_span(name, entry, data_begin) for name, entry in entries.items()),
         key=lambda span: (span.begin, span.end),
     )
-    _check_cover(spans, begin, len(file))
-    return Header(begin, tuple(spans), metadata)
+    _check_cover(spans, data_begin, nbytes)
+    return Header(data_begin, tuple(spans), metadata)
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from fabric.ckpt_server.encoding import memory_key
+from fabric.ckpt_server.sharded import is_sharded, placement_key
 from fabric.errors import StateError
 
 
@@ -155,6 +156,13 @@ def _check_tensor(path: str, live: torch.Tensor, value: torch.Tensor) -> None:
         raise _differ(path, "shape", tuple(value.shape), tuple(live.shape))
     if value.dtype != live.dtype:
         raise _differ(path, "dtype", value.dtype, live.dtype)
+    here, there = _placement(live), _placement(value)
+    if here != there:
+        raise _differ(path, "the placement", there, here)
+
+
+def _placement(tensor: torch.Tensor) -> object:
+    return placement_key(tensor) if is_sharded(tensor) else "whole"
 
 
 def _check_keys(path: str, what: str, live: set[Any], value: set[Any]) -> None:

@@ -13,6 +13,7 @@ from fabric.ckpt_server.digest import BLOCK_BYTES
 from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
+from fabric.protocol.rank_orders import replica_digest
 
 MANIFEST_FORMAT = 1
 DIGEST_DIGITS = 32
@@ -41,6 +42,16 @@ def make_manifest(
     }
 
 
+def of_rank(manifest: Mapping[str, Any], rank: int, digests: Sequence[str]) -> dict[str, Any]:
+    """``manifest`` as that of rank ``rank``'s part of a state whose parts have these digests."""
+    return {**manifest, "rank": rank, "ranks": list(digests)}
+
+
+def state_digest(manifest: Mapping[str, Any]) -> str:
+    """The digest of the whole replica's state, of which the manifest's file may be one rank's part."""
+    return replica_digest(manifest["ranks"]) if "ranks" in manifest else str(manifest["digest"])
+
+
 def is_hex(value: object, digits: int) -> bool:
     """Whether ``value`` is a string of exactly ``digits`` lower-case hex digits."""
     return isinstance(value, str) and len(value) == digits and _HEX.issuperset(value)
@@ -59,6 +70,7 @@ def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[s
             raise StateError(f"The manifest has no usable {key}.")
     if not is_hex(manifest.get("digest"), DIGEST_DIGITS):
         raise StateError(f"The manifest's digest is not {DIGEST_DIGITS} hex digits.")
+    _check_ranks(manifest)
     nbytes, block_bytes = manifest.get("nbytes"), manifest.get("block_bytes")
     if not is_count(nbytes, MAX_FILE_BYTES) or not nbytes:
         raise StateError("The manifest has no usable size.")
@@ -73,6 +85,19 @@ def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[s
         raise StateError("The manifest has no usable block size.")
     _check_blocks(manifest, math.ceil(nbytes / block_bytes))
     return manifest
+
+
+def _check_ranks(manifest: Mapping[str, Any]) -> None:
+    """One rank's part lists the digests of all, its own among them."""
+    if "ranks" not in manifest and "rank" not in manifest:
+        return
+    rank, ranks = manifest.get("rank"), manifest.get("ranks")
+    listed = isinstance(ranks, list) and all(is_hex(digest, DIGEST_DIGITS) for digest in ranks)
+    if not listed or not isinstance(ranks, list) or not is_count(rank, len(ranks) - 1):
+        raise StateError("The manifest lists no usable digests of the ranks.")
+    assert isinstance(rank, int)
+    if ranks[rank] != manifest["digest"]:
+        raise StateError(f"The manifest's digest is not what it lists for its own rank {rank}.")
 
 
 def _check_blocks(manifest: Mapping[str, Any], expected: int) -> None:

@@ -19,7 +19,8 @@ from fabric.model import SnapshotRef
 
 SNAPSHOT = "snapshot"
 GRADIENT = "gradient"
-SLOTS_BY_KIND = {SNAPSHOT: 8, GRADIENT: 256}
+MARK = "mark"  # eight bytes: which micro-batch the trainer is at
+SLOTS_BY_KIND = {SNAPSHOT: 8, GRADIENT: 256, MARK: 1}
 
 # A fetch in ranges pauses between two of them: the slot still counts as read for so long.
 READ_PAUSE_S = 0.5
@@ -159,7 +160,7 @@ class Memory:
     def snapshot_refs(self) -> tuple[SnapshotRef, ...]:
         """What this worker can give to a newcomer."""
         contents = [slot.content for slot in self.held(SNAPSHOT)]
-        return tuple(SnapshotRef(c.generation, c.step, c.digest) for c in contents if c is not None)
+        return tuple(SnapshotRef(c.generation, c.step, c.state) for c in contents if c is not None)
 
     def gradient_is_gone(self, step: int, generation: int | None) -> bool:
         """Whether a gradient that is not held will not come any more, as far as this worker can tell."""

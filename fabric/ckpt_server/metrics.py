@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fabric.ckpt_server.memory import GRADIENT, SLOTS_BY_KIND, SNAPSHOT, Memory
+from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory
 from fabric.ckpt_server.trainer import STATES, Trainer
 
 
@@ -32,7 +32,7 @@ class Metrics:
         self._active = Gauge(
             "fabric_ckpt_active_transfers", "Transfers under way.", ["kind"], registry=self._registry
         )
-        for kind in SLOTS_BY_KIND:
+        for kind in (SNAPSHOT, GRADIENT):
             for metric in (self._served, self._aborted, self._active):
                 metric.labels(kind)
         self._registry.register(_Held(memory, trainer))
@@ -83,7 +83,7 @@ class _Held(Collector):
 
     def _bytes(self) -> Metric:
         family = GaugeMetricFamily("fabric_ckpt_memory_bytes", "Shared memory allocated.", labels=["kind"])
-        for kind in SLOTS_BY_KIND:
+        for kind in (SNAPSHOT, GRADIENT):
             family.add_metric([kind], sum(s.capacity for s in self._memory.slots() if s.kind == kind))
         return family
 

@@ -5,13 +5,18 @@ are, so that a reader can choose another source or another step. Bytes support r
 copied as a whole. What is malformed gets a 4xx with a sentence.
 """
 
+import asyncio
+import difflib
+import threading
 import time
 from dataclasses import dataclass
 
 from aiohttp import web
 
+from fabric.ckpt_server import openapi
 from fabric.ckpt_server.conditions import PreconditionFailed, Unsatisfiable
 from fabric.ckpt_server.content import Content
+from fabric.ckpt_server.layout import TensorSpan
 from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory, Slot
 from fabric.ckpt_server.metrics import Metrics
 from fabric.ckpt_server.trainer import Trainer
@@ -19,7 +24,7 @@ from fabric.ckpt_server.transfer import send
 from fabric.errors import ProtocolError
 from fabric.runtime.web import bearer_required, errors_as_json, json_error, query_integer, query_seconds
 
-OPEN_PATHS = frozenset({"/healthz", "/metrics"})
+OPEN_PATHS = frozenset({"/healthz", "/metrics", "/openapi.json"})
 MAX_WAIT_S = 60.0
 _MAX_NUMBER = 2**62
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -44,10 +49,13 @@ def make_app(parts: Parts, token: str | None) -> web.Application:
     routes = Routes(parts)
     app.router.add_get("/healthz", routes.health)
     app.router.add_get("/metrics", routes.metrics)
+    app.router.add_get("/openapi.json", routes.openapi)
     app.router.add_get("/v1/state", routes.state)
     app.router.add_get("/v1/snapshots", routes.snapshots)
     app.router.add_get("/v1/snapshots/{step}/manifest", routes.manifest)
     app.router.add_get("/v1/snapshots/{step}/data", routes.data)
+    app.router.add_get("/v1/snapshots/{step}/tensors/{tensor:.+}", routes.tensor)
+    app.router.add_get("/v1/snapshots/{step}/statistics/{tensor:.+}", routes.statistics)
     app.router.add_get("/v1/gradients", routes.gradients)
     app.router.add_get("/v1/gradients/{step}", routes.gradient)
     return app
@@ -91,6 +99,37 @@ class Routes:
         if isinstance(found, web.Response):
             return found
         return await self._send(request, found)
+
+    async def tensor(self, request: web.Request) -> web.StreamResponse:
+        """One tensor's bytes, little-endian, or a range of them; its dtype and shape are in the headers."""
+        found = self._snapshot(request)
+        if isinstance(found, web.Response):
+            return found
+        span = _tensor(request, found)
+        return span if isinstance(span, web.Response) else await self._send(request, found, span)
+
+    async def statistics(self, request: web.Request) -> web.StreamResponse:
+        """Smallest, largest, mean, norm of one tensor, and how many of its elements are not finite."""
+        found = self._snapshot(request)
+        if isinstance(found, web.Response):
+            return found
+        span = _tensor(request, found)
+        if isinstance(span, web.Response):
+            return span
+        over = threading.Event()
+        with found.reading(over.set) as view:
+            data = view[span.begin : span.end]
+            try:
+                summary = await asyncio.to_thread(_summarise, data, span, over)
+            finally:
+                data.release()
+        if summary is None:
+            return json_error(409, "the snapshot was withdrawn meanwhile: ask for a newer one")
+        return web.json_response({"tensor": span.name, **summary})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """What can be asked here, as an OpenAPI document."""
+        return web.json_response(openapi.DOCUMENT)
 
     async def gradient(self, request: web.Request) -> web.StreamResponse:
         """A reduced gradient's bytes; waits up to ``wait_s`` for one that is yet to come."""
@@ -139,9 +178,11 @@ class Routes:
         hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
         return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
 
-    async def _send(self, request: web.Request, slot: Slot) -> web.StreamResponse:
+    async def _send(
+        self, request: web.Request, slot: Slot, part: TensorSpan | None = None
+    ) -> web.StreamResponse:
         try:
-            return await send(request, slot, self._parts.metrics)
+            return await send(request, slot, self._parts.metrics, part)
         except Unsatisfiable as error:
             return json_error(416, str(error), headers={"Content-Range": f"bytes */{error.nbytes}"})
         except PreconditionFailed as error:
@@ -163,6 +204,25 @@ def _step(request: web.Request) -> int | None:
     if text.isascii() and text.isdecimal() and len(text) <= 18:
         return int(text)
     raise ProtocolError(f'"{text[:40]}" is no step: give a number or latest')
+
+
+def _tensor(request: web.Request, slot: Slot) -> TensorSpan | web.Response:
+    """The tensor that the path names: looked up, never a path of anything."""
+    assert slot.content is not None
+    name = request.match_info["tensor"]
+    span = slot.content.tensors.get(name)
+    if span is not None:
+        return span
+    near = difflib.get_close_matches(name[:200], slot.content.tensors, n=3)
+    hint = f"did you mean {', '.join(near)}?" if near else "the manifest lists them"
+    return json_error(404, f"step {slot.content.step} has no tensor {name[:200]}: {hint}")
+
+
+def _summarise(data: memoryview, span: TensorSpan, over: threading.Event) -> dict[str, object] | None:
+    # Here, so that a server starts in a moment and stays small: few are ever asked, and numpy is large.
+    from fabric.ckpt_server.statistics import summarise
+
+    return summarise(data, span.dtype, span.shape, over.is_set)
 
 
 def _describe_slot(slot: Slot) -> dict[str, object]:

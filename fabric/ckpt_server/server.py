@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fabric.ckpt_server.channel import Channel, Identity
+from fabric.ckpt_server.deaths import Deaths
 from fabric.ckpt_server.lifetime import Lifetime
 from fabric.ckpt_server.lines import LOCK_NAME, SOCKET_NAME, socket_path
 from fabric.ckpt_server.memory import Memory
@@ -41,7 +42,8 @@ _SHUTDOWN_S = 0.5
 class ServerSettings:
     """``bind`` and ``port`` (a port or range): where HTTP listens; ``advertise``: the host others dial,
     empty for the bound one. ``token_file`` None: no token. ``lighthouse``: base URLs, empty for no
-    pulse. ``orphan_s``: how long to live without a trainer."""
+    pulse. ``rank``: whose server this is in a replica of several ranks. ``orphan_s``: how long to live
+    without a trainer."""
 
     job: str
     replica: str
@@ -52,6 +54,7 @@ class ServerSettings:
     token_file: Path | None = None
     lighthouse: Sequence[str] = ()
     orphan_s: float = 600.0
+    rank: int = 0
 
 
 class AlreadyServed(Refused):
@@ -124,6 +127,7 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
                     async with asyncio.TaskGroup() as group:
                         tasks = [group.create_task(channel.accept(listener))]
                         if settings.lighthouse:
+                            tasks.append(group.create_task(trainer.watch()))
                             pulse = _pulse(settings, token, identity, memory, trainer)
                             tasks.append(group.create_task(pulse.run()))
                         await lifetime.ended.wait()
@@ -169,14 +173,19 @@ def _url_host(settings: ServerSettings) -> str:
 def _pulse(
     settings: ServerSettings, token: str | None, identity: Identity, memory: Memory, trainer: Trainer
 ) -> PulseSender:
+    deaths = Deaths(memory, trainer)
+
     def compose(number: int) -> Pulse:
+        state = trainer.state
         return Pulse(
             replica=settings.replica,
             incarnation=trainer.incarnation,
-            trainer=trainer.state,
+            trainer=state,
             number=number,
-            ckpt=identity.url,
+            ckpt=identity.url + (f"#{settings.rank}" if settings.rank else ""),
             snapshots=memory.snapshot_refs(),
+            deaths=deaths.seen(state),
+            rank=settings.rank,
         )
 
     chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing

@@ -15,7 +15,6 @@ for that event and the host for nothing. No byte is digested before the event ha
 
 import contextlib
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ from fabric.ckpt_server.manifest import make_manifest
 from fabric.ckpt_server.state import StateView
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
+from fabric.runtime.priority import lower_priority
 
 __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaLane", "DeviceLane", "SnapshotDigests", "build_manifest"]
 
@@ -36,10 +36,12 @@ _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
 _PACK_BELOW_BYTES = 256 << 10  # smaller device tensors are gathered on the device first
 _PACK_BYTES = 16 << 20
+_REGISTERED = 2  # as many as there are slots: memory of others is let go
 
 
 class Copier(Protocol):
-    """Copies one view at a time; all calls come from one thread."""
+    """Copies one view at a time. ``fence`` may be called by one thread while another joins; all other calls
+    come one at a time."""
 
     def start(self, view: StateView, target: memoryview) -> None:
         """Begins to copy ``view`` into the first ``view.nbytes`` of ``target``."""
@@ -62,16 +64,11 @@ def build_manifest(
     return make_manifest(state, view.nbytes, digests.blocks, job=job, replica=replica, created=created)
 
 
-def _lower_priority(niceness: int) -> None:
-    with contextlib.suppress(OSError):  # a sandbox may forbid it; the copy is merely less polite then
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-
-
 class _Workers:
     """A few threads of low priority and what they do for the copy at hand."""
 
     def __init__(self, threads: int, niceness: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "fabric-snapshot", _lower_priority, (niceness,))
+        self._pool = ThreadPoolExecutor(threads, "fabric-snapshot", lower_priority, (niceness,))
         self._threads = threads
         self._running: list[Future[None]] = []
         self._error: BaseException | None = None
@@ -193,27 +190,33 @@ class CudaLane:
         index = torch.device(device).index
         self._device = torch.device("cuda", _cuda.current_device() if index is None else index)
         self._stream = _cuda.Stream(self._device)
-        self._registered: dict[int, int] = {}
+        # By address, oldest first; each array keeps its memory mapped as long as it is registered.
+        self._registered: dict[int, Bytes] = {}
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._device
 
     def register(self, memory: Bytes) -> None:
         address, nbytes = memory.ctypes.data, memory.nbytes
-        if self._registered.get(address, 0) >= nbytes:
+        known = self._registered.pop(address, None)
+        if known is not None and known.nbytes >= nbytes:
+            self._registered[address] = known  # the newest now
             return
-        self.release(address)
         with _cuda.device(self._device):
+            if known is not None:
+                _unregister(known)
+            # What is not a slot any more, because slots grow and servers die, goes when others come.
+            while len(self._registered) >= _REGISTERED:
+                _unregister(self._registered.pop(next(iter(self._registered))))
             code = int(_cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        if code == 0:
-            self._registered[address] = nbytes
-        else:  # copies still work, but the host waits for each
+            if code == 0:
+                self._registered[address] = memory
+                return
+            # Copies still work, but the host waits for each. The error stays behind for the next kernel
+            # to raise, unless something takes it first.
             _log.warning("Shared memory of %d bytes could not be page-locked (CUDA error %d).", nbytes, code)
-
-    def release(self, address: int) -> None:
-        """Undoes the registration of memory at ``address``; needed before it is unmapped."""
-        if self._registered.pop(address, 0):
-            _cuda.cudart().cudaHostUnregister(address)
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
 
     def begin(self) -> None:
         ready = _cuda.Event()
@@ -236,8 +239,13 @@ class CudaLane:
 
     def close(self) -> None:
         self._stream.synchronize()
-        for address in list(self._registered):
-            self.release(address)
+        with _cuda.device(self._device):
+            while self._registered:
+                _unregister(self._registered.popitem()[1])
+
+
+def _unregister(memory: Bytes) -> None:
+    _cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
 class CudaCopier:
@@ -249,6 +257,8 @@ class CudaCopier:
         self._device = _Workers(1, niceness)
         self._units: deque[list[Slice]] = deque()
         self._current: tuple[StateView, Copying, Event] | None = None
+        # The trainer's thread fences while another one joins: who comes second waits for the first.
+        self._helping = threading.Lock()
 
     def start(self, view: StateView, target: memoryview) -> None:
         """See ``Copier``. Raises StateError for a target that is too small, or a foreign device."""
@@ -274,9 +284,10 @@ class CudaCopier:
 
     def fence(self) -> None:
         """Makes later work of the compute stream wait for the copy; helps with host tensors."""
-        if self._current is None:
+        current = self._current
+        if current is None:
             return
-        _, copying, event = self._current
+        _, copying, event = current
         self._lane.hold(event)
         with contextlib.suppress(StateError):
             self._help(copying)
@@ -299,8 +310,9 @@ class CudaCopier:
         self._lane.close()
 
     def _help(self, copying: Copying) -> None:
-        copying.run(self._units, copy=True)
-        self._host.finish()
+        with self._helping:
+            copying.run(self._units, copy=True)
+            self._host.finish()
 
 
 def _packs(slices: Iterable[Slice]) -> list[list[Slice]]:

@@ -123,9 +123,11 @@ def restore(file: memoryview, objects: Mapping[str, object]) -> int:
     def own(name: str) -> torch.Tensor:
         return view(name).clone()
 
+    shardings = _walk(objects)[1].shardings
     decoded = {}
     for name, node in tree.items():  # a module copies out of the file by itself
-        decoder = Decoder(view if isinstance(objects[name], torch.nn.Module) else own, unused)
+        source = view if isinstance(objects[name], torch.nn.Module) else own
+        decoder = Decoder(source, unused, shardings=shardings)
         decoded[name] = decoder.decode(node)
     if unused:
         raise StateError(

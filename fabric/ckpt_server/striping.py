@@ -5,13 +5,11 @@ named and asked once more; the second time it is dropped. A source that dies or 
 range and is dropped after three failures in a row. What was verified is never fetched twice.
 """
 
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ from fabric.ckpt_server.source import (
     refusal,
 )
 from fabric.errors import Gone, IntegrityError, StateError
+from fabric.runtime.priority import lower_priority
 
 Progress = Callable[[int, int], None]
 _MAX_FAILURES = 3
@@ -73,7 +72,7 @@ class Striping:
         held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
         per_range = max(1, range_bytes // int(self._manifest["block_bytes"]))
         queue = RangeQueue(done, per_range, {source.url for source in self._sources}, time.monotonic)
-        with ThreadPoolExecutor(len(self._sources) * streams, "fabric-fetch", _be_polite) as pool:
+        with ThreadPoolExecutor(len(self._sources) * streams, "fabric-fetch", lower_priority) as pool:
             running = [
                 pool.submit(self._stream, queue, source) for source in self._sources for _ in range(streams)
             ]
@@ -218,8 +217,3 @@ def describe(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it stopped sending"
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def _be_polite() -> None:
-    with suppress(OSError):  # a sandbox may forbid it
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

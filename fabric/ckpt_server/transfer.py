@@ -12,6 +12,7 @@ from aiohttp import web
 from prometheus_client import Counter
 
 from fabric.ckpt_server.conditions import check_if_match, etag, wanted_range
+from fabric.ckpt_server.layout import TensorSpan
 from fabric.ckpt_server.memory import Slot
 from fabric.ckpt_server.metrics import Metrics
 
@@ -23,25 +24,32 @@ _COPY_BYTES = 64 * 1024
 STALL_S = 60.0
 
 
-async def send(request: web.Request, slot: Slot, metrics: Metrics) -> web.StreamResponse:
-    """Answer ``request`` with the content of ``slot``, or the range of it that was asked for.
+async def send(
+    request: web.Request, slot: Slot, metrics: Metrics, part: TensorSpan | None = None
+) -> web.StreamResponse:
+    """Answer ``request`` with the content of ``slot`` (or one tensor, ``part`` of it), or the range of that
+    which was asked for.
 
     Raises ConnectionResetError when the connection ended early (the slot was withdrawn, the reader left
     or stalled), PreconditionFailed, Unsatisfiable and ProtocolError for what the headers ask.
     """
     content = slot.content
     assert content is not None
-    tag = etag(content.digest)
+    first, nbytes = (0, content.nbytes) if part is None else (part.begin, part.end - part.begin)
+    tag = etag(content.digest if part is None else f"{content.digest}-{part.begin}")
     check_if_match(request.headers.get("If-Match"), tag)
     span = None
     if request.method == "GET":
         headers = request.headers
-        span = wanted_range(headers.get("Range"), headers.get("If-Range"), tag, content.nbytes)
-    begin, end = span or (0, content.nbytes)
+        span = wanted_range(headers.get("Range"), headers.get("If-Range"), tag, nbytes)
+    begin, end = span or (0, nbytes)
     response = web.StreamResponse(status=200 if span is None else 206, headers=content.headers)
     response.headers.update({"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "no-store"})
+    if part is not None:
+        response.headers["X-Fabric-Dtype"] = part.dtype
+        response.headers["X-Fabric-Shape"] = ",".join(map(str, part.shape))
     if span is not None:
-        response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{content.nbytes}"
+        response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{nbytes}"
     response.content_type = "application/octet-stream"
     response.content_length = end - begin
     transport = request.transport
@@ -51,7 +59,7 @@ async def send(request: web.Request, slot: Slot, metrics: Metrics) -> web.Stream
         transport.set_write_buffer_limits(high=0)
         await response.prepare(request)
         if request.method != "HEAD":
-            await _send_bytes(response, transport, view[begin:end], slot, sent)
+            await _send_bytes(response, transport, view[first + begin : first + end], slot, sent)
         await response.write_eof()
     return response
 

@@ -10,13 +10,21 @@ from fabric.lighthouse.service import LighthouseSettings, run
 from fabric.model import Policy
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.liveness import LivenessConfig
+from fabric.store import EtcdAccess
 
 _FILE = click.Path(path_type=Path)
 _LIVENESS = LivenessConfig()
 
 
 @click.command()
-@click.option("--store", required=True, help="sqlite:///PATH, etcd://HOST:PORT,HOST:PORT or memory:")
+@click.option(
+    "--store", required=True, help="sqlite:///PATH, etcd://HOST:PORT,HOST:PORT, etcds://... or memory:"
+)
+@click.option("--store-ca", type=_FILE, help="etcds: the certificate authority to trust (PEM).")
+@click.option("--store-cert", type=_FILE, help="etcds: this lighthouse's own certificate (PEM), for mTLS.")
+@click.option("--store-key", type=_FILE, help="etcds: the key of --store-cert.")
+@click.option("--store-user", default="", help="etcd's user, where it has users.")
+@click.option("--store-password-file", type=_FILE, help="File with that user's password.")
 @click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default="0", show_default=True, help="Port, range such as 8600-8609, or 0 for any.")
 @click.option("--advertise", default="", help="Base URL that others reach this one by.")
@@ -45,7 +53,12 @@ _LIVENESS = LivenessConfig()
     help="The trainers' FABRIC_AUTONOMY_S: how long they step without any lighthouse.",
 )
 def lighthouse(
-    silence_s: float, reconnect_s: float, start_wait_s: float, autonomy_s: float, **others: object
+    silence_s: float,
+    reconnect_s: float,
+    start_wait_s: float,
+    autonomy_s: float,
+    store_user: str,
+    **others: Path | None,
 ) -> None:
     """Decide who takes part in each job, until SIGTERM. Start several on one store: one of them leads."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -54,5 +67,12 @@ def lighthouse(
         liveness=LivenessConfig(silence_s=silence_s, reconnect_s=reconnect_s),
         autonomy_s=autonomy_s,
     )
-    settings = LighthouseSettings(leader=leader, **others)  # type: ignore[arg-type]  # click's own names
+    access = EtcdAccess(
+        ca_file=others.pop("store_ca"),
+        cert_file=others.pop("store_cert"),
+        key_file=others.pop("store_key"),
+        user=store_user,
+        password_file=others.pop("store_password_file"),
+    )
+    settings = LighthouseSettings(leader=leader, store_access=access, **others)  # type: ignore[arg-type]  # click's own names
     uvloop.run(run(settings))

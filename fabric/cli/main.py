@@ -19,8 +19,16 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "fabric.cli.demo.command:demo",
         "Train with replicas, kill one, and prove that nothing is lost.",
     ),
+    "diff": ("fabric.cli.look:diff", "Show where two states differ, files or URLs."),
+    "doctor": ("fabric.cli.doctor:doctor", "Check this host, and say what to do."),
+    "drain": ("fabric.cli.operate:drain", "Let a replica leave its job at a step boundary."),
+    "events": ("fabric.cli.events:events", "Show what happened to a job, or follow what happens."),
+    "evict": ("fabric.cli.operate:evict", "Leave a replica out of its job at once."),
+    "inspect": ("fabric.cli.look:inspect_state", "Show what is in a state, a file or a URL."),
     "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Decide who takes part in each job."),
+    "pull": ("fabric.cli.pull:pull", "Fetch a snapshot into a file, verified."),
     "status": ("fabric.cli.status:status", "Show the jobs of a lighthouse, or one of them."),
+    "top": ("fabric.cli.status:top", "The same, live."),
 }
 
 

@@ -5,7 +5,7 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,42 @@ import torch
 
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.snapshot import CpuCopier, CudaCopier
+from fabric.ckpt_server.snapshot import CpuCopier, CudaCopier, CudaLane
 from fabric.ckpt_server.state import check_serialisable
+from fabric.client.buffers import AveragedBuffers, changing_buffers
 from fabric.client.engine import Parts
 from fabric.client.exchange import Exchange
 from fabric.client.journal import Journal
 from fabric.client.leader_link import LeaderLink
+from fabric.client.mark import Mark
 from fabric.client.mistakes import tell_uncaught_mistakes
+from fabric.client.model_watch import ModelWatch, refuse_optimizers
 from fabric.client.peers import Peers
+from fabric.client.placement import device_of, place_gradients
+from fabric.client.rank_group import RankGroup
 from fabric.client.session import Session
 from fabric.client.slots import GradientSlots
 from fabric.client.snapshots import OverheadBudget, Snapshots
 from fabric.client.solo import SoloSession
+from fabric.client.start import Place
 from fabric.client.transfer import Transfer
 from fabric.client.worker import Worker
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
-from fabric.ftar.tcp_ring import TcpRing
-from fabric.runtime.config import Settings, settings
+from fabric.protocol.budget import Budget
+from fabric.runtime.config import Settings, parse_replicas, settings
 from fabric.runtime.points import Points
 from fabric.transport.tcp import Identity
 
-# How long links of a new epoch may take before the leader hears of it and forms another one.
-LINK_S = 5.0
+# What may become of buffers that forward changes.
+BUFFERS = ("refuse", "average", "ignore")
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
 
 def attach(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
     state: Mapping[str, Any] | None = None,
     buffers: str = "refuse",
@@ -48,9 +56,11 @@ def attach(
 ) -> "Session | SoloSession":
     """Join this process to the job that the environment (or ``arguments``) names.
 
+    ``optimizer``: one, several in a sequence, or several by name; all of them are part of the shared state.
     ``state``: further objects with ``state_dict`` and ``load_state_dict`` that are part of the shared state.
-    ``buffers``: what to do with buffers that forward changes (BatchNorm): ``refuse`` or ``ignore`` (each
-    replica keeps its own, and they are not part of the shared state). ``arguments`` are the fields of
+    ``buffers``: what to do with buffers that forward changes (BatchNorm): ``refuse``, ``average`` (by weight,
+    at the commit: they are shared state) or ``ignore`` (each replica keeps its own, and they are not part of
+    the shared state). ``arguments`` are the fields of
     ``fabric.runtime.config.Settings``. A mistake that a person can mend ends the process with one sentence
     and exit code 1; with FABRIC_DISABLE=1 a session without any service is returned.
     """
@@ -64,24 +74,29 @@ def attach(
 
 def _attach(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     state: dict[str, Any],
     buffers: str,
     arguments: Mapping[str, Any],
 ) -> "Session | SoloSession":
     found = settings(**arguments)
+    refuse_optimizers(_by_name(optimizer).values())
+    group = RankGroup.find()
     objects = _shared_state(model, optimizer, state, buffers)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
     if found.disable:
-        return SoloSession([p for _, p in parameters], objects)
+        replicas = parse_replicas(found.replicas)[1]
+        return SoloSession([p for _, p in parameters], objects, found.on_nan, replicas, group)
     check_serialisable(objects)
-    gradients = FlatGradients(parameters)
-    incarnation, gone = _claim(found.home)
+    averaged = AveragedBuffers(model, changing_buffers(model) if buffers == "average" else [])
+    gradients = FlatGradients([*parameters, *averaged.stand_ins])
+    place = _take_place(found, group)
+    found = found.of_rank(place.rank)
+    incarnation = place.incarnation
     points = Points(found.points)
     journal = Journal(found.journal, found.replica, incarnation)
-    token = found.token
     handle = ServerHandle.start_or_attach(
         job=found.job,
         replica=found.replica,
@@ -93,89 +108,142 @@ def _attach(
         token_file=found.token_file,
         lighthouse=found.lighthouse,
         orphan_s=found.orphan_s,
+        rank=place.rank,
     )
-    parts, snapshots = _parts(found, (incarnation, token), handle, gradients, objects, (journal, points))
-    return Session(found, incarnation, gone, objects, gradients, snapshots, parts)
+    parts = _parts(found, place, handle, (gradients, averaged), objects, (journal, points))
+    return Session(found, place, objects, gradients, parts, ModelWatch(model, parameters))
 
 
 def _parts(
     found: Settings,
-    identity: tuple[int, bytes],
+    place: Place,
     handle: ServerHandle,
-    gradients: FlatGradients,
+    model_parts: tuple[FlatGradients, AveragedBuffers],
     objects: Mapping[str, object],
     records: tuple[Journal, Points],
-) -> tuple[Parts, Snapshots]:
-    incarnation, token = identity
+) -> Parts:
+    token, rank = found.token, place.rank
     journal, points = records
+    gradients, averaged = model_parts
+    mark = Mark(handle)
+    time_budget = Budget(found.exchange_s, found.user_code_s)
 
-    def crash(error: BaseException) -> None:
-        """A defect in one of the threads: say so and end, the launcher starts this replica anew."""
-        sys.stderr.write(f"fabric: {found.replica}: internal error: {type(error).__name__}: {error}\n")
-        sys.stderr.flush()
-        os._exit(75)
-
-    on_device = any(p.is_cuda for _, p in gradients.parameters)
-    copier = CudaCopier() if on_device else CpuCopier()
+    crash = _crash(found.replica, mark)
+    plane, placement = place_gradients(found, gradients, lambda step: points.reach("ring", step))
+    where = device_of(gradients.parameters)
+    on_device = where.type == "cuda"
+    copier = CudaCopier(CudaLane(where)) if on_device else CpuCopier()
     budget = OverheadBudget(found.snapshot_share)
-    slots = GradientSlots(handle, gradients.nbytes, gradients.layout)
 
     def recover() -> None:
         """The checkpoint server is gone: start another one, with new memory for the rounds to come."""
         with contextlib.suppress(FabricError):
             if handle.ensure():
                 slots.reset()
+                mark.renew()
 
     who = (found.job, found.replica)
-    snapshots = Snapshots(handle, objects, copier, budget, who, on_device, recover)
-    plane = TcpRing(exchange_s=found.exchange_s, on_piece=lambda step: points.reach("ring", step))
-    peers = Peers(Identity(found.job, found.replica), incarnation, token, plane, LINK_S)
+    snapshots = Snapshots(
+        handle, objects, copier, budget, who, on_device, recover, rank if place.group else None
+    )
+    plane.set_bounds(time_budget.exchange_s, time_budget.entry_s)
+    slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
+    identity = Identity(found.job, found.replica, rank=rank)
+    peers = Peers(identity, place.incarnation, token, plane, time_budget.link_s)
     leader = LeaderLink(found)
-    parts = Parts(
+    return Parts(
         handle=handle,
         plane=plane,
         peers=peers,
         leader=leader,
         slots=slots,
-        exchange=Exchange(plane, gradients, slots, points, crash),
-        transfer=Transfer(lambda: StateFetcher(token.decode()), snapshots, gradients.nbytes, points, crash),
+        exchange=Exchange(
+            plane, gradients, slots, points, crash, placement, found.on_nan != "pass", found.retain_gradients
+        ),
+        placement=placement,
+        transfer=Transfer(
+            lambda: StateFetcher(token.decode(), rank=rank), snapshots, gradients.nbytes, points, crash
+        ),
         keeper=Worker("fabric-keeper", crash),
         recover=recover,
         journal=journal,
         points=points,
+        snapshots=snapshots,
+        mark=mark,
+        buffers=averaged,
     )
-    return parts, snapshots
+
+
+def _crash(replica: str, mark: Mark) -> Callable[[BaseException], None]:
+    """What is done about a defect in one of the threads."""
+
+    def crash(error: BaseException) -> None:
+        """Say so and end: the launcher starts this replica anew."""
+        sys.stderr.write(f"fabric: {replica}: internal error: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        mark.clear()
+        os._exit(75)
+
+    return crash
+
+
+def _take_place(found: Settings, group: RankGroup | None) -> Place:
+    """Claim this rank's folder; ranks of one replica have one incarnation between them."""
+    incarnation, gone = _claim(found.of_rank(group.rank if group is not None else 0).home)
+    if group is None:
+        return Place(incarnation, gone)
+    who = {"replica": found.replica, "job": found.job, "incarnation": incarnation, "gone": gone}
+    said = group.gather(who)
+    for rank, one in enumerate(said):
+        if (one["replica"], one["job"]) != (said[0]["replica"], said[0]["job"]):
+            raise ConfigError(
+                f"rank {rank} says it is {one['replica']!r} and rank 0 says {said[0]['replica']!r}: give all "
+                "ranks of a replica the same FABRIC_REPLICA and FABRIC_JOB"
+            )
+    return Place(max(one["incarnation"] for one in said), all(one["gone"] for one in said), group)
 
 
 def _shared_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], buffers: str
+    model: torch.nn.Module, optimizer: Optimizers, state: dict[str, Any], buffers: str
 ) -> dict[str, object]:
+    optimizers = _by_name(optimizer)
     for name, value in state.items():
-        if name in ("model", "optimizer"):
+        if name == "model" or name in optimizers:
             raise ConfigError(f'state has the name "{name}", which is taken: use another one')
         if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
             raise ConfigError(
                 f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict: wrap it"
             )
-    changing = _changing_buffers(model)
-    if buffers not in ("refuse", "ignore"):
-        raise ConfigError(f'buffers is "{buffers}": it must be "refuse" or "ignore"')
+    changing = changing_buffers(model)
+    if buffers not in BUFFERS:
+        raise ConfigError(f'buffers is "{buffers}": it must be "average", "ignore" or "refuse"')
     if changing and buffers == "refuse":
         raise ConfigError(
             f"forward changes the buffer {changing[0]!r} differently on every replica: pass "
-            'buffers="ignore" to keep them local, or use a layer without running statistics'
+            'buffers="average" to share their average, buffers="ignore" to keep them local, or use a layer '
+            "without running statistics"
         )
-    shared: object = WithoutBuffers(model, changing) if changing else model
-    return {"model": shared, "optimizer": optimizer, **state}
+    local = changing if buffers == "ignore" else []
+    shared: object = WithoutBuffers(model, local) if local else model
+    for value in state.values():
+        if isinstance(value, torch.amp.GradScaler):
+            # It makes its state when it first scales a loss; a newcomer unscales before that.
+            value.scale(torch.zeros((), device=next(model.parameters()).device))
+    return {"model": shared, **optimizers, **state}
 
 
-def _changing_buffers(model: torch.nn.Module) -> list[str]:
-    """Names of buffers that forward changes: running statistics of normalisation layers."""
-    return [
-        name
-        for name, _ in model.named_buffers()
-        if name.rsplit(".", 1)[-1] in ("running_mean", "running_var", "num_batches_tracked")
-    ]
+def _by_name(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
+    """The names that the optimizers have in the shared state."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {"optimizer": optimizer}
+    named = optimizer if isinstance(optimizer, Mapping) else dict(enumerate(optimizer))
+    wrong = next((x for x in named.values() if not isinstance(x, torch.optim.Optimizer)), None)
+    if not named or wrong is not None:
+        raise ConfigError(
+            f"attach takes an optimizer, or several of them in a sequence or by name, not "
+            f"{'none' if wrong is None else 'a ' + type(wrong).__name__}"
+        )
+    return {f"optimizer.{name}": value for name, value in named.items()}
 
 
 class WithoutBuffers:

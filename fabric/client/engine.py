@@ -13,24 +13,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric.ckpt_server.handle import ServerHandle
+from fabric.client.buffers import AveragedBuffers
 from fabric.client.exchange import Exchange
 from fabric.client.journal import Journal
 from fabric.client.leader_link import LeaderLink
+from fabric.client.mark import Mark
+from fabric.client.overlap import Stream
 from fabric.client.peers import Peers
+from fabric.client.placement import Placement
 from fabric.client.slots import GradientSlots
+from fabric.client.snapshots import Snapshots
 from fabric.client.transfer import Transfer
 from fabric.client.worker import Worker
 from fabric.errors import FabricError
 from fabric.ftar.plane import DataPlane
-from fabric.model import Fence
+from fabric.model import Fence, Record
 from fabric.protocol import member_io as io
 from fabric.protocol.member import Member
 from fabric.protocol.messages import Bar, Contribution
-from fabric.runtime.driver import Driver
+from fabric.protocol.rank_orders import NameSnapshot, RankEvent
+from fabric.runtime.driver import Core, Driver
 from fabric.runtime.points import Points
 
 # Effects that are orders to the trainer's main thread.
 Order = io.Compute | io.Apply | io.Install | io.TakeSnapshot | io.DropGradient | io.Finish | io.Stop
+Event = io.Event | RankEvent
 _ORDERS = (io.Compute, io.Apply, io.Install, io.TakeSnapshot, io.DropGradient, io.Finish, io.Stop)
 
 
@@ -44,15 +51,20 @@ class Parts:
     leader: LeaderLink
     slots: GradientSlots
     exchange: Exchange
+    placement: Placement
     transfer: Transfer
     keeper: Worker
     recover: Callable[[], None]
     journal: Journal
     points: Points
+    snapshots: Snapshots
+    mark: Mark
+    buffers: AveragedBuffers
 
 
 class Engine:
-    """Runs from ``start`` until ``close``; ``post`` and ``orders`` are the main thread's side of it."""
+    """Runs from ``listen`` until ``close``; ``post`` and ``orders`` are the main thread's side of it. This is
+    the engine of a replica of one process; ``ranks`` has those of the ranks of a larger one."""
 
     def __init__(self, parts: Parts) -> None:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -64,6 +76,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._contributed: tuple[int, int] = (0, -1)
         self._heard: Fence | None = None
+        self._session: asyncio.Task[None] | None = None
+        self._number = 0  # of the order being performed, where orders have numbers
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: self._send_peer,
             io.SendLeader: lambda e: parts.leader.send(e.message),
@@ -72,35 +86,68 @@ class Engine:
             io.StartExchange: self._start_exchange,
             io.AbortExchange: self._abort_exchange,
             io.Publish: self._publish,
-            io.FetchState: lambda e: parts.transfer.fetch_state(e, self.post),
-            io.FetchGradient: lambda e: parts.transfer.fetch_gradient(e, self.post),
+            io.FetchState: lambda e: parts.transfer.fetch_state(e, self._answer_to_this()),
+            io.FetchGradient: lambda e: parts.transfer.fetch_gradient(e, self._answer_to_this()),
             io.CancelFetch: lambda _: parts.transfer.cancel(),
             io.Listen: self._listen,
             io.Note: self._note,
+            NameSnapshot: lambda e: parts.keeper.submit(lambda: parts.snapshots.name(e, self.post)),
         }
 
-    def start(self, make_member: Callable[[int], Member], bind: str, ports: str) -> None:
-        """Begin: ``make_member(port)`` builds the core once the listener's port is known.
+    # --- what is known ----------------------------------------------------------------------------
 
-        Raises ConfigError where the listener cannot bind.
-        """
-        ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    @property
+    def is_running(self) -> bool:
+        """Whether it has begun."""
+        return self.member is not None
+
+    @property
+    def generation(self) -> int:
+        """Of the state in memory; 0: nobody vouches for it."""
+        return self.member.state.generation if self.member is not None else 0
+
+    @property
+    def current(self) -> Record | None:
+        """The epoch in force here."""
+        return self.member.current if self.member is not None else None
+
+    @property
+    def newest(self) -> Record | None:
+        """The newest epoch that was heard of."""
+        return self.member.newest if self.member is not None else None
+
+    @property
+    def step(self) -> int:
+        """Of the state in memory."""
+        return self.member.state.step if self.member is not None else 0
+
+    # --- from the main thread -----------------------------------------------------------------------
+
+    def listen(self, bind: str, ports: str) -> int:
+        """Start the control thread; returns the port. Raises ConfigError where the listener cannot bind."""
+        ready: queue.SimpleQueue[BaseException | int] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._main(make_member, (bind, ports), ready)),
+            target=lambda: asyncio.run(self._main((bind, ports), ready)),
             name="fabric-control",
             daemon=True,
         )
         self._thread.start()
-        problem = ready.get()
-        if problem is not None:
-            raise problem
+        found = ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
-    def post(self, event: io.Event) -> None:
-        """Hand an event to the core; from any thread, never blocks."""
+    def begin(self, member: Member) -> None:
+        """Drive ``member`` from now on, and look for the lighthouse."""
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self._begin(member), self._loop).result()
+
+    def post(self, event: Event, number: int = 0) -> None:
+        """Hand an event to the core; from any thread, never blocks. ``number``: of the order it answers."""
         if self._loop is not None:
             # The loop closes only after the job is complete: nobody waits for what comes later.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._feed, event)
+                self._loop.call_soon_threadsafe(self._feed, event, number)
 
     def close(self) -> None:
         """Say goodbye to the peers and end the thread."""
@@ -115,45 +162,65 @@ class Engine:
     def crash(self, error: BaseException) -> None:
         """A defect in the core or a thread: this process must start anew."""
         reason = f"internal error in {type(error).__name__}: {error}"
+        self._parts.mark.clear()
         self._parts.journal.write("stop", code=75, reason=reason)
         self.orders.put(io.Stop(75, reason))
 
-    async def _main(
-        self,
-        make_member: Callable[[int], Member],
-        listen: tuple[str, str],
-        ready: "queue.SimpleQueue[BaseException | None]",
-    ) -> None:
+    async def _main(self, listen: tuple[str, str], ready: "queue.SimpleQueue[BaseException | int]") -> None:
         parts = self._parts
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         try:
             port = await parts.peers.start(*listen, self._feed)
-            self.member = make_member(port)
-            self._driver = Driver(self.member, self._perform, tick=io.Tick(), on_crash=self.crash)
         except FabricError as error:
             ready.put(error)
             return
-        session = asyncio.create_task(parts.leader.run(self._feed, self._refused))
-        ready.put(None)
+        ready.put(port)
         await self._stopping.wait()
-        await parts.leader.drain(within_s=1.0)
-        await parts.peers.close()
-        session.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await session
-        self._driver.close()
+        await self._end()
+        if self._driver is not None:
+            self._driver.close()
         parts.plane.close()
 
-    def _feed(self, event: io.Event) -> None:
-        if self._driver is not None:
+    async def _begin(self, member: Member) -> None:
+        self.member = member
+        self._driver = Driver(self._make_core(member), self._perform, tick=io.Tick(), on_crash=self.crash)
+        self._session = asyncio.create_task(self._parts.leader.run(self._feed, self._refused))
+
+    async def _end(self) -> None:
+        """Say goodbye to everybody."""
+        await self._parts.leader.drain(within_s=1.0)
+        await self._parts.peers.close()
+        if self._session is not None:
+            self._session.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._session
+
+    def _make_core(self, member: Member) -> Core[Any, Any]:
+        return member
+
+    def _feed(self, event: Any, number: int = 0) -> None:
+        self._note_planes(event)
+        if self.member is not None:
+            self.member.ring_waits_for = self._parts.plane.waiting_for
+        if self._driver is not None:  # of a rank that follows, too, which has no core of its own
             self._driver.feed(event)
+
+    def _note_planes(self, event: Any) -> None:
+        if isinstance(event, io.Linked):
+            planes = self._parts.peers.planes(event.epoch)
+            self._parts.journal.write("plane", epoch=event.epoch, **planes)
 
     def _refused(self, reason: str) -> None:
         self.orders.put(io.Stop(1, reason))
 
+    def _answer_to_this(self) -> Callable[[io.Event], None]:
+        """Posts what answers the order that is being performed."""
+        number = self._number
+        return lambda event: self.post(event, number)
+
     # --- effects ----------------------------------------------------------------------------------
 
-    def _perform(self, effect: io.Effect) -> None:
+    def _perform(self, effect: Any) -> None:
         if isinstance(effect, _ORDERS):
             if isinstance(effect, io.Apply) and effect.held is not None:
                 self._parts.points.reach("after-barrier", effect.step)
@@ -200,29 +267,33 @@ class Engine:
                 generation=record.generation,
                 forced=record.is_forced,
                 roster=list(record.names),
+                seats={x.replica: x.seat for x in record.roster},
                 reason=record.reason,
             )
         self._parts.peers.link_up(record)
 
     def _switch(self, effect: io.Switch) -> None:
-        assert self.member is not None
-        step = self.member.state.step
+        step = self.step
         self._parts.points.reach("switch", step)
         self._parts.peers.switch(effect.record)
-        me = effect.record.member(self.member.identity.replica)
+        me = effect.record.member(self._parts.peers.replica)
         if me is not None and me.fresh:
             self._parts.points.reach("first-round", step)
 
     def _start_exchange(self, effect: io.StartExchange) -> None:
-        assert self.member is not None and self.member.round is not None
-        own = self.member.round.contributions[self.member.identity.replica]
-        self._journal_contribution(effect.fence.epoch, own)
-        self._parts.exchange.start(effect, self.post)
+        if self.member is not None and self.member.round is not None:
+            own = self.member.round.contributions.get(self.member.identity.replica)
+            if own is not None:  # of a gradient that is still computed it comes later
+                self._journal_contribution(effect.fence.epoch, own)
+        self._parts.exchange.start(effect, self.stream() if effect.streaming else None, self.post)
+
+    # The gradient that is being computed and handed over bucket by bucket: set by the session.
+    stream: Callable[[], Stream | None] = staticmethod(lambda: None)
 
     def _abort_exchange(self, effect: io.AbortExchange) -> None:
         self._parts.plane.abort(effect.epoch, effect.why)
-        assert self.member is not None
-        self._parts.points.reach("abort", self.member.state.step)
+        self._parts.exchange.abort(effect.epoch, effect.why)
+        self._parts.points.reach("abort", self.step)
 
     def _publish(self, effect: io.Publish) -> None:
         self._parts.keeper.submit(lambda: self._publish_now(effect))
@@ -231,6 +302,7 @@ class Engine:
         parts = self._parts
         try:
             parts.slots.publish(effect.generation, effect.held)
+            parts.slots.prepare()
         except FabricError:
             parts.recover()
 
@@ -240,6 +312,12 @@ class Engine:
     def _note(self, note: io.Note) -> None:
         if note.kind == "resume":
             self._parts.points.reach("recovery", note.step)
+        extra = {"micro_batches": list(note.micro_batches)} if note.micro_batches else {}
         self._parts.journal.write(
-            note.kind.replace(" ", "-"), epoch=note.epoch, step=note.step, why=note.why, about=note.about
+            note.kind.replace(" ", "-"),
+            epoch=note.epoch,
+            step=note.step,
+            why=note.why,
+            about=note.about,
+            **extra,
         )

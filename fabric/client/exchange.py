@@ -1,4 +1,7 @@
-"""The exchange thread: kept gradient into a slot, around the ring, digest; one round at a time."""
+"""The exchange thread: kept gradient into a slot, around the ring, digest; one round at a time.
+
+Bucket by bucket: while the first ones are reduced, backward may still work on the gradients of the later.
+"""
 
 import time
 from collections.abc import Callable
@@ -6,10 +9,12 @@ from collections.abc import Callable
 import torch
 import xxhash
 
+from fabric.client.overlap import Stream
+from fabric.client.placement import OnHost, Placement
 from fabric.client.slots import GradientSlots
 from fabric.client.worker import Worker
-from fabric.errors import RoundAborted
-from fabric.ftar.buckets import FlatGradients
+from fabric.errors import ConfigError, RoundAborted
+from fabric.ftar.buckets import Bucket, FlatGradients
 from fabric.ftar.plane import DataPlane
 from fabric.protocol import member_io as io
 from fabric.runtime.points import Points
@@ -25,43 +30,86 @@ class Exchange:
         slots: GradientSlots,
         points: Points,
         on_crash: Callable[[BaseException], None],
+        placement: Placement,
+        judges: bool = False,
+        retain: bool = True,
     ) -> None:
+        """``judges``: look for values that are not finite in every sum. ``retain``: the local gradient
+        survives; on a device it always does."""
+        self.retain = retain or not isinstance(placement, OnHost)
+        self._placement = placement
+        self._judges = judges
         self._plane = plane
         self._gradients = gradients
         self._slots = slots
         self._points = points
         self._worker = Worker("fabric-exchange", on_crash)
+        self._newest: tuple[int, Stream | None] = (0, None)
         self.seconds = 0.0
         self.waiting_s: dict[str, float] = {}
 
-    def start(self, order: io.StartExchange, post: Callable[[io.Event], None]) -> None:
-        """Queue one round."""
-        self._worker.submit(lambda: self._run(order, post))
+    def start(self, order: io.StartExchange, stream: Stream | None, post: Callable[[io.Event], None]) -> None:
+        """Queue one round; with a ``stream`` each bucket is taken when it is final."""
+        self._newest = (order.fence.epoch, stream)
+        self._worker.submit(lambda: self._run(order, stream, post))
 
-    def _run(self, order: io.StartExchange, post: Callable[[io.Event], None]) -> None:
+    def abort(self, epoch: int, why: str) -> None:
+        """End the wait for gradients that backward has not finished; the plane ends the others."""
+        newest, stream = self._newest
+        if stream is not None and newest <= epoch:
+            stream.abort(why)
+
+    def _run(self, order: io.StartExchange, stream: Stream | None, post: Callable[[io.Event], None]) -> None:
         epoch, step = order.fence.epoch, order.step
-        started = time.monotonic()
         self._points.reach("before-ring", step)
         try:
             buffer = self._slots.for_round(step).buffer
-            if order.weight > 0:
-                self._gradients.gather(buffer)
-            else:
-                buffer.zero_()
-            self._reduce(epoch, step, buffer)
+            with self._placement.round(buffer) as flat:
+                digest = self._exchange(order, stream, buffer, flat)
         except RoundAborted as error:
             post(io.ExchangeFailed(epoch, step, error.about, str(error)))
             return
-        finally:
-            self.seconds += time.monotonic() - started
-        digest = xxhash.xxh3_128_hexdigest(buffer.numpy().data)
-        post(io.Exchanged(epoch, step, digest))
+        except ConfigError as error:
+            # A gradient of a form that cannot be summed: the user's mistake, met here and not in their loop.
+            post(io.Failed(str(error)))
+            return
+        nonfinite = self._gradients.first_nonfinite(buffer) if self._judges else ""
+        mine = self._gradients.first_nonfinite_own() if nonfinite and order.weight > 0 else ""
+        post(io.Exchanged(epoch, step, digest, nonfinite, mine))
 
-    def _reduce(self, epoch: int, step: int, buffer: torch.Tensor) -> None:
-        for lane in self._gradients.lanes(buffer):
-            self._plane.all_reduce(epoch, step, lane)
-            for peer, seconds in self._plane.waiting_s.items():
-                self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
+    def _exchange(
+        self, order: io.StartExchange, stream: Stream | None, slot: torch.Tensor, flat: torch.Tensor
+    ) -> str:
+        """Reduce all buckets in ``flat``, bring them into ``slot``; the digest of its bytes."""
+        if order.weight == 0:
+            self._placement.run(flat.zero_)
+        raw, digest, digested = slot.numpy().data, xxhash.xxh3_128(), 0
+        for bucket in self._gradients.buckets:
+            if stream is not None:
+                stream.wait(bucket)
+            started = time.monotonic()
+            try:
+                self._reduce(order, bucket, flat)
+            finally:
+                self.seconds += time.monotonic() - started
+            self._placement.bring(slot, bucket.gap, bucket.end)
+            if bucket.gap == digested:
+                # In the order of the bytes, and beside the others' work on the next bucket.
+                digest.update(raw[digested : bucket.end])
+                digested = bucket.end
+        digest.update(raw[digested:])
+        return digest.hexdigest()
+
+    def _reduce(self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor) -> None:
+        if order.weight > 0:
+            self._placement.run(lambda: self._gradients.gather_bucket(bucket, flat))
+            if not self.retain:
+                for _, parameter in bucket.parameters:
+                    parameter.grad = None
+        part = bucket.view(flat)
+        self._plane.all_reduce(order.fence.epoch, order.step, part, retain_gradients=False)
+        for peer, seconds in self._plane.waiting_s.items():
+            self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
 
     def close(self) -> None:
         self._worker.close(within_s=1.0)

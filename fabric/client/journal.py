@@ -8,10 +8,12 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fabric.errors import ConfigError
+from fabric.protocol.member_io import Hold
 
 
 class Journal:
@@ -47,6 +49,29 @@ class Journal:
         with self._lock:  # the clock is read and the line written as one, or lines go back in time
             body = {"event": event, "t": time.time(), "mono": time.monotonic(), **self._who, **values}
             os.write(self._descriptor, json.dumps(body, separators=(",", ":")).encode() + b"\n")
+
+    def commit(
+        self, held: Hold, micro_batches: int, how: tuple[int, bool, bool], times: Mapping[str, float]
+    ) -> None:
+        """A step that this replica applied: of what it was made, what of its ``micro_batches`` was left out,
+        ``how`` (generation, live, replay), and where its time went (seconds)."""
+        generation, live, replay = how
+        counted = {i for _, ids in held.contributions for i in ids}
+        self.write(
+            "commit",
+            generation=generation,
+            epoch=held.epoch,
+            step=held.step,
+            live=live,
+            replay=replay,
+            skipped=[i for i in range(micro_batches) if i not in counted],
+            contributions={name: list(ids) for name, ids in held.contributions},
+            weight=held.weight,
+            gradient_digest=held.gradient_digest,
+            metrics=dict(held.metrics),
+            members=[name for name, _ in held.contributions],
+            times=dict(times),
+        )
 
     def close(self) -> None:
         if self.on:

@@ -7,11 +7,23 @@ the interpreter's exit code is 1, "do not restart me". Everything else is shown 
 """
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 from fabric.errors import FabricError, IllegalTransition
 
 _shown_before = sys.excepthook
+# What is done about an exception that nobody caught, once it has been shown.
+watchers: list[Callable[[BaseException], None]] = []
+
+
+# What may end this process with a better sentence than the error that reached the top.
+_waits: list[Callable[[], None]] = []
+
+
+def before_showing(wait: Callable[[], None]) -> None:
+    """Call ``wait`` before an error that is not ours is shown."""
+    _waits.append(wait)
 
 
 def tell_uncaught_mistakes() -> None:
@@ -26,4 +38,9 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if isinstance(error, FabricError) and not isinstance(error, IllegalTransition):
         sys.stderr.write(f"fabric: {error}\n")
     else:
+        for wait in _waits:
+            wait()
         _shown_before(kind, error, trace)
+    sys.stderr.flush()
+    for watch in watchers:
+        watch(error)

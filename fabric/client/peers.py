@@ -63,10 +63,18 @@ class Peers:
         self._dials: dict[Key, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
+    # Takes the links of this replica's other ranks: set where there are any.
+    on_rank: Callable[[Greeting, socket.socket], None] = staticmethod(lambda _, sock: sock.close())
+
+    @property
+    def replica(self) -> str:
+        """Whose links these are."""
+        return self._me[0]
+
     async def start(self, bind: str, ports: str, feed: Callable[[io.Event], None]) -> int:
         """Listen; returns the port."""
         self._feed = feed
-        await self._listener.start(bind, ports)
+        await self._listener.start(bind, ports, local=self._plane.shares_memory)
         return self._listener.address[1]
 
     async def close(self) -> None:
@@ -88,6 +96,16 @@ class Peers:
         link = self._links.get((replica, incarnation))
         if link is not None:
             link.send(wire.encode(message))
+
+    def planes(self, epoch: int) -> dict[str, str]:
+        """What carries my links of ``epoch`` to the ring's next and from its previous: shm or tcp."""
+        linking = self._epochs.get(epoch)
+        links = {"next": linking.next_socket, "previous": linking.previous_socket} if linking else {}
+        return {
+            side: "shm" if sock.family == socket.AF_UNIX else "tcp"
+            for side, sock in links.items()
+            if sock is not None
+        }
 
     # --- bringing epochs up -----------------------------------------------------------------------
 
@@ -153,13 +171,16 @@ class Peers:
         self._plane.install(ring, linking.next_socket, linking.previous_socket)
 
     def _to_dial(self, record: Record) -> list[Member]:
+        """Whom this process links to for messages: those are between the replicas' ranks 0."""
+        if self._identity.rank:
+            return []
         others = [x for x in record.roster if x.replica > self._me[0]]
         return [x for x in others if (x.replica, x.incarnation) not in self._links]
 
     def _missing(self, linking: _Linking) -> list[str]:
         record = linking.record
         others = [(x.replica, x.incarnation) for x in record.roster if x.replica != self._me[0]]
-        missing = [key[0] for key in others if key not in self._links]
+        missing = [] if self._identity.rank else [key[0] for key in others if key not in self._links]
         if others and not linking.done:
             previous = self._previous(record)
             if (record.epoch, previous) not in self._ring_arrivals and previous[0] not in missing:
@@ -207,11 +228,13 @@ class Peers:
             kind="data" if kind == "data" else "control",
             epoch=record.epoch,
             to=member.replica,
+            rank=self._identity.rank,
         )
         tries = 0
         while not is_up():
             try:
-                return await dial(member.link, greeting, self._token, _DIAL_S)
+                local = kind == "data" and self._plane.shares_memory
+                return await dial(member.link, greeting, self._token, _DIAL_S, local)
             except FabricError:
                 # The peer may not have heard of the epoch, or its place may just be taken over.
                 await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
@@ -222,6 +245,9 @@ class Peers:
 
     def _on_connection(self, greeting: Greeting, sock: socket.socket) -> None:
         key = (greeting.replica, greeting.incarnation)
+        if greeting.kind == "rank":
+            self.on_rank(greeting, sock)
+            return
         if greeting.kind == "control":
             self._adopt(key, sock)
             return

@@ -8,73 +8,77 @@ averaged gradient is already in ``.grad``", so the user's loop has no special ca
 
 import atexit
 import contextlib
+import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 
 from fabric.ckpt_server.state import capture, restore, verify
-from fabric.client.data import Loader, Plan, collate
-from fabric.client.engine import Engine, Parts
+from fabric.client import mistakes
+from fabric.client.clock import Clock
+from fabric.client.data import Loader, Slice, describe_sharing, make_loader, parse_options, seat_of
+from fabric.client.engine import Parts
+from fabric.client.failure import name_samples
+from fabric.client.learning_rate import PresenceFactor
+from fabric.client.leaving import Leaving
+from fabric.client.metrics import finite, restored
+from fabric.client.mistakes import before_showing
+from fabric.client.model_watch import ModelWatch
+from fabric.client.overlap import Overlap
+from fabric.client.placement import OnHost
 from fabric.client.randomness import seed_everything
-from fabric.client.snapshots import Snapshots
+from fabric.client.ranks import RankEngine
+from fabric.client.sampler import StepSampler
+from fabric.client.start import Place, Work, begin, make_engine
 from fabric.client.step import Step
-from fabric.errors import FabricError
+from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
-from fabric.model import StepTimes
+from fabric.model import EVERYTHING, Sharing, StepTimes
 from fabric.protocol import member_io as io
-from fabric.protocol.member import Member
-from fabric.protocol.member_state import Identity, MemberConfig, State
-from fabric.runtime.config import Settings, advertised_host
+from fabric.protocol.rank_orders import SnapshotDue
+from fabric.runtime.config import Settings, parse_replicas
 
 # For loops that we do not own a step has no micro-batches of ours; this many tokens stand for them, so
 # that every member of a roster of up to that size contributes.
 EXCHANGE_TOKENS = 64
 
 
-@dataclass(slots=True)
-class _Clock:
-    """Where the current step's time went, and what is not yet reported."""
-
-    mark: float = field(default_factory=time.monotonic)
-    compute_s: float = 0.0
-    optimizer_s: float = 0.0
-    wait_s: float = 0.0
-    work: dict[int, float] = field(default_factory=dict)
-
-    def lap(self) -> float:
-        now = time.monotonic()
-        seconds, self.mark = now - self.mark, now
-        return seconds
-
-
-class Session:
+class Session(Leaving):
     """Made by ``fabric.client.attach``. Not thread-safe: call it from the training loop's thread."""
 
     def __init__(
         self,
         settings: Settings,
-        incarnation: int,
-        predecessors_gone: bool,
+        place: Place,
         objects: Mapping[str, object],
         gradients: FlatGradients,
-        snapshots: Snapshots,
         parts: Parts,
+        watch: ModelWatch,
     ) -> None:
         self.settings = settings
-        self._incarnation = incarnation
-        self._predecessors_gone = predecessors_gone
+        self._place = place
         self._objects = objects
         self._gradients = gradients
-        self._snapshots = snapshots
+        self._watch = watch
+        self._snapshots = parts.snapshots
         self._parts = parts
-        self._engine = Engine(parts)
+        self._engine = make_engine(parts, place)
+        if isinstance(self._engine, RankEngine):
+            before_showing(self._engine.await_explanation)
+        self.overlap = Overlap(
+            gradients,
+            lambda step, weight: self._engine.post(io.Streaming(step, weight)),
+            # Ranks of one replica would have to begin together, on a device every bucket needs its event, and
+            # averaged buffers are final only after backward.
+            wanted=settings.retain_gradients
+            and place.group is None
+            and (isinstance(parts.placement, OnHost) and not parts.buffers.stand_ins),
+        )
         self._state_step = 0
-        self._clock = _Clock()
+        self._clock = Clock()
         self._metrics: dict[str, float] = {}
         self._samples: dict[int, list[int]] = {}
         self._loader: Loader | None = None
@@ -92,16 +96,10 @@ class Session:
         return self._state_step
 
     @property
-    def epoch(self) -> int:
-        """The membership epoch in force here, 0 before the first."""
-        member = self._engine.member
-        return member.current.epoch if member is not None and member.current is not None else 0
-
-    @property
     def members(self) -> tuple[str, ...]:
         """Replica ids of the epoch in force, in ring order."""
-        member = self._engine.member
-        return member.current.names if member is not None and member.current is not None else ()
+        current = self._engine.current
+        return current.names if current is not None else ()
 
     def digest(self) -> str:
         """xxh3_128 of the shared state as it is now; equal on all members after the same step."""
@@ -118,22 +116,44 @@ class Session:
         seed: int = 0,
         collate_fn: Callable[[Sequence[Any]], Any] | None = None,
         num_workers: int = 0,
+        mesh: Any = None,
+        **options: Any,
     ) -> Loader:
         """The job's data: every step is a fixed list of micro-batches, whoever computes them.
 
-        ``dataset`` is map-style (``len`` and integer index), ``seed`` also seeds the draws in each
-        micro-batch. Raises ConfigError for sizes that do not fit.
+        ``dataset`` is map-style (``len`` and integer index) or iterable, ``seed`` also seeds the draws in
+        each micro-batch. ``mesh`` is the device mesh of one dimension over which this replica shards its data
+        (FSDP2's): each of its ranks gets its slice of every micro-batch. Without one all ranks get all of
+        it, as tensor and pipeline parallel ranks need. ``options`` are the fields of
+        ``fabric.client.data.Options``. Raises ConfigError for what does not fit.
         """
-        plan = Plan(len(dataset), global_batch_size, micro_batch_size, seed)
-        return Loader(dataset, plan, collate_fn or collate, num_workers)
+        sizes, who = (global_batch_size, micro_batch_size, seed), (self.settings.replica, self._replicas)
+        part = Slice.of(mesh)
+        return make_loader(dataset, sizes, collate_fn, num_workers, parse_options(options), who, part)
+
+    def sampler(
+        self, size: int, *, global_batch_size: int, seed: int = 0, seat: int | None = None
+    ) -> StepSampler:
+        """The indices of this replica's part of every step, for the DataLoader of a loop that we do not own.
+
+        The loop takes ``global_batch_size / replicas`` of them, then calls ``exchange``. ``seat``: which part
+        (default: the number at the end of the replica's id). Raises ConfigError.
+        """
+        number = seat_of(self.settings.replica, self._replicas, seat)
+        self._sampler = StepSampler(
+            size, global_batch_size, seed, (number, self._replicas), lambda: self._state_step
+        )
+        return self._sampler
 
     def steps(self, data: Loader, until: int) -> Iterator[Step]:
         """Steps from wherever the job is up to committed step ``until``; see Step."""
         self._until = until
-        if self._engine.member is None:
+        if not self._engine.is_running:
             self._loader = data
             plan = data.plan
-            self._start(plan.micro_batches, f"{plan.hash} until {until}")
+            self._presence = PresenceFactor(self._optimizers()) if data.scale_lr else None
+            described = {**plan.describe(), **describe_sharing(data.sharing)}
+            self._start(described, f"{plan.hash} until {until}", data.sharing, data.seat)
         while self._state_step < until and not self._finished:
             step = Step(self, self._state_step)
             order = self._wait(self._ready())
@@ -155,18 +175,27 @@ class Session:
     def run_step(self, step: Step) -> Iterator[Any]:
         """The micro-batches of ``step``, own ones first, then inherited ones (for Step alone)."""
         assert self._loader is not None
-        order = self._first_order
+        order, mark = self._first_order, self._parts.mark
+        following = order.micro_batches if isinstance(order, io.Compute) else ()
+        if self._parts.buffers.stand_ins:
+            self._snapshots.wait_copied()  # forward changes what is being copied
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
-            for micro_batch in order.micro_batches:
+            for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
+                self._at = (order.step, micro_batch)
+                mark.at(*self._at)
                 self._parts.points.reach("forward", order.step)
                 samples = self._loader.plan.samples(order.step, micro_batch)
                 self._samples[micro_batch] = samples
                 batch = self._loader.fetch(order.step, micro_batch)
                 seed_everything(self._loader.plan.seed, order.step, micro_batch)
-                step.begin(len(samples))
-                yield batch
+                step.begin(len(self._loader.slice.cut(samples)))
+                with self.overlap.micro_batch(last=left == 0):
+                    yield batch
                 self._clock.work[micro_batch] = float(len(samples))
+            mark.clear()
+            self._at = None
+            self._loader.expect(order.step + 1, following)
             order = self._computed(order, step.take_weight())
         self._end_step(step, order)
 
@@ -182,8 +211,14 @@ class Session:
         Call it between backward and clipping; gradients must come from a mean over ``weight`` units.
         Returns the committed step. What a dead member had computed is skipped (policy ``shrink``).
         """
-        if self._engine.member is None:
-            self._start(EXCHANGE_TOKENS, "exchange")
+        sampler = self._sampler
+        if not self._engine.is_running and sampler is None:
+            sharing = Sharing("shrink", EXCHANGE_TOKENS)
+            self._start({"micro_batches": EXCHANGE_TOKENS}, "exchange", sharing)
+        elif not self._engine.is_running and sampler is not None:
+            sharing = Sharing("shrink", sampler.seats)
+            self._start(sampler.describe(), sampler.hash, sharing, sampler.seat)
+        fresh = sampler is None or sampler.take(self._state_step)
         step = Step(self, self._state_step)
         for _, parameter in self._gradients.parameters:
             if parameter.grad is not None:
@@ -192,7 +227,10 @@ class Session:
         contributed = False
         while isinstance(order, io.Compute):
             # A gradient of weights that have been replaced meanwhile was dropped: then there is none to give.
-            held = any(p.grad is not None for _, p in self._gradients.parameters)
+            # Nor for one of data that were drawn for another step.
+            held = fresh and any(p.grad is not None for _, p in self._gradients.parameters)
+            if held and sampler is not None:
+                self._samples = {i: sampler.indices(order.step) for i in order.micro_batches}
             order = self._computed(order, weight if held and not contributed else 0.0)
             contributed = True
         if isinstance(order, io.Finish):
@@ -202,19 +240,22 @@ class Session:
 
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
-        """Say why this replica is away from the exchange for a while; shown in ``fabric status``."""
-        member = self._engine.member
-        if member is not None:
-            member.busy = f"{reason}, at most {at_most_s:g} s"
+        """Say why this replica is away from the exchange for a while; shown in ``fabric status``.
+
+        ``at_most_s`` takes the place of ``user_code_s`` meanwhile: whoever keeps the others waiting for
+        longer is evicted, and catches up when it comes back. Raises ConfigError where it is not above 0.
+        """
+        if not 0 < at_most_s < math.inf:
+            raise ConfigError(f"session.busy has at_most_s={at_most_s:g}: give a finite number above 0")
+        self._engine.post(io.Busy(f"{reason}, at most {at_most_s:g} s", at_most_s))
         try:
             yield
         finally:
-            if member is not None:
-                member.busy = ""
+            self._engine.post(io.Busy("", 0.0))
 
     def close(self) -> None:
         """Finished: wait until every member is, then leave. Never counted as a failure."""
-        if self._engine.member is not None and not self._finished:
+        if self._engine.is_running and not self._finished:
             self._note_state(self._digest_when_due(wanted=True))
             self._engine.post(io.Closing())
             while not isinstance(order := self._engine.orders.get(), io.Finish):
@@ -228,89 +269,77 @@ class Session:
 
     # --- between the user's code and the engine ---------------------------------------------------------
 
-    def _start(self, micro_batches: int, data_hash: str) -> None:
+    @property
+    def _replicas(self) -> int:
+        """How many replicas the job starts with."""
+        return parse_replicas(self.settings.replicas)[1]
+
+    def _optimizers(self) -> list[Any]:
+        return [x for name, x in self._objects.items() if name.startswith("optimizer")]
+
+    def _start(
+        self, data: Mapping[str, Any], data_hash: str, sharing: Sharing = EVERYTHING, seat: int = -1
+    ) -> None:
         """Begin to talk: the data is known now, and with it everything a session must say."""
-        settings, parts = self.settings, self._parts
+        settings, parts, micro_batches = self.settings, self._parts, int(data["micro_batches"])
+        self._micro_batches = micro_batches
+        parts.buffers.begin()
+        mistakes.watchers.append(self._failed)
         parts.journal.write(
             "start",
             pid=os.getpid(),
             job=settings.job,
             layout=self._gradients.layout,
             torch=torch.__version__,
-            data=self._describe_data(micro_batches),
+            data=dict(data),
+            seat=seat,
         )
+        self._engine.stream = lambda: self.overlap.stream
         self._engine.samples = lambda step, ids: {str(i): self._samples.get(i, []) for i in ids}
         digest = self._digest_when_due(wanted=True)
-        if not parts.handle.snapshots:
+        if not parts.handle.snapshots and self._place.group is None:
             # What a first start may begin from, should the replicas' initial states differ.
             self._snapshot(generation=0)
-        config = MemberConfig(
-            min_replicas=settings.min_replicas,
-            autonomy_s=settings.autonomy_s,
-            digest_every=settings.digest_every,
-        )
-
-        def make_member(port: int) -> Member:
-            identity = Identity(
-                replica=settings.replica,
-                incarnation=self._incarnation,
-                link=f"{advertised_host(settings)}:{port}",
-                ckpt=parts.handle.url,
-                micro_batches=micro_batches,
-                layout=self._gradients.layout,
-                data=data_hash,
-                predecessors_gone=self._predecessors_gone,
-            )
-            state = State(0, 0, digest)
-            return Member(identity, config, time.monotonic(), state, parts.handle.snapshots)
-
-        self._engine.start(make_member, settings.bind, settings.ports)
-
-    def _describe_data(self, micro_batches: int) -> dict[str, int]:
-        if self._loader is None:
-            return {"micro_batches": micro_batches}
-        plan = self._loader.plan
-        return {
-            "dataset_size": plan.dataset_size,
-            "global_batch_size": plan.global_batch_size,
-            "micro_batch_size": plan.micro_batch_size,
-            "seed": plan.seed,
-            "micro_batches": micro_batches,
-        }
+        part = self._loader.slice.index if self._loader is not None else self._place.rank
+        data_hash = f"{data_hash} on_nan {settings.on_nan}"
+        layout = self._gradients.layout
+        tensors = self._gradients.described
+        work = Work(micro_batches, data_hash, layout, digest, part, sharing, seat, tensors)
+        begin(self._engine, parts, settings, self._place, work)
 
     def _ready(self) -> io.Ready:
         """The user's update has run (or nothing has yet): the state stands at ``_state_step``."""
         self._clock.optimizer_s += self._clock.lap()
-        member = self._engine.member
-        generation = member.state.generation if member is not None else 0
-        if generation > 0 and self._snapshots.is_due():
-            self._snapshot(generation)
+        if self._engine.generation > 0 and self._snapshots.is_due():
+            self._snapshot_by_policy()
         digest = self._digest_when_due(self._digest_wanted)
         self._digest_wanted = False
         self._note_state(digest)
         return io.Ready(self._state_step, digest, self._times())
 
     _digest_wanted = True
+    _sampler: StepSampler | None = None
+    _presence: PresenceFactor | None = None
+    _micro_batches = 0
     _first_order: io.Compute | io.Apply | io.Finish | None = None
 
     def _times(self) -> StepTimes:
-        clock, exchange = self._clock, self._parts.exchange
-        times = StepTimes(
-            compute_s=clock.compute_s,
-            exchange_s=exchange.seconds,
-            optimizer_s=clock.optimizer_s,
-            waiting_s=dict(exchange.waiting_s),
-            work=dict(clock.work),
-        )
+        exchange = self._parts.exchange
+        times = self._clock.times(exchange.seconds, exchange.waiting_s)
         exchange.seconds, exchange.waiting_s = 0.0, {}
-        self._clock = _Clock(mark=clock.mark)
         return times
 
     def _computed(self, order: io.Compute, weight: float) -> io.Compute | io.Apply | io.Finish:
+        self._watch.check(order.step)
+        self._gradients.settle()
         self._clock.compute_s += self._clock.lap()
-        metrics = tuple(sorted(self._metrics.items()))
+        if weight > 0:
+            self._parts.buffers.contribute(weight)
+        metrics = finite(self._metrics)
         self._metrics.clear()
-        return self._wait(io.Computed(order.step, order.micro_batches, weight, metrics))
+        redo = self.overlap.end_order()
+        self._parts.placement.computed()
+        return self._wait(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
 
     def _wait(self, event: io.Event) -> io.Compute | io.Apply | io.Finish:
         """Post where I stand and obey until there is something for the user's loop."""
@@ -327,11 +356,13 @@ class Session:
 
     def _obey(self, order: io.Effect) -> None:
         if isinstance(order, io.Stop):
-            self._leave(order.reason, order.code)
+            samples = self._loader.plan.samples if self._loader is not None else None
+            named = name_samples(order.poison, samples) if samples is not None else ""
+            self._leave(order.reason + named, order.code)
         elif isinstance(order, io.DropGradient):
             self._drop_gradient()
         elif isinstance(order, io.TakeSnapshot):
-            self._snapshot(generation=None)
+            self._snapshot(order.generation)
         elif isinstance(order, io.Install):
             self._install(order)
 
@@ -347,40 +378,52 @@ class Session:
             self._too_late(order)
         assert isinstance(order, io.Apply)
         self._snapshots.wait_copied()
-        held, transfer = order.held, self._parts.transfer
-        if held is not None:
-            buffer, weight, metrics = self._parts.slots.find(order.step), held.weight, dict(held.metrics)
+        transfer = self._parts.transfer
+        if order.held is not None:
+            held, buffer = order.held, self._parts.slots.find(order.step)
             self._note_joined(held)
-            self._journal_commit(order, held, replay=False)
         else:
-            assert transfer.gradient is not None and transfer.buffer is not None
+            assert transfer.buffer is not None
             self._parts.points.reach("replay", order.step)
-            buffer, weight = transfer.buffer, transfer.gradient.weight
-            metrics = dict(transfer.gradient.meta.get("metrics", {}))
-            self._journal_replay(order)
+            held, buffer = transfer.as_held(), transfer.buffer
             self._replayed += 1
             self._behind = True
-        if self._loader is None and weight == 0:
-            weight = 1.0  # an ``exchange`` in which every gradient had been dropped: their sum is zero
-        self._gradients.scatter(buffer, weight)
+        self._journal_commit(order, held, replay=order.held is None)
+        counted = sum(len(ids) for _, ids in held.contributions)
+        if held.nonfinite:
+            # Optimizers leave a parameter without a gradient as it is, so the user's loop needs no branch.
+            self._drop_gradient()
+        else:
+            # A step of which everything was left out: the weight is zero, and so is the sum.
+            weight = held.weight or (0.0 if counted else 1.0)
+            self._parts.placement.scatter(self._gradients, buffer, weight)
+            if counted:
+                self._parts.buffers.commit(held.weight)
+        if self._presence is not None:
+            self._presence.present(counted, self._micro_batches)
         self._state_step = order.step + 1
         self._digest_wanted = order.digest
         self._samples.clear()
-        step.number, step.live, step.metrics, step.done = order.step, order.live, metrics, True
+        step.number, step.live, step.metrics, step.done = order.step, order.live, restored(held.metrics), True
+        step.skipped = bool(held.nonfinite)
         self._clock.lap()
 
     def _install(self, order: io.Install) -> None:
         """Load the fetched state; only after all of it was verified, and verified again when loaded."""
         arrived = self._parts.transfer.state
         assert arrived is not None
+        # Of this rank's part; the order's is of the whole replica.
+        digest = arrived.fetched.manifest["digest"]
         self._parts.points.reach("install", order.step)
         self._drop_gradient()
+        self._snapshots.wait_copied()
         try:
             restore(arrived.file, self._objects)
-            verify(self._objects, order.step, order.digest)
+            verify(self._objects, order.step, digest)
         except FabricError as error:
             self._engine.post(io.InstallFailed(f"the state of step {order.step} does not fit: {error}"))
             return
+        self._parts.buffers.begin()
         self._state_step = order.step
         fetched = arrived.fetched
         with contextlib.suppress(FabricError):
@@ -395,52 +438,49 @@ class Session:
             seconds=fetched.seconds,
             sources=dict(fetched.sources),
         )
-        self._note_state(order.digest)
-        self._engine.post(io.Installed(order.step, order.digest, last=order.step >= self._until))
+        self._note_state(digest)
+        self._engine.post(io.Installed(order.step, digest, last=order.step >= self._until))
 
-    def _snapshot(self, generation: int | None) -> None:
-        member = self._engine.member
-        if generation is None:
-            generation = member.state.generation if member is not None else 0
+    def _snapshot_by_policy(self) -> None:
+        """With several ranks all take theirs at the same step, when rank 0 says so."""
+        if self._place.group is None:
+            self._snapshot(-1)
+        elif self._place.rank == 0:
+            self._engine.post(SnapshotDue(self._state_step))
+
+    def _snapshot(self, generation: int) -> None:
+        """Begin one; a negative ``generation`` is the current one."""
+        if generation < 0:
+            generation = self._engine.generation
         self._parts.points.reach("snapshot", self._state_step)
         self._snapshots.start(self._state_step, generation, self._parts.keeper.submit, self._engine.post)
 
     def _drop_gradient(self) -> None:
         for _, parameter in self._gradients.parameters:
             parameter.grad = None
+        self._parts.buffers.drop()
         self._metrics.clear()
 
     def _digest_when_due(self, wanted: bool) -> str:
-        return self.digest() if wanted and self.settings.digest_every > 0 else ""
+        on = self.settings.reproducible and self.settings.digest_every > 0
+        return self.digest() if wanted and on else ""
 
     def _note_state(self, digest: str) -> None:
-        member = self._engine.member
-        generation = member.state.generation if member is not None else 0
         if digest:
-            self._parts.journal.write("state", generation=generation, step=self._state_step, digest=digest)
+            self._parts.journal.write(
+                "state", generation=self._engine.generation, step=self._state_step, digest=digest
+            )
 
     def _journal_commit(self, order: io.Apply, held: io.Hold, replay: bool) -> None:
-        member = self._engine.member
-        assert member is not None
-        self._parts.journal.write(
-            "commit",
-            generation=member.state.generation,
-            epoch=held.epoch,
-            step=order.step,
-            live=order.live,
-            replay=replay,
-            contributions={name: list(ids) for name, ids in held.contributions},
-            weight=held.weight,
-            gradient_digest=held.gradient_digest,
-            metrics=dict(held.metrics),
-            members=[name for name, _ in held.contributions],
-            times={
-                "compute_s": self._clock.compute_s,
-                "exchange_s": self._parts.exchange.seconds,
-                "optimizer_s": self._clock.optimizer_s,
-                "wait_s": self._clock.wait_s,
-            },
-        )
+        clock = self._clock
+        times = {
+            "compute_s": clock.compute_s,
+            "exchange_s": self._parts.exchange.seconds,
+            "optimizer_s": clock.optimizer_s,
+            "wait_s": clock.wait_s,
+        }
+        source = self._parts.transfer if replay else self._engine
+        self._parts.journal.commit(held, self._micro_batches, (source.generation, order.live, replay), times)
 
     def _note_joined(self, held: io.Hold) -> None:
         """The first round of a newcomer, or of one that had been evicted."""
@@ -449,49 +489,5 @@ class Session:
             replayed, self._replayed = self._replayed, 0
             self._parts.journal.write("joined", epoch=held.epoch, step=held.step, replayed=replayed)
 
-    def _journal_replay(self, order: io.Apply) -> None:
-        meta = self._parts.transfer.gradient
-        assert meta is not None
-        contributions = meta.meta.get("contributions", {})
-        held = io.Hold(
-            epoch=meta.epoch,
-            step=order.step,
-            gradient_digest=meta.digest,
-            weight=meta.weight,
-            contributions=tuple((str(k), tuple(v)) for k, v in contributions.items()),
-            metrics=tuple(sorted(meta.meta.get("metrics", {}).items())),
-        )
-        self._journal_commit(order, held, replay=True)
-
     def _finish(self) -> None:
         self._finished = True
-
-    def _leave(self, reason: str, code: int = 0) -> NoReturn:
-        """End this process with one sentence."""
-        sys.stderr.write(f"fabric: {self.settings.replica}: {reason}\n")
-        sys.stderr.flush()
-        self._parts.journal.write("stop", code=code, reason=reason)
-        self._engine.close()
-        self._end(finished=code == 0)
-        raise SystemExit(code)
-
-    def _end(self, finished: bool) -> None:
-        """Detach; a server that is gone already needs no goodbye."""
-        if finished:
-            with contextlib.suppress(FabricError):
-                self._parts.handle.finish()
-        else:
-            self._let_server_go()
-        atexit.unregister(self._let_server_go)
-        self._parts.handle.close()
-        self._parts.journal.close()
-
-    def _let_server_go(self) -> None:
-        """A process that ends before it was ever in the job leaves nothing that anybody could want; what its
-        server holds is kept for a successor, or for the others, in every other case."""
-        member, handle = self._engine.member, self._parts.handle
-        newest = member.newest if member is not None else None
-        listed = newest is not None and newest.lists(self.settings.replica, self._incarnation)
-        if not listed and not self.epoch and not handle.snapshots:
-            with contextlib.suppress(FabricError):
-                handle.finish(linger_s=0.0)

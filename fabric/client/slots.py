@@ -1,8 +1,9 @@
 """Where reduced gradients live: slots in the checkpoint server's shared memory, used in turn.
 
 A round reduces straight into a slot, so publishing it costs no copy. The last two committed gradients are
-always there (a third slot takes the round under way); while somebody catches up more slots keep more steps,
-up to a limit in bytes. When the server is gone the round uses private memory and is not published.
+always there (a third slot takes the round under way). While somebody catches up more slots keep more steps:
+five of any size, for a state takes a few steps to be fetched and loaded, and more up to a limit in bytes.
+When the server is gone the round uses private memory and is not published.
 """
 
 import threading
@@ -12,10 +13,11 @@ import torch
 
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.errors import FabricError, StateError
+from fabric.ftar.plane import DataPlane
 from fabric.protocol.member_io import Hold
 
 _ALWAYS = 3
-_LISTENING = 32
+_LISTENING = 6, 32
 
 
 @dataclass(slots=True)
@@ -32,14 +34,17 @@ class Slot:
 
 @dataclass(slots=True)
 class GradientSlots:
-    """``nbytes`` of one flat gradient; ``limit_bytes`` for all slots together."""
+    """``nbytes`` of one flat gradient; ``limit_bytes`` for all slots together. Neighbours of ``plane`` may
+    read a slot in place: what is gathered into it is reduced there without a copy."""
 
     handle: ServerHandle
     nbytes: int
     layout: str
+    plane: DataPlane
     limit_bytes: int = 2**30
     listening: bool = False
     _slots: list[Slot] = field(default_factory=list)
+    _prepared: Slot | None = None
     _uses: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -48,14 +53,25 @@ class GradientSlots:
         with self._lock:
             slot = next((s for s in self._slots if s.step == step and not s.published), None)
             if slot is None:
-                slot = self._next()
+                slot, self._prepared = self._prepared or self._next(), None
             self._uses += 1
             slot.step, slot.published, slot.used = step, False, self._uses
             return slot
 
+    def prepare(self) -> None:
+        """Withdraw the slot of the next round now, so that the round need not ask the server for it.
+
+        Nothing happens while a round is under way: it has its slot, and two published ones must stay.
+        """
+        with self._lock:
+            newest = max(self._slots, key=lambda s: s.used, default=None)
+            if self._prepared is None and newest is not None and newest.published:
+                self._prepared = self._next()
+
     def _next(self) -> Slot:
-        most = max(_ALWAYS, min(_LISTENING, self.limit_bytes // max(self.nbytes, 1)))
-        if len(self._slots) < (most if self.listening else _ALWAYS):
+        least, most = _LISTENING
+        listening = max(least, min(most, self.limit_bytes // max(self.nbytes, 1)))
+        if len(self._slots) < (listening if self.listening else _ALWAYS):
             used = {s.index for s in self._slots}
             slot = self._allocate(next(i for i in range(len(used) + 1) if i not in used))
             self._slots.append(slot)
@@ -82,7 +98,11 @@ class GradientSlots:
             if private is None:
                 private = torch.zeros(self.nbytes, dtype=torch.uint8)
             return Slot(index, private, shared=False)
-        return Slot(index, torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes])
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes]
+        self.plane.show(self.handle.descriptor("gradient", index), buffer)
+        if private is not None:
+            self.plane.forget(private)
+        return Slot(index, buffer)
 
     def publish(self, generation: int, held: Hold) -> None:
         """Serve the committed gradient that lies in the slot of its step; raises FabricError."""
@@ -105,6 +125,7 @@ class GradientSlots:
             meta={
                 "contributions": {name: list(ids) for name, ids in held.contributions},
                 "metrics": dict(held.metrics),
+                **({"nonfinite": held.nonfinite} if held.nonfinite else {}),
             },
         )
 
@@ -123,6 +144,10 @@ class GradientSlots:
         """A new server: allocate everything anew. What the newest steps lie in is still read by this
         trainer (it may be about to apply it), so that stays mapped until it is overwritten."""
         with self._lock:
+            self._prepared = None
+            for slot in self._slots:
+                if slot.used <= self._uses - 2:
+                    self.plane.forget(slot.buffer)
             self._slots = [s for s in self._slots if s.used > self._uses - 2]
             for slot in self._slots:
                 slot.shared = False

@@ -9,12 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.manifest import of_rank
 from fabric.ckpt_server.snapshot import Copier, build_manifest
 from fabric.ckpt_server.state import StateView, capture
 from fabric.errors import FabricError
 from fabric.protocol.member_io import Snapshotted
+from fabric.protocol.rank_orders import NameSnapshot, SnapshotNamed
 
 MAX_AGE_S = 600.0
 _SLOTS = 2
@@ -40,7 +43,8 @@ class OverheadBudget:
 
 class Snapshots:
     """One at a time. ``submit`` runs a job on the keeper thread; ``post`` takes Snapshotted; ``recover``
-    starts a dead server again."""
+    starts a dead server again. ``rank`` is mine in a replica of several ranks: there a part is served only
+    when ``name`` says that all ranks have theirs."""
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class Snapshots:
         who: tuple[str, str],
         on_device: bool,
         recover: Callable[[], None],
+        rank: int | None = None,
     ) -> None:
         self._handle = handle
         self._objects = objects
@@ -63,6 +68,10 @@ class Snapshots:
         self._copied.set()
         self._on_device = on_device
         self._recover = recover
+        self._rank = rank
+        # Parts that wait for those of the other ranks, by (generation, step): the slot and the manifest.
+        self._unnamed: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
+        self._slots_lock = threading.Lock()
 
     def is_due(self) -> bool:
         """Whether the policy wants one at this boundary."""
@@ -92,14 +101,29 @@ class Snapshots:
 
     def _take_slot(self) -> int:
         """The slot to overwrite: the older one, unless somebody reads it and nobody reads the other."""
-        for slot in (self._next_slot, 1 - self._next_slot):
-            if self._handle.begin("snapshot", slot, unless_read=True):
-                break
-        else:
-            slot = self._next_slot
-            self._handle.begin("snapshot", slot)
-        self._next_slot = (slot + 1) % _SLOTS
-        return slot
+        with self._slots_lock:
+            for slot in (self._next_slot, 1 - self._next_slot):
+                if self._handle.begin("snapshot", slot, unless_read=True):
+                    break
+            else:
+                slot = self._next_slot
+                self._handle.begin("snapshot", slot)
+            self._next_slot = (slot + 1) % _SLOTS
+            self._unnamed = {key: held for key, held in self._unnamed.items() if held[0] != slot}
+            return slot
+
+    def name(self, order: NameSnapshot, post: Callable[[SnapshotNamed], None]) -> None:
+        """Serve my part of a snapshot under the digests of all ranks, unless its slot was taken since."""
+        done = False
+        with self._slots_lock:
+            slot, manifest = self._unnamed.pop((order.generation, order.step), (-1, {}))
+            if slot >= 0 and order.digests and self._rank is not None:
+                try:
+                    self._handle.publish_snapshot(slot, of_rank(manifest, self._rank, order.digests))
+                    done = True
+                except FabricError:
+                    self._recover()
+        post(SnapshotNamed(order.step, order.generation, done))
 
     def _finish(
         self,
@@ -125,7 +149,10 @@ class Snapshots:
                 generation=generation,
                 created=time.time(),
             )
-            self._handle.publish_snapshot(slot, manifest)
+            if self._rank is None:
+                self._handle.publish_snapshot(slot, manifest)
+            else:
+                self._unnamed[generation, step] = (slot, manifest)
             digest = digests.digest
         except FabricError:
             # The server died under us: the newcomer is told that this replica missed the step.
@@ -142,5 +169,7 @@ class Snapshots:
 
     def target(self, nbytes: int) -> tuple[int, memoryview]:
         """A slot for a state that is fetched: it becomes this replica's own snapshot."""
+        # A copy under way has a slot that nothing was published from yet, and must not lose it.
+        self._copied.wait()
         slot = self._take_slot()
         return slot, self._handle.allocate("snapshot", slot, nbytes)

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 
 from fabric.ckpt_server.state import capture
-from fabric.client.data import Loader, Plan, collate
+from fabric.client.data import Loader, Slice, make_loader, parse_options
 from fabric.client.randomness import seed_everything
+from fabric.client.rank_group import RankGroup
+from fabric.client.sampler import StepSampler
 from fabric.errors import FabricError
+from fabric.protocol.rank_orders import replica_share
 
 
 class SoloStep:
@@ -18,6 +21,7 @@ class SoloStep:
     def __init__(self, session: "SoloSession", number: int, data: Loader) -> None:
         self.number = number
         self.live = True
+        self.skipped = False
         self.metrics: dict[str, float] = {}
         self.done = False
         self._session = session
@@ -30,17 +34,22 @@ class SoloStep:
         self._data.read_ahead(self.number, range(plan.micro_batches))
         for micro_batch in range(plan.micro_batches):
             batch = self._data.fetch(self.number, micro_batch)
-            self._samples = plan.micro_batch_size
+            self._samples = plan.micro_batch_size // self._data.slice.count
             seed_everything(plan.seed, self.number, micro_batch)
             yield batch
-        self._session.average(self._weight)
+        self._session.average(self._weight, self._data.slice.index)
+        self.skipped = self._session.skips()
         self.metrics, self.done = self._session.take_metrics(), True
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """As Step.backward."""
+        (loss * self.took(weight)).backward()  # type: ignore[no-untyped-call]
+
+    def took(self, weight: float | None = None) -> float:
+        """As Step.took."""
         share = float(self._samples if weight is None else weight)
-        (loss * share).backward()  # type: ignore[no-untyped-call]
         self._weight += share
+        return share
 
 
 class SoloSession:
@@ -49,8 +58,18 @@ class SoloSession:
     epoch = 0
     members: tuple[str, ...] = ()
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], objects: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        objects: Mapping[str, object],
+        on_nan: str = "pass",
+        replicas: int = 1,
+        group: RankGroup | None = None,
+    ) -> None:
+        self._replicas = replicas
+        self._group = group
         self.committed_step = 0
+        self._on_nan = on_nan
         self._objects = objects
         self._parameters = parameters
         self._metrics: dict[str, float] = {}
@@ -68,10 +87,20 @@ class SoloSession:
         seed: int = 0,
         collate_fn: Callable[[Sequence[Any]], Any] | None = None,
         num_workers: int = 0,
+        mesh: Any = None,
+        **options: Any,
     ) -> Loader:
-        """As Session.loader."""
-        plan = Plan(len(dataset), global_batch_size, micro_batch_size, seed)
-        return Loader(dataset, plan, collate_fn or collate, num_workers)
+        """As Session.loader; nobody is ever absent, so all of it is computed, whatever the policy."""
+        sizes, who = (global_batch_size, micro_batch_size, seed), ("replica0", self._replicas)
+        return make_loader(
+            dataset, sizes, collate_fn, num_workers, parse_options(options), who, Slice.of(mesh)
+        )
+
+    def sampler(
+        self, size: int, *, global_batch_size: int, seed: int = 0, seat: int | None = None
+    ) -> StepSampler:
+        """As Session.sampler; the one part is the whole batch."""
+        return StepSampler(size, global_batch_size, seed, (0, 1), lambda: self.committed_step)
 
     def steps(self, data: Loader, until: int) -> Iterator[SoloStep]:
         """As Session.steps."""
@@ -85,11 +114,29 @@ class SoloSession:
                 )
             self.committed_step += 1
 
-    def average(self, weight: float) -> None:
-        """Divide the summed gradients by the total weight."""
+    def average(self, weight: float, part: int) -> None:
+        """Divide the summed gradients by the total weight; ``part`` is the slice of the samples computed
+        here, for the ranks of a replica must agree on the whole of it."""
+        if self._group is not None:
+            mine = {"weight": weight, "metrics": sorted(self._metrics.items()), "part": part}
+            said = self._group.gather(mine)
+            shares = [(x["weight"], tuple((k, v) for k, v in x["metrics"])) for x in said]
+            weight, metrics = replica_share([x["part"] for x in said], shares)
+            self._metrics = dict(metrics)
         for parameter in self._parameters:
             if parameter.grad is not None:
-                torch.div(parameter.grad, weight, out=parameter.grad)
+                parameter.grad.div_(weight)
+
+    def skips(self) -> bool:
+        """As ``on_nan`` says of a gradient that is not finite: whether the step goes without its update."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._on_nan == "pass" or all(bool(torch.isfinite(g).all()) for g in gradients):
+            return False
+        if self._on_nan == "stop":
+            raise FabricError(f"the gradient of step {self.committed_step} is not finite, and on_nan is stop")
+        for parameter in self._parameters:
+            parameter.grad = None
+        return True
 
     def metrics(self, **values: float) -> None:
         """As Session.metrics."""
@@ -105,6 +152,7 @@ class SoloSession:
         """As Session.exchange: alone, ``.grad`` is the average already (``weight`` cancels out)."""
         step = SoloStep.__new__(SoloStep)
         step.number, step.live, step.metrics, step.done = self.committed_step, True, self.take_metrics(), True
+        step.skipped = self.skips()
         self.committed_step += 1
         return step
 

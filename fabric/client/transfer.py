@@ -42,11 +42,12 @@ class Transfer:
         self._snapshots = snapshots
         self._gradient_bytes = gradient_bytes
         self._points = points
-        self._worker = Worker("fabric-transfer", on_crash)
+        self._worker = Worker("fabric-transfer", on_crash, background=True)
         self._wanted = 0
         self.buffer: torch.Tensor | None = None
         self.state: Arrived | None = None
         self.gradient: GradientMeta | None = None
+        self.generation = 0  # of that gradient, whatever has been decided since
 
     def fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
         """Queue a snapshot's fetch."""
@@ -99,8 +100,23 @@ class Transfer:
             if ticket == self._wanted:
                 post(io.GradientGone(order.step, gone=False, why=str(error)))
             return
-        self.gradient = meta
+        self.gradient, self.generation = meta, order.generation
         post(io.GradientFetched(order.step, meta.digest))
+
+    def as_held(self) -> io.Hold:
+        """What the fetched gradient's round was, as its members held it."""
+        found = self.gradient
+        assert found is not None
+        contributions = found.meta.get("contributions", {})
+        return io.Hold(
+            epoch=found.epoch,
+            step=found.step,
+            gradient_digest=found.digest,
+            weight=found.weight,
+            contributions=tuple((str(k), tuple(v)) for k, v in contributions.items()),
+            metrics=tuple(sorted(found.meta.get("metrics", {}).items())),
+            nonfinite=str(found.meta.get("nonfinite", "")),
+        )
 
     def cancel(self) -> None:
         """The gradient under way is no longer wanted."""

@@ -5,13 +5,21 @@ import queue
 import threading
 from collections.abc import Callable
 
+from fabric.runtime.priority import lower_priority
+
 
 class Worker:
-    """Runs what is submitted, one at a time; a job handles its own errors, anything else is ``on_crash``."""
+    """Runs what is submitted, one at a time; a job handles its own errors, anything else is ``on_crash``.
 
-    def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
+    ``background`` work gets what the training leaves of the processor.
+    """
+
+    def __init__(
+        self, name: str, on_crash: Callable[[BaseException], None], background: bool = False
+    ) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._on_crash = on_crash
+        self._background = background
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -25,6 +33,8 @@ class Worker:
         self._thread.join(within_s)
 
     def _run(self) -> None:
+        if self._background:
+            lower_priority()
         while (job := self._jobs.get()) is not None:
             try:
                 job()

@@ -1,15 +1,22 @@
 """Between a model's gradients and one flat buffer: gather before the round, scatter after the commit.
 
-The buffer is bytes. Parameters of one dtype lie together in a *lane*, in the order in which they were given,
-without gaps; lanes start at multiples of ALIGNMENT_BYTES, and the gaps between them are zero, so that the
-digest of the buffer is a digest of the gradients. Each lane is one all-reduce. The layout hash covers names,
-shapes, dtypes and order: members whose hashes differ must not sum.
+The buffer is bytes. Parameters of one dtype lie together in a *lane*, the last one first, because backward
+finishes them in that order; there are no gaps within a lane. Lanes start at multiples of ALIGNMENT_BYTES, and
+the gaps between them are zero, so that the digest of the buffer is a digest of the gradients. A lane is cut
+into *buckets* of whole parameters, about BUCKET_BYTES each: a bucket is one all-reduce, and may begin as soon
+as the gradients in it are final. Buckets follow from the parameters alone, so they are the same on all
+members, whatever buckets others (DDP) have. The layout hash covers names, shapes, dtypes and order: members
+whose hashes differ must not sum.
+
+Of a DTensor (FSDP2, tensor parallel) it is this rank's shard that lies here: the same rank of every replica
+sums the same shards, so the hash covers how the tensor is sharded too.
 """
 
 import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
@@ -18,62 +25,116 @@ from fabric.errors import ConfigError, StateError
 from fabric.ftar.reduce import DTYPE_CODES
 
 ALIGNMENT_BYTES = 64
+BUCKET_BYTES = 16 * 2**20
+# A thousand parameters with long names; a lighthouse hears it once per session and keeps it once per job.
+_DESCRIPTION_CHARACTERS = 64 * 1024
 
 NamedParameter = tuple[str, torch.nn.Parameter]
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
-    """Bytes [begin, end) of the buffer hold ``dtype``; ``parameters`` lie there in this order."""
+class Bucket:
+    """Bytes [begin, end) of the buffer hold ``dtype``; ``parameters`` lie there in this order. What lies
+    between ``gap`` and ``begin`` belongs to nobody and is zero."""
 
     dtype: torch.dtype
+    gap: int
     begin: int
     end: int
     parameters: tuple[NamedParameter, ...]
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The elements in ``buffer``, 1-D."""
         return buffer[self.begin : self.end].view(self.dtype)
+
+    def views(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
+        """The part of ``buffer`` that each parameter's gradient takes, in its shape."""
+        flat = self.view(buffer)
+        views: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
+        start = 0
+        for _, parameter in self.parameters:
+            local = _local(parameter)
+            stop = start + local.numel()
+            views.append((flat[start:stop].view(local.shape), parameter))
+            start = stop
+        return views
 
 
 class FlatGradients:
     """The gradients of ``parameters`` (name and parameter, those that require grad) as flat bytes.
 
-    ``nbytes`` is what a buffer needs: 1-D uint8 in host memory, its address aligned to 8 bytes.
-    Raises ConfigError for a repeated name or a gradient type that cannot be reduced.
+    ``nbytes`` is what a buffer needs: 1-D uint8 in host memory, its address aligned to 8 bytes. ``buckets``
+    are in the order in which they are to be reduced. Raises ConfigError for a repeated name or a gradient
+    type that cannot be reduced.
     """
 
-    def __init__(self, parameters: Iterable[NamedParameter]) -> None:
+    def __init__(self, parameters: Iterable[NamedParameter], bucket_bytes: int = BUCKET_BYTES) -> None:
         self.parameters: tuple[NamedParameter, ...] = tuple(
             (name, p) for name, p in parameters if p.requires_grad
         )
         _check_parameters(self.parameters)
-        self.layout = layout_hash(self.parameters)
-        self._lanes = _lanes(self.parameters)
-        self.nbytes = self._lanes[-1].end if self._lanes else 0
+        self.described = _described(self.parameters)
+        backwards = self.parameters[::-1]
+        self.layout = layout_hash(backwards)
+        laid_out = _lay_out(backwards, bucket_bytes)
+        self.nbytes = laid_out[-1].end if laid_out else 0
+        # A bucket is complete when its last parameter is, and that is the one that the model has first.
+        finished = {id(parameter): at for at, (_, parameter) in enumerate(backwards)}
+        self.buckets: tuple[Bucket, ...] = tuple(
+            sorted(laid_out, key=lambda bucket: finished[id(bucket.parameters[-1][1])])
+        )
 
-    def lanes(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Typed 1-D views of ``buffer``, one per dtype, to be reduced in this order."""
-        self._check_buffer(buffer)
-        return [lane.view(buffer) for lane in self._lanes]
+    def settle(self) -> None:
+        """Bring gradients that are still partial sums within a replica to their parameters' placement: a
+        collective of the replica's ranks, so all of them call it at the same point."""
+        for _, parameter in self.parameters:
+            wanted = getattr(parameter, "placements", None)
+            if parameter.grad is not None and getattr(parameter.grad, "placements", None) != wanted:
+                sharded: Any = parameter.grad
+                if hasattr(sharded, "redistribute"):
+                    parameter.grad = sharded.redistribute(placements=wanted)
 
-    @torch.no_grad()
     def gather(self, into: torch.Tensor) -> None:
         """Copy every ``.grad`` into the buffer, zeros where there is none, zeros in the gaps.
 
         Raises ConfigError for a gradient whose form cannot be summed; the gradients are untouched.
         """
+        for bucket in self.buckets:
+            self.gather_bucket(bucket, into)
+
+    @torch.no_grad()
+    def gather_bucket(self, bucket: Bucket, into: torch.Tensor) -> None:
+        """As ``gather``, for one bucket."""
         self._check_buffer(into)
-        for name, parameter in self.parameters:
+        for name, parameter in bucket.parameters:
             _check_gradient(name, parameter)
-        end = 0
-        for lane in self._lanes:
-            into[end : lane.begin].zero_()
-            end = lane.end
-            for view, parameter in _views(lane, into):
-                if parameter.grad is None:
-                    view.zero_()
-                else:
-                    view.copy_(parameter.grad)
+        into[bucket.gap : bucket.begin].zero_()
+        for view, parameter in bucket.views(into):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(_local(parameter.grad))
+
+    @torch.no_grad()
+    def first_nonfinite(self, buffer: torch.Tensor) -> str:
+        """The model's first parameter with an infinity or NaN in ``buffer``, or empty: one pass."""
+        found: set[str] = set()
+        for bucket in self.buckets:
+            # A sum is not finite where an element is not; the reverse is looked at tensor by tensor.
+            if math.isfinite(bucket.view(buffer).sum(dtype=_wide(bucket.dtype)).item()):
+                continue
+            for (name, _), (view, _) in zip(bucket.parameters, bucket.views(buffer), strict=True):
+                if not bool(torch.isfinite(view).all()):
+                    found.add(name)
+        return next((name for name, _ in self.parameters if name in found), "")
+
+    @torch.no_grad()
+    def first_nonfinite_own(self) -> str:
+        """The same of the parameters' own gradients, before they were summed with the others'."""
+        for name, parameter in self.parameters:
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                return name
+        return ""
 
     @torch.no_grad()
     def scatter(self, buffer: torch.Tensor, weight: float) -> None:
@@ -87,15 +148,16 @@ class FlatGradients:
                 f"the gradients of this step have the total weight {weight!r}, so there is no "
                 "average: give step.backward a positive finite weight"
             )
-        for lane in self._lanes:
-            for view, parameter in _views(lane, buffer):
+        for bucket in self.buckets:
+            for view, parameter in bucket.views(buffer):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                if parameter.grad.device.type == "cpu":
-                    torch.div(view, weight, out=parameter.grad)
+                gradient = _local(parameter.grad)
+                if gradient.device.type == "cpu":
+                    torch.div(view, weight, out=gradient)
                 else:
-                    parameter.grad.copy_(view)
-                    parameter.grad.div_(weight)
+                    gradient.copy_(view)
+                    gradient.div_(weight)
 
     def _check_buffer(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.shape != (self.nbytes,):
@@ -106,32 +168,59 @@ class FlatGradients:
 
 
 def layout_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """xxh3_64 in hex of the canonical JSON ``[[name, shape, dtype], ...]``, in the order given."""
-    rows = [[name, list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in parameters]
+    """xxh3_64 in hex of the canonical JSON ``[[name, shape, dtype], ...]``, in the order given; a sharded
+    tensor's row goes on with the shape of its part here, the sizes of the mesh and the placements."""
+    rows = [_row(name, p) for name, p in parameters]
     text = json.dumps(rows, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def _lanes(parameters: tuple[NamedParameter, ...]) -> list[_Lane]:
-    lanes: list[_Lane] = []
+def _described(parameters: tuple[NamedParameter, ...]) -> tuple[str, ...]:
+    """One line per parameter for people, or nothing where they would fill a message."""
+    lines = tuple(f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in parameters)
+    return lines if sum(map(len, lines)) <= _DESCRIPTION_CHARACTERS else ()
+
+
+def _row(name: str, tensor: torch.Tensor) -> list[object]:
+    row: list[object] = [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+    if hasattr(tensor, "device_mesh"):
+        placements = [str(p) for p in tensor.placements]  # type: ignore[attr-defined]
+        row += [list(_local(tensor).shape), list(tensor.device_mesh.shape), placements]
+    return row
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of ``tensor`` lies in this process, as a view of it."""
+    if not hasattr(tensor, "device_mesh"):
+        return tensor
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local
+
+
+def _lay_out(parameters: tuple[NamedParameter, ...], bucket_bytes: int) -> list[Bucket]:
+    """Buckets in the order of their bytes: lane by lane, in the order given."""
+    buckets: list[Bucket] = []
     end = 0
     for dtype in dict.fromkeys(p.dtype for _, p in parameters):
-        members = tuple(row for row in parameters if row[1].dtype == dtype)
-        begin = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        end = begin + sum(p.numel() for _, p in members) * dtype.itemsize
-        lanes.append(_Lane(dtype, begin, end, members))
-    return lanes
+        gap, begin = end, -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = begin
+        members: list[NamedParameter] = []
+        for name, parameter in parameters:
+            if parameter.dtype is not dtype:
+                continue
+            members.append((name, parameter))
+            end += _local(parameter).numel() * dtype.itemsize
+            if end - begin >= bucket_bytes:
+                buckets.append(Bucket(dtype, gap, begin, end, tuple(members)))
+                gap, begin, members = end, end, []
+        if members:
+            buckets.append(Bucket(dtype, gap, begin, end, tuple(members)))
+    return buckets
 
 
-def _views(lane: _Lane, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
-    flat = lane.view(buffer)
-    views: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
-    start = 0
-    for _, parameter in lane.parameters:
-        stop = start + parameter.numel()
-        views.append((flat[start:stop].view(parameter.shape), parameter))
-        start = stop
-    return views
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _check_parameters(parameters: tuple[NamedParameter, ...]) -> None:
@@ -156,6 +245,8 @@ def _check_gradient(name: str, parameter: torch.nn.Parameter) -> None:
             f"the gradient of {name} is sparse, which cannot be summed over replicas: "
             "build the layer with sparse=False"
         )
+    if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+        raise ConfigError(f"the gradient of {name} is sharded otherwise than the parameter: they must agree")
     if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
         raise ConfigError(
             f"the gradient of {name} is {tuple(gradient.shape)} of {gradient.dtype}, the parameter "

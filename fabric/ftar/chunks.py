@@ -1,8 +1,10 @@
-"""The header in front of every chunk, and the notice of an abort: fixed size, checked, pure.
+"""The header in front of every chunk, and what a member says besides: fixed size, checked, pure.
 
 A header says to which exchange of which step of which epoch a chunk belongs, which chunk it is and what it
 holds, so bytes of an old round are recognised and never added, and members that disagree about a buffer
-find out before they sum. The digest covers the payload and, as its seed, every field of the header.
+find out before they sum. It carries the digest of its payload and is covered by a digest of its own. The
+digest of a payload depends on nothing else, so a result that travels on unchanged keeps the one that its
+author made: memory that goes bad on the way is noticed, and nobody digests it again.
 """
 
 import json
@@ -13,12 +15,13 @@ import xxhash
 
 from fabric.errors import ProtocolError
 
-_LAYOUT = struct.Struct("<4sBBHHHIIQQQI")
+_LAYOUT = struct.Struct("<4sBBHHHIIQQQIQ")
 _DIGEST = struct.Struct("<Q")
-_MAGIC = b"FTR1"
+_MAGIC = b"FTR3"
 HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 
-REDUCE, GATHER, ABORT = 1, 2, 3
+# Forward: a partial result, a result, memory that later chunks lie in. Backward: an abort, all was read.
+REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
 _PAYLOAD_DIGESTED = 1
 MAX_NOTICE_BYTES = 2048
 _MAX_WHY_CHARACTERS = 300
@@ -30,7 +33,8 @@ Payload = bytes | bytearray | memoryview
 class Round:
     """One exchange, as all its members must see it; ``exchange`` counts the calls within a step.
 
-    ``dtype`` is a code of ``reduce.DTYPE_CODES``, ``length`` the number of elements.
+    ``dtype`` is a code of ``reduce.DTYPE_CODES``, ``length`` the number of elements, ``operation`` a code of
+    ``reduction.OPERATION_CODES``.
     """
 
     epoch: int
@@ -39,6 +43,7 @@ class Round:
     world: int
     dtype: int
     length: int
+    operation: int = 0
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -57,8 +62,13 @@ class Header:
     size: int
 
 
-def pack(header: Header, payload: Payload, checksum: bool = True) -> bytes:
-    """The bytes that go in front of ``payload``; without ``checksum`` they cover the header alone."""
+def digest(payload: Payload) -> int:
+    """xxh3_64 of a payload."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+def pack(header: Header, payload_digest: int | None = None) -> bytes:
+    """The bytes that go in front of the payload; without its digest they cover the header alone."""
     r = header.round
     fields = _LAYOUT.pack(
         _MAGIC,
@@ -66,35 +76,33 @@ def pack(header: Header, payload: Payload, checksum: bool = True) -> bytes:
         r.dtype,
         header.source,
         r.world,
-        _PAYLOAD_DIGESTED if checksum else 0,
+        (_PAYLOAD_DIGESTED if payload_digest is not None else 0) | r.operation << 8,
         r.exchange,
         header.sequence,
         r.epoch,
         r.step,
         r.length,
         header.size,
+        payload_digest or 0,
     )
-    return fields + _DIGEST.pack(_digest(fields, payload if checksum else b""))
+    return fields + _DIGEST.pack(digest(fields))
 
 
-def unpack(data: Payload) -> Header:
-    """The header in ``data`` (HEADER_BYTES), not yet verified; raises ProtocolError if it is none."""
-    magic, kind, dtype, source, world, flags, exchange, sequence, epoch, step, length, size = (
+def unpack(data: Payload) -> tuple[Header, int | None]:
+    """The header in ``data`` (HEADER_BYTES) and its payload's digest, None where the sender made none.
+
+    Raises ProtocolError if it is no header, or an altered one.
+    """
+    magic, kind, dtype, source, world, flags, exchange, sequence, epoch, step, length, size, expected = (
         _LAYOUT.unpack_from(data)
     )
-    if magic != _MAGIC or kind not in (REDUCE, GATHER, ABORT) or flags not in (0, 1):
+    (own,) = _DIGEST.unpack_from(data, _LAYOUT.size)
+    if magic != _MAGIC or own != digest(bytes(data[: _LAYOUT.size])):
         raise ProtocolError(
             "the bytes on the ring are no chunk header: the stream is corrupt or of another release"
         )
-    return Header(Round(epoch, step, exchange, world, dtype, length), kind, source, sequence, size)
-
-
-def intact(data: Payload, payload: Payload) -> bool:
-    """Whether the header in ``data`` and its ``payload`` are what the sender digested."""
-    fields = bytes(data[: _LAYOUT.size])
-    digested = _LAYOUT.unpack(fields)[5] == _PAYLOAD_DIGESTED
-    (digest,) = _DIGEST.unpack_from(data, _LAYOUT.size)
-    return bool(digest == _digest(fields, payload if digested else b""))
+    round_ = Round(epoch, step, exchange, world, dtype, length, flags >> 8)
+    return Header(round_, kind, source, sequence, size), expected if flags & _PAYLOAD_DIGESTED else None
 
 
 def notice(epoch: int, source: int, why: str, about: str) -> bytes:
@@ -103,23 +111,34 @@ def notice(epoch: int, source: int, why: str, about: str) -> bytes:
     if len(text) > MAX_NOTICE_BYTES:
         text = json.dumps(["", why[:20]]).encode()
     header = Header(Round(epoch, 0, 0, 0, 0, 0), ABORT, source, 0, len(text))
-    return pack(header, text) + text
+    return pack(header, digest(text)) + text
 
 
-def read_notice(data: Payload) -> tuple[str, str] | None:
-    """(why, about) once ``data`` holds a whole notice, None while it may become one.
+def all_read(round_: Round, source: int, end: bool) -> bytes:
+    """The bytes that tell those before it that the member at position ``source`` reads their memory no more
+    in this exchange; ``end`` says that no member behind it can see that memory."""
+    return pack(Header(round_, READ, source, int(end), 0))
 
-    Raises ProtocolError for anything else.
+
+def take_back(data: bytearray) -> tuple[str, str] | Header | None:
+    """Take one whole message off the front of what came back from the next member.
+
+    Returns (why, about) of an abort, the Header of the word that somebody has read everything, or None while
+    more must come. Raises ProtocolError for anything else.
     """
     if len(data) < HEADER_BYTES:
         return None
-    header = unpack(data)
-    if header.kind != ABORT or header.size > MAX_NOTICE_BYTES:
+    header, expected = unpack(data)
+    if header.kind not in (ABORT, READ) or header.size > MAX_NOTICE_BYTES:
         raise ProtocolError("the bytes on the ring's way back are no notice")
-    text = bytes(data[HEADER_BYTES : HEADER_BYTES + header.size])
-    if len(text) < header.size:
+    end = HEADER_BYTES + header.size
+    if len(data) < end:
         return None
-    if not intact(data, text):
+    text = bytes(data[HEADER_BYTES:end])
+    del data[:end]
+    if header.kind == READ:
+        return header
+    if expected != digest(text):
         raise ProtocolError("a notice on the ring's way back is corrupt")
     try:
         value = json.loads(text)
@@ -129,7 +148,3 @@ def read_notice(data: Payload) -> tuple[str, str] | None:
         case [str(about), str(why)]:
             return "".join(c if c.isprintable() else "?" for c in why[:_MAX_WHY_CHARACTERS]), about
     raise ProtocolError("a notice on the ring's way back does not name its cause")
-
-
-def _digest(fields: bytes, payload: Payload) -> int:
-    return xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(fields))

@@ -2,7 +2,7 @@
 
 A plane holds links for one or more epochs, made by somebody else outside of the step, and reduces one
 flat buffer at a time over the ring of one epoch. It decides nothing: it ends a round in exactly one of two
-ways, the sum in the buffer or RoundAborted, and after the latter the epoch's links are never used again.
+ways, the reduction in the result or RoundAborted, and after the latter the epoch's links are not used again.
 """
 
 import socket
@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from fabric.errors import IllegalTransition
+from fabric.ftar.reduction import SUM, Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,31 @@ class DataPlane(Protocol):
     """Sums over the members of an epoch. One thread reduces; any thread installs, aborts, retires."""
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether links between members on one host should come as unix sockets."""
+
+    @property
     def waiting_for(self) -> str:
         """Name of the peer that the exchange waits for at this moment, or empty."""
 
     @property
     def waiting_s(self) -> dict[str, float]:
         """Seconds waited for each peer in the newest exchange."""
+
+    def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
+        """Change how long an exchange may be silent once all are in it, and how long members may be late for
+        it; from any thread, for exchanges that begin later. Raises ConfigError."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` bytes (1-D uint8) of memory of the kind that this plane reduces without a copy, until
+        ``forget``. Other memory can be reduced too. Raises ConfigError where there is none left."""
+
+    def show(self, descriptor: int, memory: torch.Tensor) -> None:
+        """Make ``memory`` (1-D uint8), which is mapped from the start of the memfd ``descriptor`` (sealed
+        against shrinking), as good as allocated here; a plane that has no use for it does nothing."""
+
+    def forget(self, memory: torch.Tensor) -> None:
+        """Give up ``memory`` that was allocated or shown, between exchanges; other memory is ignored."""
 
     def install(
         self,
@@ -63,15 +83,28 @@ class DataPlane(Protocol):
     ) -> None:
         """Take the links of ``ring.epoch``, connected and authenticated; the plane owns them now.
 
-        Several epochs may be installed at once. Sockets of an epoch that was already aborted or
+        A unix socket says that the member at its other end is on this host and may share memory. Several
+        epochs may be installed at once. Sockets of an epoch that was already aborted or
         retired are closed. A ring of one needs none.
         """
 
-    def all_reduce(self, epoch: int, step: int, buffer: torch.Tensor) -> None:
-        """Sum ``buffer`` (1-D, contiguous) in place over the members, the same bits on all of them.
+    def all_reduce(
+        self,
+        epoch: int,
+        step: int,
+        source: torch.Tensor,
+        result: torch.Tensor | None = None,
+        reduction: Reduction = SUM,
+        retain_gradients: bool = True,
+    ) -> None:
+        """Reduce ``source`` (1-D, contiguous) over the members into ``result``, the same bits on all of them.
 
-        Blocks. Raises RoundAborted (``about`` names the peer, where one is known); what is in the
-        buffer is undefined then. Exchanges of one step must be called in the same order everywhere.
+        ``source`` survives, whatever happens: it is what a retry needs. Only with ``retain_gradients=False``
+        may ``result`` be ``source`` itself (which is what None means), and ``source`` is lost then.
+
+        Blocks. When it returns nobody else reads either. Raises RoundAborted (``about`` names the peer, where
+        one is known); what is in ``result`` is undefined then. Exchanges of one step must be called in the
+        same order everywhere. Raises ConfigError for tensors that cannot be reduced; nothing was sent then.
         """
 
     def abort(self, epoch: int, why: str, about: str = "") -> None:

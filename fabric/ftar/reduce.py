@@ -1,4 +1,4 @@
-"""The arithmetic of a ring: who sums what in which order, and the element-wise kernels.
+"""The order of a ring: who reduces what, in which order, in which pieces. ``reduction`` is the arithmetic.
 
 A buffer of L elements is cut into one segment per member. In the reduce phase segment s starts at member s
 and travels the ring once, each member adding its own; member s-1 ends with
@@ -7,8 +7,7 @@ and travels the ring once, each member adding its own; member s-1 ends with
 
 and in the gather phase that result travels once more and is copied by everybody. So the order of summation
 depends on ring positions and the length alone, never on timing, and all members end with the very bits that
-one of them computed. Elements of 16 bits are added in float32 and rounded to nearest even after every
-addition, so what travels is as small as what is stored. Integers wrap around.
+one of them computed.
 
 Segments and chunks are cut at multiples of ALIGNMENT elements; every cut is a function of (length, members,
 chunk size), which is why members that disagree about any of these must fail and not sum.
@@ -16,7 +15,6 @@ chunk size), which is why members that disagree about any of these must fail and
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 # 16 elements are a cache line of float32, so no two segments share one.
@@ -31,21 +29,23 @@ DTYPE_CODES: dict[torch.dtype, int] = {
     torch.int32: 5,
     torch.int64: 6,
 }
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One chunk on its way over one link: elements [start, stop), the sum so far or the result.
 
-    ``everybody`` says that its arrival proves that all members have entered the exchange, because it
-    has been through the hands of all of them.
+    ``hop`` counts the links that these elements took before. ``last`` says that they end here: at the member
+    that completes the sum, or at the last one that gets the result. ``everybody`` says that its arrival
+    proves that all members have entered the exchange, because it has been through the hands of all of them.
     """
 
     sequence: int
+    hop: int
     gather: bool
     start: int
     stop: int
+    last: bool
     everybody: bool
 
 
@@ -89,23 +89,8 @@ def _pieces(bounds: list[tuple[int, int]], first: int, chunk: int) -> list[Piece
     for hop in range(2 * (world - 1)):
         start, stop = bounds[(first - hop) % world]
         gather, everybody = hop >= world - 1, hop >= world - 2
+        last = hop in (world - 2, 2 * world - 3)
         for low in range(start, stop, chunk):
             high = min(low + chunk, stop)
-            pieces.append(Piece(len(pieces), gather, low, high, everybody))
+            pieces.append(Piece(len(pieces), hop, gather, low, high, last, everybody))
     return pieces
-
-
-def add_into(own: torch.Tensor, received: torch.Tensor) -> None:
-    """``own = received + own``, element by element, in the documented arithmetic.
-
-    Both are 1-D CPU tensors of one length and dtype. Overflow gives infinities, silently.
-    """
-    if own.dtype in _SIXTEEN_BITS:
-        # One addition of two 16-bit floats is exact enough in float32 that rounding it twice equals
-        # rounding it once, so torch's own kernel is the documented arithmetic.
-        torch.add(received, own, out=own)
-        return
-    # numpy, because it stays on this thread: torch would wake a pool that the trainer's step needs.
-    target = own.numpy()
-    with np.errstate(all="ignore"):
-        np.add(received.numpy(), target, out=target)

@@ -1,11 +1,12 @@
-"""Who leads: one key in the store, created under a lease by whoever comes first.
+"""Who leads: a queue of keys in the store, one per candidate, each under that candidate's own lease.
+
+The key with the lowest create revision leads; the others stand in line and renew their leases meanwhile, so
+that when a leader's key goes the next one leads at once: no election, no write, one message from the store.
 
 The lease is only a hint, so two things make a leader safe. It counts the end of its lease on its own
 clock, from before each renewal was sent and with a margin, and stops by itself. And every write that it
-makes is guarded by the revision at which the key was created (``Term.guard``), so that a leader that was
-stopped, or whose clock lies, can change nothing once another one has been elected.
-
-Everybody else watches the key, which names the leader's address, and stands for election when it goes.
+makes is guarded by the revision at which its key was created (``Term.guard``), so that a leader that was
+stopped, or whose clock lies, can change nothing once its key is gone; and before that nobody else leads.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ class Election:
     def __init__(
         self, store: Store, namespace: str, lease_s: float, hooks: Hooks, *, clock: Clock = boot_time
     ) -> None:
-        self.key = f"/fabric/{namespace}/election"
+        self.prefix = f"/fabric/{namespace}/election/"
         self.me = Candidate(secrets.token_hex(8), "")
         self.leader: Candidate | None = None
         self.term: Term | None = None
@@ -101,7 +102,7 @@ class Election:
         self._lease_s = lease_s
         self._hooks = hooks
         self._clock = clock
-        self._ended = asyncio.Event()
+        self._changed = asyncio.Event()
         self._said = ""
 
     async def run(self, store_id: str, url: str) -> None:
@@ -111,11 +112,8 @@ class Election:
         pause_s = _RETRY_S[0]
         while True:
             try:
-                await self._follow()
                 await self._stand(store_id)
                 pause_s = _RETRY_S[0]
-            except Compacted:
-                continue  # the watch came too late: look again
             except StoreError as error:
                 self._say(str(error))
                 await asyncio.sleep(pause_s * jitter.uniform(0.5, 1.0))
@@ -132,31 +130,16 @@ class Election:
         leader = self.leader
         return leader if leader and leader.id != self.me.id and leader.url != self.me.url else None
 
-    async def _follow(self) -> None:
-        """Return when nobody leads."""
-        found, revision = await self._store.list(self.key)
-        entry = next((kv for kv in found if kv.key == self.key), None)
-        self._learn(entry)
-        if entry is None:
-            return
-        async with aclosing(self._store.watch(self.key, revision + 1)) as events:
-            async for event in events:
-                if event.key_value.key != self.key:
-                    continue
-                self._learn(event.key_value if event.kind == "put" else None)
-                if event.kind == "delete":
-                    return
-        raise StoreUnavailable("the store ended the watch of the election: it is being closed")
-
     async def _stand(self, store_id: str) -> None:
-        """Try to become the leader, and lead while that lasts."""
+        """Enter the queue, wait for the turn, and lead while that lasts."""
         sent = self._clock()
         lease = await self._store.grant_lease(self._lease_s)
         term: Term | None = None
         try:
-            term = await self._claim(lease, store_id)
+            term = await self._enter(lease, store_id)
             if term is not None:
-                await self._lead(term, lease, sent)
+                term.ends = sent + lease.ttl_s - _margin(lease.ttl_s)
+                await self._hold(term, lease, sent)
         finally:
             if term is not None:
                 self._end(term, "it is being stopped")
@@ -164,41 +147,88 @@ class Election:
                 async with asyncio.timeout(_REVOKE_S):
                     await self._store.revoke(lease.id)
 
-    async def _claim(self, lease: Lease, store_id: str) -> Term | None:
-        """Create the key; None when somebody else was quicker. An unknown outcome is looked up."""
-        body = {"id": self.me.id, "url": self.me.url, "attempt": secrets.token_hex(8)}
-        value = json.dumps(body).encode()
+    async def _enter(self, lease: Lease, store_id: str) -> Term | None:
+        """Create a key of its own, last in the line. An unknown outcome is looked up; None: not there."""
+        key = f"{self.prefix}{lease.id:x}"
+        value = json.dumps({"id": self.me.id, "url": self.me.url}).encode()
         try:
-            guards = [Compare(self.key, create_revision=0)]
-            revision = await self._store.commit(guards, [Put(self.key, value, lease.id)])
+            revision = await self._store.commit(
+                [Compare(key, create_revision=0)], [Put(key, value, lease.id)]
+            )
             self._hooks.written("refused" if revision is None else "written")
         except StoreIndefinite:
             self._hooks.written("indefinite")
-        found = await self._store.get(self.key)
+        found = await self._store.get(key)
         if found is None or found.value != value:
             return None
-        guard = Compare(self.key, create_revision=found.create_revision)
+        guard = Compare(key, create_revision=found.create_revision)
         return Term(store_id, guard, self._clock, self._end)
 
-    async def _lead(self, term: Term, lease: Lease, sent: float) -> None:
-        ttl_s = lease.ttl_s
-        term.ends = sent + ttl_s - _margin(ttl_s)
-        self._ended.clear()
+    async def _hold(self, term: Term, lease: Lease, sent: float) -> None:
+        """Renew the lease until the place is lost; lead from the moment when it is the first."""
+        self._changed.clear()
+        turn = asyncio.get_running_loop().create_task(self._await_turn(term))
+        turn.add_done_callback(lambda _: self._changed.set())
+        renew = sent + lease.ttl_s / 3
+        try:
+            while not term.is_over:
+                await self._wait_until(min(renew, term.ends))
+                if turn.done() and self.term is None:
+                    turn.result()
+                    self._begin(term)
+                if not term.in_force():
+                    self._end(term, "its lease may have ended, for the store did not renew it in time")
+                elif self._clock() >= renew:
+                    sent = self._clock()
+                    renewed = await self._renew(term, lease)
+                    # After a failure the store is asked more often, for the time is running.
+                    renew = sent + (lease.ttl_s / 3 if renewed else lease.ttl_s / 20)
+        finally:
+            turn.cancel()
+            await asyncio.wait([turn])
+
+    async def _await_turn(self, term: Term) -> None:
+        """Return when no key in the line is older than mine. Raises LeaseGone when mine is not there."""
+        while True:
+            found, revision = await self._store.list(self.prefix)
+            line = {kv.key: kv for kv in found}
+            if self._learn(line, term):
+                return
+            with suppress(Compacted):  # the watch came too late: look again
+                async with aclosing(self._store.watch(self.prefix, revision + 1)) as events:
+                    async for event in events:
+                        if event.kind == "put":
+                            line[event.key_value.key] = event.key_value
+                        else:
+                            line.pop(event.key_value.key, None)
+                        if self._learn(line, term):
+                            return
+                raise StoreUnavailable("the store ended the watch of the election: it is being closed")
+
+    def _learn(self, line: Mapping[str, KeyValue], term: Term) -> bool:
+        """Who leads, by the line as it stands; whether that is me."""
+        if term.key not in line:
+            raise LeaseGone(f"the key {term.key} is gone, and with it the place in the line: start over")
+        first = min(line.values(), key=lambda kv: kv.create_revision)
+        if first.key == term.key:
+            return True
+        leader = _candidate(first.value)
+        if leader is None:
+            self._say(f"the key {first.key} holds no lighthouse's name: delete it if it stays there")
+        if leader != self.leader:
+            self.leader = leader
+            self._said = ""
+            if self.other is not None:
+                log.info("the lighthouse at %s leads", self.other.url)
+                self._hooks.followed(self.other)
+        return False
+
+    def _begin(self, term: Term) -> None:
         if not term.in_force():
             return
         self.term, self.leader, self._said = term, self.me, ""
         log.info("this lighthouse leads from now on (%s)", self.me.url)
         self._hooks.elected(term)
-        renew = sent + ttl_s / 3
-        while not term.is_over:
-            await self._wait_until(min(renew, term.ends))
-            if not term.in_force():
-                self._end(term, "its lease may have ended, for the store did not renew it in time")
-            elif self._clock() >= renew:
-                sent = self._clock()
-                renewed = await self._renew(term, lease)
-                # After a failure the store is asked more often, for the time is running.
-                renew = sent + (ttl_s / 3 if renewed else ttl_s / 20)
 
     async def _renew(self, term: Term, lease: Lease) -> bool:
         sent = self._clock()
@@ -220,28 +250,20 @@ class Election:
     async def _wait_until(self, moment: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, moment - self._clock())):
-                await self._ended.wait()
+                await self._changed.wait()
+        self._changed.clear()
 
     def _end(self, term: Term, reason: str) -> None:
         if term.is_over:
             return
         term.is_over = True
+        self.leader = None
+        self._changed.set()
         if self.term is not term:
             return
-        self.term = self.leader = None
-        self._ended.set()
+        self.term = None
         log.warning("this lighthouse leads no longer: %s", reason)
         self._hooks.lost(reason)
-
-    def _learn(self, entry: KeyValue | None) -> None:
-        self.leader = None if entry is None else _candidate(entry.value)
-        self._said = ""
-        if entry is not None and self.leader is None:
-            self._say(f"the key {self.key} holds no lighthouse's name: delete it if it stays there")
-        other = self.other
-        if other is not None:
-            log.info("the lighthouse at %s leads", other.url)
-            self._hooks.followed(other)
 
     async def _reconnect(self, error: StoreError, store_id: str) -> str:
         """The store's id, read again where the store may be another one now (wiped, or replaced)."""

@@ -45,6 +45,11 @@ class EventLog:
         self._wake()
         return event
 
+    @property
+    def newest(self) -> int:
+        """Id of the newest event, 0 before the first."""
+        return self._last
+
     def after(self, last: int) -> list[Event]:
         """The kept events with a greater id, oldest first."""
         newer = list(takewhile(lambda event: event.id > last, reversed(self._kept)))

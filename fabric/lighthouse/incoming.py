@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from fabric.errors import ProtocolError
-from fabric.model import Policy
+from fabric.model import Policy, Sharing
 from fabric.protocol import messages as m
 from fabric.protocol import wire
 from fabric.runtime.config import parse_replicas
@@ -18,9 +18,13 @@ MAX_PULSE_BYTES = 1 << 20
 MAX_ADDRESS = 300
 MAX_DIGEST = 200
 MAX_SENTENCE = 300
+MAX_DESCRIPTION = 64 * 1024
+# Of one replica.
+MAX_RANKS = 65_536
 MAX_SNAPSHOTS = 64
 MAX_MICRO_BATCHES = 1_000_000
 MAX_REPLICAS = 1024
+MAX_DEATHS = 64
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MEMBER_KINDS = get_args(m.MemberMessage)
@@ -59,7 +63,7 @@ def decode_member(data: str) -> m.MemberMessage:
         raise ProtocolError(f"a {type(message).__name__} is not for the lighthouse")
     if isinstance(message, m.Session):
         return _checked_session(message)
-    if isinstance(message, m.Aborted | m.NeedState | m.Fallen):
+    if isinstance(message, m.Aborted | m.NeedState | m.Fallen | m.Failed):
         return replace(message, why=_sentence(message.why))
     if isinstance(message, m.Beat):
         return replace(message, phase=_sentence(message.phase), busy=_sentence(message.busy))
@@ -74,6 +78,15 @@ def decode_pulse(data: str) -> m.Pulse:
     check_name("replica", message.replica)
     _check_length("ckpt", message.ckpt, MAX_ADDRESS)
     _check_snapshots(message)
+    if not 0 <= message.rank < MAX_RANKS:
+        raise ProtocolError(f"Pulse.rank must be from 0 to {MAX_RANKS - 1}")
+    if len(message.deaths) > MAX_DEATHS:
+        raise ProtocolError(f"Pulse.deaths must be a list of at most {MAX_DEATHS}")
+    for death in message.deaths:
+        if min(death.incarnation, death.step) < 0 or not 0 <= death.micro_batch < MAX_MICRO_BATCHES:
+            raise ProtocolError(
+                f"Pulse.deaths must name steps from 0 and micro-batches up to {MAX_MICRO_BATCHES}"
+            )
     if message.trainer not in _TRAINER_STATES:
         raise ProtocolError(f"Pulse.trainer must be one of {', '.join(_TRAINER_STATES)}")
     return message
@@ -86,6 +99,14 @@ def _checked_session(session: m.Session) -> m.Session:
     for name in ("digest", "layout", "data"):
         _check_length(name, getattr(session, name), MAX_DIGEST)
     _check_snapshots(session)
+    if sum(map(len, session.tensors)) > MAX_DESCRIPTION:
+        raise ProtocolError(f"Session.tensors must be at most {MAX_DESCRIPTION} characters")
+    session = replace(session, tensors=tuple(map(_sentence, session.tensors)))
+    if len(session.ranks) >= MAX_RANKS:
+        raise ProtocolError(f"Session.ranks must be a list of fewer than {MAX_RANKS}")
+    for address in session.ranks:
+        _check_length("link", address.link, MAX_ADDRESS)
+        _check_length("ckpt", address.ckpt, MAX_ADDRESS)
     for name, low, high in (
         ("micro_batches", 1, MAX_MICRO_BATCHES),
         ("shares", 0, MAX_MICRO_BATCHES),
@@ -93,10 +114,19 @@ def _checked_session(session: m.Session) -> m.Session:
         ("generation", 0, wire.MAX_INTEGER),
         ("step", 0, wire.MAX_INTEGER),
         ("epoch", 0, wire.MAX_INTEGER),
+        ("seat", -1, MAX_REPLICAS - 1),
     ):
         if not low <= getattr(session, name) <= high:
             raise ProtocolError(f"Session.{name} must be from {low} to {high}")
+    _check_sharing(session.sharing)
     return session
+
+
+def _check_sharing(sharing: Sharing) -> None:
+    if sharing.policy not in ("constant", "shrink") or sharing.on_poison not in ("stop", "skip"):
+        raise ProtocolError("Session.sharing has a policy or an on_poison that nobody knows")
+    if not (1 <= sharing.seats <= MAX_REPLICAS and 0 <= sharing.readers <= sharing.seats):
+        raise ProtocolError(f"Session.sharing must have 1 to {MAX_REPLICAS} seats, and no more readers")
 
 
 def _check_length(name: str, text: str, most: int) -> None:

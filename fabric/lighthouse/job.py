@@ -21,7 +21,9 @@ from fabric.lighthouse.connection import Connection
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.metrics import JobGauges, Metrics
+from fabric.lighthouse.progress import top_step
 from fabric.lighthouse.records import Deposed, StoredRecord
+from fabric.lighthouse.recovery import Recoveries, Recovery
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
@@ -60,18 +62,27 @@ class PulseSource:
 class Job:
     """``begin`` once; then events come in by the methods below. ``close`` ends everything."""
 
-    def __init__(self, name: str, around: Surroundings, stored: StoredRecord, events: EventLog) -> None:
+    def __init__(
+        self,
+        name: str,
+        around: Surroundings,
+        stored: StoredRecord,
+        events: EventLog,
+        recoveries: Recoveries,
+    ) -> None:
         self.name = name
         self.events = events
+        self.recoveries = recoveries
         self.core = Leader(name, around.config, _entropy(), around.clock())
         self.sessions: dict[str, Connection] = {}
-        self.pulses: dict[str, PulseSource] = {}
+        self.pulses: dict[tuple[str, int], PulseSource] = {}  # by replica and rank
         self._around = around
         self._stored = stored
         self._driver: Driver[io.Event, io.Effect] | None = None
         self._opening: Connection | None = None
         self._failures = 0
         self._record: Record | None = None
+        self._unkept: dict[int, Recovery] = {}
 
     @property
     def now(self) -> float:
@@ -104,6 +115,7 @@ class Job:
     def begin(self, record: Record | None) -> None:
         """Lead this job from ``record``, which the store holds now."""
         self._record = record
+        self.recoveries.begin(record)
         self._driver = Driver(
             self.core, self._perform, tick=io.Tick(), on_crash=self._remake, clock=self._around.clock
         )
@@ -122,12 +134,17 @@ class Job:
 
     # --- sessions and pulses -------------------------------------------------------------------------
 
+    _tensors: tuple[str, ...] = ()
+
     def open(self, connection: Connection, session: m.Session, policy: Policy) -> bool:
         """Begin (or say again) a session; False when the core refused it, and it is being closed."""
         if not self.sessions:
             self.core.config = replace(self.core.config, policy=policy)
         elif policy != self.core.config.policy:
             self._note("policy kept", session.replica, f"it asked for {policy}, which others did not")
+        if session.tensors == self._tensors:
+            session = replace(session, tensors=self._tensors)  # thousands of sessions share one list
+        self._tensors = session.tensors
         connection.replica, connection.incarnation = session.replica, session.incarnation
         self._opening = connection
         self._feed(io.SessionOpened(session))
@@ -158,19 +175,20 @@ class Job:
 
     def pulse(self, connection: Connection, pulse: m.Pulse) -> None:
         """One beat; many that say the same are told to the core at ``PULSE_S``."""
-        known, now = self.pulses.get(pulse.replica), self.now
+        key = (pulse.replica, pulse.rank)
+        known, now = self.pulses.get(key), self.now
         same = known is not None and known.connection is connection and now - known.told < PULSE_S
         if same and known is not None and replace(known.pulse, number=pulse.number) == pulse:
             return
-        self.pulses[pulse.replica] = PulseSource(connection, pulse, now)
+        self.pulses[key] = PulseSource(connection, pulse, now)
         self._feed(io.PulseSeen(pulse))
 
     def pulse_closed(self, connection: Connection) -> None:
         """The connection of a checkpoint server has ended."""
-        gone = [replica for replica, source in self.pulses.items() if source.connection is connection]
-        for replica in gone:
-            del self.pulses[replica]
-            self._feed(io.PulseClosed(replica))
+        gone = [key for key, source in self.pulses.items() if source.connection is connection]
+        for replica, rank in gone:
+            del self.pulses[replica, rank]
+            self._feed(io.PulseClosed(replica, rank))
 
     def operate(self, action: str, replica: str, who: str, why: str) -> None:
         """``action`` is drain or evict."""
@@ -186,6 +204,7 @@ class Job:
         if self.core.record is not self._record:
             self._count_evictions(self._record, self.core.record)
             self._record = self.core.record
+        self._note_recoveries()
 
     def _perform(self, effect: io.Effect) -> None:
         if isinstance(effect, io.SendMember):
@@ -251,6 +270,29 @@ class Job:
         if self._driver is asker:
             self._feed(event)
 
+    def _note_recoveries(self) -> None:
+        changed = self.recoveries.observe(self.core, self.events.newest, time.time())
+        if not changed:
+            return
+        idle = not self._unkept
+        for recovery in changed:
+            self._around.metrics.recovery(self.name, recovery)
+            self._unkept[recovery.id] = recovery
+        if idle:
+            self._around.tasks.start(f"keep recoveries of {self.name}", self._keep_recoveries())
+
+    async def _keep_recoveries(self) -> None:
+        """Into the store, one after the other; what changes meanwhile is written once more. They are for
+        people: one that cannot be written stays in memory, and nothing waits for it."""
+        while self._unkept:
+            recovery = self._unkept.pop(next(iter(self._unkept)))
+            try:
+                await self._stored.keep(recovery, [r.id for r in self.recoveries.kept])
+            except StoreError as error:
+                log.warning(
+                    "job %s: recovery record %d is not in the store: %s", self.name, recovery.id, error
+                )
+
     # --- the rest ----------------------------------------------------------------------------------------
 
     def _note(self, kind: str, about: str, why: str, epoch: int | None = None) -> None:
@@ -280,21 +322,6 @@ class Job:
         if self._driver is None and self._around.term.in_force():
             self.core = Leader(self.name, self._around.config, _entropy(), self._around.clock())
             self.begin(record)
-
-
-def top_step(core: Leader) -> int:
-    """The highest step that a member has told of, else where the generation began."""
-    record = core.record
-    if record is None:
-        return 0
-    if record.complete:
-        return record.base.step
-    steps = [
-        peer.step
-        for name, peer in core.liveness.peers.items()
-        if record.lists(name, peer.incarnation) and peer.generation == record.generation
-    ]
-    return max(steps, default=record.base.step)
 
 
 def _entropy() -> random.Random:

@@ -5,6 +5,7 @@ The logs of events outlive a term, so that a short trouble with the store does n
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterator
 
@@ -15,7 +16,8 @@ from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.incoming import check_name
 from fabric.lighthouse.job import Job, Surroundings
 from fabric.lighthouse.metrics import JobGauges, Metrics
-from fabric.lighthouse.records import StoredRecord, job_of, record_key, records_prefix
+from fabric.lighthouse.records import StoredRecord, job_of, records_prefix, recoveries_of
+from fabric.lighthouse.recovery import Recoveries, from_json
 from fabric.model import Record
 from fabric.protocol import wire
 from fabric.protocol.leader import LeaderConfig
@@ -44,6 +46,7 @@ class Jobs:
         self._tasks = tasks
         self._around: Surroundings | None = None
         self._logs: dict[str, EventLog] = {}
+        self._recoveries: dict[str, Recoveries] = {}
 
     def begin(self, term: Term) -> None:
         """This process leads: read every record and lead its job."""
@@ -87,6 +90,7 @@ class Jobs:
             job.close(codes.NOT_THE_LEADER, "nobody takes part in this job")
             del self.by_name[job.name]
             self._logs.pop(job.name).end_followers()
+            self._recoveries.pop(job.name)
 
     @property
     def start_wait_s(self) -> float:
@@ -125,10 +129,20 @@ class Jobs:
                 return [entry for entry in found if job_of(self._namespace, entry.key)]
         return []
 
+    async def _load_recoveries(self, name: str, recoveries: Recoveries) -> None:
+        """What earlier leaders wrote; for people, so a store that does not answer is not asked twice."""
+        try:
+            found, _ = await self._store.list(recoveries_of(self._namespace, name))
+            recoveries.restore([from_json(json.loads(entry.value)) for entry in found])
+        except (StoreError, ProtocolError, ValueError) as error:
+            log.warning("job %s: its older recovery records are not shown: %s", name, error)
+
     def _make(self, around: Surroundings, name: str, record: Record | None, revision: int) -> Job:
-        key = record_key(self._namespace, name)
-        stored = StoredRecord(self._store, key, around.term, revision, self._metrics, name)
+        stored = StoredRecord(self._store, self._namespace, name, around.term, revision, self._metrics)
         events = self._logs.setdefault(name, EventLog())
-        job = self.by_name[name] = Job(name, around, stored, events)
+        recoveries = self._recoveries.setdefault(name, Recoveries())
+        if record is not None and not recoveries.kept:
+            self._tasks.start(f"recoveries of {name}", self._load_recoveries(name, recoveries))
+        job = self.by_name[name] = Job(name, around, stored, events, recoveries)
         job.begin(record)
         return job

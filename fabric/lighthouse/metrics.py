@@ -10,9 +10,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from fabric.lighthouse.recovery import Recovery
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _WRITE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_RECOVERY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _PREFIX = "fabric_lighthouse_"
 
 
@@ -51,6 +54,15 @@ class Metrics:
             buckets=_WRITE_BUCKETS_S,
         )
 
+        self._recovery_seconds = Histogram(
+            _PREFIX + "recovery_seconds",
+            "From the detection of a failure to each of its phases, seen here.",
+            ["job", "phase"],
+            registry=registry,
+            buckets=_RECOVERY_BUCKETS_S,
+        )
+        self._told: set[tuple[str, int, str]] = set()
+
     def observe(self, is_leader: Callable[[], bool], jobs: Callable[[], Iterable[JobGauges]]) -> None:
         """Name, once, whom to ask at every scrape."""
         self._registry.register(_Gauges(is_leader, jobs))
@@ -60,6 +72,23 @@ class Metrics:
 
     def evicted(self, job: str, count: int) -> None:
         self._evictions.labels(job).inc(count)
+
+    def recovery(self, job: str, recovery: Recovery) -> None:
+        """Each phase is counted once, when it is first told."""
+        phases = {
+            "epoch_committed": recovery.epoch_committed,
+            "links_up": recovery.links_up,
+            "step_committed": recovery.step_committed,
+        }
+        for replica, back in recovery.lost.items():
+            phases[f"joined {replica}"] = back.joined
+        for phase, at in phases.items():
+            if at and (job, recovery.id, phase) not in self._told:
+                self._told.add((job, recovery.id, phase))
+                seconds = max(0.0, at - recovery.detected)
+                self._recovery_seconds.labels(job, phase.partition(" ")[0]).observe(seconds)
+        if not recovery.is_open:
+            self._told = {told for told in self._told if told[:2] != (job, recovery.id)}
 
     def record_write(self, job: str, outcome: str, duration_s: float) -> None:
         self._record_writes.labels(job, outcome).inc()

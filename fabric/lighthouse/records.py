@@ -4,14 +4,16 @@ A write is applied only while this lighthouse's election key stands and the reco
 was read or written here last. So neither a deposed leader nor a stale one can undo anything.
 """
 
+import json
 import time
 
 from fabric.errors import StoreError, StoreIndefinite
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.metrics import Metrics
+from fabric.lighthouse.recovery import CAPACITY, Recovery
 from fabric.model import Record
 from fabric.protocol import wire
-from fabric.store import Compare, Put, Store
+from fabric.store import Compare, Delete, Operation, Put, Store
 
 
 def records_prefix(namespace: str) -> str:
@@ -30,12 +32,21 @@ def job_of(namespace: str, key: str) -> str:
     return name if kind == "record" else ""
 
 
+def recoveries_of(namespace: str, job: str) -> str:
+    """Under this lie the recovery records of ``job``, named by their ids; not among the jobs' own records, so
+    that a new leader need not read them before it can lead."""
+    return f"/fabric/{namespace}/recoveries/{job}/"
+
+
 class StoredRecord:
     """The record of ``job`` as one term sees it. ``revision``: of the last read or write, 0 for none."""
 
-    def __init__(self, store: Store, key: str, term: Term, revision: int, metrics: Metrics, job: str) -> None:
+    def __init__(
+        self, store: Store, namespace: str, job: str, term: Term, revision: int, metrics: Metrics
+    ) -> None:
         self._store = store
-        self._key = key
+        self._key = record_key(namespace, job)
+        self._recoveries = recoveries_of(namespace, job)
         self._term = term
         self._revision = revision
         self._metrics = metrics
@@ -58,6 +69,18 @@ class StoredRecord:
             return False
         self._revision = revision
         return True
+
+    async def keep(self, recovery: Recovery, known: list[int]) -> None:
+        """Write a recovery record, and remove the one that fell out of ``known`` (ascending ids) last. Raises
+        as ``Store.commit`` does; a deposed leader's is refused and forgotten."""
+        folder = self._recoveries
+        body = json.dumps(recovery.to_json()).encode()
+        operations: list[Operation] = [Put(f"{folder}{recovery.id:020d}", body)]
+        if len(known) >= CAPACITY and recovery.id == known[-1]:
+            found, _ = await self._store.list(folder)
+            old = [kv.key for kv in found if kv.key < f"{folder}{known[0]:020d}"]
+            operations += [Delete(key) for key in old[:50]]
+        await self._store.commit([self._term.guard], operations)
 
     async def read(self) -> Record | None:
         """The record as it is now. Raises StoreError when it cannot be read, ProtocolError when it is

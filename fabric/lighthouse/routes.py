@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from fabric.errors import ProtocolError, Refused, StoreError
-from fabric.lighthouse import metrics, sockets
+from fabric.lighthouse import dashboard, metrics, sockets
 from fabric.lighthouse.election import Election
 from fabric.lighthouse.incoming import check_name
 from fabric.lighthouse.job import Job
@@ -23,7 +23,8 @@ from fabric.lighthouse.view import job_line, job_view
 from fabric.runtime.web import Handler, bearer_required, errors_as_json, json_error, query_integer
 from fabric.store import Store
 
-OPEN_PATHS = frozenset({"/healthz", "/metrics"})
+# What an instance answers itself, whoever leads, and without the token: nothing there says anything of a job.
+OPEN_PATHS = frozenset({"/healthz", "/metrics"}) | dashboard.OPEN_PATHS
 MAX_BODY_BYTES = 64 * 1024
 # A follower's client comes back within this time; an election takes about a lease.
 RETRY_AFTER_S = 1
@@ -73,7 +74,11 @@ class Parts:
 def make_app(parts: Parts, token: str | None) -> web.Application:
     """The application, with everything but OPEN_PATHS behind ``token`` (None: open)."""
     app = web.Application(
-        middlewares=[errors_as_json, bearer_required(token, OPEN_PATHS), _leader_only(parts)],
+        middlewares=[
+            errors_as_json,
+            bearer_required(token, OPEN_PATHS, dashboard.is_logged_in),
+            _leader_only(parts),
+        ],
         client_max_size=MAX_BODY_BYTES,
     )
     routes = Routes(parts)
@@ -83,8 +88,11 @@ def make_app(parts: Parts, token: str | None) -> web.Application:
     add("/v1/jobs", routes.list_jobs)
     add("/v1/jobs/{job}", routes.show_job)
     add("/v1/jobs/{job}/events", routes.events)
+    add("/v1/jobs/{job}/recoveries", routes.recoveries)
+    add("/v1/jobs/{job}/live", routes.live)
     add("/v1/jobs/{job}/session", routes.session)
     add("/v1/jobs/{job}/pulse", routes.pulse)
+    dashboard.add_routes(app, token)
     for action in ("drain", "evict"):
         app.router.add_post(f"/v1/jobs/{{job}}/{action}", routes.operate(action))
     return app
@@ -150,7 +158,10 @@ class Routes:
         election = self._parts.election
         term = election.term
         body = job_view(job)
-        body["store"] = {"id": term.store_id if term else "", "election_key": election.key}
+        body["store"] = {
+            "id": term.store_id if term else "",
+            "election_key": term.key if term else election.prefix,
+        }
         body["lighthouse"] = {**asdict(election.me), "term": term.revision if term else 0}
         return web.json_response(body)
 
@@ -169,6 +180,21 @@ class Routes:
             await response.write(text.encode())
         await response.write_eof()
         return response
+
+    async def recoveries(self, request: web.Request) -> web.Response:
+        """What each failure cost, one JSON object per line, oldest first."""
+        job = self._job(request)
+        if isinstance(job, web.Response):
+            return job
+        text = "".join(json.dumps(recovery.to_json()) + "\n" for recovery in job.recoveries.kept)
+        return web.Response(text=text, content_type="application/x-ndjson")
+
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events for the page: see ``dashboard.stream``."""
+        job = self._job(request)
+        if isinstance(job, web.Response):
+            return job
+        return await dashboard.stream(request, job, lambda: self._parts.leads)
 
     def operate(self, action: str) -> Handler:
         """The handler that asks the leader for ``action``."""

@@ -26,7 +26,7 @@ from fabric.lighthouse.routes import Parts, StoreProbe, make_app
 from fabric.protocol.leader import LeaderConfig
 from fabric.runtime.tasks import Tasks
 from fabric.runtime.web import check_exposure, read_token, serve
-from fabric.store import Store, open_store
+from fabric.store import EtcdAccess, Store, open_store
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,11 @@ _STORE_RETRY_S = (0.1, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class LighthouseSettings:
-    """``store``: its URL. ``bind``, ``port`` (or a range): where to listen; ``advertise``: the base URL that
-    others use, empty for the bound one. ``namespace`` keeps several fabrics in one store apart.
-    ``ready_file`` is written once requests can be answered. ``lease_s``: how long a dead leader keeps the
-    others waiting. ``store_wait_s``: how long to wait for a store that is not up yet."""
+    """``store``: its URL, ``store_access``: how it lets us in. ``bind``, ``port`` (or a range): where to
+    listen; ``advertise``: the base URL that others use, empty for the bound one. ``namespace`` keeps several
+    fabrics in one store apart. ``ready_file`` is written once requests can be answered.
+    ``lease_s``: how long a dead leader keeps the others waiting. ``store_wait_s``: how long to wait for a
+    store that is not up yet."""
 
     store: str
     bind: str = "127.0.0.1"
@@ -51,6 +52,7 @@ class LighthouseSettings:
     lease_s: float = 5.0
     store_wait_s: float = 15.0
     leader: LeaderConfig = field(default_factory=LeaderConfig)
+    store_access: EtcdAccess = field(default_factory=EtcdAccess)
 
 
 async def run(settings: LighthouseSettings) -> None:
@@ -101,7 +103,7 @@ def check_settings(settings: LighthouseSettings) -> None:
 async def _serve(
     settings: LighthouseSettings, token: str | None, on_death: Callable[[str, BaseException], None]
 ) -> None:
-    store = open_store(settings.store)
+    store = open_store(settings.store, access=settings.store_access)
     async with AsyncExitStack() as stack:
         store_id = await _connect(store, settings.store_wait_s)
         stack.push_async_callback(store.close)
@@ -146,7 +148,7 @@ def _assemble(store: Store, settings: LighthouseSettings, tasks: Tasks) -> tuple
 
     hooks = Hooks(elected=elected, lost=jobs.end, followed=followed, written=metrics.election_write)
     election = Election(store, settings.namespace, settings.lease_s, hooks)
-    parts = Parts(election, jobs, metrics, StoreProbe(store, election.key))
+    parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix))
     metrics.observe(lambda: parts.leads, jobs.gauges)
     return parts, settled
 

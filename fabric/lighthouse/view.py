@@ -3,7 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from fabric.lighthouse.job import Job, top_step
+from fabric.lighthouse.job import Job
+from fabric.lighthouse.progress import top_step
 from fabric.model import Member, Record
 from fabric.protocol.leader import Leader
 from fabric.protocol.liveness import Peer, PulseState
@@ -41,10 +42,29 @@ def job_view(job: Job) -> dict[str, Any]:
         "members": [_member_view(core, member, now) for member in roster],
         "joiners": [_joiner_view(core, peer, now) for peer in outside if peer.connected],
         "checkpoint_servers": [
-            {"replica": name, "incarnation": pulse.incarnation, **_pulse_view(pulse, now)}
-            for name, pulse in sorted(core.liveness.pulses.items())
+            {"replica": name, "rank": rank, "incarnation": pulse.incarnation, **_pulse_view(pulse, now)}
+            for name, rank, pulse in _servers(core)
         ],
+        "recoverable": _recoverable(core),
     }
+
+
+def _servers(core: Leader) -> list[tuple[str, int, PulseState]]:
+    """Every checkpoint server that has spoken, by replica and rank."""
+    ranks = {0: core.liveness.pulses, **core.liveness.rank_pulses}
+    found = [(name, rank, pulse) for rank, pulses in ranks.items() for name, pulse in pulses.items()]
+    return sorted(found, key=lambda entry: entry[:2])
+
+
+def _recoverable(core: Leader) -> dict[str, Any] | None:
+    """The freshest state that checkpoint servers hold between them, every lane of it, and how old that is in
+    committed steps."""
+    roster = core.record.roster if core.record is not None else ()
+    ref = core.liveness.freshest(max((len(x.addresses) for x in roster), default=1))
+    if ref is None:
+        return None
+    same = core.record is not None and core.record.generation == ref.generation
+    return {**asdict(ref), "steps_behind": max(0, top_step(core) - ref.step) if same else None}
 
 
 def waiting_for(core: Leader, now: float) -> str:
@@ -58,6 +78,8 @@ def waiting_for(core: Leader, now: float) -> str:
         return _waiting_to_start(core, now)
     if record.complete:
         return f"nothing: the job is complete at step {record.base.step}"
+    if record.failed:
+        return f"a person, to mend what failed and start the replicas again: {record.failed}"
     return _waiting_in_epoch(core, record, now)
 
 
@@ -120,8 +142,11 @@ def _member_view(core: Leader, member: Member, now: float) -> dict[str, Any]:
     verdict = epoch.condemned.get(member.replica) or liveness.verdict(member, now)
     if not verdict and member.replica in epoch.aborted:
         verdict = f"aborted: {epoch.aborted[member.replica].why}"
+    alive = pulse is not None and pulse.incarnation == member.incarnation and pulse.ckpt
     return {
         **asdict(member),
+        # A server that was started again listens elsewhere than the record says.
+        "ckpt": pulse.ckpt if pulse is not None and alive else member.ckpt,
         "running": member.replica in epoch.running,
         **_session_view(peer if peer and peer.incarnation == member.incarnation else None, now),
         "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == member.incarnation else None,

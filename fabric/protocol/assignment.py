@@ -1,28 +1,48 @@
-"""Who computes which micro-batches: one pure function of (micro-batches, members, shares).
+"""Who computes which micro-batches: one pure function of (step's micro-batches, roster, shares).
 
 The global batch of a step is a fixed list of micro-batches; a roster only changes who computes them.
-Ranges are contiguous in roster order, so the assignment is stable while the roster is, and sizes follow
-the shares by the largest remainder method (ties go to the earlier member).
+
+Policy ``constant``: all of them, by whoever is there. Ranges are contiguous in roster order, so the
+assignment is stable while the roster is, and sizes follow the shares by the largest remainder method (ties
+go to the earlier member).
+
+Policy ``shrink``: the list is cut into one part per *seat*, and a member computes the part of its seat. A
+part on whose seat nobody sits is skipped. With equal shares a part never changes, whoever comes or goes.
+
+Data that only some replicas can read (``Sharing.readers`` above 0) lie by seats too: part p can be read on
+seats p, p + 1, ... p + readers - 1, around the end. The member on seat p computes it, else another reader of
+it; where no reader is there it is skipped.
 """
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 
-from fabric.model import Member
+from fabric.model import EVERYTHING, Member, Sharing
 
 
-def apportion(count: int, shares: Sequence[int]) -> list[int]:
-    """Split ``count`` into integers proportional to ``shares`` that sum to ``count``.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step's global batch: how many micro-batches, and how they are shared out."""
+
+    micro_batches: int
+    sharing: Sharing = EVERYTHING
+
+
+def apportion(total: int, shares: Sequence[int]) -> list[int]:
+    """Split ``total`` into integers proportional to ``shares`` that sum to ``total``.
 
     Hamilton's largest remainder method in integer arithmetic, so that every replica computes the same.
     Shares must not be negative; when all are zero the split is even.
     """
-    total = sum(shares)
-    if total <= 0:
+    whole = sum(shares)
+    if whole <= 0:
         shares = [1] * len(shares)
-        total = len(shares)
-    parts = [count * share // total for share in shares]
-    remainders = [(-(count * share % total), i) for i, share in enumerate(shares)]
-    for _, index in sorted(remainders)[: count - sum(parts)]:
+        whole = len(shares)
+    parts = [total * share // whole for share in shares]
+    remainders = [(-(total * share % whole), i) for i, share in enumerate(shares)]
+    for _, index in sorted(remainders)[: total - sum(parts)]:
         parts[index] += 1
     return parts
 
@@ -55,12 +75,124 @@ def spread(
     if not members:
         raise ValueError("nobody is left to compute the micro-batches")
     given: dict[str, list[int]] = {m.replica: [] for m in members}
+    # What each would have with one more, relative to its share, and its place in the roster. Small integers'
+    # quotients: floats compare as the fractions would.
+    queue = [((load.get(m.replica, 0) + 1) / max(m.shares, 1), place) for place, m in enumerate(members)]
+    heapq.heapify(queue)
     for micro_batch in sorted(micro_batches):
-        lightest = min(
-            members,
-            # Compared as fractions over a common denominator would be exact too; cross-multiplied
-            # integers would not order a list, and these floats are small integers' quotients.
-            key=lambda m: (load.get(m.replica, 0) + len(given[m.replica]) + 1) / max(m.shares, 1),
-        )
+        place = queue[0][1]
+        lightest = members[place]
         given[lightest.replica].append(micro_batch)
+        has = load.get(lightest.replica, 0) + len(given[lightest.replica])
+        heapq.heapreplace(queue, ((has + 1) / max(lightest.shares, 1), place))
     return {replica: tuple(ids) for replica, ids in given.items()}
+
+
+def _lightest(members: Sequence[Member], load: Mapping[str, int], given: Mapping[str, list[int]]) -> str:
+    # Compared as fractions over a common denominator would be exact too; cross-multiplied
+    # integers would not order a list, and these floats are small integers' quotients.
+    return min(
+        members,
+        key=lambda m: (load.get(m.replica, 0) + len(given[m.replica]) + 1) / max(m.shares, 1),
+    ).replica
+
+
+# --- parts and seats --------------------------------------------------------------------------------
+
+
+def cut(total: int, shares: Sequence[int]) -> list[range]:
+    """Consecutive ranges of 0 to ``total``, one per seat, sized by ``shares``."""
+    parts, start = [], 0
+    for size in apportion(total, shares):
+        parts.append(range(start, start + size))
+        start += size
+    return parts
+
+
+def seat_shares(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
+    """The share of every seat: its member's, or the members' mean where nobody of ``roster`` sits.
+
+    Where data lie by seats all parts are equal: they cannot move.
+    """
+    if sharing.readers:
+        return [1] * sharing.seats
+    seated = {m.seat: m.shares for m in roster if m.seat >= 0}
+    seats = max(sharing.seats, *(seat + 1 for seat in seated), 1)
+    mean = max(1, (2 * sum(seated.values()) + len(seated)) // (2 * len(seated))) if seated else 1
+    return [seated.get(seat, mean) for seat in range(seats)]
+
+
+def readers_of(part: int, sharing: Sharing) -> list[int]:
+    """The seats on which the data of ``part`` can be read, its own first."""
+    return [(part + i) % sharing.seats for i in range(min(sharing.readers, sharing.seats))]
+
+
+def share_out(
+    work: Work, roster: Sequence[Member], able: Sequence[Member], skip: Iterable[int] = ()
+) -> dict[str, tuple[int, ...]]:
+    """A whole step's assignment: every micro-batch to at most one of the ``able`` of ``roster``.
+
+    What is in ``skip`` goes to nobody; under ``constant`` without ``readers`` everything else goes to
+    exactly one. Raises ValueError when nobody is able.
+    """
+    skipped = frozenset(skip)
+    wanted = [i for i in range(work.micro_batches) if i not in skipped]
+    if work.sharing.policy == "constant" and not work.sharing.readers:
+        return assign(wanted, able)
+    if not able:
+        raise ValueError("nobody is left to compute the micro-batches")
+    return _by_seat(work, roster, able, wanted, {})
+
+
+def hand_round(
+    work: Work,
+    roster: Sequence[Member],
+    able: Sequence[Member],
+    missing: Iterable[int],
+    load: Mapping[str, int],
+) -> dict[str, tuple[int, ...]]:
+    """A redone step's further work: who of the ``able`` computes what of ``missing``, by ``load`` (how
+    many each one has already). Under ``shrink`` that is what is missing of a member's own part."""
+    if work.sharing.policy == "constant" and not work.sharing.readers:
+        return spread(missing, able, load)
+    return _by_seat(work, roster, able, sorted(missing), load)
+
+
+def _by_seat(
+    work: Work,
+    roster: Sequence[Member],
+    able: Sequence[Member],
+    wanted: Sequence[int],
+    load: Mapping[str, int],
+) -> dict[str, tuple[int, ...]]:
+    sharing, on_seat = work.sharing, {m.seat: m for m in able if m.seat >= 0}
+    given: dict[str, list[int]] = {m.replica: [] for m in able}
+    orphans: list[tuple[int, list[Member]]] = []
+    todo = frozenset(wanted)
+    for part, ids in enumerate(cut(work.micro_batches, seat_shares(sharing, roster))):
+        mine = [i for i in ids if i in todo]
+        if part in on_seat:
+            given[on_seat[part].replica] += mine
+        elif sharing.policy == "constant":
+            others = [on_seat[s] for s in readers_of(part, sharing) if s in on_seat]
+            orphans += [(i, others) for i in mine if others]
+    for micro_batch, others in orphans:
+        given[_lightest(others, load, given)].append(micro_batch)
+    return {replica: tuple(ids) for replica, ids in given.items()}
+
+
+def seated(roster: Sequence[Member], remembered: Mapping[str, int]) -> tuple[Member, ...]:
+    """``roster`` with a seat for everybody: the one it asks for, else the one it had, else the lowest free.
+
+    No two members share a seat: of two that ask for one, the earlier in roster order gets it.
+    """
+    seats: dict[str, int] = {}
+    taken: set[int] = set()
+    for wishes in ({m.replica: m.seat for m in roster}, remembered):
+        for member in roster:
+            seat = wishes.get(member.replica, -1)
+            if member.replica not in seats and seat >= 0 and seat not in taken:
+                seats[member.replica] = seat
+                taken.add(seat)
+    free = (seat for seat in count() if seat not in taken)
+    return tuple(replace(m, seat=seats[m.replica] if m.replica in seats else next(free)) for m in roster)

@@ -9,11 +9,11 @@ alive, and the round is redone. If all of them hold, somebody may have committed
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fabric.model import Record
-from fabric.protocol.assignment import assign, spread
+from fabric.protocol.assignment import Work, hand_round, share_out
 from fabric.protocol.messages import Assignment, Report, Resume
 
 
@@ -40,27 +40,29 @@ def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) ->
 
     ``micro_batches`` is how many make a step. Raises KeyError when a member's report is missing.
     """
+    work = Work(micro_batches, record.sharing)
     if record.cold == record.epoch:
-        return _cold(record, micro_batches)
+        return _cold(record, work)
     by_name = {m.replica: reports[m.replica] for m in record.roster}
     # A newcomer that never held a state of this generation says nothing about it.
     valid = {r: x for r, x in by_name.items() if x.state_generation == record.generation}
     if not valid:
         # Nobody began this generation yet, so nobody can have committed in it.
-        return _cold(record, micro_batches)
-    split = _digest_split(valid)
+        return _cold(record, work)
+    split = _digest_split(record, valid)
     if split is not None:
         return split
     newest = max(_newest_step(x, record) for x in valid.values())
     witnesses = _witnesses(record, valid, newest)
     if witnesses and all(_holds(w, record, newest) for w in witnesses.values()):
-        split = _minority({name: w.gradient_digest for name, w in witnesses.items()}, "the reduced gradient")
-        return split or _commit(record, witnesses, newest, micro_batches)
-    return _redo(record, valid, newest, micro_batches)
+        digests = {name: w.gradient_digest for name, w in witnesses.items()}
+        split = _minority(record, digests, f"the reduced gradient of step {newest}")
+        return split or _commit(record, witnesses, newest, work)
+    return _redo(record, valid, newest, work)
 
 
-def _cold(record: Record, micro_batches: int) -> Resume:
-    shares = assign(range(micro_batches), record.roster)
+def _cold(record: Record, work: Work) -> Resume:
+    shares = share_out(work, record.roster, record.roster, record.poisoned(record.base.step))
     table = tuple(Assignment(name, ids, drop=True) for name, ids in shares.items())
     return Resume(record.fence, record.base.step, table, reason="cold start")
 
@@ -94,18 +96,19 @@ def _witnesses(record: Record, reports: Mapping[str, Report], step: int) -> dict
     }
 
 
-def _commit(record: Record, witnesses: Mapping[str, Report], step: int, micro_batches: int) -> Resume:
+def _commit(record: Record, witnesses: Mapping[str, Report], step: int, work: Work) -> Resume:
     """Everybody of the newest round holds it: they commit it and go on with the next step."""
     able = [m for m in record.roster if m.replica in witnesses]
-    shares = assign(range(micro_batches), able)
+    shares = share_out(work, record.roster, able, record.poisoned(step + 1))
     table = tuple(Assignment(m.replica, shares.get(m.replica, ())) for m in record.roster)
     digest = next(iter(witnesses.values())).gradient_digest
     reason = f"all of {', '.join(sorted(witnesses))} hold step {step}"
     return Resume(record.fence, step + 1, table, digest, reason)
 
 
-def _redo(record: Record, reports: Mapping[str, Report], step: int, micro_batches: int) -> Resume:
-    """Redo round ``step``: what nobody at that step has is spread over those who can compute."""
+def _redo(record: Record, reports: Mapping[str, Report], step: int, work: Work) -> Resume:
+    """Redo round ``step``: what nobody at that step has goes to those who can compute it, as the policy
+    has it; a micro-batch that killed two goes to nobody."""
     digest = next((x.committed_digest for x in reports.values() if x.step == step), "")
     load: dict[str, int] = {}
     dropped: set[str] = set()
@@ -123,12 +126,13 @@ def _redo(record: Record, reports: Mapping[str, Report], step: int, micro_batche
         taken |= mine
         load[member.replica] = len(mine)
     able = [m for m in record.roster if m.replica in load]
-    missing = set(range(micro_batches)) - taken
-    extra = spread(missing, able, load) if able else {}
+    missing = set(range(work.micro_batches)) - taken - record.poisoned(step)
+    extra = hand_round(work, record.roster, able, missing, load) if able else {}
+    changed = sum(len(ids) for ids in extra.values())
     table = tuple(
         Assignment(m.replica, extra.get(m.replica, ()), drop=m.replica in dropped) for m in record.roster
     )
-    reason = f"step {step} is redone, {len(missing)} micro-batches change hands"
+    reason = f"step {step} is redone, {changed} micro-batches change hands"
     return Resume(record.fence, step, table, digest, reason)
 
 
@@ -138,32 +142,40 @@ def _able(report: Report, record: Record, step: int, digest: str) -> bool:
     return report.step == step or (behind and bool(digest) and report.gradient_digest == digest)
 
 
-def _digest_split(reports: Mapping[str, Report]) -> Evict | Undecidable | None:
+def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Undecidable | None:
     by_step: dict[int, dict[str, str]] = {}
     for name, report in reports.items():
         if report.digest:
             by_step.setdefault(report.step, {})[name] = report.digest
     for step, digests in sorted(by_step.items()):
-        split = _minority(digests, f"the state at step {step}")
+        split = _minority(record, digests, f"the state at step {step}")
         if split is not None:
             return split
     return None
 
 
-def _minority(digests: Mapping[str, str], what: str) -> Evict | Undecidable | None:
-    """Who disagrees with the majority. A tie of more than two goes against the shorter tenure, which is
-    roster order: newcomers are appended."""
+def _minority(record: Record, digests: Mapping[str, str], what: str) -> Evict | Undecidable | None:
+    """Who disagrees with the majority. A tie of more than two goes against the shorter tenure; where that
+    is equal too, nobody can tell who is right."""
     counts = Counter(digests.values())
     if len(counts) <= 1:
         return None
-    if len(digests) == 2:
-        names = " and ".join(sorted(digests))
-        return Undecidable(
-            f"{names} disagree about {what} and no third replica can tell who is right: "
-            "restart the job from a checkpoint and check both hosts' memory"
-        )
     best = max(counts.values())
-    order: Iterable[str] = digests.values()
-    winner = next(d for d in order if counts[d] == best)
-    losers = tuple(name for name, digest in digests.items() if digest != winner)
-    return Evict(losers, f"{', '.join(losers)} disagree with the majority about {what}")
+    tenures = {d: _tenure(record, digests, d) for d, count in counts.items() if count == best}
+    longest = min(tenures.values())
+    winners = [d for d, tenure in tenures.items() if tenure == longest]
+    if len(digests) == 2 or len(winners) > 1:
+        names = " and ".join(f"{name} ({digest[:8]})" for name, digest in sorted(digests.items()))
+        return Undecidable(
+            f"{names} disagree about {what} and nobody else can tell who is right: "
+            "restart the job from a checkpoint and check these hosts' memory"
+        )
+    losers = tuple(name for name, digest in digests.items() if digest != winners[0])
+    verb = "disagrees" if len(losers) == 1 else "disagree"
+    return Evict(losers, f"{', '.join(losers)} {verb} with the majority about {what}")
+
+
+def _tenure(record: Record, digests: Mapping[str, str], digest: str) -> tuple[int, ...]:
+    """When those with this digest were let in, the latest first: the lower, the longer they are here."""
+    entered = {member.replica: member.since for member in record.roster}
+    return tuple(sorted((entered[name] for name, found in digests.items() if found == digest), reverse=True))

@@ -6,18 +6,26 @@ dead, form again after an abort, decide a forced epoch, complete, drain, serve a
 Nothing is announced before the store has committed it (rule 1).
 """
 
+import math
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
-from fabric.model import Record
+from fabric.model import Member, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.decide import Evict, Undecidable, decide
-from fabric.protocol.leader_base import DEAF_S, EpochState, LeaderConfig, Reforms
+from fabric.protocol.leader_base import DEAF_S, EpochState, LeaderConfig
 from fabric.protocol.leader_joins import Joins
 from fabric.protocol.liveness import Peer, PulseState
+from fabric.protocol.waits import Reforms, complaint, ring_order, unexcused
 
 __all__ = ["Leader", "LeaderConfig"]
+
+# From so many replicas on, what they say often is looked at together, so many seconds after the first of it.
+MANY = 256
+TOGETHER_S = 0.05
+_FREQUENT = (io.FromMember, io.PulseSeen, io.SessionOpened, io.SessionClosed, io.PulseClosed)
 
 
 class Leader(Joins):
@@ -34,12 +42,32 @@ class Leader(Joins):
         self._effects = []
         _HANDLERS[type(event)](self, event)
         if self.leading and self.writing is None and not self.reading:
-            self._plan()
+            self._plan_when_due(event)
+        elif isinstance(event, io.Tick):
+            # The store's answer brings the next plan.
+            self._plan_at, self._deadline = math.inf, self._now + TOGETHER_S
         return self._effects
+
+    def _plan_when_due(self, event: io.Event) -> None:
+        """A plan looks at every replica. Where they are thousands it is made for many events together."""
+        together = len(self.liveness.peers) >= MANY and isinstance(event, _FREQUENT)
+        if together and self._now < self._plan_at:
+            self._plan_at = min(self._plan_at, self._now + TOGETHER_S)
+            return
+        self._plan_at = math.inf
+        self._plan()
+        self._deadline = self._next_deadline()
 
     def next_deadline(self) -> float | None:
         """When to call again with Tick at the latest."""
+        if not self.leading or len(self.liveness.peers) < MANY or self._deadline is None:
+            return self._next_deadline()
+        return max(min(self._deadline, self._plan_at), self._now + 0.001)
+
+    def _next_deadline(self) -> float | None:
         if not self.leading or (self.record is not None and self.record.complete):
+            return None
+        if self.record is not None and self.record.failed and not self.retried:
             return None
         if self.record is None:
             return self._now + 0.5
@@ -57,10 +85,18 @@ class Leader(Joins):
             return
         if record.complete:
             return
-        if self._complete(record) or self._evict(record) or self._reform(record):
+        self._expire_awaited(record)
+        if self._complete(record):
+            return
+        if self._fail(record):
+            if self.retried:
+                self._start_again(record)
+            return
+        if self._evict(record) or self._reform(record):
             return
         if record.is_forced and self.epoch.decision is None:
             self._decide(record)
+        self._serve_awaited(record)
         if self._is_settled(record):
             moved = self._drain(record) or self._admit(record)
             if not moved:
@@ -71,6 +107,8 @@ class Leader(Joins):
         self.leading = True
         self.store_id = event.store_id
         self.record = event.record
+        if event.record is not None:
+            self.seats = {x.replica: x.seat for x in event.record.roster}
         self.liveness.elected = self._now
         self.epoch = EpochState()
         if event.record is not None:
@@ -108,6 +146,9 @@ class Leader(Joins):
         name, known = session.replica, self.liveness.peers.get(session.replica)
         if known is not None and known.incarnation > session.incarnation:
             return m.Rejected(f"a newer process of {name} has taken its place: this one must end")
+        failed = self._refused_as_failed(session)
+        if failed is not None:
+            return failed
         if known is not None and known.connected and known.incarnation < session.incarnation:
             pulse = self.liveness.pulses.get(name)
             gone = pulse is not None and pulse.trainer == "gone" and pulse.incarnation == known.incarnation
@@ -120,12 +161,20 @@ class Leader(Joins):
             # Who is away does not count: a whole job may come back with other settings.
             if other.session.replica == name or not other.connected:
                 continue
+            if session.seat >= 0 and session.seat == other.session.seat:
+                return m.Rejected(
+                    f"{name} and {other.session.replica} both ask for seat {session.seat}: give every "
+                    "replica a seat of its own"
+                )
             difference = _difference(session, other.session)
             if difference:
+                tensor = _different_tensor(session.tensors, other.session.tensors)
                 return m.Rejected(
-                    f"{name} has other {difference} than {other.session.replica}: start every replica "
-                    "with the same model, data set, batch sizes and number of steps"
+                    f"{name} has other {difference} than {other.session.replica}{tensor}: start every "
+                    "replica with the same model, data set, batch sizes and number of steps"
                 )
+            if session.seat < 0:
+                break  # the others are like this one: they were let in
         return None
 
     def on_closed(self, event: io.SessionClosed) -> None:
@@ -135,24 +184,26 @@ class Leader(Joins):
             peer.closed = self._now
 
     def on_pulse(self, event: io.PulseSeen) -> None:
-        pulse, pulses = event.pulse, self.liveness.pulses
-        known = pulses.get(pulse.replica)
+        pulse = event.pulse
+        pulses, key = self.liveness.pulses_of(pulse.rank), pulse.replica
+        known = pulses.get(key)
         if known is not None and known.incarnation > pulse.incarnation:
             return
         same = known is not None and (known.incarnation, known.trainer) == (pulse.incarnation, pulse.trainer)
         if not same and pulse.trainer in ("gone", "stopped"):
             self._tell("trainer " + pulse.trainer, pulse.replica, "seen by its checkpoint server")
-        pulses[pulse.replica] = PulseState(
+        pulses[key] = PulseState(
             incarnation=pulse.incarnation,
             trainer=pulse.trainer,
             since=known.since if same and known is not None else self._now,
             seen=self._now,
             ckpt=pulse.ckpt,
             snapshots=pulse.snapshots,
+            deaths=pulse.deaths,
         )
 
     def on_pulse_closed(self, event: io.PulseClosed) -> None:
-        pulse = self.liveness.pulses.get(event.replica)
+        pulse = self.liveness.pulses_of(event.rank).get(event.replica)
         if pulse is not None:
             pulse.connected = False
 
@@ -178,8 +229,30 @@ class Leader(Joins):
     def on_beat(self, peer: Peer, beat: m.Beat) -> None:
         if peer.beat is not None and beat.step > peer.beat.step and self._in_force(peer):
             self.reforms = Reforms()
+        if peer.beat is not None and beat.busy != peer.beat.busy:
+            # What it announced is over, or something else begins: its time counts from now.
+            self.lateness.came(peer.session.replica)
         peer.beat = beat
         self._send(peer.session.replica, m.BeatReply(beat.number))
+        self._expire_late(peer, beat)
+
+    def _expire_late(self, peer: Peer, beat: m.Beat) -> None:
+        """User code is no failure, but the others do not wait for ever: see ``user_code_s`` and ``busy``."""
+        name = peer.session.replica
+        if beat.step > self.lateness.since.get(name, (beat.step, 0.0))[0]:
+            self.lateness.came(name)
+        if not self._in_force(peer) or beat.epoch != (self.record.epoch if self.record else 0):
+            return
+        for other in beat.waiting_for:
+            late = self.liveness.peers.get(other)
+            if late is None or not self._lists(other) or self._is_awaited(other):
+                continue
+            waited_s = self.lateness.waited_s(other, beat.step, self._now)
+            busy = late.beat.busy if late.beat is not None else ""
+            limit_s = late.beat.busy_s if late.beat is not None and busy else late.session.user_code_s
+            if waited_s >= limit_s and self._is_spared_by(other):
+                doing = f"busy with {busy}" if busy else "in user code"
+                self._condemn(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
 
     def on_running(self, peer: Peer, message: m.Running) -> None:
         if self._is_mine(message.fence):
@@ -210,6 +283,8 @@ class Leader(Joins):
     def on_fallen(self, peer: Peer, message: m.Fallen) -> None:
         if self._in_force(peer) and self._is_recent(message.fence):
             self.epoch.fallen.add(peer.session.replica)
+            if self._is_awaited(peer.session.replica):
+                self.epoch.too_slow.add(peer.session.replica)
             self._condemn(peer.session.replica, f"it cannot go on: {message.why}")
 
     # --- failures and decisions ------------------------------------------------------------------------
@@ -221,6 +296,8 @@ class Leader(Joins):
         return any(self._knows(x) for x in others)
 
     def _complete(self, record: Record) -> bool:
+        if not self.finished:
+            return False
         left = [x for x in record.roster if not x.leaving]
         if not left or any(x.replica not in self.finished for x in left):
             return False
@@ -258,24 +335,48 @@ class Leader(Joins):
                 self._tell("heard again", member.replica, "it goes on, for nobody could take over")
 
     def _reform(self, record: Record) -> bool:
-        """Rule 3: every abort leads to a new epoch. The ring order moves on, so that a bad link is left
-        out; a member that most others cannot reach is evicted after the third try."""
+        """Rule 3: every abort leads to a new epoch, in a ring order that leaves out the links complained of.
+        Evicted is who stalled the exchange twice without an excuse, and whom most others cannot reach."""
         epoch = self.epoch
         if not epoch.aborted or self._now - epoch.aborted_at < self._reform_delay():
             return False
-        self.reforms.tries += 1
-        self.reforms.blame.update(a.about for a in epoch.aborted.values() if self._lists(a.about))
-        if self.reforms.tries > 3 and self.reforms.blame:
-            most = max(self.reforms.blame.values())
-            worst = [x.replica for x in record.roster if self.reforms.blame[x.replica] == most][-1]
-            if self._is_spared_by(worst):
-                self._condemn(worst, f"peers could not reach it {most} times")
-                self.reforms = Reforms()
-                return True
-        roster = record.roster[1:] + record.roster[:1] if len(record.roster) > 2 else record.roster
+        self._blame(record)
+        worst, why = self._worst(record)
+        if worst and self._is_spared_by(worst):
+            self._condemn(worst, why)
+            self.reforms = Reforms()
+            return True
         why = "; ".join(f"{name}: {a.why}" for name, a in sorted(epoch.aborted.items()))
-        self._write_epoch(record, roster, forced=True, why=f"formed again ({why})")
+        self._write_epoch(record, self._reordered(record), forced=True, why=f"formed again ({why})")
         return True
+
+    def _blame(self, record: Record) -> None:
+        reforms, aborted = self.reforms, self.epoch.aborted
+        reforms.tries += 1
+        reforms.blame.update(a.about for a in aborted.values() if self._lists(a.about))
+        for name, message in aborted.items():
+            link = complaint(record.names, message.about, by=name)
+            if link is not None:
+                reforms.links[link] += 1
+        if any(a.stalled for a in aborted.values()):
+            waiting = {name: a.waiting_for for name, a in aborted.items()}
+            reforms.stuck.update(unexcused(waiting, record.names))
+
+    def _worst(self, record: Record) -> tuple[str, str]:
+        """Whom to leave out, and why; two empty strings where the links or nobody is to blame."""
+        reforms = self.reforms
+        stuck = [name for name, times in reforms.stuck.items() if times > 1 and self._lists(name)]
+        if len(stuck) == 1:
+            return stuck[0], f"all others waited for it in {reforms.stuck[stuck[0]]} rounds, it for nobody"
+        if reforms.tries <= 3 or not reforms.blame:
+            return "", ""
+        most = max(reforms.blame.values())
+        worst = [x.replica for x in record.roster if reforms.blame[x.replica] == most]
+        return (worst[-1], f"peers could not reach it {most} times") if worst else ("", "")
+
+    def _reordered(self, record: Record) -> tuple[Member, ...]:
+        by_name = {x.replica: x for x in record.roster}
+        return tuple(by_name[name] for name in ring_order(record.names, self.reforms.links))
 
     def _reform_delay(self) -> float:
         return float(min(self.config.reform_s * 2**self.reforms.tries, self.config.reform_limit_s))
@@ -292,14 +393,21 @@ class Leader(Joins):
                 self._condemn(name, decision.reason)
             self._evict(record)
         elif isinstance(decision, Undecidable):
-            self._tell("stopped", "", decision.reason)
-            for member in record.roster:
-                self._send(member.replica, m.Rejected(decision.reason))
+            self._stop_job(record, decision.reason)
         else:
-            self.epoch.decision = decision
+            self.epoch.decision, self.epoch.decided_at = decision, self._now
             self._tell("resume", "", f"step {decision.step}: {decision.reason}")
             for member in record.roster:
                 self._send(member.replica, decision)
+
+    def _stop_job(self, record: Record, reason: str) -> None:
+        """A person is needed: said once to everybody."""
+        if self.epoch.stopped:
+            return
+        self.epoch.stopped = reason
+        self._tell("stopped", "", reason)
+        for member in record.roster:
+            self._send(member.replica, m.Rejected(reason))
 
     def _is_settled(self, record: Record) -> bool:
         """Rule 4: every member runs in the current epoch, and nothing is outstanding."""
@@ -309,10 +417,22 @@ class Leader(Joins):
 
 
 def _difference(a: m.Session, b: m.Session) -> str:
+    if len(a.ranks) != len(b.ranks):
+        return f"ranks ({1 + len(a.ranks)} and not {1 + len(b.ranks)})"
     if a.layout != b.layout:
-        return "parameters (names, shapes or dtypes)"
-    if (a.micro_batches, a.data) != (b.micro_batches, b.data):
+        return "parameters (names, shapes, dtypes or their order)"
+    if (a.micro_batches, a.data, a.sharing) != (b.micro_batches, b.data, b.sharing):
         return "data settings"
+    return ""
+
+
+def _different_tensor(mine: tuple[str, ...], theirs: tuple[str, ...]) -> str:
+    """The first parameter that differs, for people; empty when nobody described them, or all are alike."""
+    if not mine or not theirs:
+        return ""
+    for number, (one, other) in enumerate(zip_longest(mine, theirs, fillvalue="missing")):
+        if one != other:
+            return f" (parameter {number} is {one} here, and {other} there)"
     return ""
 
 
@@ -340,4 +460,5 @@ _FROM_MEMBER: dict[type, Callable[[Leader, Peer, Any], None]] = {
     m.Missed: Leader.on_missed,
     m.Finished: Leader.on_finished,
     m.Fallen: Leader.on_fallen,
+    m.Failed: Leader.on_failed,
 }

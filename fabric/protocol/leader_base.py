@@ -4,14 +4,17 @@ A leader is built in layers, each calling only those below: this one, then start
 (``leader_joins``), then the contract, failures and decisions (``leader``).
 """
 
+import math
 import random
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from fabric.model import Fence, Member, Policy, Record
+from fabric.model import Death, Fence, Member, Poison, Policy, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
+from fabric.protocol import poison
+from fabric.protocol.assignment import seated
 from fabric.protocol.liveness import Liveness, LivenessConfig, Peer
+from fabric.protocol.waits import Lateness, Reforms
 
 # Seconds without any event, though a deadline is due at least twice in them, after which a leader takes it
 # that it was itself away.
@@ -21,6 +24,10 @@ SERVE_AGAIN_S = 0.1
 # Seconds that an evicted process waits before it is admitted again, doubled every time.
 READMIT_S = 0.25
 READMIT_LIMIT_S = 30.0
+# Whoever held the others up for nothing waits so many times as long before it may do so again.
+READMIT_STALLS = 4.0
+# A newcomer whose distance to the job has not shrunk for so many steps will not get there by replay.
+GAP_STEPS = 10
 # A record stays small however many have something to say.
 MAX_REASON_CHARACTERS = 1000
 
@@ -45,19 +52,32 @@ class EpochState:
 
     reports: dict[str, m.Report] = field(default_factory=dict)
     decision: m.Resume | None = None
+    stopped: str = ""  # why nobody can decide it: the job needs a person
     running: dict[str, int] = field(default_factory=dict)  # replica -> a round of it that it entered
     aborted: dict[str, m.Aborted] = field(default_factory=dict)
     aborted_at: float = 0.0
     condemned: dict[str, str] = field(default_factory=dict)
+    decided_at: float = 0.0
+    too_slow: set[str] = field(default_factory=set)  # held the others up, and did not get in
     fallen: set[str] = field(default_factory=set)  # hold nothing of worth: by their own word, or found wrong
     condemned_at: float = 0.0
 
 
 @dataclass(slots=True)
 class Serving:
-    """A snapshot promised to one newcomer: the step, and who has answered how."""
+    """A snapshot promised to one newcomer: the step, and who has answered how.
+
+    ``tries`` counts the snapshots it was told of, ``gap`` is the smallest distance to the job's step that it
+    had since the newest, ``gap_at`` the job's step then. ``fallback``: why it comes in while the others wait.
+    """
 
     step: int = -1
+    epoch: int = 0
+    tries: int = 0
+    again: bool = False
+    gap: int = -1
+    gap_at: int = 0
+    fallback: str = ""
     asked: set[str] = field(default_factory=set)
     taken: dict[str, str] = field(default_factory=dict)  # replica -> digest
     missed: set[str] = field(default_factory=set)
@@ -71,14 +91,6 @@ class Setback:
 
     times: int = 0
     until: float = 0.0
-
-
-@dataclass(slots=True)
-class Reforms:
-    """Tries to form again without a committed step between them, and who was blamed."""
-
-    tries: int = 0
-    blame: Counter[str] = field(default_factory=Counter)
 
 
 class LeaderBase:
@@ -99,8 +111,16 @@ class LeaderBase:
         self.finished: dict[str, int] = {}
         self.draining: dict[str, str] = {}
         self.reforms = Reforms()
+        self.lateness = Lateness()
         self.setbacks: dict[tuple[str, int], Setback] = {}
         self.waiting_since: float | None = None
+        self.seats: dict[str, int] = {}  # replica -> where it sits, or sat when it was last a member
+        self.failure = ""  # why the job must stop, until the record says it
+        self.told: dict[str, int] = {}  # replica -> the incarnation that heard of the failure
+        self.retried = False  # a process came after its replica had heard
+        self.excused: set[tuple[str, Death]] = set()
+        self._plan_at = math.inf  # when what came since the last plan is looked at, at the latest
+        self._deadline: float | None = None
         self._now = now
         self._effects: list[io.Effect] = []
 
@@ -134,17 +154,23 @@ class LeaderBase:
 
     def _write_epoch(self, record: Record, roster: tuple[Member, ...], forced: bool, why: str) -> None:
         epoch = record.epoch + 1
-        proven = tuple(replace(x, fresh=not self._knows(x), ckpt=self._ckpt(x)) for x in roster)
+        proven = tuple(self._proven(x) for x in roster)
         self._write(
             replace(
                 record,
                 epoch=epoch,
                 forced=epoch if forced else record.forced,
                 nonce=self._nonce(),
-                roster=proven,
+                roster=seated(proven, self.seats),
                 reason=why[:MAX_REASON_CHARACTERS],
+                poison=self._known_poison(record) if forced else record.poison,
             )
         )
+
+    def _proven(self, member: Member) -> Member:
+        knows = self._knows(member)
+        awaited = member.awaited and not knows
+        return replace(self._addressed(member), fresh=not knows, awaited=awaited)
 
     def _write(self, record: Record) -> None:
         if self.record is not None and record.nonce == self.record.nonce:
@@ -157,6 +183,10 @@ class LeaderBase:
         if self.record is not None and self.record.generation != record.generation:
             self.finished.clear()
         self._note_setbacks(record)
+        self.seats.update((x.replica, x.seat) for x in record.roster)
+        if record.failed:
+            self.finished.clear()
+        self.failure, self.retried, self.told = "", False, {}
         self.record, self.writing = record, None
         self.epoch = EpochState()
         for serving in self.serving.values():
@@ -174,10 +204,17 @@ class LeaderBase:
             key = (member.replica, member.incarnation)
             times = self.setbacks.get(key, Setback()).times + 1
             wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
+            if member.replica in self.epoch.too_slow:
+                wait_s = max(wait_s, READMIT_STALLS * self._join_stall_s(member.replica))
             self.setbacks[key] = Setback(times, self._now + wait_s)
 
     def _announce(self, record: Record) -> None:
-        for replica in self.liveness.peers:
+        for replica, peer in self.liveness.peers.items():
+            if record.failed:
+                if peer.connected and not self._doubt(peer):
+                    self.told[replica] = peer.incarnation
+                self._send(replica, m.Rejected(record.failed, poison=record.poison))
+                continue
             self._send(replica, m.Epoch(record))
             if record.complete:
                 self._send(replica, m.Complete(record.fence, record.base.step))
@@ -216,6 +253,11 @@ class LeaderBase:
     def _is_mine(self, fence: object) -> bool:
         return self.record is not None and fence == self.record.fence
 
+    def _join_stall_s(self, replica: str) -> float:
+        """How long the others wait for this newcomer's state when it comes in by the fallback."""
+        peer = self.liveness.peers.get(replica)
+        return peer.session.exchange_s if peer is not None else 0.0
+
     def _is_of_generation(self, peer: Peer) -> bool:
         return self.record is not None and peer.generation == self.record.generation
 
@@ -244,11 +286,11 @@ class LeaderBase:
             return False
         return peer.step >= entered >= 0 and self._is_of_generation(peer)
 
-    def _ckpt(self, member: Member) -> str:
-        """Where its checkpoint server is now: one that died was started again at another address."""
-        pulse = self.liveness.pulses.get(member.replica)
-        known = pulse is not None and pulse.incarnation == member.incarnation and bool(pulse.ckpt)
-        return pulse.ckpt if known and pulse is not None else member.ckpt
+    def _addressed(self, member: Member) -> Member:
+        """With its checkpoint servers where they are now: one that died was started again elsewhere."""
+        found = self.liveness.ckpts(member)
+        ranks = tuple(replace(a, ckpt=url) for a, url in zip(member.ranks, found[1:], strict=True))
+        return replace(member, ckpt=found[0], ranks=ranks)
 
     def _top_step(self, record: Record) -> int:
         steps = [
@@ -257,6 +299,16 @@ class LeaderBase:
             if p.generation == record.generation and self._in_force(p)
         ]
         return max(steps, default=record.base.step)
+
+    def _known_poison(self, record: Record) -> tuple[Poison, ...]:
+        """What nobody computes from the next forced record on: what it was, and what was proven since."""
+        if record.sharing.on_poison != "skip":
+            return ()
+        return poison.merged(record.poison, poison.proven(self._deaths(), self.excused))
+
+    def _deaths(self) -> list[tuple[str, tuple[Death, ...]]]:
+        """Which micro-batches processes died at, as their checkpoint servers say."""
+        return [(replica, pulse.deaths) for replica, pulse in self.liveness.pulses.items() if pulse.deaths]
 
     def _micro_batches(self) -> int:
         return next(iter(self.liveness.peers.values())).session.micro_batches
@@ -271,4 +323,6 @@ def as_member(session: m.Session) -> Member:
         ckpt=session.ckpt,
         shares=session.shares,
         layout=session.layout,
+        seat=session.seat,
+        ranks=session.ranks,
     )

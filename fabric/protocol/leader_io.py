@@ -43,9 +43,10 @@ class PulseSeen:
 
 @dataclass(frozen=True, slots=True)
 class PulseClosed:
-    """The connection of this replica's checkpoint server ended."""
+    """The connection of this replica's checkpoint server (of this rank of it) ended."""
 
     replica: str
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,29 @@ from dataclasses import replace
 
 from fabric.model import Base, Member, Record, SnapshotRef
 from fabric.protocol import messages as m
-from fabric.protocol.leader_base import SERVE_AGAIN_S, LeaderBase, Serving, Setback, as_member
-from fabric.protocol.liveness import Peer
+from fabric.protocol.assignment import seated
+from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, Setback, as_member
+from fabric.protocol.leader_failures import Failures
+from fabric.protocol.liveness import Peer, lanes
 
 
-class Joins(LeaderBase):
+class Joins(Failures):
     """A leader that starts jobs and lets replicas in and out."""
 
     # --- serving newcomers -----------------------------------------------------------------------------
 
     def on_need_state(self, peer: Peer, message: m.NeedState) -> None:
-        if not self._in_force(peer):
-            self.serving[peer.session.replica] = Serving()
-            self._tell("needs state", peer.session.replica, message.why)
+        """A newcomer that falls off starts again from a newer snapshot once; then the others wait for it."""
+        if self._in_force(peer):
+            return
+        name = peer.session.replica
+        old = self.serving.get(name, Serving())
+        serving = self.serving[name] = Serving(tries=old.tries if message.lost else 0)
+        self._tell("needs state", name, message.why)
+        if not peer.session.replay:
+            serving.fallback = "its settings turn replay off"
+        elif serving.tries > 1:
+            serving.fallback = f"it fell off twice: {message.why}"
 
     def on_taken(self, peer: Peer, message: m.Taken) -> None:
         serving = self.serving.get(message.joiner)
@@ -39,33 +49,118 @@ class Joins(LeaderBase):
             if peer is None or not peer.connected or caught_up:
                 del self.serving[joiner]
                 self._end_serving(joiner)
-            elif not inside and not serving.told:
+            elif inside or serving.fallback:
+                continue
+            elif serving.told:
+                self._watch_gap(record, peer, serving)
+            else:
                 answered = (serving.asked & names) <= (set(serving.taken) | serving.missed)
                 late = self._now - serving.asked_at >= SERVE_AGAIN_S
                 if serving.asked and answered and serving.taken:
                     self._tell_sources(record, joiner, serving)
                 elif not serving.asked or (answered and late):
-                    self._ask_to_serve(record, joiner)
+                    step = self._top_step(record) + (0 if self._is_parked(record) else 1)
+                    self._ask_to_serve(record, joiner, step)
 
-    def _ask_to_serve(self, record: Record, joiner: str) -> None:
-        step = self._top_step(record) + (0 if self._is_parked(record) else 1)
-        self.serving[joiner] = Serving(step=step, asked=set(record.names), asked_at=self._now)
-        for member in record.roster:
-            self._send(member.replica, m.Serve(record.fence, joiner, step))
+    def _watch_gap(self, record: Record, peer: Peer, serving: Serving) -> None:
+        """Replay that does not gain on the job leads nowhere, however long it lasts."""
+        if not self._is_of_generation(peer):
+            return
+        top = self._top_step(record)
+        gap = top - peer.step
+        if serving.gap < 0 or gap < serving.gap:
+            serving.gap, serving.gap_at = gap, top
+        if gap <= 1 or top - serving.gap_at < GAP_STEPS:
+            return
+        name, why = peer.session.replica, f"its gap of {gap} steps has not shrunk for {GAP_STEPS} steps"
+        if serving.tries > 1:
+            serving.fallback = why
+        else:
+            self.serving[name] = Serving(tries=serving.tries, again=True)
+        self._tell("too slow", name, why)
+
+    def _ask_to_serve(self, record: Record, joiner: str, step: int) -> None:
+        old = self.serving.get(joiner, Serving())
+        names = {x.replica for x in record.roster if not x.awaited}
+        self.serving[joiner] = Serving(
+            step=step,
+            epoch=record.epoch,
+            tries=old.tries,
+            again=old.again,
+            asked=names,
+            asked_at=self._now,
+        )
+        for name in sorted(names):
+            self._send(name, m.Serve(record.fence, joiner, step))
 
     def _serve_again(self, replica: str) -> None:
-        """A member's session began anew: what was asked of it may have been lost."""
+        """A session began anew: what was asked or told there may have been lost."""
+        own = self.serving.get(replica)
+        if own is not None and self._is_awaited(replica):
+            own.told = False
         for joiner, serving in self.serving.items():
             if replica in serving.asked and replica not in serving.taken and self.record is not None:
                 self._send(replica, m.Serve(self.record.fence, joiner, serving.step))
 
     def _tell_sources(self, record: Record, joiner: str, serving: Serving) -> None:
         digest = Counter(serving.taken.values()).most_common(1)[0][0]
-        urls = tuple(self._ckpt(x) for x in record.roster if serving.taken.get(x.replica) == digest)
+        holders = [self._addressed(x) for x in record.roster if serving.taken.get(x.replica) == digest]
+        urls = tuple(a.ckpt for x in holders for a in x.addresses)
         serving.told = True
+        serving.tries += 1
         state = SnapshotRef(record.generation, serving.step, digest)
-        self._tell("serves", joiner, f"step {serving.step} from {len(urls)} replicas")
-        self._send(joiner, m.Sources(record.fence, state, urls))
+        self._tell("serves", joiner, f"step {serving.step} from {len(holders)} replicas")
+        self._send(joiner, m.Sources(record.fence, state, urls, serving.again))
+
+    # --- the fallback: the others wait for the last transfer ---------------------------------------------
+
+    def _is_awaited(self, replica: str) -> bool:
+        member = self.record.member(replica) if self.record is not None else None
+        return member is not None and member.awaited
+
+    def _still_awaited(self, record: Record) -> list[str]:
+        """Those for whose state the others wait in the round that was decided."""
+        if self.epoch.decision is None:
+            return []
+        return [x.replica for x in record.roster if x.awaited and x.replica not in self.epoch.running]
+
+    def _expire_awaited(self, record: Record) -> None:
+        for name in self._still_awaited(record):
+            limit_s = self._join_stall_s(name)
+            if self._now - self.epoch.decided_at >= limit_s:
+                self.epoch.too_slow.add(name)
+                self._condemn(name, f"the others waited {limit_s:g} s for its state, which did not arrive")
+
+    def _serve_awaited(self, record: Record) -> None:
+        """The members stand at the step that was decided: they snapshot it, and the newcomer fetches that."""
+        for name in self._still_awaited(record):
+            assert self.epoch.decision is not None
+            serving = self.serving.get(name)
+            if serving is None or serving.epoch != record.epoch:
+                self._ask_to_serve(record, name, self.epoch.decision.step)
+                continue
+            answered = serving.asked <= (set(serving.taken) | serving.missed)
+            if serving.told or not answered:
+                continue
+            if serving.taken:
+                self._tell_sources(record, name, serving)
+            elif self._now - serving.asked_at >= SERVE_AGAIN_S:
+                self._ask_to_serve(record, name, self.epoch.decision.step)
+
+    def _admit_awaited(self, record: Record) -> bool:
+        """A newcomer that cannot catch up while the others step: they stop once, and wait for its state."""
+        for name, serving in self.serving.items():
+            peer = self.liveness.peers.get(name)
+            if not serving.fallback or peer is None or not self._is_welcome(record, peer):
+                continue
+            newcomer = replace(as_member(peer.session), fresh=True, since=record.epoch + 1, awaited=True)
+            why = (
+                f"{name} joins while the others wait for its state, at most "
+                f"{self._join_stall_s(name):g} s: {serving.fallback}"
+            )
+            self._write_epoch(record, (*record.roster, newcomer), forced=True, why=why)
+            return True
+        return False
 
     def _end_serving(self, joiner: str) -> None:
         if self.record is not None:
@@ -77,10 +172,13 @@ class Joins(LeaderBase):
     def _admit(self, record: Record) -> bool:
         ready = [p for p in self.liveness.peers.values() if self._may_join(record, p)]
         room = self.config.policy.max_replicas - len(record.roster)
-        if not ready or room <= 0:
+        if room <= 0:
             return False
+        if not ready:
+            return self._admit_awaited(record)
         ready = sorted(ready, key=lambda p: p.session.replica)[:room]
-        newcomers = tuple(replace(as_member(p.session), fresh=True) for p in ready)
+        since = record.epoch + 1
+        newcomers = tuple(replace(as_member(p.session), fresh=True, since=since) for p in ready)
         names = ", ".join(x.replica for x in newcomers)
         self._write_epoch(
             record, record.roster + newcomers, forced=self._is_parked(record), why=f"{names} joins"
@@ -88,6 +186,11 @@ class Joins(LeaderBase):
         return True
 
     def _may_join(self, record: Record, peer: Peer) -> bool:
+        if peer.generation != record.generation or not self._is_welcome(record, peer):
+            return False
+        return self._top_step(record) - peer.step <= 1
+
+    def _is_welcome(self, record: Record, peer: Peer) -> bool:
         if not peer.connected or peer.beat is None or peer.session.replica in self.draining:
             return False
         if record.member(peer.session.replica) is not None or peer.session.replica in self.finished:
@@ -95,10 +198,8 @@ class Joins(LeaderBase):
         setback = self.setbacks.get((peer.session.replica, peer.incarnation), Setback())
         if self._now < setback.until:
             return False
-        if peer.beat.epoch != record.epoch or self._doubt(peer):
-            # It does not know yet that it is outside, or would be evicted at once.
-            return False
-        return peer.generation == record.generation and self._top_step(record) - peer.step <= 1
+        # Else it does not know yet that it is outside, or would be evicted at once.
+        return peer.beat.epoch == record.epoch and not self._doubt(peer)
 
     def _drain(self, record: Record) -> bool:
         names = [x for x in record.roster if x.replica in self.draining]
@@ -155,6 +256,8 @@ class Joins(LeaderBase):
         if len(open_) < policy.start_replicas and waited < policy.start_wait_s:
             return
         self.waiting_since = None
+        if record is not None and record.failed:
+            self._excuse()
         peers = open_[: policy.max_replicas]
         base = self._base(peers)
         epoch = (record.epoch if record else 0) + 1
@@ -167,9 +270,11 @@ class Joins(LeaderBase):
                 epoch=epoch,
                 forced=epoch,
                 nonce=self._nonce(),
-                roster=tuple(as_member(p.session) for p in peers),
+                roster=seated([replace(as_member(p.session), since=epoch) for p in peers], self.seats),
                 base=base,
                 reason=self._start_reason(record, base),
+                sharing=peers[0].session.sharing,
+                poison=self._known_poison(record) if record is not None else (),
             )
         )
 
@@ -181,22 +286,20 @@ class Joins(LeaderBase):
         return f"cold start from step {base.step} of generation {base.generation}{lost}"
 
     def _base(self, peers: list[Peer]) -> Base:
-        """The highest (generation, step) that a checkpoint server holds, and who holds it."""
-        held: dict[SnapshotRef, set[str]] = {}
-        for pulse in self.liveness.pulses.values():
-            if pulse.connected and pulse.ckpt:
-                for ref in pulse.snapshots:
-                    held.setdefault(ref, set()).add(pulse.ckpt)
+        """The highest (generation, step) that checkpoint servers hold, every lane of it, and who holds it."""
+        held = self.liveness.held()
+        whole = {ref: urls for ref, urls in held.items() if lanes(urls) >= 1 + len(peers[0].session.ranks)}
         if not held:
             # No checkpoint server talks to me: what the trainers say of theirs may be out of date.
             for peer in peers:
                 for ref in peer.session.snapshots:
-                    held.setdefault(ref, set()).add(peer.session.ckpt)
-        if not held:
+                    whole.setdefault(ref, set()).update(a.ckpt for a in as_member(peer.session).addresses)
+        if not whole:
             first = peers[0].session
-            return Base(first.generation, first.step, first.digest, (first.ckpt,))
-        best = max(held, key=lambda ref: (ref.generation, ref.step, len(held[ref]), ref.digest))
-        return Base(best.generation, best.step, best.digest, tuple(sorted(held[best])))
+            urls = tuple(a.ckpt for a in as_member(first).addresses)
+            return Base(first.generation, first.step, first.digest, urls)
+        best = max(whole, key=lambda ref: (ref.generation, ref.step, len(whole[ref]), ref.digest))
+        return Base(best.generation, best.step, best.digest, tuple(sorted(whole[best])))
 
 
 def _names(members: list[Member]) -> str:

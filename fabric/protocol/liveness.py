@@ -6,8 +6,9 @@ trainers may hold the GIL for long. A verdict is a sentence that says what was s
 
 from dataclasses import dataclass, field
 
-from fabric.model import Member, SnapshotRef
+from fabric.model import Death, Member, SnapshotRef
 from fabric.protocol.messages import Beat, Session
+from fabric.protocol.rank_orders import rank_of_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class PulseState:
     connected: bool = True
     ckpt: str = ""
     snapshots: tuple[SnapshotRef, ...] = ()
+    deaths: tuple[Death, ...] = ()
 
 
 @dataclass(slots=True)
@@ -67,6 +69,49 @@ class Liveness:
     elected: float
     peers: dict[str, Peer] = field(default_factory=dict)
     pulses: dict[str, PulseState] = field(default_factory=dict)
+    # Of replicas of several ranks: rank (from 1) -> replica -> what that rank's checkpoint server says.
+    rank_pulses: dict[int, dict[str, PulseState]] = field(default_factory=dict)
+
+    def pulses_of(self, rank: int) -> dict[str, PulseState]:
+        """By replica, of the checkpoint servers of this rank."""
+        return self.rank_pulses.setdefault(rank, {}) if rank else self.pulses
+
+    def held(self) -> dict[SnapshotRef, set[str]]:
+        """Every snapshot that a checkpoint server which is heard holds, and where: URLs of all ranks."""
+        found: dict[SnapshotRef, set[str]] = {}
+        for pulses in (self.pulses, *self.rank_pulses.values()):
+            for pulse in pulses.values():
+                for ref in pulse.snapshots if pulse.connected and pulse.ckpt else ():
+                    found.setdefault(ref, set()).add(pulse.ckpt)
+        return found
+
+    def freshest(self, ranks: int) -> SnapshotRef | None:
+        """The newest state that could be recovered now: every one of ``ranks`` lanes has a living holder,
+        whichever replicas those are in."""
+        whole = [ref for ref, urls in self.held().items() if lanes(urls) >= ranks]
+        return max(whole, key=lambda ref: (ref.generation, ref.step, ref.digest), default=None)
+
+    def ckpts(self, member: Member) -> list[str]:
+        """Where the checkpoint server of each rank is, by its own word where it has spoken."""
+        found = []
+        for rank, address in enumerate(member.addresses):
+            pulse = self.pulses_of(rank).get(member.replica)
+            known = pulse is not None and pulse.incarnation == member.incarnation and bool(pulse.ckpt)
+            found.append(pulse.ckpt if known and pulse is not None else address.ckpt)
+        return found
+
+    def rank_trouble(self, member: Member, now: float) -> str:
+        """Why a rank other than 0 holds its replica up or has ended it, or empty. It is no proof that rank 0,
+        which decides, has ended too."""
+        for rank in range(1, len(member.addresses)):
+            pulse = self.pulses_of(rank).get(member.replica)
+            if pulse is None or pulse.incarnation != member.incarnation or not pulse.connected:
+                continue
+            if pulse.trainer == "gone":
+                return f"the process of its rank {rank} is gone"
+            if pulse.trainer == "stopped" and now - pulse.since >= self.config.stopped_s:
+                return f"the process of its rank {rank} has been stopped for {now - pulse.since:.2f} s"
+        return ""
 
     def verdict(self, member: Member, now: float) -> str:
         """Why this member counts as dead, or empty."""
@@ -77,6 +122,9 @@ class Liveness:
         stopped = pulse is not None and pulse.connected and pulse.trainer == "stopped"
         if pulse is not None and stopped and now - pulse.since >= config.stopped_s:
             return f"its trainer has been stopped for {now - pulse.since:.2f} s"
+        trouble = self.rank_trouble(member, now)
+        if trouble:
+            return trouble
         credit = now - self.elected < config.credit_s
         heard = self._pulse_heard(pulse, now) or (credit and pulse is None)
         peer = self._peer(member)
@@ -115,6 +163,9 @@ class Liveness:
         for member in roster:
             peer, pulse = self._peer(member), self._pulse(member)
             stopped = pulse is not None and pulse.trainer == "stopped"
+            for pulses in self.rank_pulses.values():
+                other = pulses.get(member.replica)
+                stopped = stopped or (other is not None and other.trainer == "stopped")
             if peer is None or not peer.connected or stopped:
                 return now + self.config.lost_s / 2
         return now + self.config.silence_s / 4
@@ -129,3 +180,9 @@ class Liveness:
 
     def _pulse_heard(self, pulse: PulseState | None, now: float) -> bool:
         return pulse is not None and pulse.connected and now - pulse.seen < self.config.silence_s
+
+
+def lanes(urls: set[str]) -> int:
+    """How many ranks these servers have between them, counted from rank 0 without a gap."""
+    ranks = {rank_of_url(url) for url in urls}
+    return next(n for n in range(len(ranks) + 1) if n not in ranks)

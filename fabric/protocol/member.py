@@ -36,7 +36,8 @@ class Member(Rounds):
 
     def next_deadline(self) -> float | None:
         """When to call again with Tick at the latest."""
-        return None if self.stopped or not self.contact.connected else self.contact.next_beat
+        dues = [self.stall_deadline(), self.contact.next_beat if self.contact.connected else None]
+        return None if self.stopped else min((d for d in dues if d is not None), default=None)
 
     def _advance(self) -> None:
         """Start what the last event made possible; at most one thing for the main thread."""
@@ -47,6 +48,7 @@ class Member(Rounds):
         self._exchange_when_linked()
         self._hold_when_reduced()
         self._commit_when_agreed()
+        self._abort_when_stalled()
 
     def _advance_main(self) -> None:
         if self.kept.stale:
@@ -107,14 +109,23 @@ class Member(Rounds):
                     ckpt=me.ckpt,
                     micro_batches=me.micro_batches,
                     layout=me.layout,
+                    tensors=me.tensors,
                     data=me.data,
                     shares=me.shares,
                     snapshots=self.snapshots,
                     predecessors_gone=me.predecessors_gone,
                     finished=self.contact.finished,
+                    sharing=me.sharing,
+                    seat=me.seat,
+                    ranks=me.ranks,
+                    replay=self.config.replay,
+                    exchange_s=self.config.exchange_s,
+                    user_code_s=self.config.user_code_s,
                 )
             )
         )
+        if self.contact.failed is not None:
+            self._do(io.SendLeader(self.contact.failed))
         if self.fetch.doing == "asked":
             self.fetch.doing = ""
 
@@ -130,7 +141,7 @@ class Member(Rounds):
 
     def on_rejected(self, message: m.Rejected) -> None:
         if not message.retry:
-            self._stop(1, message.reason)
+            self._stop(1, message.reason, message.poison)
 
     def on_beat_reply(self, message: m.BeatReply) -> None:
         sent = self.contact.sent.pop(message.number, None)
@@ -177,7 +188,11 @@ class Member(Rounds):
         self._enter_mode(Mode.JOINED)
         if self.fetch.doing == "asked":
             self.fetch.doing = ""
-        if not record.is_forced and self.state.generation != record.generation:
+        if self._is_awaited(record):
+            # The others wait for me with a state of theirs: what I hold counts for nothing.
+            self.state.generation = 0
+            self._want(None)
+        elif not record.is_forced and self.state.generation != record.generation:
             # Admitted for a state that I have lost since.
             self._cannot_catch_up("I hold no state of this generation any more")
 
@@ -246,7 +261,8 @@ class Member(Rounds):
         self.resume = message
         self._go_to(record)
         self._do(io.Note("resume", record.epoch, message.step, message.reason))
-        if record.cold == record.epoch or self.state.generation != record.generation:
+        outdated = self.state.generation != record.generation and not self._is_awaited(record)
+        if record.cold == record.epoch or outdated:
             # The second: the cold start's own decision never reached me, or my fetch of its base failed.
             self._start_generation(record)
         hold = self.hold
@@ -257,8 +273,15 @@ class Member(Rounds):
             self._drop_kept()
         if self.state.step > message.step and self.state.generation == record.generation:
             raise IllegalTransition(f"told to resume at {message.step} with the state at {self.state.step}")
-        there = self.state.step == message.step and self.state.generation == record.generation
+        there = self._is_at(record, message.step)
+        if not there and self._is_awaited(record):
+            self.state.generation = 0
+            self._want(None)
+            self._do(io.Note("awaited", record.epoch, message.step, "the others wait for my state"))
         self._enter_mode(Mode.RUN if there else Mode.CATCH_UP)
+
+    def _is_at(self, record: Record, step: int) -> bool:
+        return (self.state.generation, self.state.step) == (record.generation, step)
 
     def _may_commit(self, hold: io.Hold, message: m.Resume) -> bool:
         assert self.newest is not None
@@ -284,10 +307,13 @@ class Member(Rounds):
 
 _HANDLERS: dict[type, Callable[[Member, Any], None]] = {
     io.Ready: Member.on_ready,
+    io.Streaming: Member.on_streaming,
     io.Computed: Member.on_computed,
     io.Installed: Member.on_installed,
     io.InstallFailed: Member.on_install_failed,
     io.Closing: Member.on_closing,
+    io.Busy: Member.on_busy,
+    io.Failed: Member.on_failed,
     io.Linked: Member.on_linked,
     io.LinkFailed: Member.on_link_failed,
     io.LinkLost: Member.on_link_lost,

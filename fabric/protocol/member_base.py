@@ -5,9 +5,10 @@ A member is built in layers, each calling only those below: this one, then catch
 """
 
 from fabric.errors import IllegalTransition
-from fabric.model import Fence, Record, SnapshotRef, StepTimes
+from fabric.model import Fence, Poison, Record, SnapshotRef, StepTimes
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
+from fabric.protocol.budget import Learned
 from fabric.protocol.member_state import (
     TRANSITIONS,
     Contact,
@@ -55,6 +56,9 @@ class MemberBase:
         self.snapshots = snapshots
         self.snapshotting = -1
         self.busy = ""  # what the user's code does for long, for people
+        self.busy_s = 0.0  # and how long that may last
+        self.ring_waits_for = ""  # whose bytes the data plane waits for; kept up to date by the shell
+        self.learned = Learned(config.exchange_s)
         self.pend: tuple[int, int, tuple[str, ...]] = (0, 0, ())
         self.stopped = False
         self._now = now
@@ -67,25 +71,52 @@ class MemberBase:
 
     # --- moves -----------------------------------------------------------------------------------------
 
+    def on_busy(self, event: io.Busy) -> None:
+        """Said at once: the others' patience depends on it."""
+        self.busy, self.busy_s = event.reason, event.at_most_s
+        self.contact.next_beat = self._now
+
     def on_closing(self, _: io.Closing) -> None:
         self.waiting = False
         self.contact.finished = True
         fence = Fence(self._fence().store_id, self.state.generation, self._fence().epoch)
         self._do(io.SendLeader(m.Finished(fence, self.state.step)))
 
-    def _abort(self, why: str, about: str) -> None:
-        """Rule 5: once per round; the kept gradient and the hold stay."""
+    def on_failed(self, event: io.Failed) -> None:
+        """The user's loop has raised: said until the leader answers, who stops the job or me alone."""
+        self.waiting = False
+        self.contact.failed = m.Failed(self._fence(), self.state.step, event.why)
+        self._do(io.SendLeader(self.contact.failed))
+
+    def _waits_for(self) -> tuple[str, ...]:
+        """Whom this round waits for: in the ring the one whose bytes are due, else contributions and bars."""
+        round_ = self.round
+        if round_ is None or not round_.contributed:
+            return ()
+        if round_.everybody_in() and not round_.gradient_digest:
+            return (self.ring_waits_for,) if self.ring_waits_for else ()
+        return tuple(n for n in round_.missing() if n != self.identity.replica)
+
+    def _abort(self, why: str, about: str, stalled: bool = False) -> None:
+        """Rule 5: once per round; the kept gradient and the hold stay. Without ``retain`` the gradient was
+        reduced where it lay, so that what has begun to be exchanged is gone."""
         assert self.current is not None
         if self.mode is Mode.ABORTED:
             return
+        waiting_for = self._waits_for()
         self._enter_mode(Mode.ABORTED)
+        given_away = self.round is not None and self.round.exchanging and not self.config.retain
         self.round = None
         self._do(io.AbortExchange(self.current.epoch, why))
+        if given_away:
+            self._drop_kept()
         self._do(io.Note("abort", self.current.epoch, self.state.step, why, about))
-        self._send_aborted(self.current.fence, why, about)
+        self._send_aborted(self.current.fence, why, about, waiting_for, stalled)
 
-    def _send_aborted(self, fence: Fence, why: str, about: str) -> None:
-        self.contact.aborted = m.Aborted(fence, self.state.step, why, about)
+    def _send_aborted(
+        self, fence: Fence, why: str, about: str, waiting_for: tuple[str, ...] = (), stalled: bool = False
+    ) -> None:
+        self.contact.aborted = m.Aborted(fence, self.state.step, why, about, waiting_for, stalled)
         self._do(io.SendLeader(self.contact.aborted))
 
     def _drop_kept(self) -> None:
@@ -123,6 +154,8 @@ class MemberBase:
         contact.number += 1
         contact.sent[contact.number] = self._now
         contact.next_beat = self._now + self.config.beat_s
+        contact.beaten = self._now
+        contact.beaten_epoch = self.newest.epoch if self.newest is not None else 0
         waiting_for = self.round.missing() if self.round is not None and self.round.contributed else ()
         self._do(
             io.SendLeader(
@@ -136,6 +169,7 @@ class MemberBase:
                     waiting_for=waiting_for,
                     busy=self.busy,
                     times=self._last_times,
+                    busy_s=self.busy_s,
                 )
             )
         )
@@ -147,8 +181,8 @@ class MemberBase:
             if x.replica != self.identity.replica:
                 self._do(io.SendPeer(x.replica, x.incarnation, message))
 
-    def _stop(self, code: int, reason: str) -> None:
-        self._do(io.Stop(code, reason))
+    def _stop(self, code: int, reason: str, poison: tuple[Poison, ...] = ()) -> None:
+        self._do(io.Stop(code, reason, poison))
         self.stopped = True
 
     def _do(self, effect: io.Effect) -> None:

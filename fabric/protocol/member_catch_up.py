@@ -4,7 +4,7 @@ One fetch at a time. A state is fetched, then installed by the main thread; publ
 one by one and applied by the user's own update code, until the member is where it must be.
 """
 
-from fabric.model import SnapshotRef
+from fabric.model import Record, SnapshotRef
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.member_base import MemberBase
@@ -24,6 +24,8 @@ class CatchingUp(MemberBase):
     def on_serve(self, message: m.Serve) -> None:
         if self.mode not in (Mode.RUN, Mode.CATCH_UP) or message.step < self.state.step:
             self._do(io.SendLeader(m.Missed(self._fence(), message.joiner, message.step)))
+            # The leader counted on an older step of mine: it hears this one, and the next ones as they come.
+            self.contact.next_beat = self.contact.asked = self._now
             return
         self.serving[message.joiner] = message.step
         self.listeners.add(message.joiner)
@@ -62,7 +64,12 @@ class CatchingUp(MemberBase):
 
     def on_sources(self, message: m.Sources) -> None:
         newest = self.newest
-        if newest is None or message.fence.generation != newest.generation or self.fetch.doing != "asked":
+        if newest is None or message.fence.generation != newest.generation:
+            return
+        if self._is_awaiting() or (message.again and self.mode is Mode.OUTSIDE):
+            self._start_from(message)
+            return
+        if self.fetch.doing != "asked":
             return
         if self.mode not in (Mode.OUTSIDE, Mode.JOINED):
             return
@@ -75,6 +82,24 @@ class CatchingUp(MemberBase):
             self._want(theirs, message.urls)
         else:
             self.fetch = Fetch(urls=message.urls)
+
+    def _start_from(self, message: m.Sources) -> None:
+        """Drop what I have and what I do, and load this state, unless I am there or on the way already."""
+        assert self.newest is not None
+        wanted = message.state
+        there = self.state.generation == self.newest.generation and self.state.step >= wanted.step
+        if there or wanted in (self.fetch.wanted, self.fetch.state):
+            return
+        self.state.generation = 0
+        self._want(wanted, message.urls)
+
+    def _is_awaited(self, record: Record) -> bool:
+        """Whether the others wait in this epoch until my state has arrived."""
+        me = record.member(self.identity.replica)
+        return me is not None and me.awaited and me.incarnation == self.identity.incarnation
+
+    def _is_awaiting(self) -> bool:
+        return self.mode is Mode.CATCH_UP and self.current is not None and self._is_awaited(self.current)
 
     def _want(self, wanted: SnapshotRef | None, urls: tuple[str, ...] = ()) -> None:
         """Fetch this state next (None: nothing); what is under way ends first, and counts for nothing."""
@@ -136,7 +161,8 @@ class CatchingUp(MemberBase):
     def _ask(self, why: str) -> None:
         assert self.newest is not None
         self.fetch.doing, self.fetch.misses = "asked", 0
-        self._do(io.SendLeader(m.NeedState(self.newest.fence, why)))
+        lost = self.state.generation != self.newest.generation
+        self._do(io.SendLeader(m.NeedState(self.newest.fence, why, lost)))
 
     def _cannot_catch_up(self, why: str) -> None:
         self._do(io.Note("catch-up failed", self._epoch(), self.state.step, why))
@@ -166,6 +192,11 @@ class CatchingUp(MemberBase):
         if fetch.wanted is not None:
             fetch.doing, fetch.void = "state", False
             self._do(io.FetchState(fetch.wanted, fetch.urls))
+        elif self._is_awaiting():
+            return  # the leader says where the state is
+        elif not self.config.replay and self.mode is Mode.OUTSIDE:
+            if self.contact.connected:
+                self._ask("I do not catch up by replay")
         elif self.state.generation == newest.generation:
             if not self.waiting:
                 return  # the main thread may still read the buffer of the last one

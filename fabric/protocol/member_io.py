@@ -6,7 +6,7 @@ snapshot, install) end in exactly one event each, success or failure.
 
 from dataclasses import dataclass
 
-from fabric.model import Fence, Record, SnapshotRef, StepTimes
+from fabric.model import Fence, Poison, Record, SnapshotRef, StepTimes
 from fabric.protocol.messages import LeaderMessage, MemberMessage, PeerMessage
 
 # --- events: the trainer's main thread ------------------------------------------------------------
@@ -22,13 +22,26 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Streaming:
+    """The last backward of what is being computed has begun: the kept gradient becomes final part by part
+    from now on. What is being computed adds ``weight`` to it. Computed follows."""
+
+    step: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
-    """The gradients of these micro-batches are added to the kept gradient; the main thread waits."""
+    """The gradients of these micro-batches are added to the kept gradient; the main thread waits.
+
+    ``redo`` says why what was streamed of them is not what they are now, if so.
+    """
 
     step: int
     micro_batches: tuple[int, ...]
     weight: float
     metrics: tuple[tuple[str, float], ...] = ()
+    redo: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,21 @@ class InstallFailed:
     """The fetched state does not fit; nothing was changed."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The user's loop has raised, and the main thread waits to be told to stop."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """The user's code is away for ``reason``, at most so many seconds; an empty reason: not any more."""
+
+    reason: str
+    at_most_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +111,17 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """Round (epoch, step) is fully reduced in my memory and no I/O touches it any more."""
+    """Round (epoch, step) is fully reduced in my memory and no I/O touches it any more.
+
+    ``nonfinite`` names the first tensor of the sum that holds an infinity or a NaN, ``mine`` the first of
+    what I put in; both stay empty where nobody asked for the check.
+    """
 
     epoch: int
     step: int
     gradient_digest: str
+    nonfinite: str = ""
+    mine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +213,13 @@ class Tick:
 
 Event = (
     Ready
+    | Streaming
     | Computed
     | Installed
     | InstallFailed
     | Closing
+    | Busy
+    | Failed
     | Linked
     | LinkFailed
     | LinkLost
@@ -234,11 +271,13 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class StartExchange:
-    """Reduce round (epoch, step): the kept gradient, or zeros when ``weight`` is zero."""
+    """Reduce round (epoch, step): the kept gradient, or zeros when ``weight`` is zero. ``streaming``: it is
+    still being added to, and each part goes out when it is final."""
 
     fence: Fence
     step: int
     weight: float
+    streaming: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +309,7 @@ class Hold:
     """A fully reduced round: what its commit will apply and say.
 
     ``contributions`` are the micro-batches by member in roster order, ``metrics`` their sums.
+    ``nonfinite`` names a tensor of it that is not finite: such a step is committed without an update.
     """
 
     epoch: int
@@ -278,6 +318,7 @@ class Hold:
     weight: float
     contributions: tuple[tuple[str, tuple[int, ...]], ...]
     metrics: tuple[tuple[str, float], ...] = ()
+    nonfinite: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,9 +354,13 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Snapshot the state at ``step``, which is the current one; ends in Snapshotted."""
+    """Snapshot the state at ``step``, which is the current one; ends in Snapshotted.
+
+    ``generation``: to take it in; negative: the current one.
+    """
 
     step: int
+    generation: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,10 +372,12 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """This process must end with ``code`` (75: restart me, 1: do not)."""
+    """This process must end with ``code`` (75: restart me, 1: do not). ``poison``: the micro-batches that
+    are the reason, where they are."""
 
     code: int
     reason: str
+    poison: tuple[Poison, ...] = ()
 
 
 # --- effects: transfer ----------------------------------------------------------------------------------
@@ -377,6 +424,7 @@ class Note:
     step: int
     why: str = ""
     about: str = ""
+    micro_batches: tuple[int, ...] = ()
 
 
 Effect = (

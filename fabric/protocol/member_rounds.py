@@ -8,7 +8,7 @@ from fabric.errors import IllegalTransition
 from fabric.model import Record
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
-from fabric.protocol.assignment import assign
+from fabric.protocol.assignment import Work, share_out
 from fabric.protocol.member_catch_up import CatchingUp
 from fabric.protocol.member_state import (
     Kept,
@@ -16,6 +16,10 @@ from fabric.protocol.member_state import (
     State,
 )
 from fabric.protocol.round import Round
+
+# At most this often is a step told while nothing is going on; a newcomer's request ends that for a while.
+STEP_BEAT_S = 0.05
+FOLLOWED_S = 5.0
 
 
 class Rounds(CatchingUp):
@@ -28,24 +32,46 @@ class Rounds(CatchingUp):
             raise IllegalTransition(f"ready for step {event.step} with the state at {self.state.step}")
         self.state.digest = event.digest
         self.waiting = True
-        self.contact.next_beat = self._now
         self._last_times = event.times
+        # A step that nobody waits to hear of need not cost a message: the next beat tells it.
+        contact = self.contact
+        due = self._now if event.digest or self._is_followed() else contact.beaten + STEP_BEAT_S
+        contact.next_beat = min(contact.next_beat, max(due, self._now))
+
+    def _is_followed(self) -> bool:
+        """Whether the leader needs my step at once: in a new epoch, and while somebody joins."""
+        contact = self.contact
+        settled = self.mode is Mode.RUN and self.newest is not None and not self.contact.finished
+        settled = settled and self.newest is self.current and contact.beaten_epoch == self._epoch()
+        return not settled or bool(self.listeners) or self._now - contact.asked < FOLLOWED_S
+
+    def on_streaming(self, event: io.Streaming) -> None:
+        if event.step == self.state.step and not self.kept.stale:
+            self.kept.streaming = self.kept.weight + event.weight
 
     def on_computed(self, event: io.Computed) -> None:
         self.waiting = True
         kept = self.kept
+        kept.streaming = 0.0
         if kept.stale or event.step != self.state.step:
             self._drop_kept()
             return
         kept.computing = ()
+        if event.weight == 0 and self.identity.sharing.policy == "shrink":
+            # Nothing was put in for them (data of another step were discarded): they are skipped.
+            kept.have -= set(event.micro_batches)
         kept.weight += event.weight
         for name, value in event.metrics:
             kept.metrics[name] = kept.metrics.get(name, 0.0) + value
+        if event.redo and self.round is not None and self.round.exchanging:
+            # Nobody holds this round yet: that takes my contribution, which has not been sent.
+            self._abort(event.redo, "")
 
     def on_exchanged(self, event: io.Exchanged) -> None:
         if self._is_round(event.epoch, event.step):
             assert self.round is not None
             self.round.gradient_digest = event.gradient_digest
+            self.round.nonfinite, self.round.mine = event.nonfinite, event.mine
 
     def on_exchange_failed(self, event: io.ExchangeFailed) -> None:
         if self._is_round(event.epoch, event.step):
@@ -126,13 +152,15 @@ class Rounds(CatchingUp):
             return tuple(i for i in ids if i not in self.kept.have)
         first = self.links.first_step == step and not record.is_forced
         able = [x for x in record.roster if not (first and x.fresh)]
-        return assign(range(self.identity.micro_batches), able).get(me, ())
+        work = Work(self.identity.micro_batches, record.sharing)
+        return share_out(work, record.roster, able, record.poisoned(step)).get(me, ())
 
     def _open_round(self, step: int, share: tuple[int, ...]) -> None:
         record = self.current
         assert record is not None
         if self.pend[0] != record.epoch:
             self._do(io.SendLeader(m.Running(record.fence, step)))
+        self._note_poison(record, step)
         self.pend = (record.epoch, step, record.names)
         self.round = Round(record, step, share)
         for event in self.links.take_early((record.epoch, step)):
@@ -143,6 +171,12 @@ class Rounds(CatchingUp):
             self.kept.computing = share
             self.waiting = False
             self._do(io.Compute(step, share))
+
+    def _note_poison(self, record: Record, step: int) -> None:
+        """What nobody computes is recorded, once per round that leaves it out."""
+        ids = tuple(sorted(record.poisoned(step)))
+        if ids:
+            self._do(io.Note("poison", record.epoch, step, "two processes died at them", "", ids))
 
     def _contribute_when_computed(self) -> None:
         """Only once linked: what is sent to a member without a link is lost."""
@@ -168,13 +202,43 @@ class Rounds(CatchingUp):
         self._to_roster(message)
 
     def _exchange_when_linked(self) -> None:
-        round_ = self.round
-        if round_ is None or not round_.contributed or round_.exchanging:
+        """With what I have contributed, or with what is about to be: its bytes may go ahead of its message,
+        for a hold needs both."""
+        round_, kept = self.round, self.kept
+        if round_ is None or round_.exchanging or round_.record.epoch not in self.links.up:
             return
-        if round_.record.epoch in self.links.up:
+        if round_.contributed:
             round_.exchanging = True
             weight = round_.contributions[self.identity.replica].weight
             self._do(io.StartExchange(round_.record.fence, round_.step, weight))
+        elif kept.streaming > 0 and round_.step == self.state.step and len(round_.record.roster) > 1:
+            round_.exchanging = True
+            self._do(io.StartExchange(round_.record.fence, round_.step, kept.streaming, streaming=True))
+
+    def _newcomers_first(self, round_: Round) -> bool:
+        """Whether somebody may still be catching up in it: then it is the user's update that takes long."""
+        first = self.links.first_step == round_.step
+        return first and any(x.fresh for x in round_.record.roster)
+
+    def stall_deadline(self) -> float | None:
+        """When the round is given up, once everybody is in it; None while somebody has an excuse."""
+        round_ = self.round
+        if round_ is None or round_.begun < 0 or self._newcomers_first(round_):
+            return None
+        return round_.begun + self.learned.bound_s
+
+    def _abort_when_stalled(self) -> None:
+        round_ = self.round
+        if round_ is not None and round_.begun < 0 and round_.everybody_in():
+            round_.begun = self._now
+        deadline = self.stall_deadline()
+        if round_ is None or deadline is None or self._now < deadline or self.mode is not Mode.RUN:
+            return
+        waits = self._waits_for()
+        took, whom = self._now - round_.begun, ", ".join(waits) or "nobody in particular"
+        self.learned.stalled()
+        why = f"round {round_.step} stalled: everybody is in it for {took:.1f} s, and I wait for {whom}"
+        self._abort(why, waits[0] if waits else "", stalled=True)
 
     def _hold_when_reduced(self) -> None:
         """Rule 2: from here on the hold is a promise."""
@@ -195,6 +259,7 @@ class Rounds(CatchingUp):
             ready=round_.ready_record.epoch,
             gradient_digest=hold.gradient_digest,
             state_digest=self.state.digest,
+            nonfinite=round_.mine,
         )
         round_.bars[self.identity.replica] = bar
         self._to_roster(bar)
@@ -202,7 +267,7 @@ class Rounds(CatchingUp):
     def _commit_when_agreed(self) -> None:
         """Rule 3: everybody holds, so it is committed; digests that differ abort instead."""
         round_, hold = self.round, self.hold
-        if round_ is None or hold is None or not round_.complete():
+        if round_ is None or hold is None or not round_.complete() or self.stopped:
             return
         disagreement = round_.disagreement()
         if disagreement:
@@ -210,11 +275,15 @@ class Rounds(CatchingUp):
             # Evicted for this, I would not trust my own state either.
             self.links.suspect = True
             return
+        if self.state.digest:
+            self.links.suspect = False
+        if round_.begun >= 0 and not self._newcomers_first(round_):
+            self.learned.took(self._now - round_.begun)
         following = round_.next_epoch()
         record = round_.ready_record
         switch = record is not None and following > round_.record.epoch
         self._commit(hold, first_of_epoch=switch)
-        if switch:
+        if switch and not self.stopped:
             assert record is not None and record.epoch == following
             self._go_to(record)
             if not record.lists(self.identity.replica, self.identity.incarnation):
@@ -223,6 +292,8 @@ class Rounds(CatchingUp):
                 self._abort(f"a link was lost on the way into epoch {record.epoch}", "")
 
     def _commit(self, hold: io.Hold, first_of_epoch: bool = False) -> None:
+        if hold.nonfinite and self._judge_nonfinite(hold):
+            return
         following = hold.step + 1
         mine = dict(hold.contributions).get(self.identity.replica, ())
         every = self.config.digest_every
@@ -232,3 +303,16 @@ class Rounds(CatchingUp):
         self._do(io.Publish(self.state.generation, hold))
         wanted = bool(every) and (first_of_epoch or following % every == 0)
         self._do(io.Apply(hold.step, hold, live=bool(mine), digest=wanted))
+
+    def _judge_nonfinite(self, hold: io.Hold) -> bool:
+        """The sum is the same on all members, and so is what they make of it: whether that is to stop."""
+        culprits = self.round.culprits() if self.round is not None else ""
+        why = f"the averaged gradient of {hold.nonfinite} at step {hold.step} is not finite"
+        why += f": so was what {culprits} put in" if culprits else ""
+        if self.config.on_nan != "stop":
+            self._do(io.Note("skipped", self._epoch(), hold.step, why))
+            return False
+        why += '; look at its data and loss, or set on_nan to "skip" or "pass"'
+        self._do(io.SendLeader(m.Failed(self._fence(), hold.step, why)))
+        self._stop(1, why)
+        return True

@@ -1,10 +1,11 @@
 """The parts of a member core's state: its mode and the moves between modes, what its memory holds, the
 gradient it keeps, what it fetches, its session with the leader, and its links."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fabric.model import SnapshotRef
+from fabric.model import EVERYTHING, Address, Sharing, SnapshotRef
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
 
@@ -46,16 +47,29 @@ class Identity:
     data: str = ""
     shares: int = 1
     predecessors_gone: bool = False
+    sharing: Sharing = EVERYTHING
+    seat: int = -1
+    ranks: tuple[Address, ...] = ()
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MemberConfig:
-    """Times in seconds. ``digest_every``: steps between digests of the shared state (0: never)."""
+    """Times in seconds. ``digest_every``: steps between digests of the shared state (0: never). ``retain``:
+    whether the kept gradient survives the exchange, so that a retry need not compute it again.
+    ``replay``: whether to catch up by applying published gradients, or by a state that the others wait for.
+    ``exchange_s`` and ``user_code_s``: the time budget, see ``budget``. ``on_nan``: what becomes of a step
+    whose averaged gradient is not finite."""
 
     min_replicas: int = 1
     autonomy_s: float = 1800.0
     beat_s: float = 1.0
     digest_every: int = 1
+    retain: bool = True
+    replay: bool = True
+    exchange_s: float = 60.0
+    user_code_s: float = 1800.0
+    on_nan: str = "pass"
 
 
 @dataclass(slots=True)
@@ -70,10 +84,12 @@ class State:
 
 @dataclass(slots=True)
 class Kept:
-    """The kept gradient of the current step, and what the main thread is adding to it."""
+    """The kept gradient of the current step, and what the main thread is adding to it. ``streaming`` is
+    what it will stand for when the backward under way, the last one, has ended; 0 before that."""
 
     have: set[int] = field(default_factory=set)
     computing: tuple[int, ...] = ()
+    streaming: float = 0.0
     weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     stale: bool = False
@@ -97,15 +113,21 @@ class Fetch:
 
 @dataclass(slots=True)
 class Contact:
-    """The session with the leader: ``last`` is when the newest answered beat was sent."""
+    """The session with the leader: ``last`` is when the newest answered beat was sent, ``beaten`` when any
+    was, and ``beaten_epoch`` what it said of the newest epoch. ``asked`` is when a newcomer last needed to
+    know my step."""
 
     last: float
     next_beat: float
+    beaten: float = -math.inf
+    beaten_epoch: int = -1
+    asked: float = -math.inf
     connected: bool = False
     number: int = 0
     sent: dict[int, float] = field(default_factory=dict)
     aborted: m.Aborted | None = None
     fallen: m.Fallen | None = None
+    failed: m.Failed | None = None
     finished: bool = False
 
 

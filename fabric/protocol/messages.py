@@ -5,7 +5,7 @@ All carry the fence of the epoch they speak about; a receiver drops what is olde
 
 from dataclasses import dataclass
 
-from fabric.model import Fence, Record, SnapshotRef, StepTimes
+from fabric.model import EVERYTHING, Address, Death, Fence, Poison, Record, Sharing, SnapshotRef, StepTimes
 
 # --- member to member ---------------------------------------------------------------------------
 
@@ -30,7 +30,8 @@ class Contribution:
 class Bar:
     """I hold round (epoch, step), and am ready for epoch ``ready`` (>= epoch).
 
-    ``state_digest`` is of the shared state at ``step``, empty where it was not computed.
+    ``state_digest`` is of the shared state at ``step``, empty where it was not computed. ``nonfinite`` names
+    a tensor of what I put in that is not finite, where that was asked for and the sum is not.
     """
 
     fence: Fence
@@ -38,6 +39,7 @@ class Bar:
     ready: int
     gradient_digest: str
     state_digest: str = ""
+    nonfinite: str = ""
 
 
 PeerMessage = Contribution | Bar
@@ -94,11 +96,15 @@ class ServeEnd:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where a joiner finds the state at ``step``: base URLs of checkpoint servers, one digest."""
+    """Where a joiner finds the state at ``step``: base URLs of checkpoint servers, one digest.
+
+    ``again``: nobody asked, but what it is doing now leads nowhere: start again from this one.
+    """
 
     fence: Fence
     state: SnapshotRef
     urls: tuple[str, ...]
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +117,12 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The session is refused: ``reason`` is for a person. ``retry`` says whether waiting can help."""
+    """The session is refused: ``reason`` is for a person. ``retry`` says whether waiting can help.
+    ``poison``: the micro-batches that are the reason, where they are."""
 
     reason: str
     retry: bool = False
+    poison: tuple[Poison, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +144,13 @@ class Session:
     ``generation`` 0 means "nothing but my initial state". ``micro_batches`` is how many make a step;
     ``data`` is the hash of everything else that the data order depends on. ``predecessors_gone`` vouches
     that every earlier process of this replica has ended (seen by its checkpoint server or the kernel).
-    ``finished``: the user's loop has ended at this step.
+    ``finished``: the user's loop has ended at this step. ``seat``: the one that this replica's data are
+    for, -1 where any will do.
+    ``finished``: the user's loop has ended at this step. ``ranks``: addresses of ranks 1 and up, where the
+    replica has several; ``link`` and ``ckpt`` are rank 0's, and digests are of all ranks together.
+    ``finished``: the user's loop has ended at this step. ``replay``: whether it catches up by published
+    gradients; else the others wait for its state. ``exchange_s`` and ``user_code_s`` are its time budget.
+    ``tensors`` are the parameters in order, for people: "name dtype[shape]"; empty where they are very many.
     """
 
     replica: str
@@ -154,6 +168,13 @@ class Session:
     snapshots: tuple[SnapshotRef, ...] = ()
     predecessors_gone: bool = False
     finished: bool = False
+    sharing: Sharing = EVERYTHING
+    seat: int = -1
+    ranks: tuple[Address, ...] = ()
+    replay: bool = True
+    exchange_s: float = 60.0
+    user_code_s: float = 1800.0
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +182,7 @@ class Beat:
     """Progress: sent at every step and at least once a second.
 
     ``phase`` is one word (mode and what the main thread does); ``waiting_for`` names peers.
-    ``busy`` is the reason given to ``session.busy``, empty outside of it.
+    ``busy`` is the reason given to ``session.busy``, empty outside of it, and ``busy_s`` its bound.
     """
 
     number: int
@@ -173,6 +194,7 @@ class Beat:
     waiting_for: tuple[str, ...] = ()
     busy: str = ""
     times: StepTimes | None = None
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +207,15 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """My round of this epoch ended without a result. ``about`` is the peer it failed on, or empty."""
+    """My round of this epoch ended without a result. ``about`` is the peer it failed on, or empty;
+    ``waiting_for`` whom I waited for at that moment; ``stalled``: the time budget was over."""
 
     fence: Fence
     step: int
     why: str
     about: str = ""
+    waiting_for: tuple[str, ...] = ()
+    stalled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +242,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class NeedState:
-    """I am outside and cannot go on by replay: have somebody snapshot for me."""
+    """I am outside and cannot go on by replay: have somebody snapshot for me. ``lost``: what I hold, if
+    anything, is of no use any more."""
 
     fence: Fence
     why: str
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +285,18 @@ class Fallen:
     why: str
 
 
-MemberMessage = Session | Beat | Running | Aborted | Report | NeedState | Taken | Missed | Finished | Fallen
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The user's loop raised at ``step``: the same would happen to whoever took over, so the job fails."""
+
+    fence: Fence
+    step: int
+    why: str
+
+
+MemberMessage = (
+    Session | Beat | Running | Aborted | Report | NeedState | Taken | Missed | Finished | Fallen | Failed
+)
 
 # --- checkpoint server to leader ------------------------------------------------------------------
 
@@ -267,7 +305,10 @@ MemberMessage = Session | Beat | Running | Aborted | Report | NeedState | Taken 
 class Pulse:
     """The second source of liveness: what the kernel says of the trainer, and what memory holds.
 
-    ``trainer`` is ``running``, ``stopped``, ``gone`` or ``absent`` (none has attached yet).
+    ``trainer`` is ``running``, ``stopped``, ``gone`` or ``absent`` (none has attached yet). ``deaths``: which
+    micro-batches the replica's processes died at, said again in every pulse until the job is past them.
+    ``trainer`` is ``running``, ``stopped``, ``gone`` or ``absent`` (none has attached yet). In a replica of
+    several ranks every rank has its checkpoint server, and ``rank`` says whose this is.
     """
 
     replica: str
@@ -276,6 +317,8 @@ class Pulse:
     number: int
     ckpt: str = ""
     snapshots: tuple[SnapshotRef, ...] = ()
+    deaths: tuple[Death, ...] = ()
+    rank: int = 0
 
 
 Message = PeerMessage | LeaderMessage | MemberMessage | Pulse

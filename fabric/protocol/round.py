@@ -21,7 +21,10 @@ class Round:
     share: tuple[int, ...] = ()
     contributed: bool = False
     exchanging: bool = False
+    begun: float = -1.0  # when everybody was in, and nobody had an excuse any more
     gradient_digest: str = ""
+    nonfinite: str = ""
+    mine: str = ""
     ready_record: Record | None = None
     contributions: dict[str, Contribution] = field(default_factory=dict)
     bars: dict[str, Bar] = field(default_factory=dict)
@@ -29,7 +32,8 @@ class Round:
     def hold(self) -> Hold | None:
         """What I hold when the reduction is done and all contributions are known, else None."""
         names = self.record.names
-        if not self.gradient_digest or any(n not in self.contributions for n in names):
+        known = len(self.contributions) >= len(names) and all(n in self.contributions for n in names)
+        if not self.gradient_digest or not known:
             return None
         parts = [self.contributions[n] for n in names]
         return Hold(
@@ -39,6 +43,7 @@ class Round:
             weight=sum(p.weight for p in parts),
             contributions=tuple((n, p.micro_batches) for n, p in zip(names, parts, strict=True)),
             metrics=_sum_metrics([p.metrics for p in parts]),
+            nonfinite=self.nonfinite,
         )
 
     def missing(self) -> tuple[str, ...]:
@@ -47,9 +52,13 @@ class Round:
             return tuple(n for n in self.record.names if n not in self.bars)
         return tuple(n for n in self.record.names if n not in self.contributions)
 
+    def everybody_in(self) -> bool:
+        """Whether I reduce and every contribution is known."""
+        return self.exchanging and all(n in self.contributions for n in self.record.names)
+
     def complete(self) -> bool:
         """Whether every member of the roster has entered the barrier."""
-        return all(n in self.bars for n in self.record.names)
+        return len(self.bars) >= len(self.record.roster) and all(n in self.bars for n in self.record.names)
 
     def disagreement(self) -> str:
         """Why the bars forbid the commit, naming digests by member; empty when they agree."""
@@ -60,6 +69,11 @@ class Round:
             if len(set(digests.values())) > 1:
                 return f"digests of {what} at step {self.step} differ: {_by_member(digests)}"
         return ""
+
+    def culprits(self) -> str:
+        """Who put in what was not finite, as far as their bars are here; empty when nobody says so."""
+        found = sorted((n, b.nonfinite) for n, b in self.bars.items() if b.nonfinite)
+        return ", ".join(f"{name} (its {tensor})" for name, tensor in found)
 
     def next_epoch(self) -> int:
         """The epoch everybody is ready for, or this one."""

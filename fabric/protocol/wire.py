@@ -1,14 +1,16 @@
 """Messages as bytes: one JSON object per message, decoded strictly by the dataclasses themselves.
 
-``{"kind": "Bar", "version": 1, ...fields}``. A decoder is derived once from each class's annotations:
+``{"kind": "Bar", "version": 1, ...fields}``. A codec is derived once from each class's annotations:
 unknown fields are ignored, a missing field takes its default, anything else raises ProtocolError with the
-path of the offending field. Non-finite numbers never pass. The same codec serves the stored record.
+path of the offending field. Non-finite numbers never pass. The same codec serves the stored record, which
+is compressed when it is long: a value of a store is bounded, and a roster of thousands is repetitive.
 """
 
 import json
 import math
+import zlib
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,17 +24,24 @@ from fabric.protocol import messages
 MAX_BYTES = 16 * 1024 * 1024
 # Nothing we send nests deeper than record -> roster -> member -> field.
 MAX_INTEGER = 2**63 - 1
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+# A stored record longer than this is compressed: shorter ones can be read with the store's own tools.
+PLAIN_RECORD_BYTES = 64 * 1024
+# A zlib stream begins with this byte, which no JSON text does.
+_ZLIB = b"\x78"
 
 T = TypeVar("T")
-Decoder = Callable[[Any, str], Any]
+Decoder = Callable[[Any], Any]
+# None: the value is JSON's already.
+Encoder = Callable[[Any], Any] | None
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(messages.Message)}
 
 
 def encode(message: messages.Message) -> bytes:
     """The bytes of one message."""
-    body = {"kind": type(message).__name__, "version": PROTOCOL_VERSION, **asdict(message)}
-    return _dump(body)
+    cls: type = type(message)
+    return _dump({"kind": cls.__name__, "version": PROTOCOL_VERSION, **_fields(cls)(message)})
 
 
 def decode(data: bytes | str) -> messages.Message:
@@ -42,14 +51,18 @@ def decode(data: bytes | str) -> messages.Message:
     cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise ProtocolError(f"unknown kind of message {_short(kind)}: upgrade the older side")
-    check_version(body.get("version"))
-    message: messages.Message = _decoder(cls)(body, cls.__name__)
+    if cls is not messages.Rejected:  # a refusal is for whoever cannot be talked to
+        check_version(body.get("version"))
+    message: messages.Message = _decoded(cls, body, cls.__name__)
     return message
 
 
 def check_version(version: object) -> None:
-    """Accept our own protocol version and the one before; refuse others with what to do."""
-    known = (PROTOCOL_VERSION - 1, PROTOCOL_VERSION)
+    """Accept our own protocol version and its neighbours; refuse others with what to do.
+
+    The one after too: of two sides that are one version apart, each receives what the other sends.
+    """
+    known = (PROTOCOL_VERSION - 1, PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
     if isinstance(version, bool) or not isinstance(version, int) or version not in known:
         raise ProtocolError(
             f"protocol version {_short(version)} cannot talk to version {PROTOCOL_VERSION}: "
@@ -58,26 +71,39 @@ def check_version(version: object) -> None:
 
 
 def encode_record(record: Record) -> bytes:
-    """The bytes of the membership record as it lies in the store."""
-    return _dump({"version": PROTOCOL_VERSION, **asdict(record)})
+    """The bytes of the membership record as it lies in the store: JSON, compressed when it is long."""
+    plain = _dump({"version": PROTOCOL_VERSION, **_fields(Record)(record)})
+    return plain if len(plain) <= PLAIN_RECORD_BYTES else zlib.compress(plain)
 
 
 def decode_record(data: bytes) -> Record:
     """The membership record; raises ProtocolError when the store holds something else."""
-    body = _load(data)
+    body = _load(_inflate(data) if data[:1] == _ZLIB else data)
     check_version(body.get("version"))
-    record: Record = _decoder(Record)(body, "Record")
+    record: Record = _decoded(Record, body, "Record")
     return record
+
+
+def _inflate(data: bytes) -> bytes:
+    """At most MAX_BYTES of it: what a store holds is not to be trusted with our memory."""
+    stream = zlib.decompressobj()
+    try:
+        plain = stream.decompress(data, MAX_BYTES)
+    except zlib.error as error:
+        raise ProtocolError(f"not a membership record: {error}") from error
+    if not stream.eof:
+        raise ProtocolError(f"not a membership record: it is cut off, or over the limit of {MAX_BYTES} bytes")
+    return plain
 
 
 def decode_as(cls: type[T], value: object, path: str = "value") -> T:
     """``value`` (parsed JSON) as dataclass ``cls``, by the same strict rules."""
-    result: T = _decoder(cls)(value, path)
+    result: T = _decoded(cls, value, path)
     return result
 
 
 def _dump(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    return _JSON.encode(body).encode()
 
 
 def _load(data: bytes | str) -> dict[str, Any]:
@@ -97,37 +123,87 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _fail(path: str, wanted: str, value: object) -> ProtocolError:
-    return ProtocolError(f"{path} must be {wanted}, not {_short(value)}")
+# --- encoders -------------------------------------------------------------------------------------------
 
 
-def _string(value: Any, path: str) -> str:
+@cache
+def _fields(cls: type) -> Callable[[Any], dict[str, Any]]:
+    """An object of ``cls`` as a dictionary that JSON can hold."""
+    hints = get_type_hints(cls)
+    plan = [(f.name, _encoder(hints[f.name])) for f in fields(cls)]
+
+    def encode_object(value: Any) -> dict[str, Any]:
+        return {
+            name: getattr(value, name) if encoder is None else encoder(getattr(value, name))
+            for name, encoder in plan
+        }
+
+    return encode_object
+
+
+def _encoder(annotation: Any) -> Encoder:
+    if is_dataclass(annotation) and isinstance(annotation, type):
+        return _fields(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        item = _encoder(arguments[0])
+        return None if item is None else lambda value: [item(v) for v in value]
+    if origin in (Union, UnionType):
+        inner = _encoder(_present(arguments))
+        return None if inner is None else lambda value: None if value is None else inner(value)
+    return None
+
+
+# --- decoders -------------------------------------------------------------------------------------------
+
+
+class _Offence(Exception):
+    """What a value must be and is not; the path to it grows on the way out."""
+
+    def __init__(self, must: str) -> None:
+        super().__init__(must)
+        self.must = must
+        self.path = ""
+
+
+def _decoded(cls: type, value: object, path: str) -> Any:
+    try:
+        return _decoder(cls)(value)
+    except _Offence as offence:
+        raise ProtocolError(f"{path}{offence.path} {offence.must}") from None
+
+
+def _wrong(wanted: str, value: object) -> _Offence:
+    return _Offence(f"must be {wanted}, not {_short(value)}")
+
+
+def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise _fail(path, "a string", value)
+        raise _wrong("a string", value)
     return value
 
 
-def _integer(value: Any, path: str) -> int:
+def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_INTEGER:
-        raise _fail(path, "an integer of 64 bits", value)
+        raise _wrong("an integer of 64 bits", value)
     return value
 
 
-def _number(value: Any, path: str) -> float:
+def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _fail(path, "a number", value)
+        raise _wrong("a number", value)
     try:
         number = float(value)
     except OverflowError:
-        raise _fail(path, "a finite number", value) from None
+        raise _wrong("a finite number", value) from None
     if not math.isfinite(number):
-        raise _fail(path, "a finite number", value)
+        raise _wrong("a finite number", value)
     return number
 
 
-def _boolean(value: Any, path: str) -> bool:
+def _boolean(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _fail(path, "true or false", value)
+        raise _wrong("true or false", value)
     return value
 
 
@@ -139,12 +215,8 @@ _SCALARS: dict[Any, Decoder] = {
 }
 
 
-def _decoder(annotation: Any) -> Decoder:
-    return _build_decoder(annotation)
-
-
 @cache
-def _build_decoder(annotation: Any) -> Decoder:
+def _decoder(annotation: Any) -> Decoder:
     if annotation in _SCALARS:
         return _SCALARS[annotation]
     if is_dataclass(annotation) and isinstance(annotation, type):
@@ -166,15 +238,19 @@ def _object_decoder(cls: type) -> Decoder:
         for f in fields(cls)
     ]
 
-    def decode_object(value: Any, path: str) -> Any:
+    def decode_object(value: Any) -> Any:
         if not isinstance(value, dict):
-            raise _fail(path, "an object", value)
-        found = {}
-        for name, decoder, required in plan:
-            if name in value:
-                found[name] = decoder(value[name], f"{path}.{name}")
-            elif required:
-                raise ProtocolError(f"{path}.{name} is missing")
+            raise _wrong("an object", value)
+        found, name = {}, ""
+        try:
+            for name, decoder, required in plan:
+                if name in value:
+                    found[name] = decoder(value[name])
+                elif required:
+                    raise _Offence("is missing")
+        except _Offence as offence:
+            offence.path = f".{name}{offence.path}"
+            raise
         return cls(**found)
 
     return decode_object
@@ -184,49 +260,68 @@ def _tuple_decoder(arguments: tuple[Any, ...]) -> Decoder:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         item = _decoder(arguments[0])
 
-        def decode_list(value: Any, path: str) -> Any:
+        def decode_list(value: Any) -> Any:
             if not isinstance(value, list):
-                raise _fail(path, "a list", value)
-            return tuple(item(v, f"{path}[{i}]") for i, v in enumerate(value))
+                raise _wrong("a list", value)
+            return tuple(_each(value, [item] * len(value)))
 
         return decode_list
     items = [_decoder(a) for a in arguments]
 
-    def decode_tuple(value: Any, path: str) -> Any:
+    def decode_tuple(value: Any) -> Any:
         if not isinstance(value, list) or len(value) != len(items):
-            raise _fail(path, f"a list of {len(items)}", value)
-        return tuple(d(v, f"{path}[{i}]") for i, (d, v) in enumerate(zip(items, value, strict=True)))
+            raise _wrong(f"a list of {len(items)}", value)
+        return tuple(_each(value, items))
 
     return decode_tuple
+
+
+def _each(values: list[Any], decoders: list[Decoder]) -> list[Any]:
+    found: list[Any] = []
+    try:
+        for value, decoder in zip(values, decoders, strict=True):
+            found.append(decoder(value))
+    except _Offence as offence:
+        offence.path = f"[{len(found)}]{offence.path}"
+        raise
+    return found
 
 
 def _map_decoder(key: Any, item: Any) -> Decoder:
     decode_item = _decoder(item)
 
-    def decode_map(value: Any, path: str) -> Any:
+    def decode_map(value: Any) -> Any:
         if not isinstance(value, dict):
-            raise _fail(path, "an object", value)
-        return {_key(k, key, path): decode_item(v, f"{path}.{_short(k)}") for k, v in value.items()}
+            raise _wrong("an object", value)
+        found, text = {}, ""
+        for text, each in value.items():
+            name = _key(text, key)
+            try:
+                found[name] = decode_item(each)
+            except _Offence as offence:
+                offence.path = f".{_short(text)}{offence.path}"
+                raise
+        return found
 
     return decode_map
 
 
-def _key(text: str, key: Any, path: str) -> Any:
+def _key(text: str, key: Any) -> Any:
     if key is str:
         return text
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()) or len(digits) > 19 or int(digits) > MAX_INTEGER:
-        raise _fail(path, "an object with integer keys", text)
+        raise _wrong("an object with integer keys", text)
     return int(text)
 
 
 def _optional_decoder(arguments: tuple[Any, ...]) -> Decoder:
+    inner = _decoder(_present(arguments))
+    return lambda value: None if value is None else inner(value)
+
+
+def _present(arguments: tuple[Any, ...]) -> Any:
     present = [a for a in arguments if a is not NoneType]
     if len(present) != 1:
-        raise TypeError(f"only optional unions are decoded, not {arguments}")
-    inner = _decoder(present[0])
-
-    def decode_optional(value: Any, path: str) -> Any:
-        return None if value is None else inner(value, path)
-
-    return decode_optional
+        raise TypeError(f"only optional unions are carried, not {arguments}")
+    return present[0]

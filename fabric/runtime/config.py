@@ -8,11 +8,12 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fabric.errors import ConfigError
+from fabric.protocol.budget import problem
 from fabric.runtime.web import read_token
 
 
@@ -22,9 +23,14 @@ class Settings:
     takes 8. ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me.
     ``run_dir``: this replica's sockets, logs and lock on this host. ``journal``: one JSON line per event.
     ``contact_s``: how long to look for a lighthouse at the start.
-    ``exchange_s``: silence allowed inside an exchange. ``autonomy_s``: how long to step without any
-    lighthouse. ``digest_every``: steps between digests of the state. ``snapshot_share``: part of the step
-    time that snapshots may cost. ``disable``: plain training, no services."""
+    ``exchange_s``: the time budget of a round once everybody is in it, from which every deadline inside the
+    exchange follows; ``user_code_s``: how long the others wait for a member in user code. ``autonomy_s``:
+    how long to step without any lighthouse. ``data_plane``: "auto" (members on one host share memory), "tcp"
+    or "nccl". ``digest_every``: steps between digests of the state.
+    ``snapshot_share``: part of the step time that snapshots may cost. ``reproducible``: whether equal
+    gradients give bitwise equal states; off, digests and replay are, and newcomers get their state while the
+    others wait. ``on_nan``: what becomes of a step whose averaged gradient is not finite: "pass" it on,
+    "stop" the job, or "skip" its update. ``disable``: plain training, no services."""
 
     job: str = "job"
     replica: str = ""
@@ -37,11 +43,16 @@ class Settings:
     run_dir: Path | None = None
     journal: Path | None = None
     disable: bool = False
+    reproducible: bool = True
+    on_nan: str = "pass"
     contact_s: float = 60.0
     exchange_s: float = 60.0
+    user_code_s: float = 1800.0
     autonomy_s: float = 1800.0
+    data_plane: str = "auto"
     digest_every: int = 10
     snapshot_share: float = 0.02
+    retain_gradients: bool = True
     orphan_s: float = 600.0
     points: str = ""
 
@@ -51,6 +62,15 @@ class Settings:
         if self.run_dir is not None:
             return self.run_dir
         return Path(tempfile.gettempdir()) / f"fabric-{os.getuid()}" / self.job / self.replica
+
+    def of_rank(self, rank: int) -> "Settings":
+        """The settings of one rank of a replica of several: with a folder and a journal of its own."""
+        if rank == 0:
+            return self
+        journal = self.journal
+        if journal is not None:
+            journal = journal.parent / f"rank{rank}" / journal.name
+        return replace(self, run_dir=self.home / f"rank{rank}", journal=journal)
 
     @property
     def min_replicas(self) -> int:
@@ -89,7 +109,15 @@ def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> 
         text = environment.get(_variable(name), "")
         if name not in values and text:
             values[name] = _parse(name, text)
-    return _checked(Settings(**values), environment)
+    return _checked(Settings(**values))
+
+
+def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
+    """How many ranks the launcher (torchrun) started for this replica; 1 without one. Raises ConfigError."""
+    text = (os.environ if environment is None else environment).get("WORLD_SIZE", "1")
+    if not text.isdecimal() or not 0 < int(text) <= 1_000_000:
+        raise ConfigError(f'WORLD_SIZE is "{text}": it must be the number of ranks of this replica')
+    return int(text)
 
 
 def _variable(name: str) -> str:
@@ -110,16 +138,12 @@ def _parse(name: str, text: str) -> Any:
         raise ConfigError(f'{_variable(name)} is "{text}": it must be a {type(default).__name__}') from None
 
 
-def _checked(found: Settings, environment: Mapping[str, str]) -> Settings:
+def _checked(found: Settings) -> Settings:
     parse_replicas(found.replicas)
+    if found.on_nan not in ("pass", "stop", "skip"):
+        raise ConfigError(f'FABRIC_ON_NAN is "{found.on_nan}": it must be "pass", "stop" or "skip"')
     if found.disable:
         return found
-    world = environment.get("WORLD_SIZE", "1")
-    if world != "1":
-        raise ConfigError(
-            f"WORLD_SIZE is {world}: a replica of several processes is not supported yet; "
-            "run one process per replica, each in its own torchrun world"
-        )
     if not found.lighthouse:
         raise ConfigError(
             "no lighthouse is named: set FABRIC_LIGHTHOUSE=http://host:port (or FABRIC_DISABLE=1)"
@@ -129,15 +153,23 @@ def _checked(found: Settings, environment: Mapping[str, str]) -> Settings:
             raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url}": give URLs such as http://host:port')
     for name in ("job", "replica"):
         _check_name(name, getattr(found, name))
-    for name in ("contact_s", "exchange_s", "autonomy_s", "digest_every", "snapshot_share", "orphan_s"):
+    for name in (
+        "contact_s",
+        "exchange_s",
+        "user_code_s",
+        "autonomy_s",
+        "digest_every",
+        "snapshot_share",
+        "orphan_s",
+    ):
         value = getattr(found, name)
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{_variable(name)} is {value:g}: give a finite number from 0")
-    if found.exchange_s <= 0 or found.autonomy_s < found.exchange_s:
-        raise ConfigError(
-            f"autonomy_s ({found.autonomy_s:g}) must be at least exchange_s "
-            f"({found.exchange_s:g}), both above 0"
-        )
+    if found.data_plane not in ("auto", "tcp", "nccl"):
+        raise ConfigError(f'FABRIC_DATA_PLANE is "{found.data_plane}": it must be "auto", "tcp" or "nccl"')
+    wrong = problem(found.exchange_s, found.user_code_s, found.autonomy_s)
+    if wrong:
+        raise ConfigError(wrong)
     return found
 
 

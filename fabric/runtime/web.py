@@ -110,15 +110,20 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return json_error(500, "the service has a defect that this request met: see its log")
 
 
-def bearer_required(token: str | None, open_paths: frozenset[str]) -> Middleware:
-    """A middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``.
+def bearer_required(
+    token: str | None,
+    open_paths: frozenset[str],
+    or_else: Callable[[web.Request, str], bool] = lambda _request, _token: False,
+) -> Middleware:
+    """A middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``, unless ``or_else``
+    accepts the request for what else it carries.
 
     Without a token (None) everything is open. The comparison takes the same time for every guess.
     """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is not None and request.path not in open_paths:
+        if token is not None and request.path not in open_paths and not or_else(request, token):
             check_bearer(request.headers.get("Authorization", ""), token)
         return await handler(request)
 

@@ -2,7 +2,7 @@
 
 ``base`` has the interface and the values, ``open`` turns a URL into a store. The backends are
 ``memory`` (the twin for tests), ``sqlite`` with ``sqlite_file`` (all lighthouses on one machine) and
-``etcd`` with ``etcd_http`` and ``etcd_wire`` (production).
+``etcd`` with ``etcd_http``, ``etcd_wire`` and ``etcd_access`` (production).
 """
 
 from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
@@ -17,6 +17,7 @@ from fabric.store.base import (
     Store,
     WatchEvent,
 )
+from fabric.store.etcd_access import EtcdAccess
 from fabric.store.open import open_store
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Compacted",
     "Compare",
     "Delete",
+    "EtcdAccess",
     "KeyValue",
     "Lease",
     "LeaseGone",

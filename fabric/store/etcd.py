@@ -39,6 +39,7 @@ from fabric.store.base import (
     lease_gone,
     settle_store_id,
 )
+from fabric.store.etcd_access import EtcdAccess
 from fabric.store.etcd_http import Gateway
 from fabric.store.etcd_wire import Failure, Json
 
@@ -51,11 +52,21 @@ logger = logging.getLogger(__name__)
 
 
 class EtcdStore:
-    """A handle on the etcd cluster behind ``endpoints`` (base URLs such as ``http://host:2379``)."""
+    """A handle on the etcd cluster behind ``endpoints`` (base URLs such as ``http://host:2379``).
+
+    Raises ConfigError where ``access`` does not fit together.
+    """
 
     def __init__(
-        self, endpoints: Sequence[str], *, attempt_timeout_s: float, watch_silence_s: float = 20.0
+        self,
+        endpoints: Sequence[str],
+        *,
+        attempt_timeout_s: float,
+        watch_silence_s: float = 20.0,
+        access: EtcdAccess = EtcdAccess(),  # noqa: B008  (frozen)
     ) -> None:
+        access.check()
+        self._access = access
         self.warnings: list[str] = []
         self._endpoints = tuple(endpoints)
         self._attempt_timeout_s = attempt_timeout_s
@@ -68,7 +79,9 @@ class EtcdStore:
     async def connect(self) -> str:
         if self._gateway is None:
             self._cluster_id, self._store_id, self._revision = "", "", 0
-            self._gateway = Gateway(self._endpoints, attempt_timeout_s=self._attempt_timeout_s)
+            self._gateway = Gateway(
+                self._endpoints, attempt_timeout_s=self._attempt_timeout_s, access=self._access
+            )
         try:
             await self._look_at_endpoints(self._gateway)
             self._store_id = await settle_store_id(self)
@@ -205,11 +218,14 @@ class EtcdStore:
         self, gateway: Gateway, endpoint: str, prefix: str, from_revision: int
     ) -> AsyncGenerator[etcd_wire.WatchAnswer, None]:
         request = etcd_wire.watch_request(prefix, from_revision)
+        token = gateway.token
         stream = gateway.stream(endpoint, "/v3/watch", request, silence_s=self._watch_silence_s)
         async with aclosing(stream) as results:
             async for result in results:
                 if isinstance(result, Failure):
-                    if result.is_definite and not result.is_no_leader:
+                    if result.is_old_token:
+                        gateway.forget(token)
+                    elif result.is_definite and not result.is_no_leader:
                         raise StoreError(f"The etcd endpoint {endpoint} refused a watch: {result.text}.")
                     raise StoreUnavailable(f"The watch at {endpoint} ended ({result.text}).")
                 self._check_cluster(endpoint, result)
@@ -217,6 +233,8 @@ class EtcdStore:
                 if answer.compact_revision:
                     raise compacted(prefix, from_revision, answer.compact_revision)
                 if answer.canceled:
+                    # An old token ends a watch in this way; where it was not that, a new one does no harm.
+                    gateway.forget(token)
                     raise StoreUnavailable(f"The watch at {endpoint} was ended ({answer.reason}).")
                 yield answer
 

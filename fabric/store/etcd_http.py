@@ -5,6 +5,10 @@ A request whose connection could not be made was never sent, so a write may be t
 (``StoreIndefinite``). For the same reason writes get a connection of their own each: on a kept one, a
 server that restarted meanwhile looks just like one that died in mid-write.
 
+With a user, every request carries a token that the first one asks for. etcd forgets tokens (they end, a
+member restarts, rights change), and refuses what carries an old one before it does anything: such a request
+is made once more with a new token, a write too.
+
 Every answer is bounded before memory is taken, and no exception of the HTTP library leaves this module.
 """
 
@@ -15,7 +19,8 @@ from collections.abc import AsyncGenerator
 
 import aiohttp
 
-from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
+from fabric.errors import ConfigError, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.store.etcd_access import EtcdAccess
 from fabric.store.etcd_wire import Failure, Json, failure, parse, stream_result, unary_result
 
 MAX_ANSWER_BYTES = 32 << 20
@@ -30,10 +35,16 @@ _HEADERS = {
 
 
 class Gateway:
-    """Sessions to all endpoints (base URLs). Create it inside a running event loop."""
+    """Sessions to all endpoints (base URLs). Create it inside a running event loop.
 
-    def __init__(self, endpoints: tuple[str, ...], *, attempt_timeout_s: float) -> None:
+    Raises ConfigError where ``access`` names files that cannot be used.
+    """
+
+    def __init__(self, endpoints: tuple[str, ...], *, attempt_timeout_s: float, access: EtcdAccess) -> None:
         self.endpoints = endpoints
+        self._access = access
+        self._tls = access.context()
+        self._token = ""
         self.closed = asyncio.Event()
         self._attempt_timeout_s = attempt_timeout_s
         self._preferred = 0
@@ -54,19 +65,60 @@ class Gateway:
         """One request, one answer.
 
         Raises StoreUnavailable when it was not sent, StoreIndefinite when the answer was lost or cannot
-        be understood.
+        be understood, StoreError when the user is refused.
         """
+        used = await self._authorise(endpoint)
+        answer = await self._post(endpoint, path, request, fresh=fresh)
+        if self._access.user and isinstance(answer, Failure) and answer.is_old_token:
+            self.forget(used)
+            await self._authorise(endpoint)
+            answer = await self._post(endpoint, path, request, fresh=fresh)
+        return answer
+
+    def forget(self, token: str) -> None:
+        """This token (see ``token``) was refused: the next request asks for another one."""
+        if self._token == token:
+            self._token = ""
+
+    @property
+    def token(self) -> str:
+        """What requests carry now, empty before the first and without a user."""
+        return self._token
+
+    async def _authorise(self, endpoint: str) -> str:
+        """The token, asked for where there is none; empty without a user."""
+        if self._access.user and not self._token:
+            try:
+                request: Json = {"name": self._access.user, "password": self._access.password()}
+            except ConfigError as error:
+                raise StoreError(str(error)) from error
+            answer = await self._post(endpoint, "/v3/auth/authenticate", request)
+            if isinstance(answer, Failure):
+                if not answer.is_definite:
+                    raise StoreUnavailable(f"The etcd endpoint {endpoint} gives no token ({answer.text}).")
+                raise StoreError(
+                    f"The etcd endpoint {endpoint} refused the user {self._access.user!r}: {answer.text}; "
+                    "check the store's user and password file, and that authentication is enabled there."
+                )
+            token = answer.get("token")
+            self._token = token if isinstance(token, str) and token.isprintable() else ""
+        return self._token
+
+    async def _post(self, endpoint: str, path: str, request: Json, *, fresh: bool = False) -> Json | Failure:
         self._check_open(endpoint)
         session = self._fresh if fresh else self._kept
         # A file, so that a large one is written in pieces and the event loop goes on.
         body = io.BytesIO(json.dumps(request).encode())
         try:
             # Redirects are not followed: etcd sends none, and a body must not be sent twice.
-            async with session.post(endpoint + path, data=body, allow_redirects=False) as response:
+            async with session.post(
+                endpoint + path, data=body, headers=self._headers(), allow_redirects=False
+            ) as response:
                 answer = await _bounded(response)
                 if response.status != 200:
                     return failure(response.status, answer)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            # TLS that cannot be agreed upon is among these: nothing was sent.
             raise StoreUnavailable(f"The etcd endpoint {endpoint} cannot be reached ({error}).") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise StoreIndefinite(
@@ -91,7 +143,10 @@ class Gateway:
         url, body = endpoint + path, json.dumps(request).encode()
         try:
             async with asyncio.timeout(self._attempt_timeout_s):
-                response = await self._kept.post(url, data=body, timeout=timeout, allow_redirects=False)
+                await self._authorise(endpoint)
+                response = await self._kept.post(
+                    url, data=body, headers=self._headers(), timeout=timeout, allow_redirects=False
+                )
             self._streams.add(response)
             try:
                 if response.status != 200:
@@ -117,10 +172,13 @@ class Gateway:
         if self.closed.is_set():
             raise StoreUnavailable(f"Nothing was sent to {endpoint}, since the store was closed meanwhile.")
 
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": self._token} if self._token else {}
+
     def _session(self, *, force_close: bool) -> aiohttp.ClientSession:
         timeout_s = self._attempt_timeout_s
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=force_close, limit=0, ttl_dns_cache=5),
+            connector=aiohttp.TCPConnector(force_close=force_close, limit=0, ttl_dns_cache=5, ssl=self._tls),
             # The connect phase ends first, so that a timeout there is known to have sent nothing.
             timeout=aiohttp.ClientTimeout(total=timeout_s, connect=timeout_s * 0.9),
             headers=_HEADERS,

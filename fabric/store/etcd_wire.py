@@ -31,6 +31,9 @@ Json = dict[str, object]
 # exhausted (too many requests, no space), failed precondition, out of range, unimplemented, unauthenticated.
 DEFINITE_CODES = frozenset({3, 5, 6, 7, 8, 9, 11, 12, 16})
 NOT_FOUND = 5
+UNAUTHENTICATED = 16
+# With this, instead of that code, some releases refuse a token from before a change of users or roles.
+OLD_AUTH = "revision of auth store is old"
 NO_LEADER = "etcdserver: no leader"
 
 # Releases the operator should hear about, as (from, below, sentence).
@@ -51,6 +54,11 @@ class Failure:
     @property
     def is_no_leader(self) -> bool:
         return NO_LEADER in self.text
+
+    @property
+    def is_old_token(self) -> bool:
+        """Whether a new token would help."""
+        return self.code == UNAUTHENTICATED or OLD_AUTH in self.text
 
     @property
     def is_definite(self) -> bool:

@@ -1,11 +1,13 @@
 """From a URL to a store, refusing what cannot be meant before anything is touched."""
 
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from fabric.errors import ConfigError
 from fabric.store.base import Store
 from fabric.store.etcd import EtcdStore
+from fabric.store.etcd_access import EtcdAccess
 from fabric.store.memory import MemoryStore
 from fabric.store.sqlite import SqliteStore
 
@@ -13,16 +15,21 @@ ATTEMPT_TIMEOUT_S = 3.0
 WATCH_SILENCE_S = 20.0
 ETCD_PORT = 2379
 
-_EXAMPLES = "sqlite:///var/lib/fabric/store.db, etcd://host:2379,other:2379 or memory:"
+_EXAMPLES = "sqlite:///var/lib/fabric/store.db, etcd://host:2379,other:2379, etcds://host:2379 or memory:"
 
 
 def open_store(
-    url: str, *, attempt_timeout_s: float = ATTEMPT_TIMEOUT_S, watch_silence_s: float = WATCH_SILENCE_S
+    url: str,
+    *,
+    attempt_timeout_s: float = ATTEMPT_TIMEOUT_S,
+    watch_silence_s: float = WATCH_SILENCE_S,
+    access: EtcdAccess | None = None,
 ) -> Store:
     """A store that is not connected yet.
 
     ``sqlite:`` is followed by ``//`` and a path, absolute when it begins with a slash; any number of
-    slashes before an absolute path is one. ``etcd://`` is followed by comma-separated ``host[:port]``.
+    slashes before an absolute path is one. ``etcd://`` is followed by comma-separated ``host[:port]``;
+    ``etcds://`` is the same over TLS. ``access`` is how an etcd lets us in (its ``tls`` follows the URL).
     ``memory:`` is a new, empty store of this process. ``attempt_timeout_s`` bounds each attempt at an
     endpoint, or waiting for the lock of a file; ``watch_silence_s`` is how long an etcd watch may be
     silent before its connection is replaced. Raises ConfigError.
@@ -31,13 +38,22 @@ def open_store(
         if not 0 < value <= 3600:
             raise ConfigError(f"{name} is {value}, it must be above 0 and at most 3600 seconds.")
     scheme, colon, rest = url.partition(":")
+    if access is not None and access != EtcdAccess() and scheme not in ("etcd", "etcds"):
+        raise ConfigError(
+            f"Certificates and users are for etcd, the store is {_shown(url)!r}: leave them out."
+        )
     if colon and scheme == "memory" and not rest:
         return MemoryStore()
     if scheme == "sqlite" and rest.startswith("//"):
         return SqliteStore(_path(url, rest[2:]), attempt_timeout_s=attempt_timeout_s)
-    if scheme == "etcd" and rest.startswith("//"):
-        endpoints = tuple(_endpoint(url, part) for part in rest[2:].split(","))
-        return EtcdStore(endpoints, attempt_timeout_s=attempt_timeout_s, watch_silence_s=watch_silence_s)
+    if scheme in ("etcd", "etcds") and rest.startswith("//"):
+        tls = scheme == "etcds"
+        return EtcdStore(
+            tuple(_endpoint(url, part, "https" if tls else "http") for part in rest[2:].split(",")),
+            attempt_timeout_s=attempt_timeout_s,
+            watch_silence_s=watch_silence_s,
+            access=replace(access or EtcdAccess(), tls=tls),
+        )
     raise ConfigError(f"The store {_shown(url)!r} is not one we know: write it like {_EXAMPLES}.")
 
 
@@ -47,11 +63,12 @@ def _path(url: str, text: str) -> Path:
     return Path("/" + text.lstrip("/") if text.startswith("/") else text).absolute()
 
 
-def _endpoint(url: str, text: str) -> str:
+def _endpoint(url: str, text: str, scheme: str) -> str:
     # A password in a URL ends up in process lists and logs, so it is refused and not repeated.
     if "@" in text:
         raise ConfigError(
-            "The store's URL holds a user or password: credentials in the URL are not supported, remove them."
+            "The store's URL holds a user or password: they show in process lists, so give a user and a "
+            "password file instead."
         )
     try:
         parts = urlsplit(f"http://{text}")
@@ -64,7 +81,7 @@ def _endpoint(url: str, text: str) -> str:
             f"The store {_shown(url)!r} has a bad address {text[:80]!r}: write host:port, without a path."
         )
     shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port or ETCD_PORT}"
+    return f"{scheme}://{shown}:{port or ETCD_PORT}"
 
 
 def _shown(url: str) -> str:

@@ -21,6 +21,7 @@ from fabric.errors import ConfigError, FabricError, ProtocolError, Refused, Unre
 from fabric.transport import greeting as proof
 from fabric.transport.framing import HEADER_BYTES, frame
 from fabric.transport.greeting import MAX_HANDSHAKE_BYTES, Greeting
+from fabric.transport.local import check_user, connect_locally, listen_locally
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Identity:
     job: str
     replica: str
     store_id: str = ""
+    rank: int = 0
 
 
 def admit_everybody(_greeting: Greeting) -> str:
@@ -69,6 +71,7 @@ class Listener:
         self._admit = admit
         self._handshake_s = handshake_s
         self._server: socket.socket | None = None
+        self._local: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(MAX_HANDSHAKES)
 
@@ -80,13 +83,17 @@ class Listener:
         host, port = self._server.getsockname()[:2]
         return str(host), int(port)
 
-    async def start(self, host: str, ports: int | str = 0) -> None:
-        """Bind and begin to accept on the first free of ``ports`` ("29500-29510", a number, 0: any).
+    async def start(self, host: str, ports: int | str = 0, local: bool = False) -> None:
+        """Bind and begin to accept on the first free of ``ports`` ("29500-29510", a number, 0: any), with
+        ``local`` also on a unix socket for data links from this host.
 
         Raises ConfigError where none can be bound.
         """
         self._server = await _bind(host, parse_ports(ports))
         self._spawn(self._accept_loop(self._server))
+        self._local = listen_locally(self.address[1]) if local else None
+        if self._local is not None:
+            self._spawn(self._accept_loop(self._local))
 
     async def close(self) -> None:
         """Stop accepting; sockets already handed on stay open."""
@@ -94,8 +101,9 @@ class Listener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._server is not None:
-            self._server.close()
+        for server in (self._server, self._local):
+            if server is not None:
+                server.close()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -123,6 +131,8 @@ class Listener:
         handed_on = False
         try:
             sock.setblocking(False)
+            if sock.family == socket.AF_UNIX:
+                check_user(sock)
             async with asyncio.timeout(self._handshake_s):
                 greeting = await self._handshake(sock)
             tune(sock, greeting.kind)
@@ -168,19 +178,31 @@ class Listener:
                 f"{who} looks for {greeting.to!r} and reached {own.replica!r}: "
                 "the address was taken over, wait for the next epoch"
             )
+        own_ranks = greeting.kind == "rank" and own.rank == 0 and greeting.replica == own.replica
+        if greeting.rank != own.rank and not own_ranks:
+            raise Refused(
+                f"rank {greeting.rank} of {who} reached rank {own.rank} of {own.replica!r}: "
+                "the address was taken over, wait for the next epoch"
+            )
         reason = self._admit(greeting)
         if reason:
             raise Refused(reason)
 
 
-async def dial(address: str, greeting: Greeting, token: bytes, timeout_s: float) -> socket.socket:
+async def dial(
+    address: str, greeting: Greeting, token: bytes, timeout_s: float, local: bool = False
+) -> socket.socket:
     """A connected, authenticated, non-blocking socket to ``address`` ("host:port").
+
+    With ``local`` it is a unix socket where whom the greeting names listens on this host.
 
     Raises Unreachable where nobody answers within ``timeout_s``, Unauthorized, Refused or
     ProtocolError as the handshake ends, ConfigError for an address that is none.
     """
     host, port = parse_address(address)
     whom = f"{greeting.to or 'a peer'} at {address}"
+    if local and (near := await _dial_locally(port, greeting, token, timeout_s)) is not None:
+        return near
     with ExitStack() as undo:
         try:
             async with asyncio.timeout(timeout_s):
@@ -198,6 +220,24 @@ async def dial(address: str, greeting: Greeting, token: bytes, timeout_s: float)
         return sock
 
 
+async def _dial_locally(
+    port: int, greeting: Greeting, token: bytes, timeout_s: float
+) -> socket.socket | None:
+    """None where another process, or none, answers: the port may be of another host."""
+    sock = connect_locally(port)
+    if sock is None:
+        return None
+    with ExitStack() as undo:
+        undo.callback(sock.close)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _greet(sock, greeting, token)
+        except (OSError, FabricError):  # TimeoutError is an OSError
+            return None
+        undo.pop_all()
+        return sock
+
+
 def tune(sock: socket.socket, kind: str) -> None:
     """No delay for small messages, keepalive for idle links, a bound on unacknowledged bytes."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -206,7 +246,7 @@ def tune(sock: socket.socket, kind: str) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    timeout_s = CONTROL_USER_TIMEOUT_S if kind == "control" else 0.0
+    timeout_s = 0.0 if kind == "data" else CONTROL_USER_TIMEOUT_S
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
 
 

@@ -18,8 +18,8 @@ from server_support import (
     wait_for,
 )
 
-from fabric.ckpt_server.region import available_bytes
 from fabric.errors import FabricError, ProtocolError, Refused
+from fabric.runtime.host_memory import available_bytes
 
 NBYTES = 40_000_000
 

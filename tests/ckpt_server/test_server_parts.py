@@ -1,19 +1,18 @@
 """The small pure parts: ranges, kernel states, ports, tokens, errors as JSON."""
 
+import asyncio
 import logging
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 from aiohttp import ClientSession, web
 from hypothesis import given
 from hypothesis import strategies as st
-from server_support import wait_for
 
 from fabric.ckpt_server.conditions import PreconditionFailed, Unsatisfiable, check_if_match, wanted_range
-from fabric.ckpt_server.trainer import parse_stat, read_stat
+from fabric.ckpt_server.trainer import Trainer, parse_stat
 from fabric.errors import (
     ConfigError,
     FabricError,
@@ -92,20 +91,36 @@ def stat(state: str, flags: int, threads: int) -> str:
     ],
 )
 def test_what_the_kernel_says(state, flags, threads, verdict):
-    found = parse_stat(stat(state, flags, threads))
-    assert (found.verdict, found.started) == (verdict, 999)
+    assert parse_stat(stat(state, flags, threads)).verdict == verdict
 
 
-def test_what_the_kernel_says_of_real_processes():
-    own = read_stat(os.getpid())
-    assert own is not None and own.verdict == "running" and own.started > 0
-    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as child:
-        child.send_signal(signal.SIGSTOP)
-        wait_for(lambda: read_stat(child.pid).verdict == "stopped", "stopped")
-        child.kill()
-        wait_for(lambda: read_stat(child.pid).verdict == "gone", "gone")
-        child.wait()
-        assert read_stat(child.pid) is None
+async def test_what_the_kernel_says_of_real_processes_is_noticed_without_being_asked():
+    trainer = Trainer()
+    assert trainer.state == "absent"
+    watching = asyncio.create_task(trainer.watch())
+
+    async def until(state: str) -> None:
+        while trainer.state != state:
+            trainer.changed.clear()
+            await asyncio.wait_for(trainer.changed.wait(), 30)
+
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "import signal; signal.pause()")
+    trainer.attach(child.pid, 1)
+    assert trainer.state == "running"
+    child.send_signal(signal.SIGSTOP)
+    await until("stopped")
+    child.send_signal(signal.SIGCONT)
+    await until("running")
+    child.kill()
+    await until("gone")
+    await child.wait()
+    assert trainer.state == "gone"  # reaped: nothing is left to look at
+    trainer.attach(child.pid, 2)
+    assert trainer.state == "gone"
+    trainer.attach(os.getpid(), 3)
+    assert trainer.state == "running"
+    watching.cancel()
+    trainer.close()
 
 
 @pytest.mark.parametrize(("text", "ports"), [("0", [0]), ("8000", [8000]), (" 80-82 ", [80, 81, 82])])

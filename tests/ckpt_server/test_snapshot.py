@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.ckpt_server.copying import Bytes
+from fabric.ckpt_server.copying import Bytes, Copying
 from fabric.ckpt_server.digest import BLOCK_BYTES, file_digest
 from fabric.ckpt_server.manifest import check_manifest, same_content
 from fabric.ckpt_server.snapshot import CpuCopier, CudaCopier, build_manifest
@@ -258,34 +258,33 @@ def test_device_error_is_kept_for_join() -> None:
     copier.close()
 
 
-@pytest.mark.gpu
-def test_cuda_snapshot_while_the_optimizer_goes_on() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device; run this where there is one")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    objects = {"model": model, "optimizer": optimizer}
+def test_a_fence_waits_for_what_another_thread_is_in_the_midst_of_copying(monkeypatch) -> None:
+    """The keeper joins while the trainer fences: a unit that somebody has taken is not copied yet."""
+    copier = CudaCopier(LazyLane())
+    counters = [torch.tensor(float(n)) for n in range(4)]
+    view = capture({"x": Tensors(filled(1000), *counters)}, 2)
+    target = bytearray(view.nbytes)
+    blocked, gate, take = threading.Event(), threading.Event(), Copying._take
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(64, 1024, device="cuda")).square().sum().backward()
-        copier.fence()
-        optimizer.step()
+    def slow(self: Copying, part: Any, *, copy: bool) -> None:
+        if copy:
+            blocked.set()
+            gate.wait()
+        take(self, part, copy=copy)
 
-    copier = CudaCopier()
-    target = bytearray(256 << 20)
-    step()
-    for number in range(5):
-        view = capture(objects, number)
-        digest = view.digest()
-        copier.start(view, memoryview(target))
-        step()  # changes every tensor; the copy must not see it
-        digests = copier.join()
-        assert digests.digest == digest
-        assert file_digest(memoryview(target)[: view.nbytes]) == digest
-    fresh = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
-    joiner = {"model": fresh, "optimizer": torch.optim.AdamW(fresh.parameters(), lr=1e-2)}
-    assert restore(memoryview(target)[: view.nbytes], joiner) == 4
-    assert capture(joiner, 4).digest() == digest
+    monkeypatch.setattr(Copying, "_take", slow)
+    copier.start(view, memoryview(target))
+    assert blocked.wait(20)
+    results: list[Any] = []
+    keeper = threading.Thread(target=lambda: results.append(copier.join()))
+    keeper.start()
+    fence = threading.Thread(target=copier.fence)
+    fence.start()
+    fence.join(0.2)
+    assert fence.is_alive()
+    gate.set()
+    fence.join(20)
+    keeper.join(20)
+    assert bytes(target) == expected_file(view)
+    check(view, target, results[0])
     copier.close()

@@ -343,21 +343,64 @@ async def test_a_frozen_leader_does_not_stop_the_others(cluster: list[EtcdMember
         assert revision is not None
         leader.pause()
         try:
-
-            async def writes_again() -> bool:
-                # What was lost is read again and, unless it is there, written again under its guard.
-                try:
-                    found = await store.get(prefix + "b")
-                    guard = [Compare(prefix + "b", create_revision=0)]
-                    return found is not None or bool(await store.commit(guard, [Put(prefix + "b", b"2")]))
-                except (StoreIndefinite, StoreUnavailable):
-                    return False
-
-            await wait_for(writes_again, "a write to succeed without the frozen leader")
+            await wait_for(
+                lambda: written(store, prefix + "b"), "a write to succeed without the frozen leader"
+            )
             async with aclosing(store.watch(prefix, revision)) as watch:
                 assert [event.key_value.value for event in await take(watch, 2)] == [b"1", b"2"]
         finally:
             leader.resume()
+
+
+async def test_a_killed_leader_does_not_stop_the_others(tmp_path: Path, prefix: str) -> None:
+    with running_cluster(tmp_path, 3) as members:
+        leader = await leader_of(members)
+        url = "etcd://" + ",".join(m.address for m in sorted(members, key=lambda m: m is not leader))
+        async with connected(url, attempt_timeout_s=1.0) as store:
+            lease = await store.grant_lease(30)
+            revision = await store.commit([], [Put(prefix + "a", b"1", lease.id)])
+            assert revision is not None
+            async with aclosing(store.watch(prefix, revision)) as watch:
+                await take(watch, 1)
+                leader.stop()
+                await wait_for(lambda: written(store, prefix + "b"), "a write to succeed without the leader")
+                assert [event.key_value.key for event in await take(watch, 1)] == [prefix + "b"]
+            assert await store.keep_alive(lease.id) == lease.ttl_s
+
+
+async def written(store: Store, key: str) -> bool:
+    """Write once: what was lost is read again and, unless it is there, written again under its guard."""
+    try:
+        found = await store.get(key)
+        return found is not None or bool(
+            await store.commit([Compare(key, create_revision=0)], [Put(key, b"2")])
+        )
+    except (StoreIndefinite, StoreUnavailable):
+        return False
+
+
+async def test_a_whole_cluster_that_was_away_is_the_same_store(tmp_path: Path, prefix: str) -> None:
+    with running_cluster(tmp_path, 3) as members:
+        url = "etcd://" + ",".join(member.address for member in members)
+        async with connected(url, attempt_timeout_s=1.0) as store:
+            first = await store.connect()
+            lease = await store.grant_lease(60)
+            revision = await store.commit([], [Put(prefix + "a", b"1", lease.id)])
+            assert revision is not None
+            async with aclosing(store.watch(prefix, revision + 1)) as watch:
+                waiting = asyncio.ensure_future(soon(anext(watch)))
+                for member in members:
+                    member.stop()
+                with pytest.raises(StoreUnavailable, match="check that etcd runs"):
+                    await store.commit([], [Put(prefix + "b", b"0")])
+                for member in members:
+                    member.launch()
+                await wait_for(lambda: written(store, prefix + "b"), "the cluster to be back")
+                assert (await waiting).key_value.key == prefix + "b"
+            found = await store.get(prefix + "a")
+            assert found is not None and found.mod_revision == revision
+            assert await store.keep_alive(lease.id) == lease.ttl_s, "a lease outlives its cluster's restart"
+            assert await store.connect() == first
 
 
 async def test_a_member_without_a_leader_refuses_definitely(tmp_path: Path, prefix: str) -> None:

@@ -2,21 +2,27 @@
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from fabric.ftar.cpu_ring import CpuRing
 from fabric.ftar.plane import Ring
-from fabric.ftar.tcp_ring import TcpRing
+from fabric.ftar.reduction import SUM, Reduction
 
 Pairs = list[tuple[socket.socket, socket.socket]]
 WAIT_S = 20.0
 
 
-def socket_ring(world: int, tcp: bool = False) -> Pairs:
-    """(next, previous) of each member; member i's next is linked to member i+1's previous."""
-    links = [tcp_pair() if tcp else socket.socketpair() for _ in range(world)]
+def socket_ring(world: int, plane: str = "tcp") -> Pairs:
+    """(next, previous) of each member; member i's next is linked to member i+1's previous.
+
+    ``plane`` is tcp, shm, or mixed: every other link of either kind, beginning with shared memory.
+    """
+    kinds = ("shm", "tcp") if plane == "mixed" else (plane,)
+    links = [tcp_pair() if kinds[i % len(kinds)] == "tcp" else socket.socketpair() for i in range(world)]
     return [(links[i][0], links[i - 1][1]) for i in range(world)]
 
 
@@ -40,12 +46,19 @@ def names(world: int) -> tuple[str, ...]:
 
 
 class Members:
-    """``world`` planes in one process, each with a thread; ``who`` limits them to some positions."""
+    """``world`` planes in one process, each with a thread; ``who`` limits them to some positions.
 
-    def __init__(self, world: int, who: Sequence[int] | None = None, **options) -> None:
+    ``plane`` says what their links are: see ``socket_ring``. ``make`` makes a plane.
+    """
+
+    def __init__(
+        self, world: int, who: Sequence[int] | None = None, plane: str = "tcp", make=CpuRing, **options
+    ) -> None:
         self.world = world
+        self.plane = plane
         self.who = list(range(world) if who is None else who)
-        self.planes = {i: TcpRing(**options) for i in self.who}
+        self.planes = {i: make(**options) for i in self.who}
+        self._memory: dict[int, dict[int, deque[torch.Tensor]]] = {i: {} for i in self.who}
         self._threads = ThreadPoolExecutor(max_workers=max(1, len(self.who)))
 
     def __enter__(self) -> "Members":
@@ -57,8 +70,8 @@ class Members:
         self._threads.shutdown()
 
     def install(self, epoch: int, pairs: Pairs | None = None) -> None:
-        """Install a ring of all members; without ``pairs`` on fresh socket pairs."""
-        pairs = pairs or socket_ring(self.world)
+        """Install a ring of all members; without ``pairs`` on fresh sockets."""
+        pairs = pairs or socket_ring(self.world, self.plane)
         for i in self.who:
             links = pairs[i] if self.world > 1 else (None, None)
             self.planes[i].install(Ring(epoch, i, names(self.world)), *links)
@@ -66,32 +79,75 @@ class Members:
             for sock in pairs[0]:
                 sock.close()
 
-    def start(self, epoch: int, step: int, buffers: dict[int, torch.Tensor]) -> dict[int, Future]:
-        return {
-            i: self._threads.submit(self.planes[i].all_reduce, epoch, step, buffer)
-            for i, buffer in buffers.items()
-        }
+    def start(
+        self,
+        epoch: int,
+        step: int,
+        buffers: dict[int, torch.Tensor],
+        results: dict[int, torch.Tensor] | None = None,
+        reduction: Reduction = SUM,
+    ) -> dict[int, Future]:
+        """Begin one exchange, in place where there are no ``results``."""
 
-    def reduce(self, epoch: int, step: int, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copies of ``inputs`` after one exchange."""
-        buffers = {i: inputs[i].clone() for i in self.who}
-        for future in self.start(epoch, step, buffers).values():
+        def reduce(i: int) -> None:
+            result = None if results is None else results[i]
+            retain = results is not None
+            self.planes[i].all_reduce(epoch, step, buffers[i], result, reduction, retain_gradients=retain)
+
+        return {i: self._threads.submit(reduce, i) for i in buffers}
+
+    def reduce(
+        self,
+        epoch: int,
+        step: int,
+        inputs: Sequence[torch.Tensor],
+        reduction: Reduction = SUM,
+        memory: str = "in place",
+    ) -> dict[int, torch.Tensor]:
+        """The results of one exchange, which must leave the inputs as they were.
+
+        ``memory``: in place, kept (results elsewhere), or shared (both in memory from the plane).
+        """
+        buffers, results = {i: inputs[i].clone() for i in self.who}, None
+        if memory != "in place":
+            results = {i: torch.full_like(inputs[i], 77) for i in self.who}
+        if memory == "shared":
+            buffers = {i: self.shared(i, inputs[i]) for i in self.who}
+            results = {i: self.shared(i, inputs[i]) for i in self.who}
+        for future in self.start(epoch, step, buffers, results, reduction).values():
             future.result(WAIT_S)
-        return buffers
+        if results is None:
+            return buffers
+        assert all(same_bits(buffers[i], inputs[i]) for i in self.who)
+        return results
+
+    def shared(self, i: int, values: torch.Tensor) -> torch.Tensor:
+        """A copy of ``values`` in memory that member ``i`` got from its plane."""
+        nbytes = values.numel() * values.element_size()
+        if nbytes not in self._memory[i]:
+            self._memory[i][nbytes] = deque(self.planes[i].allocate(max(nbytes, 1)) for _ in range(2))
+        self._memory[i][nbytes].rotate(1)
+        memory = self._memory[i][nbytes][0][:nbytes].view(values.dtype)
+        memory.copy_(values)
+        return memory
 
 
-def documented_sum(inputs: Sequence[torch.Tensor], bounds: list[tuple[int, int]]) -> torch.Tensor:
-    """The left fold in ring order, segment s beginning at member s, 16 bits by way of float32."""
+def documented(
+    inputs: Sequence[torch.Tensor], bounds: list[tuple[int, int]], reduction: Reduction = SUM
+) -> torch.Tensor:
+    """The left fold in ring order, segment s beginning at member s, 16 bits in float32 and rounded once."""
+    folds = {"sum": torch.add, "mean": torch.add, "min": torch.minimum, "max": torch.maximum}
     world, result = len(inputs), inputs[0].clone()
     for s, (start, stop) in enumerate(bounds):
-        total = inputs[s][start:stop].clone()
-        for k in range(1, world):
-            other = inputs[(s + k) % world][start:stop]
-            if total.dtype in (torch.float16, torch.bfloat16):
-                total = (total.float() + other.float()).to(total.dtype)
-            else:
-                total = total + other
-        result[start:stop] = total
+        parts = [inputs[(s + k) % world][start:stop] for k in range(world)]
+        if result.dtype in (torch.float16, torch.bfloat16):
+            parts = [part.float() for part in parts]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total = folds[reduction.operation](total, part)
+        if reduction.operation == "mean":
+            total = total / torch.tensor(reduction.weight, dtype=total.dtype)
+        result[start:stop] = total.to(result.dtype)
     return result
 
 

@@ -45,25 +45,48 @@ def test_what_was_gathered_is_scattered_divided_by_the_weight():
         assert torch.equal(p.grad, old / 3.0)
 
 
-def test_lanes_are_aligned_in_order_and_cover_their_parameters():
+def test_buckets_are_aligned_by_type_last_parameter_first_and_cover_their_parameters():
     named = parameters(*MIXED)
     flat = FlatGradients(named)
     buffer = torch.zeros(flat.nbytes, dtype=torch.uint8)
-    lanes = flat.lanes(buffer)
-    assert [lane.dtype for lane in lanes] == [
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
+    by_bytes = sorted(flat.buckets, key=lambda bucket: bucket.begin)
+    held = [(bucket.dtype, [name for name, _ in bucket.parameters]) for bucket in by_bytes]
+    assert held == [
+        (torch.bfloat16, ["p5", "p1"]),
+        (torch.float64, ["p4"]),
+        (torch.float16, ["p3"]),
+        (torch.float32, ["p2", "p0"]),
     ]
-    assert [lane.numel() for lane in lanes] == [16, 16, 0, 4]
-    for lane in lanes:
-        assert (lane.data_ptr() - buffer.data_ptr()) % ALIGNMENT_BYTES == 0
+    for bucket in flat.buckets:
+        lane = bucket.view(buffer)
+        assert (lane.data_ptr() - buffer.data_ptr()) % ALIGNMENT_BYTES == 0 or not lane.numel()
         lane.fill_(1)
     for _, p in named:
         p.grad = None
     flat.scatter(buffer, 2.0)
     assert all((p.grad == 0.5).all() for _, p in named)
+
+
+def test_buckets_come_in_the_order_in_which_backward_completes_them():
+    named = parameters(*MIXED)
+    order = [bucket.parameters[-1][0] for bucket in FlatGradients(named).buckets]
+    assert order == ["p4", "p3", "p1", "p0"]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 16, 100, 10**9])
+def test_buckets_of_any_size_cover_every_byte_once_and_hold_the_same_bytes(bucket_bytes):
+    named = parameters(*MIXED, *[((n,), torch.float32) for n in range(1, 20)])
+    whole, cut = FlatGradients(named), FlatGradients(named, bucket_bytes)
+    fill(named, 5)
+    buffers = [torch.full((flat.nbytes,), 255, dtype=torch.uint8) for flat in (whole, cut)]
+    whole.gather(buffers[0])
+    for bucket in reversed(cut.buckets):
+        cut.gather_bucket(bucket, buffers[1])
+    assert torch.equal(*buffers)
+    ranges = sorted((bucket.gap, bucket.end) for bucket in cut.buckets)
+    assert [gap for gap, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
+    assert ranges[-1][1] == cut.nbytes
+    assert all(b.end - b.begin < bucket_bytes + 4 * 19 + 60 for b in cut.buckets)
 
 
 def test_equal_gradients_are_equal_bytes_whatever_was_in_the_buffer():
@@ -126,7 +149,7 @@ def test_a_model_without_parameters_needs_no_bytes():
     buffer = torch.zeros(0, dtype=torch.uint8)
     flat.gather(buffer)
     flat.scatter(buffer, 1.0)
-    assert (flat.nbytes, flat.lanes(buffer)) == (0, [])
+    assert (flat.nbytes, flat.buckets) == (0, ())
 
 
 def test_the_layout_tells_names_shapes_types_and_order_apart():
@@ -167,7 +190,7 @@ def test_a_weight_that_gives_no_average_is_refused_and_nothing_written(weight):
 )
 def test_a_buffer_of_the_wrong_form_is_refused(buffer):
     flat = FlatGradients(parameters(((4,), torch.float32)))
-    for use in (flat.gather, flat.lanes, lambda b: flat.scatter(b, 1.0)):
+    for use in (flat.gather, lambda b: flat.scatter(b, 1.0)):
         with pytest.raises(StateError, match="16 bytes"):
             use(buffer)
 
@@ -189,3 +212,28 @@ def test_types_that_cannot_be_summed_and_repeated_names_are_refused():
     twice = parameters(((4,), torch.float32)) * 2
     with pytest.raises(ConfigError, match="'p0'"):
         FlatGradients(twice)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_first_tensor_that_is_not_finite_is_named(value, dtype):
+    parameters = [(f"p{i}", torch.nn.Parameter(torch.ones(5 + i, dtype=dtype))) for i in range(3)]
+    for _, parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 3e4)
+    flat = FlatGradients(parameters)
+    buffer = torch.zeros(flat.nbytes, dtype=torch.uint8)
+    flat.gather(buffer)
+    assert flat.first_nonfinite(buffer) == flat.first_nonfinite_own() == ""
+    parameters[1][1].grad[3] = value
+    assert flat.first_nonfinite_own() == "p1"
+    flat.gather(buffer)
+    assert flat.first_nonfinite(buffer) == "p1"
+
+
+def test_a_sum_that_overflows_is_no_verdict():
+    parameters = [("p", torch.nn.Parameter(torch.ones(4)))]
+    parameters[0][1].grad = torch.full((4,), 3e38)
+    flat = FlatGradients(parameters)
+    buffer = torch.zeros(flat.nbytes, dtype=torch.uint8)
+    flat.gather(buffer)
+    assert flat.first_nonfinite(buffer) == ""

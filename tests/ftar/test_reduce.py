@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_harness import random_tensor, same_bits
+from ring_harness import documented, random_tensor, same_bits
 
-from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES, add_into, schedule, segment_bounds
+from fabric.errors import ConfigError
+from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
+from fabric.ftar.reduction import MAX, MIN, SUM, Reduction, mean
 
 LENGTHS = st.integers(0, 3000)
 WORLDS = st.integers(1, 12)
@@ -44,6 +46,7 @@ def test_a_member_forwards_only_what_it_has_received(length, world, chunk):
             assert (sent.start, sent.stop) == (received.start, received.stop)
 
 
+@settings(deadline=None)  # a busy machine makes single examples slow
 @given(LENGTHS, st.integers(2, 9), st.integers(0, 300))
 def test_the_schedule_run_on_sets_gives_everybody_everything_once(length, world, chunk):
     """Each element carries the list of members added to it; hop by hop, as the ring would."""
@@ -64,6 +67,7 @@ def test_the_schedule_run_on_sets_gives_everybody_everything_once(length, world,
                 moved = True
             if queues[p]:
                 piece, data = queues[p].pop(0)
+                assert piece.last == (piece.hop in (world - 2, 2 * world - 3))
                 if piece.everybody:
                     assert all(set(x) | {p} == set(range(world)) for x in data)
                 for offset, x in enumerate(data):
@@ -78,20 +82,37 @@ def test_the_schedule_run_on_sets_gives_everybody_everything_once(length, world,
             assert all(x == order for x in state[p][start:stop])
 
 
-@pytest.mark.parametrize("dtype", DTYPE_CODES)
-def test_the_kernel_is_the_documented_arithmetic(dtype):
-    one, two = random_tensor(5000, dtype, 1), random_tensor(5000, dtype, 2)
+@pytest.mark.parametrize("reduction", [SUM, MIN, MAX, mean(2.5)], ids=lambda r: r.operation)
+@pytest.mark.parametrize("dtype", DTYPE_CODES, ids=lambda d: str(d).removeprefix("torch."))
+def test_the_kernel_is_the_documented_arithmetic(dtype, reduction):
+    if reduction.operation == "mean" and not dtype.is_floating_point:
+        pytest.skip("integers have no mean")
+    one, two = random_tensor(50_000, dtype, 1), random_tensor(50_000, dtype, 2)
     if dtype.is_floating_point:
         biggest = torch.finfo(dtype).max
         edges = [0.0, -0.0, biggest, -biggest, float("inf"), torch.finfo(dtype).tiny / 2]
         one[: len(edges)] = torch.tensor(edges, dtype=dtype)
         two[: len(edges)] = torch.tensor(edges, dtype=dtype)
-    if dtype in (torch.float16, torch.bfloat16):
-        expected = (two.float() + one.float()).to(dtype)
-    else:
-        expected = two + one
-    add_into(one, two)
+    expected = documented([two, one], [(0, one.numel()), (one.numel(), one.numel())], reduction)
+    out = torch.empty_like(one)
+    reduction.combine(two, one, out, last=True)
+    assert same_bits(out, expected)
+    reduction.combine(two, one, one, last=True)
     assert same_bits(one, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_partial_sums_of_sixteen_bits_are_float32_and_rounded_once(dtype):
+    """Each addend alone is lost when it is rounded at every addition."""
+    tiny = 2.0**-12 if dtype == torch.float16 else 2.0**-9
+    parts = [torch.full((100,), x, dtype=dtype) for x in (1.0, tiny, tiny, tiny)]
+    wide = torch.empty(100)
+    SUM.combine(parts[0], parts[1], wide, last=False)
+    SUM.combine(wide, parts[2], wide, last=False)
+    result = torch.empty(100, dtype=dtype)
+    SUM.combine(wide, parts[3], result, last=True)
+    assert (result.float() > 1).all()
+    assert same_bits(result, documented(parts, [(0, 100), (100, 100), (100, 100), (100, 100)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -102,7 +123,18 @@ def test_every_exponent_of_sixteen_bits_rounds_as_documented(dtype):
         other = patterns.roll(shift)
         expected = (other.float() + patterns.float()).to(dtype)
         own = patterns.clone()
-        add_into(own, other)
+        SUM.combine(other, own, own, last=True)
         finite = ~expected.isnan()
         assert same_bits(own[finite], expected[finite])
         assert bool(own[~finite].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("operation", "weight", "sentence"),
+    [("median", 1.0, "no reduction"), ("mean", 0.0, "total weight"), ("mean", float("inf"), "total weight")],
+)
+def test_what_is_no_reduction_is_refused(operation, weight, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        Reduction(operation, weight)
+    with pytest.raises(ConfigError, match="no mean"):
+        mean(2.0).check(torch.int32)

@@ -1,4 +1,6 @@
-"""The ring's result, bit for bit against the documented order, at every awkward size."""
+"""The ring's result, bit for bit against the documented order, at every awkward size, on every plane."""
+
+from itertools import cycle
 
 import pytest
 import torch
@@ -7,67 +9,97 @@ from hypothesis import strategies as st
 from ring_harness import (
     WAIT_S,
     Members,
-    documented_sum,
+    documented,
     random_tensor,
     same_bits,
-    socket_ring,
     wait_until,
 )
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
+from fabric.ftar.cpu_ring import CpuRing
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES, segment_bounds
-from fabric.ftar.tcp_ring import TcpRing
+from fabric.ftar.reduction import MAX, MIN, SUM, Reduction, mean
+from fabric.ftar.shared_stream import MOST_PLACES
 
 CHUNK_BYTES = 512
+PLANES = ["tcp", "shm", "mixed"]
 
 
 def awkward_lengths(world: int, item_bytes: int) -> list[int]:
     chunk = CHUNK_BYTES // item_bytes
-    centres = [0, ALIGNMENT, world, world * ALIGNMENT, chunk, world * chunk, 3 * world * chunk]
-    return sorted({max(0, c + d) for c in centres for d in (-1, 0, 1, ALIGNMENT - 1)})
+    centres = [0, ALIGNMENT, world * ALIGNMENT, world * chunk, 2 * world * chunk]
+    return sorted({max(0, c + d) for c in centres for d in (-1, 0, 1)} | {chunk + ALIGNMENT - 1})
 
 
-def check(members: Members, epoch: int, step: int, inputs: list[torch.Tensor]) -> None:
-    expected = documented_sum(inputs, segment_bounds(inputs[0].numel(), len(inputs)))
-    for position, result in members.reduce(epoch, step, inputs).items():
-        assert same_bits(result, expected), (position, inputs[0].numel(), inputs[0].dtype)
+def check(members: Members, epoch: int, step: int, inputs: list[torch.Tensor], *how) -> None:
+    bounds = segment_bounds(inputs[0].numel(), len(inputs))
+    expected = documented(inputs, bounds, *how[:1])
+    for position, result in members.reduce(epoch, step, inputs, *how).items():
+        assert same_bits(result, expected), (position, inputs[0].numel(), inputs[0].dtype, how)
 
 
+def reductions(dtype: torch.dtype) -> list[Reduction]:
+    return [SUM, MIN, MAX, mean(3.7)] if dtype.is_floating_point else [SUM, MIN, MAX]
+
+
+@pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("world", range(1, 10))
-def test_every_awkward_length_is_summed_in_the_documented_order(world, dtype):
-    with Members(world, chunk_bytes=CHUNK_BYTES) as members:
+def test_every_awkward_length_is_reduced_in_the_documented_order(world, dtype, plane):
+    """Reductions and kinds of memory in turn, over the lengths."""
+    turns = cycle((how, memory) for memory in ("in place", "kept", "shared") for how in reductions(dtype))
+    with Members(world, plane=plane, chunk_bytes=CHUNK_BYTES) as members:
         members.install(epoch=1)
         for step, length in enumerate(awkward_lengths(world, dtype.itemsize)):
             inputs = [random_tensor(length, dtype, 100 * step + i) for i in range(world)]
-            check(members, 1, step, inputs)
+            check(members, 1, step, inputs, *next(turns))
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("world", [10, 11, 18])
+def test_more_members_than_a_list_of_places_holds(world, dtype):
+    assert world > MOST_PLACES + 1
+    with Members(world, plane="shm", chunk_bytes=CHUNK_BYTES) as members:
+        members.install(1)
+        for step, memory in enumerate(("in place", "kept", "shared")):
+            inputs = [random_tensor(world * 150 + 7, dtype, 10 * step + i) for i in range(world)]
+            check(members, 1, step, inputs, mean(3.7), memory)
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     world=st.integers(1, 6),
     length=st.integers(0, 4000),
     chunk_bytes=st.integers(128, 5000),
-    dtype=st.sampled_from(list(DTYPE_CODES)),
+    kind=st.sampled_from(list(DTYPE_CODES)).flatmap(
+        lambda d: st.tuples(st.just(d), st.sampled_from(reductions(d)))
+    ),
     checksum=st.booleans(),
+    plane=st.sampled_from(PLANES),
+    memory=st.sampled_from(["in place", "kept", "shared"]),
 )
-def test_any_size_is_summed_in_the_documented_order(world, length, chunk_bytes, dtype, checksum):
-    with Members(world, chunk_bytes=chunk_bytes, checksum=checksum) as members:
+def test_any_size_is_reduced_in_the_documented_order(
+    world, length, chunk_bytes, kind, checksum, plane, memory
+):
+    dtype, reduction = kind
+    with Members(world, plane=plane, chunk_bytes=chunk_bytes, checksum=checksum) as members:
         members.install(epoch=1)
-        check(members, 1, 1, [random_tensor(length, dtype, i) for i in range(world)])
+        check(members, 1, 1, [random_tensor(length, dtype, i) for i in range(world)], reduction, memory)
 
 
+@pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("world", [2, 3])
-def test_buffers_far_larger_than_the_sockets_do_not_deadlock(world):
-    with Members(world) as members:
-        members.install(1, socket_ring(world, tcp=True))
+def test_buffers_far_larger_than_the_sockets_do_not_deadlock(world, plane):
+    with Members(world, plane=plane) as members:
+        members.install(1)
         inputs = [random_tensor(3_000_017, torch.float32, i) for i in range(world)]
         check(members, 1, 1, inputs)
 
 
-def test_several_exchanges_of_a_step_and_several_epochs_share_a_plane():
-    with Members(3, chunk_bytes=CHUNK_BYTES) as members:
+@pytest.mark.parametrize("plane", PLANES)
+def test_several_exchanges_of_a_step_and_several_epochs_share_a_plane(plane):
+    with Members(3, plane=plane, chunk_bytes=CHUNK_BYTES) as members:
         members.install(1)
         members.install(2)
         for epoch, step in [(1, 7), (1, 7), (1, 8), (2, 8), (2, 8), (2, 9)]:
@@ -77,7 +109,7 @@ def test_several_exchanges_of_a_step_and_several_epochs_share_a_plane():
             plane.retire(2)
         check(members, 2, 10, [random_tensor(50, torch.float64, i) for i in range(3)])
         with pytest.raises(RoundAborted, match="epoch 1 is over"):
-            members.planes[0].all_reduce(1, 10, torch.zeros(4))
+            members.planes[0].all_reduce(1, 10, torch.zeros(4), torch.ones(4))
 
 
 def test_infinities_and_overflow_are_sums_and_not_errors():
@@ -113,7 +145,7 @@ def test_a_ring_of_one_needs_no_links_and_changes_nothing():
     with Members(1) as members:
         members.planes[0].install(Ring(1, 0, ("alone",)), None, None)
         buffer = torch.arange(10.0)
-        members.planes[0].all_reduce(1, 1, buffer)
+        members.planes[0].all_reduce(1, 1, buffer, retain_gradients=False)
         assert torch.equal(buffer, torch.arange(10.0))
 
 
@@ -136,9 +168,9 @@ def test_a_tensor_that_cannot_be_reduced_is_refused_before_a_byte_is_sent(buffer
 
 
 def test_misuse_is_a_bug_and_says_so():
-    plane = TcpRing()
+    plane = CpuRing()
     with pytest.raises(IllegalTransition, match="no links"):
-        plane.all_reduce(1, 1, torch.zeros(1))
+        plane.all_reduce(1, 1, torch.zeros(1), torch.ones(1))
     with pytest.raises(IllegalTransition, match="needs two links"):
         plane.install(Ring(1, 0, ("a", "b")), None, None)
     plane.install(Ring(1, 0, ("a",)), None, None)
@@ -156,4 +188,4 @@ def test_misuse_is_a_bug_and_says_so():
 )
 def test_settings_that_cannot_work_are_refused(options):
     with pytest.raises(ConfigError):
-        TcpRing(**options)
+        CpuRing(**options)

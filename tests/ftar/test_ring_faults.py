@@ -12,13 +12,13 @@ import time
 
 import pytest
 import torch
-from ring_harness import WAIT_S, Members, names, same_bits, socket_ring, wait_until
+from ring_harness import WAIT_S, Members, names, same_bits, socket_ring, tcp_pair, wait_until
 
 from fabric.errors import RoundAborted
-from fabric.ftar.chunks import GATHER, HEADER_BYTES, REDUCE, Header, Round, notice, pack
+from fabric.ftar.chunks import GATHER, HEADER_BYTES, REDUCE, Header, Round, digest, notice, pack
+from fabric.ftar.cpu_ring import CpuRing
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce import DTYPE_CODES
-from fabric.ftar.tcp_ring import TcpRing
 
 FLOAT = DTYPE_CODES[torch.float32]
 
@@ -28,9 +28,9 @@ class Script:
 
     def __init__(self, world: int = 2, epoch: int = 5, **options) -> None:
         self.world, self.epoch = world, epoch
-        ours_next, self.reader = socket.socketpair()
-        ours_previous, self.writer = socket.socketpair()
-        self.plane = TcpRing(**{"exchange_s": 5.0, **options})
+        ours_next, self.reader = tcp_pair()
+        ours_previous, self.writer = tcp_pair()
+        self.plane = CpuRing(**{"exchange_s": 5.0, **options})
         self.plane.install(Ring(epoch, 0, names(world)), ours_next, ours_previous)
 
     def __enter__(self) -> "Script":
@@ -54,7 +54,7 @@ class Script:
             "sequence": sequence,
             "size": changes.get("size", len(payload)),
         }
-        return pack(Header(**fields), payload) + payload
+        return pack(Header(**fields), digest(payload)) + payload
 
     def good(self) -> bytes:
         """Everything that member 1 sends when its buffer is all ones: its part, then the sum."""
@@ -62,7 +62,7 @@ class Script:
 
     def reduce(self) -> torch.Tensor:
         buffer = torch.full((32,), 2.0)
-        self.plane.all_reduce(self.epoch, 3, buffer)
+        self.plane.all_reduce(self.epoch, 3, buffer, retain_gradients=False)
         return buffer
 
 
@@ -218,7 +218,7 @@ def test_a_member_that_is_late_for_the_exchange_has_the_long_bound():
         buffer = torch.zeros(48)
         started_s = time.monotonic()
         with pytest.raises(RoundAborted, match="stalled") as aborted:
-            script.plane.all_reduce(5, 3, buffer)
+            script.plane.all_reduce(5, 3, buffer, retain_gradients=False)
         assert time.monotonic() - started_s >= 0.3
         assert aborted.value.about == "m2"
 
@@ -232,7 +232,7 @@ def test_once_everybody_is_known_to_be_inside_the_short_bound_holds():
 
 
 def test_a_next_member_that_does_not_read_is_the_one_who_stalls():
-    with Script(entry_s=3600.0, exchange_s=0.2) as script:
+    with Script(entry_s=3600.0, exchange_s=0.2, chunk_bytes=2**20) as script:
         elements = 8_000_000
         half = torch.ones(elements // 2)
 
@@ -244,7 +244,7 @@ def test_a_next_member_that_does_not_read_is_the_one_who_stalls():
         thread = threading.Thread(target=script.writer.sendall, args=(b"".join(pieces),))
         thread.start()
         with pytest.raises(RoundAborted, match="stalled"):
-            script.plane.all_reduce(5, 3, torch.zeros(elements))
+            script.plane.all_reduce(5, 3, torch.zeros(elements), torch.zeros(elements))
         script.writer.shutdown(socket.SHUT_RDWR)
         thread.join()
 
@@ -295,7 +295,7 @@ def test_an_abort_that_comes_before_the_links_counts():
     with Members(2) as members:
         members.planes[0].abort(1, "superseded while dialling")
         with pytest.raises(RoundAborted, match="superseded"):
-            members.planes[0].all_reduce(1, 1, torch.ones(2))
+            members.planes[0].all_reduce(1, 1, torch.ones(2), torch.zeros(2))
         members.install(1)
         for future in members.start(1, 1, {i: torch.ones(2) for i in range(2)}).values():
             with pytest.raises(RoundAborted, match="superseded"):
@@ -311,7 +311,7 @@ def test_links_of_a_retired_epoch_are_closed_even_when_they_come_late():
         for sock in (next_, theirs):
             sock.close()
         with pytest.raises(RoundAborted, match="over"):
-            members.planes[0].all_reduce(2, 1, torch.ones(2))
+            members.planes[0].all_reduce(2, 1, torch.ones(2), torch.zeros(2))
 
 
 @pytest.mark.parametrize("how", ["retire", "close"])

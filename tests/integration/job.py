@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parent.parent / "examples"
 DEADLINE_S = 60.0
 
 
@@ -21,7 +22,7 @@ class Zygote:
     """Forks trainers; one for the whole test session."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{EXAMPLES}"}
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "zygote.py")],
             stdin=subprocess.PIPE,
@@ -204,7 +205,7 @@ class Job:
         parts = []
         logs = sorted(self.folder.glob("*.log")) + sorted(self.folder.glob("run/*/*.log"))
         parts += [f"--- {p.name} ({p.parent.name})\n" + p.read_text()[-3000:] for p in logs]
-        for path in sorted(self.folder.glob("journal/*")):
+        for path in sorted(self.folder.glob("journal/**/*.jsonl")):
             tail = [line[:300] for line in path.read_text().splitlines()[-6:]]
             parts.append(f"--- {path.name}\n" + "\n".join(tail))
         return "\n".join(parts)

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file
 
 from fabric.ckpt_server import routes as ckpt_routes
+from fabric.lighthouse import dashboard
 from fabric.lighthouse import routes as lighthouse_routes
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "http.md"
@@ -122,8 +123,9 @@ def first_line(job: Job, command: str) -> str:
 
 
 # Those of the last section change the job: they come last on the page, and last in this file.
-ASKING = [e for e in EXAMPLES if " -d '" not in e.command]
-TELLING = [e for e in EXAMPLES if " -d '" in e.command]
+AFTERWARDS = [e for e in EXAMPLES if "/recoveries" in e.command]
+ASKING = [e for e in EXAMPLES if (" -d '" not in e.command or "/login" in e.command) and e not in AFTERWARDS]
+TELLING = [e for e in EXAMPLES if " -d '" in e.command and "/login" not in e.command]
 
 
 @pytest.mark.parametrize("example", ASKING, ids=lambda e: e.command.strip().splitlines()[-1][-50:])
@@ -144,10 +146,16 @@ def test_the_page(job, example):
 
 
 def test_every_route_is_on_the_page():
-    text = PAGE.read_text().replace("$JOB", "{job}").replace("latest", "{step}").replace("$STEP", "{step}")
+    text = (
+        PAGE.read_text()
+        .replace("$JOB", "{job}")
+        .replace("latest", "{step}")
+        .replace("$STEP", "{step}")
+        .replace("$TENSOR", "{tensor}")
+    )
     for module in (lighthouse_routes, ckpt_routes):
         app = module.make_app(None, None)
-        paths = {resource.canonical for resource in app.router.resources()}
+        paths = {resource.canonical for resource in app.router.resources()} - {"/"}
         assert len(paths) > 5
         for path in paths:
             assert re.search(re.escape(path) + r'["`?]', text), f"{path} is not on the page"
@@ -164,8 +172,12 @@ def closed_paths() -> list[str]:
     found = []
     for variable, module in (("$LIGHTHOUSE", lighthouse_routes), ("$CKPT", ckpt_routes)):
         for resource in module.make_app(None, None).router.resources():
-            if resource.canonical not in ("/healthz", "/metrics"):
-                path = resource.canonical.replace("{job}", "test").replace("{step}", "7")
+            if resource.canonical not in ("/healthz", "/metrics", "/openapi.json", *dashboard.OPEN_PATHS):
+                path = (
+                    resource.canonical.replace("{job}", "test")
+                    .replace("{step}", "7")
+                    .replace("{tensor}", "w")
+                )
                 found.append(variable + path)
     return found
 
@@ -312,6 +324,15 @@ def test_telling_the_lighthouse(job):
     job.wait_for(lambda: ["r0"] in rosters(job), "the eviction")
     job.wait_for(lambda: "r1" in rosters(job)[-1], "the return of the evicted one")
     assert job.ended("r1") is None, "it came back without a restart"
+
+    (cost,) = AFTERWARDS
+
+    def whole() -> bool:
+        (line,) = shell(job, cost.command).stdout.splitlines()
+        like(json.loads(cost.answer), json.loads(line))
+        return bool(json.loads(line)["lost"]["r1"]["joined"])
+
+    job.wait_for(whole, "the record of the eviction to be whole")
 
 
 def rosters(job: Job) -> list[list[str]]:

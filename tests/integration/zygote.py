@@ -15,6 +15,7 @@ import signal
 import sys
 
 import odd_trainer  # noqa: F401  (imported before any fork, like everything that imports torch)
+import sharded_trainer  # noqa: F401
 import tiny_trainer  # noqa: F401
 import torch._dynamo  # noqa: F401  (a second of every trainer's first optimizer; starts no thread)
 

@@ -116,7 +116,7 @@ async def lighthouse_on(
 
     hooks = Hooks(jobs.begin, end, followed.append, metrics.election_write)
     election = Election(store, "ns", lease_s, hooks, clock=clock)
-    parts = Parts(election, jobs, metrics, StoreProbe(store, election.key, every_s=0.0))
+    parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix, every_s=0.0))
     metrics.observe(lambda: parts.leads, jobs.gauges)
     runner, port = await serve(make_app(parts, None), "127.0.0.1", 0, shutdown_s=0.5, cancel_abandoned=True)
     url = f"http://127.0.0.1:{port}"

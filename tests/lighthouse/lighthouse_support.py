@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -280,3 +281,27 @@ async def close_all(members: list[WireMember]) -> None:
 
 
 _LINGER_ZERO = (1, 13, b"\1\0\0\0\0\0\0\0")  # SOL_SOCKET, SO_LINGER: a reset instead of a goodbye
+
+
+FABRIC = [sys.executable, "-m", "fabric.cli.main"]
+
+
+def fabric(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("FABRIC_")}
+    return subprocess.run(
+        [*FABRIC, *map(str, arguments)],
+        cwd=ROOT,
+        env={**plain, "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def sentence_of(result: subprocess.CompletedProcess) -> str:
+    """The one line that a refused command says, after its log."""
+    assert result.returncode == 1, result
+    assert "Traceback" not in result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and result.stderr.rstrip().endswith(said[0])
+    return said[0]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -17,43 +16,23 @@ from lighthouse_support import (
     WireMember,
     close_all,
     eventually,
+    fabric,
     get,
+    sentence_of,
     start_job,
     wait_for,
 )
 
+from fabric.cli.asking import Lighthouses
 from fabric.cli.main import main
-from fabric.cli.status import ask
 from fabric.errors import Unreachable
 from fabric.protocol import messages as m
-
-FABRIC = [sys.executable, "-m", "fabric.cli.main"]
-
-
-def fabric(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    plain = {k: v for k, v in os.environ.items() if not k.startswith("FABRIC_")}
-    return subprocess.run(
-        [*FABRIC, *map(str, arguments)],
-        cwd=ROOT,
-        env={**plain, "COLUMNS": "200", **environment},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-
-
-def sentence_of(result: subprocess.CompletedProcess) -> str:
-    """The one line that a refused command says, after its log."""
-    assert result.returncode == 1, result
-    assert "Traceback" not in result.stderr
-    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and result.stderr.rstrip().endswith(said[0])
-    return said[0]
 
 
 def test_no_command_but_a_trainers_imports_torch():
     code = (
-        "import sys, fabric.cli.main, fabric.cli.lighthouse, fabric.cli.status, fabric.cli.ckpt_server\n"
+        "import sys, fabric.cli.main, fabric.cli.lighthouse, fabric.cli.status, fabric.cli.operate\n"
+        "import fabric.cli.events, fabric.cli.ckpt_server\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=DEADLINE_S).returncode == 0
@@ -246,7 +225,7 @@ class TestStatus:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             with pytest.raises(Unreachable, match="not a lighthouse"):
-                await ask([url], "/v1/jobs", "")
+                await Lighthouses((url,), "", "")._ask("/v1/jobs", None)
 
     def test_a_wrong_token_and_an_unknown_job(self, lighthouse, tmp_path):
         wrong = tmp_path / "token"

@@ -15,7 +15,7 @@ from fabric.protocol import wire
 from fabric.store import Delete, Put
 from fabric.store.memory import MemorySpace, MemoryStore
 
-ELECTION = "/fabric/ns/election"
+ELECTION = "/fabric/ns/election/"
 
 
 def leads(instance):
@@ -51,6 +51,66 @@ async def test_a_clean_end_hands_over_without_waiting_for_the_lease():
         b = await second.__aenter__()
     await eventually(leads(b), "the second to lead, an hour before the lease ends")
     await second.__aexit__(None, None, None)
+
+
+def follows(instance, leader) -> bool:
+    other = instance.election.other
+    return other is not None and other.url == leader.url
+
+
+async def test_those_in_line_lead_in_the_order_in_which_they_came_and_write_nothing_for_it():
+    """The successor has its key and its lease already: what makes it the leader is one message."""
+
+    class Counting(MemoryStore):
+        writes = 0
+
+        async def commit(self, compares, operations):
+            self.writes += 1
+            return await super().commit(compares, operations)
+
+    space = MemorySpace()
+    stores = [Counting(space) for _ in range(3)]
+    running = []
+    for index, store in enumerate(stores):
+        context = lighthouse_on(store, lease_s=3600)
+        running.append((context, await context.__aenter__()))
+
+        async def stands(count=index + 1) -> bool:
+            return len(space.find(ELECTION)[0]) == count
+
+        await eventually(stands, "the newest to be in the line")
+    before = [store.writes for store in stores]
+    for index, (context, instance) in enumerate(running):
+        await eventually(leads(instance), "its turn")
+        assert [later.parts.leads for _, later in running[index + 1 :]] == [False] * (2 - index)
+        if index < 2:
+            successor = running[index + 1][1]
+
+            async def known(successor=successor, instance=instance) -> bool:
+                return follows(successor, instance)
+
+            await eventually(known, "the next in line to know the leader")
+        await context.__aexit__(None, None, None)
+    # The first call of stores[0] settled the store's id; nobody wrote anything at its turn.
+    assert [store.writes for store in stores] == before
+
+
+async def test_who_lost_its_place_in_the_line_goes_to_its_end():
+    space = MemorySpace()
+    async with (
+        lighthouse_on(MemoryStore(space), lease_s=3600) as first,
+        lighthouse_on(MemoryStore(space), lease_s=3600) as second,
+    ):
+        await eventually(leads(first), "the first to lead")
+        mine = [kv for kv in space.find(ELECTION)[0] if kv.key != first.election.term.key]
+        assert len(mine) == 1
+        space.commit([], [Delete(mine[0].key)])
+
+        async def back() -> bool:
+            others = [kv.key for kv in space.find(ELECTION)[0] if kv.key != first.election.term.key]
+            return bool(others) and others != [mine[0].key] and follows(second, first)
+
+        await eventually(back, "a new place in the line, and the leader known again")
 
 
 async def test_a_leader_with_a_wrong_clock_is_fenced_by_the_store(http):
@@ -96,7 +156,7 @@ async def test_a_leader_stops_by_its_own_clock_before_the_lease_ends(http):
         assert instance.parts.leads
         clock.now += 0.2  # a second, the margin, before the lease's end
         assert not instance.parts.leads
-        assert space.get(ELECTION) is not None
+        assert space.find(ELECTION)[0]
         status, _ = await get(http, f"{instance.url}/v1/jobs")
         assert status == 503
         await members[0].say(m.Fallen(members[0].newest.fence, "nothing may be written any more"))
@@ -145,7 +205,7 @@ async def test_an_operator_who_deletes_the_key_deposes(http):
     async with lighthouse_on(MemoryStore(space), lease_s=3600) as instance:
         await eventually(leads(instance), "it to lead")
         members = await start_job(http, instance.url)
-        space.commit([], [Delete(ELECTION)])
+        space.commit([], [Delete(instance.election.term.key)])
         await members[0].say(m.Fallen(members[0].newest.fence, "to make it write"))
         assert (await members[1].close_reason())[0] == NOT_THE_LEADER
         await eventually(leads(instance), "it to be elected again")
@@ -176,7 +236,7 @@ async def test_somebody_elses_record_ends_the_term(http):
 async def test_a_key_that_no_lighthouse_wrote_is_waited_out(http, value):
     space = MemorySpace()
     store = MemoryStore(space)
-    space.commit([], [Put(ELECTION, value)])
+    space.commit([], [Put(ELECTION + "0", value)])
     async with lighthouse_on(store) as instance:
 
         async def answers() -> bool:
@@ -184,7 +244,7 @@ async def test_a_key_that_no_lighthouse_wrote_is_waited_out(http, value):
 
         await eventually(answers, "an answer")
         assert instance.election.other is None
-        space.commit([], [Delete(ELECTION)])
+        space.commit([], [Delete(ELECTION + "0")])
         await eventually(leads(instance), "it to lead once the key has gone")
 
 
@@ -194,7 +254,7 @@ async def test_a_candidate_whose_claim_got_lost_looks_it_up():
     class LostClaim(MemoryStore):
         async def commit(self, compares, operations):
             revision = await super().commit(compares, operations)
-            if operations[0].key == ELECTION and not self.lost:
+            if operations[0].key.startswith(ELECTION) and not self.lost:
                 self.lost = True
                 raise StoreIndefinite("the answer got lost")
             return revision
@@ -228,8 +288,8 @@ async def test_a_stopped_task_gives_the_lease_back():
     space = MemorySpace()
     async with lighthouse_on(MemoryStore(space), lease_s=3600) as instance:
         await eventually(leads(instance), "it to lead")
-        assert space.get(ELECTION) is not None
-    assert space.get(ELECTION) is None
+        assert space.find(ELECTION)[0]
+    assert not space.find(ELECTION)[0]
 
 
 def test_the_clock_goes_on_while_the_machine_sleeps():

@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.model import Member
-from fabric.protocol.assignment import apportion, assign, spread
+from fabric.model import Member, Sharing
+from fabric.protocol.assignment import (
+    Work,
+    apportion,
+    assign,
+    cut,
+    hand_round,
+    readers_of,
+    seat_shares,
+    seated,
+    share_out,
+    spread,
+)
 
 shares_of = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 counts = st.integers(0, 60)
@@ -70,3 +81,101 @@ def test_nobody_left_is_an_error():
         assign(range(3), [])
     with pytest.raises(ValueError, match="nobody is left"):
         spread(range(3), [], {})
+
+
+# --- parts and seats ------------------------------------------------------------------------------------
+
+sharings = st.builds(
+    Sharing, st.sampled_from(["constant", "shrink"]), st.integers(1, 6), st.integers(0, 3), st.just("skip")
+)
+rosters = st.lists(
+    st.tuples(st.integers(0, 7), st.integers(0, 3)), min_size=1, max_size=6, unique_by=lambda pair: pair[0]
+)
+
+
+def seated_roster(pairs):
+    return [Member(f"r{seat}", 1, "", "", shares=share, seat=seat) for seat, share in pairs]
+
+
+def home_of(count, sharing, members):
+    parts = cut(count, seat_shares(sharing, members))
+    return {i: part for part, ids in enumerate(parts) for i in ids}
+
+
+@given(counts, sharings, st.lists(rosters, min_size=1, max_size=4), st.sets(st.integers(0, 59), max_size=5))
+def test_over_any_history_nothing_is_computed_twice_and_what_is_left_out_is_explained(
+    count, sharing, history, skip
+):
+    work = Work(count, sharing)
+    for pairs in history:
+        members = seated_roster(pairs)
+        given_out = share_out(work, members, members, skip)
+        ids = flat(given_out)
+        assert len(ids) == len(set(ids)) and not set(ids) & skip
+        left_out = set(range(count)) - set(ids) - skip
+        home, there = home_of(count, sharing, members), {m.seat for m in members}
+        if sharing.policy == "constant" and not sharing.readers:
+            assert not left_out
+        for i in left_out:
+            may = {home[i]} if sharing.policy == "shrink" else set(readers_of(home[i], sharing))
+            assert not may & there
+        for member in members:
+            for i in given_out[member.replica]:
+                if sharing.policy == "shrink":
+                    assert home[i] == member.seat
+                elif sharing.readers:
+                    assert member.seat in readers_of(home[i], sharing)
+        assert share_out(work, members, members, skip) == given_out
+
+
+@given(counts, st.integers(1, 6), st.sets(st.integers(0, 5), min_size=1))
+def test_with_equal_shares_a_part_never_moves_under_shrink(count, seats, there):
+    sharing = Sharing("shrink", seats)
+    everybody = seated_roster([(seat, 1) for seat in range(seats)])
+    some = [m for m in everybody if m.seat in there] or everybody[:1]
+    whole = share_out(Work(count, sharing), everybody, everybody)
+    part = share_out(Work(count, sharing), some, some)
+    assert all(part[name] == whole[name] for name in part)
+
+
+@given(counts, sharings, rosters, st.data())
+def test_a_redone_step_gives_what_is_missing_once_to_who_may_compute_it(count, sharing, pairs, data):
+    members = seated_roster(pairs)
+    whole = share_out(Work(count, sharing), members, members)
+    dead = data.draw(st.sets(st.sampled_from([m.replica for m in members]), max_size=len(members) - 1))
+    left = [m for m in members if m.replica not in dead]
+    have = {m.replica: set(whole[m.replica]) for m in left}
+    missing = set(range(count)) - set().union(*have.values())
+    load = {name: len(ids) for name, ids in have.items()}
+    extra = hand_round(Work(count, sharing), members, left, missing, load)
+    ids = flat(extra)
+    assert len(ids) == len(set(ids)) and set(ids) <= missing
+    if sharing.policy == "shrink":
+        assert not ids, "the share of the dead is skipped"
+    elif not sharing.readers:
+        assert set(ids) == missing
+
+
+@given(
+    st.lists(st.integers(-1, 4), min_size=1, max_size=6),
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5)),
+)
+def test_everybody_sits_and_nobody_on_anothers_seat(wishes, remembered):
+    members = [Member(name, 1, "", "", seat=seat) for name, seat in zip("abcdef", wishes, strict=False)]
+    found = seated(members, remembered)
+    seats = [m.seat for m in found]
+    assert len(set(seats)) == len(seats) and min(seats) >= 0
+    assert seated(found, {}) == found, "who sits stays"
+    for member, now in zip(members, found, strict=True):
+        alone = wishes.count(member.seat) == 1
+        assert now.seat == member.seat or not alone or member.seat < 0
+
+
+def test_who_comes_back_sits_where_it_sat():
+    members = [Member("b", 1, "", "", seat=1), Member("a", 2, "", "")]
+    assert [m.seat for m in seated(members, {"a": 0, "c": 2})] == [1, 0]
+
+
+def test_nobody_able_is_an_error_under_every_policy():
+    with pytest.raises(ValueError, match="nobody is left"):
+        share_out(Work(4, Sharing("shrink")), [], [])

@@ -128,20 +128,40 @@ def test_a_digest_minority_is_evicted_before_anything_else():
     assert isinstance(decision, Evict) and decision.replicas == ("c",)
 
 
-def test_a_tie_goes_against_the_shorter_tenure():
-    record = record_of("a b c d")
+def split_in_two(**since):
+    """a and d against b and c, and when each was let in."""
+    record = record_of("a b c d", **{name: {"since": epoch} for name, epoch in since.items()})
     digests = {"a": "x", "b": "y", "c": "y", "d": "x"}
     reports = {n: report_of(record, 7, (1, 7, "a b c d"), digest=d) for n, d in digests.items()}
-    decision = decide(record, reports, M)
-    assert isinstance(decision, Evict) and decision.replicas == ("b", "c")
+    return decide(record, reports, M)
+
+
+def test_a_tie_goes_against_the_shortest_tenure_whatever_the_order_of_the_ring():
+    assert split_in_two(a=1, b=1, c=3, d=1).replicas == ("b", "c")
+    assert split_in_two(a=5, b=1, c=3, d=1).replicas == ("a", "d")
+    assert split_in_two(a=5, b=5, c=3, d=1).replicas == ("b", "c"), "the next shortest decides"
+
+
+def test_a_tie_of_equal_tenure_is_not_guessed():
+    decision = split_in_two(a=1, b=1, c=1, d=1)
+    assert isinstance(decision, Undecidable)
+    assert "a (x) and b (y) and c (y) and d (x) disagree about the state at step 7" in decision.reason
+
+
+def test_a_majority_wins_over_tenure():
+    record = record_of("a b c", a={"since": 1}, b={"since": 8}, c={"since": 9})
+    reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y", "c": "y"}.items()}
+    assert decide(record, reports, M) == Evict(
+        ("a",), "a disagrees with the majority about the state at step 7"
+    )
 
 
 def test_two_that_disagree_stop():
-    record = record_of("a b")
+    record = record_of("a b", a={"since": 1}, b={"since": 9})
     reports = {"a": report_of(record, 7, digest="x"), "b": report_of(record, 7, digest="y")}
     decision = decide(record, reports, M)
     assert isinstance(decision, Undecidable)
-    assert "a and b disagree about the state at step 7" in decision.reason
+    assert "a (x) and b (y) disagree about the state at step 7" in decision.reason
 
 
 def test_holds_of_other_content_are_not_committed():

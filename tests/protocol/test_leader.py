@@ -7,7 +7,7 @@ from protocol.makers import member_of, record_of, report_of, session_of
 from fabric.model import Base, Policy, SnapshotRef
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
-from fabric.protocol.leader import Leader, LeaderConfig
+from fabric.protocol.leader import MANY, TOGETHER_S, Leader, LeaderConfig
 
 M = 4
 
@@ -320,7 +320,7 @@ def test_an_abort_without_a_death_forms_again_in_another_order():
     aborted(lighthouse, "a", "b")
     assert not lighthouse.records, "a death may still show itself"
     lighthouse.wait(0.2)
-    assert lighthouse.record.is_forced and lighthouse.record.names == ("b", "c", "a")
+    assert lighthouse.record.is_forced and lighthouse.record.names == ("c", "b", "a"), "turned around"
 
 
 def test_an_abort_in_the_epoch_before_a_planned_one_counts_too():
@@ -405,6 +405,8 @@ def test_two_that_disagree_are_told_to_stop():
     for name in "ab":
         lighthouse.say(name, report_of(lighthouse.record, 5, digest=name))
     assert [r.retry for _, r in lighthouse.sent(m.Rejected)] == [False, False]
+    lighthouse.wait(1.0)
+    assert not lighthouse.sent(m.Rejected), "said once"
 
 
 # --- joining and leaving ---------------------------------------------------------------------------------
@@ -616,4 +618,33 @@ def test_messages_of_a_process_that_is_not_the_known_one_are_not_heard():
 def test_a_member_is_a_roster_entry_made_of_its_session():
     lighthouse = Lighthouse()
     lighthouse.open("a", shares=3, layout="x")
-    assert lighthouse.record.roster == (member_of("a", shares=3, layout="x"),)
+    assert lighthouse.record.roster == (member_of("a", shares=3, layout="x", since=1, seat=0),)
+
+
+def test_what_very_many_say_is_looked_at_together_and_a_death_still_ends_an_epoch_soon():
+    names = [f"r{i:03d}" for i in range(MANY)]
+    lighthouse = Lighthouse(start_replicas=MANY, max_replicas=MANY)
+    lighthouse.open(*names)
+    assert not lighthouse.records, "the first plan comes with the next deadline"
+    lighthouse.wait(1.0)
+    assert [x.epoch for x in lighthouse.records] == [1] and len(lighthouse.records[0].roster) == MANY
+    gone = m.Pulse(names[7], 1, "gone", 1)
+    lighthouse.do(io.PulseSeen(gone))
+    due = lighthouse.core.next_deadline()
+    assert due is not None and due <= lighthouse.now + TOGETHER_S
+    lighthouse.wait(TOGETHER_S + 2 * lighthouse.core.config.coalesce_s + TOGETHER_S)
+    assert lighthouse.records[-1].epoch == 2 and names[7] not in lighthouse.records[-1].names
+
+
+def test_a_large_job_that_waits_for_the_store_is_not_woken_all_the_time():
+    lighthouse = Lighthouse(commits=False, start_replicas=MANY, max_replicas=MANY)
+    lighthouse.open(*[f"r{i:03d}" for i in range(MANY)])
+    lighthouse.wait(1.0)
+    assert lighthouse.core.writing is not None
+    ticks = 0
+    until = lighthouse.now + 1.0
+    while (due := lighthouse.core.next_deadline()) is not None and due <= until:
+        lighthouse.now = due
+        lighthouse.do(io.Tick())
+        ticks += 1
+    assert ticks <= 1.0 / TOGETHER_S + 1

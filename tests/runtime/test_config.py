@@ -3,7 +3,7 @@
 import pytest
 
 from fabric.errors import ConfigError
-from fabric.runtime.config import Settings, advertised_host, parse_replicas, settings
+from fabric.runtime.config import Settings, advertised_host, launched_ranks, parse_replicas, settings
 
 GOOD = {"FABRIC_REPLICA": "r0", "FABRIC_LIGHTHOUSE": "http://127.0.0.1:1/, http://127.0.0.1:2"}
 
@@ -32,7 +32,6 @@ def test_arguments_come_before_environment_before_defaults():
         ({"FABRIC_CONTACT_S": "-1"}, "FABRIC_CONTACT_S"),
         ({"FABRIC_DIGEST_EVERY": "-2"}, "FABRIC_DIGEST_EVERY"),
         ({"FABRIC_SNAPSHOT_SHARE": "inf"}, "FABRIC_SNAPSHOT_SHARE"),
-        ({"WORLD_SIZE": "4"}, "one process per replica"),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_it(more, words):
@@ -72,3 +71,20 @@ def test_peers_dial_what_is_advertised():
     assert advertised_host(Settings(bind="127.0.0.1")) == "127.0.0.1"
     assert advertised_host(Settings(bind="0.0.0.0", advertise="node7")) == "node7"
     assert advertised_host(Settings(bind="0.0.0.0")) != "0.0.0.0"
+
+
+def test_the_launcher_says_how_many_ranks_a_replica_has():
+    assert launched_ranks({}) == 1
+    assert launched_ranks({"WORLD_SIZE": "4"}) == 4
+    for text in ("0", "two", "-1"):
+        with pytest.raises(ConfigError, match="WORLD_SIZE"):
+            launched_ranks({"WORLD_SIZE": text})
+
+
+def test_ranks_of_a_replica_have_folders_and_journals_of_their_own(tmp_path):
+    found = settings(
+        {}, job="j", replica="r0", lighthouse=("http://h:1",), run_dir=tmp_path, journal=tmp_path / "r0.jsonl"
+    )
+    assert found.of_rank(0) is found
+    other = found.of_rank(2)
+    assert (other.home, other.journal) == (tmp_path / "rank2", tmp_path / "rank2" / "r0.jsonl")

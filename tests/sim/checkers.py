@@ -5,7 +5,9 @@ store was told. Nothing here looks into the cores to decide what is right.
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from fabric.model import Member, Record
+from sim.server import FLIPPED
+
+from fabric.model import EVERYTHING, Member, Record, Sharing
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
 
@@ -18,10 +20,20 @@ class Violation(AssertionError):
     """An invariant was broken; the message says which, by whom, and how."""
 
 
+def demand(condition: bool, broken: str) -> None:
+    """What the core may count on, and what its orders must fit."""
+    if not condition:
+        raise Violation(broken)
+
+
 class Checks:
     """Fed by the world's parts; raises Violation at once."""
 
-    def __init__(self, micro_batches: int, min_replicas: int) -> None:
+    def __init__(self, micro_batches: int, min_replicas: int, sharing: Sharing = EVERYTHING) -> None:
+        self.sharing = sharing
+        self.skipped: Counter[tuple[int, int]] = (
+            Counter()
+        )  # (step, micro-batch) -> generations that left it out
         self.micro_batches = micro_batches
         self.min_replicas = min_replicas
         self.records: list[Record] = []
@@ -34,12 +46,30 @@ class Checks:
         self.entered: dict[tuple[str, int], int] = {}  # process -> a round that it said it entered
         self.steps: dict[tuple[str, int], int] = {}
         self.newest = (0, 0)  # (generation, step) committed last
+        self.leader = 0  # the newest election
+        self.decisions: dict[int, m.Resume] = {}
+        self.grounds: dict[
+            tuple[int, int], str
+        ] = {}  # (generation, step) -> digest of the state under a commit
+        self.holds: dict[
+            str, tuple[int, int]
+        ] = {}  # process -> the newest round of which it said that it holds
 
     # --- the store ---------------------------------------------------------------------------------
 
-    def written(self, before: Record | None, after: Record) -> None:
-        """Every record follows from the one it replaces."""
-        if before is not None and after.epoch != before.epoch + (0 if after.complete else 1):
+    def elected(self, revision: int) -> None:
+        self.leader = revision
+
+    def written(self, before: Record | None, after: Record, revision: int) -> None:
+        """Every record follows from the one it replaces, and a deposed lighthouse changes nothing."""
+        if revision != self.leader:
+            raise Violation(
+                f"epoch {after.epoch} was written by leader {revision} after {self.leader} was elected"
+            )
+        if after.complete and (after.generation, after.base.step) < self.newest:
+            raise Violation(f"complete at step {after.base.step}, but {self.newest} was committed")
+        ends = after.complete or bool(after.failed)
+        if before is not None and after.epoch != before.epoch + (0 if ends else 1):
             raise Violation(f"epoch {after.epoch} was written over {before.epoch}")
         if before is not None and before.complete:
             raise Violation("a record was written after the job was complete")
@@ -64,6 +94,8 @@ class Checks:
         if before is not None and after.is_forced and after.generation == before.generation:
             grows = len(after.roster) > len(before.roster)
             found += ["path: admitted while parked"] * (grows and len(before.roster) < self.min_replicas)
+            gone = [x for x in before.roster if after.member(x.replica) is None]
+            found += ["path: two deaths share an epoch"] * (len(gone) > 1)
         return found
 
     def _follows(self, before: Record, after: Record) -> None:
@@ -93,6 +125,19 @@ class Checks:
         if record not in self.records:
             raise Violation(f"epoch {record.epoch} was announced before the store had it")
 
+    def decided(self, resume: m.Resume) -> None:
+        """Every leader decides the same, and nothing committed is lost."""
+        epoch = resume.fence.epoch
+        known = self.decisions.get(epoch)
+        if known is not None and known != resume:
+            raise Violation(f"epoch {epoch} was decided twice: {known}, then {resume}")
+        if known is not None or self.records[-1].epoch != epoch:
+            return  # said again, or decided by a leader that does not know yet that it was deposed
+        self.decisions[epoch] = resume
+        generation, step = self.newest
+        if resume.fence.generation == generation and resume.step < step:
+            raise Violation(f"epoch {resume.fence.epoch} goes on at {resume.step}, but {step} was committed")
+
     # --- rounds ------------------------------------------------------------------------------------
 
     def said_to_peer(self, trainer: "Trainer", message: m.PeerMessage) -> None:
@@ -107,6 +152,7 @@ class Checks:
             said = self.bars.setdefault((who, epoch, message.step), message.gradient_digest)
             if said != message.gradient_digest:
                 raise Violation(f"{who} held two results of round {(epoch, message.step)}")
+            self.holds[who] = (epoch, message.step)
 
     def running(self, trainer: "Trainer", message: m.Running) -> None:
         key = (trainer.host, trainer.incarnation)
@@ -114,7 +160,17 @@ class Checks:
         self.steps[key] = trainer.main.step
 
     def reported(self, trainer: "Trainer", report: m.Report) -> None:
-        self.promises[trainer.name] = max(self.promises.get(trainer.name, 0), report.fence.epoch)
+        """A report is a promise to stay out of older epochs, and a hold that was said is kept until a
+        decision or an eviction ends it."""
+        who = trainer.name
+        self.promises[who] = max(self.promises.get(who, 0), report.fence.epoch)
+        held = self.holds.get(who)
+        if held == (report.round_epoch, report.round_step) and report.step == held[1] and not report.holds:
+            raise Violation(f"{who} said that it holds round {held}, and reports that it does not")
+
+    def released(self, trainer: "Trainer") -> None:
+        """A decision was adopted, or it is outside: what it held is void."""
+        self.holds.pop(trainer.name, None)
 
     def gathered(self, trainer: "Trainer", order: io.StartExchange, content: tuple[int, ...]) -> None:
         """What goes into the ring is what the contribution said."""
@@ -139,11 +195,20 @@ class Checks:
         if order.held is not None:
             if order.held.gradient_digest != gradient.digest:
                 raise Violation(f"{who} held {order.held.gradient_digest}, but applies {gradient.digest}")
+            self._is_of_one_roster(who, order, gradient)
+            said = self.grounds.setdefault((generation, order.step), trainer.main.said)
+            if said and trainer.main.said and said != trainer.main.said:
+                raise Violation(
+                    f"{who} commits step {order.step} on state {trainer.main.said}, others on {said}"
+                )
             if self.records[-1].generation != generation:
                 raise Violation(f"{who} commits in generation {generation} after a cold start without it")
         counted = Counter(i for _, ids in gradient.parts for i in ids)
-        wrong = [i for i in range(self.micro_batches) if counted[i] != 1]
-        if wrong or len(counted) != self.micro_batches:
+        wrong = [i for i in range(self.micro_batches) if counted[i] > 1]
+        missing = [i for i in range(self.micro_batches) if not counted[i]]
+        if order.held is not None:
+            wrong += self._unexplained(self.by_epoch[order.held.epoch], order.step, gradient, missing)
+        if wrong or set(counted) - set(range(self.micro_batches)):
             raise Violation(f"{who} applies step {order.step} made of {gradient.parts}: wrong for {wrong}")
         parts = tuple((name, tuple(sorted(ids))) for name, ids in gradient.parts)
         if order.held is not None and order.held.contributions != parts:
@@ -158,10 +223,34 @@ class Checks:
             self.newest = (generation, order.step + 1)
             self.commits[generation] += 1
 
+    def _unexplained(self, record: Record, step: int, gradient: "Gradient", missing: list[int]) -> list[int]:
+        """What of ``missing`` no record explains: that it killed two, or that nobody who could compute it was
+        there (by the policy's own words, with equal shares)."""
+        poisoned = record.poisoned(step)
+        self.skipped.update((step, i) for i in missing)
+        left = [i for i in missing if i not in poisoned]
+        sharing, seats = self.sharing, max(self.sharing.seats, *(x.seat + 1 for x in record.roster))
+        if sharing.policy == "constant" and not sharing.readers:
+            return left
+        contributing = {name for name, ids in gradient.parts if ids}
+        there = {x.seat for x in record.roster if x.replica in contributing}
+        sizes = [self.micro_batches // seats + (n < self.micro_batches % seats) for n in range(seats)]
+        bounds = [sum(sizes[:n]) for n in range(seats + 1)]
+        parts = {i: n for n in range(seats) for i in range(bounds[n], bounds[n + 1])}
+        able = range(sharing.readers or 1)
+        return [i for i in left if any((parts[i] + n) % seats in there for n in able)]
+
+    def _is_of_one_roster(self, who: str, order: io.Apply, gradient: "Gradient") -> None:
+        """Fencing: a round is made by the members of its epoch's roster, and nobody else."""
+        assert order.held is not None
+        made_by = tuple(name for name, _ in gradient.parts)
+        if made_by != self.by_epoch[order.held.epoch].names:
+            raise Violation(f"{who} applies step {order.step} of epoch {order.held.epoch}, made by {made_by}")
+
     def state(self, trainer: "Trainer", generation: int, step: int, digest: str) -> None:
         """Agreement of the states after every step."""
         self.steps[trainer.host, trainer.incarnation] = step
-        if generation == 0:
+        if generation == 0 or FLIPPED in digest:
             return
         known = self.states.setdefault((generation, step), digest)
         if known != digest:

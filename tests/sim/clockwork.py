@@ -19,6 +19,7 @@ class Clockwork:
         self.seed = seed
         self.random = random.Random(seed)
         self.now = 0.0
+        self.skew = 0.001  # how far off the rate of a process's clock may be
         self.counts: Counter[str] = Counter()
         self.tracing = tracing
         self.lines: list[str] = []
@@ -65,7 +66,7 @@ class Process:
         self.paused = False
         self._backlog: list[Action] = []
         self._offset = clockwork.between(0.0, 1000.0)
-        self._rate = clockwork.between(0.999, 1.001)
+        self._rate = clockwork.between(1.0 - clockwork.skew, 1.0 + clockwork.skew)
 
     def clock(self) -> float:
         """This process's monotonic clock."""

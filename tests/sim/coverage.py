@@ -24,6 +24,25 @@ REASONS = {
     "evicted by operator": "path: eviction of a living member",
     "has been silent": "path: eviction of a silent host",
     "it cannot go on": "path: eviction of a fallen member",
+    "with the majority about the reduced gradient": "path: a wrong result stops the round",
+    "with the majority about the state": "path: eviction of a wrong state",
+}
+
+# Met only where newcomers are slow: see ``late_worlds``.
+LATE_REASONS = {
+    "joins while the others wait for its state": "late: joined while the others waited",
+    "its settings turn replay off": "late: replay is off",
+    "it fell off twice": "late: fell off twice",
+    "has not shrunk": "late: gap did not shrink",
+    "for its state, which did not arrive": "late: given up",
+}
+
+MOMENTS = ("a join", "a drain", "a recovery", "a cold start", "the end")
+
+# Met only where somebody holds the others up: see ``stall_worlds``.
+STALL_REASONS = {
+    "all others waited for it": "stall: evicted the unexcused",
+    "while the others waited for": "stall: evicted for user code",
 }
 
 REQUIRED = (
@@ -31,11 +50,21 @@ REQUIRED = (
     *sorted({f"during {trigger}" for trigger in TRIGGERS}),
     *sorted(set(REASONS.values())),
     "path: replay",
+    "path: streamed",
+    "path: aborted while streaming",
+    "path: a streamed gradient was changed",
+    "path: a gradient is given away",
+    "path: what was given away is computed again",
     "path: parked",
     "path: admitted while parked",
-    "path: fault during a join",
-    "path: fault during a cold start",
-    "path: lighthouse lost during a recovery",
+    "fault: wrong clocks",
+    *(f"path: fault during {x}" for x in MOMENTS),
+    *(f"path: lighthouse lost during {x}" for x in MOMENTS),
+    "path: two deaths share an epoch",
+    "path: weight zero in the first round",
+    "path: corrupted chunk refused",
+    "path: stopped rather than guess",
+    "path: incarnation of a host whose time is behind",
     "path: stopped by itself without a lighthouse",
     "path: all lighthouses down, steps go on",
     "path: gradient gone",
@@ -46,6 +75,7 @@ REQUIRED = (
     "store: late write landed",
     "store: late write refused",
     "store: deposed writer refused",
+    "store: operations lost in a crash",
     "step down",
     "finish",
 )
@@ -57,6 +87,11 @@ def told(counts: Counter[str], effect: io.Tell) -> None:
     for words, name in REASONS.items():
         if words in effect.why and effect.kind in ("epoch", "resume", "complete"):
             counts[name] += 1
+    for words, name in (*LATE_REASONS.items(), *STALL_REASONS.items()):
+        if words in effect.why and effect.kind == "epoch":
+            counts[name] += 1
+    if effect.kind == "aborted" and " stalled: everybody is in it" in effect.why:
+        counts["stall: round given up"] += 1
     if effect.kind == "heard again":
         counts["path: heard again"] += 1
 
@@ -66,12 +101,22 @@ def struck(world: "World", kind: str) -> None:
     counts = world.clockwork.counts
     counts[f"fault: {kind}"] += 1
     modes = [t.core.mode for t in world.living()]
-    if Mode.JOINED in modes:
-        counts["path: fault during a join"] += 1
-    if any(t.core.mode is Mode.CATCH_UP and t.core.state.generation == 0 for t in world.living()):
-        counts["path: fault during a cold start"] += 1
-    if kind.startswith("lighthouse") and (Mode.ABORTED in modes or Mode.REPORTED in modes):
-        counts["path: lighthouse lost during a recovery"] += 1
+    record = world.store.record
+    drains = record is not None and any(x.leaving for x in record.roster)
+    recovers = Mode.ABORTED in modes or Mode.REPORTED in modes
+    starts = any(t.core.mode is Mode.CATCH_UP and t.core.state.generation == 0 for t in world.living())
+    during = {
+        "a join": Mode.JOINED in modes,
+        "a drain": drains,
+        "a recovery": recovers,
+        "a cold start": starts,
+        "the end": any(t.main.closing for t in world.living()),
+    }
+    for what, happens in during.items():
+        if happens:
+            counts[f"path: fault during {what}"] += 1
+            if kind.startswith("lighthouse"):
+                counts[f"path: lighthouse lost during {what}"] += 1
 
 
 def missing(counts: Counter[str]) -> list[str]:

@@ -3,8 +3,11 @@
 from typing import TYPE_CHECKING
 
 from sim.clockwork import Process
+from sim.server import FLIPPED
 
 from fabric.protocol import leader_io
+from fabric.protocol import messages as m
+from fabric.protocol.member_io import FromLeader
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -26,17 +29,37 @@ KINDS = (
     "lighthouse crash",
     "kill everybody",
     "kill two",
+    "crash in a write",
     "store down",
-    "drain",
+    "store restart",
+    *("drain",) * 3,
     "evict",
     "slow network",
     "move host",
     "cut control",
+    "old words",
+    "flip on the wire",
+    "flip in a result",
+    "flip in a state",
 )
 # A fault may wait for one of these (said by a member's note, a bar, a fetch, an installed state).
-TRIGGERS = ("abort", "resume", "fetch", "install", "bar", "outside", "bar", "resume", "decided", "decided")
+TRIGGERS = (
+    "commit",
+    "commit beside a newcomer",
+    *("bar", "resume", "decided", "admitted", "draining", "closing") * 2,
+    *("abort", "fetch", "install", "outside", "cold start"),
+)
 # The worst that can happen at some of them.
-LIKELY = {"decided": "lighthouse crash", "resume": "kill host"}
+LIKELY = {
+    "decided": "lighthouse crash",
+    "resume": "kill host",
+    "commit": "kill trainer",
+    "commit beside a newcomer": "kill trainer",
+    "admitted": "lighthouse crash",
+    "draining": "lighthouse crash",
+    "closing": "lighthouse crash",
+    "cold start": "lighthouse crash",
+}
 
 # What to wait for, and what to do then.
 Aims = tuple[tuple[str, str], ...]
@@ -113,10 +136,12 @@ class Faults:
         self.world.kill_server(name)
 
     def _move_host(self, name: str, _: str) -> None:
-        """The replica starts anew elsewhere: nobody there can vouch for what became of the old process."""
+        """The replica starts anew elsewhere, where the time of day is another: nobody there can vouch for
+        what became of the old process."""
         self.world.kill_server(name)
         self.world.kill_trainer(name)
-        self.world.hosts[name].vouches = False
+        host = self.world.hosts[name]
+        host.vouches, host.last, host.time_of_day = False, 0, self.world.clockwork.between(-4.0, 1.0)
 
     def _kill_two(self, name: str, other: str) -> None:
         self.world.kill_trainer(name)
@@ -210,6 +235,48 @@ class Faults:
     def _store_up(self) -> None:
         self.world.store.down = False
 
+    def _crash_in_a_write(self, name: str, _: str) -> None:
+        """The leader dies with its next write under way, which lands when perhaps another leads."""
+        self.world.store.before_write = lambda: self._lighthouse_crash(name, "")
+
+    def _store_restart(self, _: str, __: str) -> None:
+        self.world.store.crash()
+        self.world.clockwork.at(self._long_or_short(), self.world.store.restart)
+
+    def _old_words(self, name: str, _: str) -> None:
+        """A replica hears an epoch and a decision of the past again."""
+        trainer, checks = self.world.hosts[name].trainer, self.world.checks
+        if trainer is None or not trainer.alive or len(checks.records) < 2:
+            return
+        record = self.world.clockwork.random.choice(checks.records[:-1])
+        words: list[m.LeaderMessage] = [m.Epoch(record)]
+        words += [checks.decisions[e] for e in sorted(checks.decisions) if e < checks.records[-1].epoch][-2:]
+        for word in words:
+            trainer.feed(FromLeader(word))
+
+    def _flip_on_the_wire(self, name: str, _: str) -> None:
+        """The next chunk that this host sends is damaged on the way."""
+        self.world.network.flips[name] = True
+
+    def _flip_in_a_result(self, name: str, _: str) -> None:
+        """The next result of the exchange is wrong in this host's memory, before its digest is taken."""
+        trainer = self.world.hosts[name].trainer
+        if trainer is not None and trainer.alive:
+            trainer.ring.flip = True
+
+    def _slow_digest(self, name: str, _: str) -> None:
+        """The digest of the next result takes long here, as that of a large gradient does."""
+        trainer = self.world.hosts[name].trainer
+        if trainer is not None and trainer.alive:
+            trainer.ring.digest_s = 0.3
+
+    def _flip_in_a_state(self, name: str, _: str) -> None:
+        """A bit of the state changes; with two replicas nobody could tell whose."""
+        trainer, record = self.world.hosts[name].trainer, self.world.store.record
+        if trainer is not None and trainer.alive and record is not None and len(record.roster) > 2:
+            self.world.flipped = True
+            trainer.main.digest += FLIPPED
+
     def _slow_network(self, _: str, __: str) -> None:
         self.world.network.slow = 0.5
         self.world.clockwork.at(self._long_or_short(), self._fast_network)
@@ -241,7 +308,11 @@ class Faults:
         self.over = True
         self.waiting.clear()
         world.network.heal()
-        world.store.down = False
+        world.network.flips.clear()
+        for trainer in world.living():
+            trainer.ring.flip = False
+        world.store.restart()
+        world.store.before_write = None
         world.store.mishaps = 0.0
         world.network.slow = 0.01
         for process in [*world.lighthouses.values(), *world.servers.values(), *world.living()]:

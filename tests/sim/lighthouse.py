@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, cast
 
 from sim import coverage
 from sim.clockwork import Clockwork, Process
-from sim.network import Connection
+from sim.network import Connection, decode, encode
 from sim.store import LEASE_S
 
 from fabric.model import Record
@@ -31,7 +31,7 @@ class Lighthouse(Process):
         self.revision = 0
         self.lease_end = 0.0  # by my own clock
         self.sessions: dict[str, tuple[int, Connection]] = {}  # replica -> incarnation, connection
-        self.pulses: dict[str, Connection] = {}
+        self.pulses: dict[tuple[str, int], Connection] = {}
         self._refused = False
         self._armed: float | None = None
         self._feeding = False
@@ -139,20 +139,34 @@ class Lighthouse(Process):
         elif isinstance(effect, io.StepDown):
             self._step_down(effect.reason)
         else:
-            self.clockwork.trace(self.name, f"> {effect}")
+            if self.clockwork.tracing:
+                self.clockwork.trace(self.name, f"> {effect}")
             coverage.told(self.clockwork.counts, effect)
-            if effect.kind == "resume":
-                self.world.happened("decided", "")
+            self._happened(effect.kind)
+
+    def _happened(self, kind: str) -> None:
+        record = self.core.record if self.core is not None else None
+        if kind == "resume":
+            self.world.happened("decided", "")
+        elif kind == "epoch" and record is not None:
+            if record.cold == record.epoch and record.epoch > 1:
+                self.world.happened("cold start", "")
+            if any(x.leaving for x in record.roster):
+                self.world.happened("draining", "")
+            if not record.is_forced and any(x.fresh for x in record.roster):
+                self.world.happened("admitted", "")
 
     def _send(self, effect: io.SendMember) -> None:
         if isinstance(effect.message, m.Epoch):
             self.store.checks.announced(effect.message.record)
+        if isinstance(effect.message, m.Resume):
+            self.store.checks.decided(effect.message)
         self._refused = self._refused or isinstance(effect.message, m.Rejected)
         incarnation, connection = self.sessions.get(effect.replica, (0, None))
         if connection is not None and incarnation == effect.incarnation:
-            if not isinstance(effect.message, m.BeatReply):
+            if self.clockwork.tracing and not isinstance(effect.message, m.BeatReply):
                 self.clockwork.trace(self.name, f"> {effect.replica} {effect.message}")
-            connection.send(1, effect.message)
+            connection.send(1, encode(effect.message))
 
     def _write(self, effect: io.WriteRecord) -> None:
         nonce, core = effect.record.nonce, self.core
@@ -171,11 +185,12 @@ class Lighthouse(Process):
 
     # --- sessions and pulses -----------------------------------------------------------------------
 
-    def on_session(self, connection: Connection, message: object) -> None:
+    def on_session(self, connection: Connection, data: object) -> None:
         """A message on a session; the first one says whose it is."""
         if self.core is None:
             connection.close(1, "not the leader")
             return
+        message = decode(data)
         if isinstance(message, m.Session):
             self._open(connection, message)
             return
@@ -206,17 +221,17 @@ class Lighthouse(Process):
                 if self.core is not None:
                     self.feed(io.SessionClosed(replica, incarnation))
 
-    def on_pulse(self, connection: Connection, message: object) -> None:
+    def on_pulse(self, connection: Connection, data: object) -> None:
         if self.core is None:
             connection.close(1, "not the leader")
             return
-        pulse = cast(m.Pulse, message)
-        self.pulses[pulse.replica] = connection
+        pulse = cast(m.Pulse, decode(data))
+        self.pulses[pulse.replica, pulse.rank] = connection
         self.feed(io.PulseSeen(pulse))
 
     def on_pulse_closed(self, connection: Connection) -> None:
-        for replica, known in list(self.pulses.items()):
+        for (replica, rank), known in list(self.pulses.items()):
             if known is connection:
-                del self.pulses[replica]
+                del self.pulses[replica, rank]
                 if self.core is not None:
-                    self.feed(io.PulseClosed(replica))
+                    self.feed(io.PulseClosed(replica, rank))

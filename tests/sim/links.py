@@ -1,10 +1,11 @@
 """A trainer's links to the other members, as the client's shell makes them: one ordered control link per
-process that outlives epochs, and ring sockets of one epoch; missing ones are dialled until a limit."""
+process that outlives epochs, and ring connections of one epoch; missing ones are dialled until a limit."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from sim.network import Connection, End
+from sim.network import Connection, End, decode, encode
+from sim.ring import RingLinks
 
 from fabric.model import Record
 from fabric.protocol import member_io as io
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
     from sim.trainer import Trainer
 
 LINK_S = 2.0
+DIAL_S = 0.5
 Key = tuple[str, int]
 
 
 @dataclass(slots=True)
 class Linking:
     record: Record
-    next_dialled: bool = False
+    forward: RingLinks | None = None  # to the next member, once it has answered
+    dialled: float = -10.0
     done: bool = False
     running: bool = False
     tries: int = 0
@@ -32,7 +35,6 @@ class Links:
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
         self.up: dict[Key, tuple[Connection, int]] = {}
-        self.arrivals: dict[tuple[int, Key], None] = {}
         self.epochs: dict[int, Linking] = {}
 
     @property
@@ -42,25 +44,24 @@ class Links:
     def send(self, to: Key, message: PeerMessage) -> None:
         found = self.up.get(to)
         if found is not None:
-            found[0].send(found[1], message)
+            found[0].send(found[1], encode(message))
 
     def link_up(self, record: Record) -> None:
         linking = self.epochs.setdefault(record.epoch, Linking(record))
         if linking.running:
             return
-        linking.running, linking.done = True, False
+        linking.running = True
         linking.tries += 1
         tries = linking.tries
         self.trainer.after(LINK_S, lambda: self._give_up(linking, tries))
         self._dial(linking, 0)
 
     def switch(self, record: Record) -> None:
-        self.epochs = {e: x for e, x in self.epochs.items() if e >= record.epoch}
-        self.arrivals = {k: None for k in self.arrivals if k[0] >= record.epoch}
-
-    def abort(self, epoch: int) -> None:
-        """The ring sockets of this epoch are closed."""
-        self.arrivals = {k: None for k in self.arrivals if k[0] != epoch}
+        for epoch in [e for e in self.epochs if e < record.epoch]:
+            linking = self.epochs.pop(epoch)
+            if not linking.done and linking.forward is not None and linking.forward.next is not None:
+                linking.forward.next[0].close(linking.forward.next[1], "the epoch is over")
+        self.trainer.ring.retire(record.epoch)
 
     # --- dialling ----------------------------------------------------------------------------------
 
@@ -73,14 +74,28 @@ class Links:
             there = world.trainer(key)
             if other.replica > self.trainer.host and key not in self.up and there is not None:
                 self._connect(there)
-        following = self._neighbour(record, 1)
-        there = world.trainer(following) if following is not None else None
-        if there is not None and not linking.next_dialled and self._can_reach(there):
-            linking.next_dialled = True
-            arrival = (record.epoch, self.key)
-            there.after(world.network.delay(), lambda: there.links.arrived(arrival))
+        self._dial_next(linking)
         self.check()
         self.trainer.after((0.02, 0.05, 0.1, 0.2)[min(attempt, 3)], lambda: self._dial(linking, attempt + 1))
+
+    def _dial_next(self, linking: Linking) -> None:
+        """One dial at a time, given up after a while: the peer may be stopped, or gone."""
+        now, record = self.trainer.clockwork.now, linking.record
+        following = self._neighbour(record, 1)
+        there = self.trainer.world.trainer(following) if following is not None else None
+        waits = now - linking.dialled < DIAL_S
+        if there is None or linking.forward is not None or waits or not self._can_reach(there):
+            return
+        linking.dialled = now
+
+        def established(links: RingLinks) -> None:
+            if linking.forward is None and self.epochs.get(record.epoch) is linking:
+                linking.forward = links
+                self.check()
+            elif links.next is not None:
+                links.next[0].close(links.next[1], "not needed")
+
+        self.trainer.ring.dial(record, there, established)
 
     def _can_reach(self, there: "Trainer") -> bool:
         return self.trainer.world.network.can_talk(self.trainer.host, there.host) and not there.paused
@@ -131,17 +146,17 @@ class Links:
             self.trainer.feed(io.LinkLost(key[0], key[1], why))
         self.check()
 
-    def arrived(self, arrival: tuple[int, Key]) -> None:
-        self.arrivals[arrival] = None
-        self.check()
-
     def check(self) -> None:
         """Say Linked for every epoch whose links all stand."""
         for epoch in list(self.epochs):
             linking = self.epochs.get(epoch)
             if linking is None or not linking.running or self._missing(linking):
                 continue
-            linking.running, linking.done = False, True
+            linking.running = False
+            if not linking.done and linking.record.lists(*self.key):
+                linking.done = True
+                previous = self._neighbour(linking.record, -1)
+                self.trainer.ring.install(linking.record, linking.forward, previous)
             self.trainer.feed(io.Linked(epoch))
 
     def _missing(self, linking: Linking) -> list[str]:
@@ -150,11 +165,14 @@ class Links:
             return []
         others = [(x.replica, x.incarnation) for x in record.roster if x.replica != self.trainer.host]
         missing = [key[0] for key in others if key not in self.up]
+        if linking.done:
+            return missing
         previous = self._neighbour(record, -1)
-        if previous is not None and (record.epoch, previous) not in self.arrivals:
+        if previous is not None and (record.epoch, previous) not in self.trainer.ring.arrivals:
             missing.append(previous[0])
-        if others and not linking.next_dialled:
-            missing.append("the next")
+        following = self._neighbour(record, 1)
+        if following is not None and linking.forward is None:
+            missing.append(following[0])
         return missing
 
     def _neighbour(self, record: Record, by: int) -> Key | None:
@@ -176,8 +194,8 @@ class Links:
 
     # --- hearing -----------------------------------------------------------------------------------
 
-    def heard(self, key: Key, message: object) -> None:
-        self.trainer.feed(io.FromPeer(key[0], key[1], message))  # type: ignore[arg-type]
+    def heard(self, key: Key, data: object) -> None:
+        self.trainer.feed(io.FromPeer(key[0], key[1], cast(PeerMessage, decode(data))))
 
     def lost(self, key: Key, connection: Connection, why: str) -> None:
         found = self.up.get(key)

@@ -6,9 +6,10 @@ were added; a state is its step and the hash chain of every gradient applied to 
 
 import hashlib
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from sim.server import Gradient
+from sim.checkers import demand
+from sim.server import FLIPPED, Gradient
 
 from fabric.model import SnapshotRef
 from fabric.protocol import member_io as io
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def chain(digest: str, gradient: Gradient) -> str:
-    return hashlib.blake2b(f"{digest}{gradient.digest}".encode(), digest_size=6).hexdigest()
+    following = hashlib.blake2b(f"{digest}{gradient.digest}".encode(), digest_size=6).hexdigest()
+    return following + FLIPPED if FLIPPED in digest else following
 
 
 class MainThread:
@@ -28,11 +30,15 @@ class MainThread:
         self.trainer = trainer
         self.step = 0
         self.digest = trainer.world.initial_digest(trainer.host)
+        self.said = ""  # the digest of the state as it was taken, empty where it was not
         self.gradient: tuple[int, ...] = ()
         self.closing = False
+        self.at: tuple[int, int] | None = None  # (step, micro-batch) under way, in worlds where that matters
         self._orders: deque[io.Effect] = deque()
         self._busy = True
         self._digest_wanted = True
+        self.streaming = False  # whether the last backward of an order runs
+        self.given: tuple[int, tuple[int, ...]] = (-1, ())  # step and gradient that was reduced where it lay
 
     def start(self) -> None:
         """What ``attach`` and the first ``_ready`` do."""
@@ -54,7 +60,7 @@ class MainThread:
             elif isinstance(order, io.DropGradient):
                 self.gradient = ()
             elif isinstance(order, io.TakeSnapshot):
-                self.snapshot(self.trainer.core.state.generation)
+                self.take(order)
             elif isinstance(order, io.Install):
                 self._install(order)
             elif isinstance(order, io.Compute):
@@ -75,19 +81,66 @@ class MainThread:
     # --- orders ------------------------------------------------------------------------------------
 
     def _compute(self, order: io.Compute) -> None:
-        assert not self.closing, "told to compute after the loop has ended"
-        assert order.step == self.step, f"compute for step {order.step} with the state at {self.step}"
+        demand(not self.closing, "told to compute after the loop has ended")
+        demand(order.step == self.step, f"compute for step {order.step} with the state at {self.step}")
         clockwork, speed = self.trainer.clockwork, self.trainer.world.settings.compute_s
 
         def computed() -> None:
             self.gradient += order.micro_batches
-            event = io.Computed(order.step, order.micro_batches, float(len(order.micro_batches)))
-            self.trainer.feed(event)
+            self.streaming = False
+            weight = float(len(order.micro_batches))
+            redo = self._redo()
+            self.trainer.feed(io.Computed(order.step, order.micro_batches, weight, redo=redo))
+            self.trainer.ring.finished(order.step, changed=bool(redo))
 
-        self._work(sum(speed * clockwork.between(0.7, 1.5) for _ in order.micro_batches), computed)
+        if order.step == self.given[0] and set(order.micro_batches) & set(self.given[1]):
+            clockwork.counts["path: what was given away is computed again"] += 1
+        seconds = [speed * clockwork.between(0.7, 1.5) for _ in order.micro_batches]
+        self._stream(order, sum(seconds[:-1]))
+        if self.trainer.host in self.trainer.world.lingering:
+            seconds.append(4.0)
+        if self.trainer.world.settings.poison:
+            self._walk_through(order, seconds)
+        self._work(sum(seconds), computed)
+
+    def _stream(self, order: io.Compute, seconds: float) -> None:
+        """In some worlds the exchange begins with the last backward; what goes out is what comes of it."""
+        if not self.trainer.world.settings.streaming or not order.micro_batches:
+            return
+
+        def begun() -> None:
+            self.streaming = True
+            self.trainer.feed(io.Streaming(order.step, float(len(order.micro_batches))))
+
+        self.trainer.after(seconds, begun)
+
+    def _redo(self) -> str:
+        """Seldom the user's code changes a gradient that was on its way."""
+        clockwork, trainer = self.trainer.clockwork, self.trainer
+        if not trainer.ring.awaited or trainer.world.find_leader(trainer.host) is None:
+            return ""  # a round is done again only where somebody leads
+        if not clockwork.chance(0.005):
+            return ""
+        clockwork.counts["path: a streamed gradient was changed"] += 1
+        return "a gradient was changed after the last backward"
+
+    def _walk_through(self, order: io.Compute, seconds: list[float]) -> None:
+        """Note which micro-batch is under way, and die at one that kills."""
+        trainer, begun = self.trainer, 0.0
+
+        def reach(place: tuple[int, int] | None) -> None:
+            self.at = place
+            if place in trainer.world.settings.poison:
+                trainer.world.killed_by(place, trainer)
+                trainer.world.kill_trainer(trainer.host)
+
+        for micro_batch, each in zip(order.micro_batches, seconds, strict=True):
+            trainer.after(begun, lambda place=(order.step, micro_batch): reach(place))
+            begun += each
+        trainer.after(begun, lambda: reach(None))
 
     def _apply(self, order: io.Apply) -> None:
-        assert not self.closing, "told to apply after the loop has ended"
+        demand(not self.closing, "told to apply after the loop has ended")
         generation = self.trainer.core.state.generation
         # The buffer is read some time after the order was given, while other threads go on.
         self._work(self.trainer.clockwork.between(0.0, 0.003), lambda: self._scatter(order, generation))
@@ -95,22 +148,37 @@ class MainThread:
     def _scatter(self, order: io.Apply, generation: int) -> None:
         trainer = self.trainer
         if order.held is not None:
-            gradient = trainer.exchange.slots[order.step]
+            gradient = trainer.ring.result(order.step)
         else:
-            assert trainer.transfer.gradient is not None
-            gradient = trainer.transfer.gradient
+            demand(trainer.transfer.gradient is not None, "told to replay a gradient that never arrived")
+            gradient = cast(Gradient, trainer.transfer.gradient)
             trainer.clockwork.counts["path: replay"] += 1
         trainer.world.checks.applied(trainer, order, gradient, generation)
+        if order.held is not None:
+            newest = trainer.core.newest
+            if newest is not None and newest.epoch > order.held.epoch and any(x.fresh for x in newest.roster):
+                trainer.world.happened("commit beside a newcomer", trainer.host)
+            trainer.world.happened("commit", trainer.host)
         self._digest_wanted = order.digest
         self.gradient = ()
 
         def updated() -> None:
             self.step += 1
-            self.digest = chain(self.digest, gradient)
+            if self.is_skipped(order.step):
+                skips = order.held is None or bool(order.held.nonfinite)
+                demand(skips, "a skipped step was to be applied")
+                trainer.clockwork.counts["late: update skipped"] += 1
+            else:
+                self.digest = chain(self.digest, gradient)
             trainer.world.checks.state(trainer, generation, self.step, self.digest)
             self._ready()
 
-        self._work(trainer.clockwork.between(0.002, 0.02), updated)
+        extra = trainer.world.settings.replay_s if order.held is None else 0.0
+        self._work(extra + trainer.clockwork.between(0.002, 0.02), updated)
+
+    def is_skipped(self, step: int) -> bool:
+        every = self.trainer.world.settings.nan_every
+        return bool(every) and step % every == every - 1
 
     def _ready(self) -> None:
         trainer = self.trainer
@@ -120,28 +188,35 @@ class MainThread:
             self.snapshot(generation)
         if self.step >= trainer.world.until:
             self.closing = True
+            trainer.world.happened("closing", trainer.host)
             trainer.feed(io.Closing())
             return
         digest = self.digest if self._digest_wanted else ""
         self._digest_wanted = False
+        self.said = digest
         trainer.feed(io.Ready(self.step, digest))
 
     def _install(self, order: io.Install) -> None:
         arrived = self.trainer.transfer.state
-        assert arrived is not None and arrived.step == order.step
+        demand(arrived is not None and arrived.step == order.step, "told to install what never arrived")
+        assert arrived is not None
         self.gradient = ()
 
         def loaded() -> None:
-            assert arrived.digest == order.digest, "the fetched state is not the one that was wanted"
+            demand(arrived.digest == order.digest, "the fetched state is not the one that was wanted")
             self.step, self.digest = arrived.step, arrived.digest
             if self.trainer.server.alive:
                 self.trainer.server.publish_snapshot(arrived)
             self.trainer.world.happened("install", self.trainer.host)
             self.trainer.clockwork.counts["installed"] += 1
             self.closing = self.step >= self.trainer.world.until
+            self.said = order.digest
             self.trainer.feed(io.Installed(order.step, order.digest, last=self.closing))
 
         self._work(self.trainer.clockwork.between(0.005, 0.05), loaded)
+
+    def take(self, order: io.TakeSnapshot) -> None:
+        self.snapshot(self.trainer.core.state.generation)
 
     def snapshot(self, generation: int) -> None:
         """Copied while the user's code goes on; the server serves it when it is complete."""

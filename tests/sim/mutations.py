@@ -6,13 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
+from sim import ring
 from sim.faults import Aims
+from sim.store import Store
 
 from fabric.model import Record
 from fabric.protocol import decide as deciding
+from fabric.protocol import leader as leader_core
 from fabric.protocol import member as member_core
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
+from fabric.protocol.assignment import Work, assign
 from fabric.protocol.leader import Leader
 from fabric.protocol.liveness import Liveness
 from fabric.protocol.member import Member
@@ -63,6 +67,26 @@ def lose_have_on_abort(patch: Patch) -> None:
     patch.setattr(Member, "_abort", aborted)
 
 
+def keep_what_was_given_away(patch: Patch) -> None:
+    abort = Member._abort
+
+    def aborted(member: Member, why: str, about: str) -> None:
+        config, member.config = member.config, replace(member.config, retain=True)
+        abort(member, why, about)
+        member.config = config
+
+    patch.setattr(Member, "_abort", aborted)
+
+
+def commit_a_gradient_that_was_changed_on_its_way(patch: Patch) -> None:
+    on_computed = Member.on_computed
+
+    def heard(member: Member, event: io.Computed) -> None:
+        on_computed(member, replace(event, redo=""))
+
+    patch.setitem(member_core._HANDLERS, io.Computed, heard)
+
+
 def adopt_a_decision_again(patch: Patch) -> None:
     on_resume = Member.on_resume
 
@@ -88,8 +112,8 @@ def publish_when_held(patch: Patch) -> None:
 def share_out_what_somebody_has(patch: Patch) -> None:
     redo = deciding._redo
 
-    def forgetful(record: Record, reports: Mapping[str, m.Report], step: int, micro_batches: int) -> m.Resume:
-        return redo(record, {n: replace(x, have=()) for n, x in reports.items()}, step, micro_batches)
+    def forgetful(record: Record, reports: Mapping[str, m.Report], step: int, work: Work) -> m.Resume:
+        return redo(record, {n: replace(x, have=()) for n, x in reports.items()}, step, work)
 
     patch.setattr(deciding, "_redo", forgetful)
 
@@ -146,27 +170,172 @@ def forget_the_promise_of_a_report(patch: Patch) -> None:
     patch.setitem(member_core._FROM_LEADER, m.Epoch, heard)
 
 
+def resume_by_the_maximum_committed(patch: Patch) -> None:
+    def decide(record: Record, reports: Mapping[str, m.Report], micro_batches: int) -> deciding.Decision:
+        work = Work(micro_batches, record.sharing)
+        valid = {n: x for n, x in reports.items() if x.state_generation == record.generation}
+        if record.cold == record.epoch or not valid:
+            return deciding._cold(record, work)
+        newest = max(x.step for x in valid.values())
+        return deciding._redo(record, valid, newest, work)
+
+    patch.setattr(leader_core, "decide", decide)
+
+
+def count_the_holds_of_newcomers(patch: Patch) -> None:
+    witnesses = deciding._witnesses
+
+    def everybody(record: Record, reports: Mapping[str, m.Report], step: int) -> Mapping[str, m.Report]:
+        return {**reports, **witnesses(record, reports, step)} if witnesses(record, reports, step) else {}
+
+    patch.setattr(deciding, "_witnesses", everybody)
+
+
+def share_by_step_and_roster_alone(patch: Patch) -> None:
+    def share(member: Member, record: Record) -> tuple[int, ...]:
+        shares = assign(range(member.identity.micro_batches), record.roster)
+        mine = shares.get(member.identity.replica, ())
+        return tuple(i for i in mine if i not in member.kept.have)
+
+    patch.setattr(Member, "_share", share)
+
+
+def rebuild_the_report_for_another_leader(patch: Patch) -> None:
+    repeat = Member._repeat_answer
+
+    def repeated(member: Member) -> None:
+        report, hold = member.report, member.hold
+        if report is not None and member.newest is not None and report.fence == member.newest.fence:
+            epoch, step, roster = member.pend
+            member.report = replace(
+                report,
+                step=member.state.step,
+                digest=member.state.digest,
+                round_epoch=epoch,
+                round_step=step,
+                round_roster=roster,
+                holds=hold is not None and (hold.epoch, hold.step) == (epoch, step),
+                have=tuple(sorted(member.kept.have)),
+                committed_digest=member.state.committed_digest,
+            )
+        repeat(member)
+
+    patch.setattr(Member, "_repeat_answer", repeated)
+
+
+def plan_over_an_unresolved_forced_epoch(patch: Patch) -> None:
+    patch.setattr(Leader, "_is_settled", lambda leader, record: not leader.epoch.aborted)
+
+
+def form_no_new_epoch_after_an_abort(patch: Patch) -> None:
+    patch.setattr(Leader, "_reform", lambda leader, record: False)
+
+
+def use_the_result_of_an_old_round(patch: Patch) -> None:
+    def exchanged(member: Member, event: io.Exchanged) -> None:
+        if member.round is not None:
+            member.round.gradient_digest = event.gradient_digest
+
+    patch.setitem(member_core._HANDLERS, io.Exchanged, exchanged)
+
+
+def commit_whatever_is_held(patch: Patch) -> None:
+    def may(member: Member, hold: io.Hold, message: m.Resume) -> bool:
+        return member.state.step == hold.step
+
+    patch.setattr(Member, "_may_commit", may)
+
+
+def accept_a_lower_epoch(patch: Patch) -> None:
+    on_epoch = Member.on_epoch
+
+    def heard(member: Member, message: m.Epoch) -> None:
+        newest = member.newest
+        if newest is not None and message.record.fence < newest.fence:
+            member.newest = None
+        on_epoch(member, message)
+
+    patch.setitem(member_core._FROM_LEADER, m.Epoch, heard)
+
+
+def accept_a_decision_of_a_lower_epoch(patch: Patch) -> None:
+    on_resume = Member.on_resume
+
+    def heard(member: Member, message: m.Resume) -> None:
+        if member.newest is not None and member.mode is Mode.REPORTED:
+            message = replace(message, fence=member.newest.fence)
+        on_resume(member, message)
+
+    patch.setitem(member_core._FROM_LEADER, m.Resume, heard)
+
+
+def let_a_deposed_leader_write(patch: Patch) -> None:
+    patch.setattr(Store, "_leads", lambda store, revision: True)
+
+
+def commit_whatever_the_digests_say(patch: Patch) -> None:
+    patch.setattr(Round, "disagreement", lambda round_: "")
+
+
+def believe_every_chunk(patch: Patch) -> None:
+    patch.setattr(ring, "is_intact", lambda payload, digest: True)
+
+
 # What to aim at, for the bugs whose moment is short.
 AT_THE_BARRIER: Aims = (("bar", "reset link"), ("resume", "kill host"))
+BEFORE_IT_IS_RESOLVED: Aims = (("bar", "kill trainer"), ("report", "drain"))
+AFTER_A_COMMIT: Aims = (  # of one alone, which dies with what it committed
+    ("bar", "partition"),
+    ("bar", "slow network"),
+    ("bar", "reset link"),
+    ("commit", "kill host"),
+    ("commit", "kill host"),
+)
 IN_RECOVERY: Aims = (("bar", "reset link"), ("decided", "lighthouse crash"))
-LATE_MESSAGES: Aims = (("bar", "one-way partition"), ("bar", "kill trainer"))
+LATE_MESSAGES: Aims = (
+    ("commit", "one-way partition"),
+    ("bar", "kill trainer"),
+    ("bar", "one-way partition"),
+)
 OUT_OF_SIGHT: Aims = (("bar", "kill trainer"), ("install", "cut control"))
+BESIDE_A_NEWCOMER: Aims = (("bar", "kill trainer"), ("commit beside a newcomer", "kill trainer"))
+DEPOSED: Aims = (("bar", "crash in a write"), ("bar", "kill trainer"))
+FLIPPED: Aims = (("bar", "flip in a result"), ("install", "flip in a state"))
+ON_THE_WIRE: Aims = (("bar", "flip on the wire"), ("resume", "flip on the wire"))
+OLD_WORDS: Aims = (("bar", "reset link"), ("resume", "old words"), ("bar", "old words"))
+LATE_RESULT: Aims = (("commit", "slow digest"), ("bar", "kill trainer"))
+OLD_DECISIONS: Aims = (("bar", "reset link"), ("abort", "old words"), ("bar", "reset link"))
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
     mutation.__name__: (mutation, aims)
     for mutation, aims in (
-        (commit_before_everybody_holds, ()),
+        (commit_before_everybody_holds, AT_THE_BARRIER),
         (resume_past_when_anybody_holds, AT_THE_BARRIER),
-        (redo_although_everybody_holds, AT_THE_BARRIER),
+        (redo_although_everybody_holds, AFTER_A_COMMIT),
         (drop_the_hold_on_abort, AT_THE_BARRIER),
         (lose_have_on_abort, ()),
+        (keep_what_was_given_away, ()),
+        (commit_a_gradient_that_was_changed_on_its_way, ()),
         (adopt_a_decision_again, IN_RECOVERY),
-        (publish_when_held, ()),
+        (publish_when_held, AT_THE_BARRIER),
         (share_out_what_somebody_has, ()),
         (announce_before_the_store_has_it, ()),
         (accept_messages_of_older_epochs, LATE_MESSAGES),
         (go_on_with_newcomers_alone, ()),
         (start_again_without_waiting, OUT_OF_SIGHT),
         (forget_the_promise_of_a_report, ()),
+        (resume_by_the_maximum_committed, AFTER_A_COMMIT),
+        (count_the_holds_of_newcomers, BESIDE_A_NEWCOMER),
+        (share_by_step_and_roster_alone, ()),
+        (rebuild_the_report_for_another_leader, IN_RECOVERY),
+        (plan_over_an_unresolved_forced_epoch, BEFORE_IT_IS_RESOLVED),
+        (form_no_new_epoch_after_an_abort, ()),
+        (use_the_result_of_an_old_round, LATE_RESULT),
+        (commit_whatever_is_held, AT_THE_BARRIER),
+        (accept_a_lower_epoch, OLD_WORDS),
+        (accept_a_decision_of_a_lower_epoch, OLD_DECISIONS),
+        (let_a_deposed_leader_write, DEPOSED),
+        (commit_whatever_the_digests_say, FLIPPED),
+        (believe_every_chunk, ON_THE_WIRE),
     )
 }

@@ -4,11 +4,31 @@ A partition holds what is sent (the kernel retransmits) until it heals, or until
 """
 
 from collections.abc import Callable
+from functools import lru_cache
+from typing import cast
 
 from sim.clockwork import Clockwork, Process
 
+from fabric.protocol import messages, wire
+
 # How long an end goes without acknowledgement before it gives the connection up, in seconds.
 GIVE_UP_S = (0.8, 2.0)
+
+
+# Messages do not change, so what was said to several is encoded and decoded once.
+_encode = lru_cache(maxsize=64)(wire.encode)
+_decode = lru_cache(maxsize=64)(wire.decode)
+
+
+def encode(message: messages.Message) -> bytes:
+    """The bytes that travel, by the shipping codec."""
+    unhashable = isinstance(message, messages.Beat)
+    return wire.encode(message) if unhashable else cast(bytes, _encode(message))
+
+
+def decode(data: object) -> messages.Message:
+    """The message in what arrived."""
+    return cast(messages.Message, _decode(data))
 
 
 class End:
@@ -36,7 +56,7 @@ class Connection:
     def __init__(self, network: "Network", first: End, second: End) -> None:
         self.network = network
         self.ends = (first, second)
-        network.connections.append(self)
+        network.connections[self] = None
 
     def send(self, side: int, message: object) -> None:
         """Queue a message; lost when this end is closed."""
@@ -51,6 +71,7 @@ class Connection:
             return
         here.open = False
         self._to(1 - side, lambda: self._end(there, why))
+        self._forget()
 
     def reset(self, why: str) -> None:
         """Both ends see a reset soon; what is in flight is lost."""
@@ -68,6 +89,10 @@ class Connection:
                     self._to(1 - side, lambda there=there: self._end(there, "connection reset by peer"))
                 else:
                     self.close(side, "end of file")
+
+    def _forget(self) -> None:
+        if not self.is_open:
+            self.network.connections.pop(self, None)
 
     @property
     def is_open(self) -> bool:
@@ -114,6 +139,7 @@ class Connection:
         def ended() -> None:
             if end.open:
                 end.open = False
+                self._forget()
                 end.on_close(why)
 
         end.process.run(ended)
@@ -124,8 +150,9 @@ class Network:
 
     def __init__(self, clockwork: Clockwork) -> None:
         self.clockwork = clockwork
-        self.connections: list[Connection] = []
+        self.connections: dict[Connection, None] = {}
         self.blocked: dict[tuple[str, str], None] = {}
+        self.flips: dict[str, bool] = {}  # hosts whose next chunk is damaged on the way
         self.slow = 0.03  # how often a packet takes long
 
     def delay(self) -> float:
@@ -141,19 +168,18 @@ class Network:
     def block(self, a: str, b: str) -> None:
         """From now on nothing gets from ``a`` to ``b``; a connection needs both directions to live."""
         self.blocked[a, b] = None
-        for connection in self.connections:
+        for connection in list(self.connections):
             if connection.is_open and connection.is_between(a, b):
                 self.clockwork.at(self.clockwork.between(*GIVE_UP_S), connection.give_up)
 
     def heal(self) -> None:
         self.blocked.clear()
-        for connection in self.connections:
+        for connection in list(self.connections):
             connection.flush()
 
     def death(self, process: Process) -> None:
-        for connection in self.connections:
+        for connection in list(self.connections):
             connection.end_by_death(process)
-        self.connections = [c for c in self.connections if c.is_open]
 
     def reset_between(self, a: str, b: str) -> bool:
         """Reset one connection between these hosts, if there is any."""

@@ -11,6 +11,7 @@ if __name__ == "__main__":
     root = Path(__file__).resolve().parents[2]
     sys.path[:0] = [str(root), str(root / "tests")]
 
+from sim import coverage
 from sim.world import run_seed
 
 
@@ -36,7 +37,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", default="0:200")
     parser.add_argument("--faultless", action="store_true")
-    parser.add_argument("--counts", action="store_true")
     parser.add_argument("--limit", type=int, default=20)
     arguments = parser.parse_args()
     if arguments.seed is not None:
@@ -44,9 +44,10 @@ def main() -> int:
     first, last = (int(x) for x in arguments.seeds.split(":"))
     started = time.perf_counter()
     counts, failures = hunt(first, last, arguments.faultless, arguments.limit)
-    if arguments.counts:
-        for kind, number in sorted(counts.items()):
-            print(f"{number:10} {kind}")
+    for kind, number in sorted(counts.items()):
+        print(f"{number:10} {kind}")
+    if not arguments.faultless:
+        print("never met: " + (", ".join(coverage.missing(counts)) or "nothing"))
     for line in failures:
         print(line[:1200])
     print(f"{len(failures)} failures, {time.perf_counter() - started:.1f} s")

@@ -1,12 +1,13 @@
 """A checkpoint server process: its memory outlives the trainer, and its pulse says how the trainer is."""
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sim.clockwork import Clockwork, Process
-from sim.network import Connection, End
+from sim.network import Connection, End, encode
 
-from fabric.model import SnapshotRef
+from fabric.model import Death, SnapshotRef
 from fabric.protocol.messages import Pulse
 
 if TYPE_CHECKING:
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 PULSE_S = 0.1
 ALWAYS = 2
 LISTENING = 24
+
+
+# Marks a state in which a bit was flipped; it stays, for whatever becomes of such a state is wrong too.
+FLIPPED = "~"
+
+
+def digest_of(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +51,11 @@ class Server(Process):
         super().__init__(clockwork, f"{host}/srv")
         self.world = world
         self.host = host
-        self.url = f"http://{host}/{number}"
+        self.url = self.ckpt = f"http://{host}/{number}"
+        self.rank = 0
         self.memory = Memory()
         self.trainer: Trainer | None = None
+        self.deaths: list[Death] = []
         self._connection: Connection | None = None
         self._number = 0
         self._said = ""
@@ -91,13 +102,17 @@ class Server(Process):
             self._number += 1
             self._connection.send(
                 0,
-                Pulse(
-                    replica=self.host,
-                    incarnation=self.trainer.incarnation,
-                    trainer=self.state_of_trainer(),
-                    number=self._number,
-                    ckpt=self.url,
-                    snapshots=tuple(self.memory.snapshots),
+                encode(
+                    Pulse(
+                        replica=self.host,
+                        incarnation=self.trainer.incarnation,
+                        trainer=self.state_of_trainer(),
+                        number=self._number,
+                        ckpt=self.ckpt,
+                        snapshots=tuple(self.memory.snapshots),
+                        rank=self.rank,
+                        deaths=tuple(self.deaths),
+                    )
                 ),
             )
 

@@ -4,13 +4,19 @@ A write may be refused, may succeed with its answer lost, and may land long afte
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from sim.checkers import Checks
 from sim.clockwork import Clockwork
 
 from fabric.model import Record
+from fabric.protocol import wire
 
 LEASE_S = 1.0
+
+
+# Records do not change, and are looked at after every action.
+decode_record = lru_cache(maxsize=64)(wire.decode_record)
 
 
 class Store:
@@ -19,12 +25,46 @@ class Store:
     def __init__(self, clockwork: Clockwork, checks: Checks) -> None:
         self.clockwork = clockwork
         self.checks = checks
-        self.record: Record | None = None
+        self.stored = b""  # the record as bytes of the shipping codec
         self.revision = 0  # of the election key; grows with every election
         self.holder = ""
         self.expires = 0.0
         self.mishaps = 0.05
         self.down = False
+        self.starts = 0
+        self.before_write: Callable[[], None] | None = None
+        self.under_way = 0
+
+    @property
+    def record(self) -> Record | None:
+        return decode_record(self.stored) if self.stored else None
+
+    def crash(self) -> None:
+        """What is under way is lost; what was committed is there after the restart, and so is the lease,
+        which begins anew."""
+        self.down = True
+        self.starts += 1
+        self.clockwork.counts["store: operations lost in a crash"] += self.under_way
+        self.under_way = 0
+
+    def restart(self) -> None:
+        self.down = False
+        if self.holder and self.clockwork.now < self.expires:
+            self.expires = self.clockwork.now + LEASE_S
+
+    def _soon(self, action: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Do it at the store, or call ``lost`` when the store has crashed meanwhile."""
+        starts = self.starts
+        self.under_way += 1
+
+        def arrive() -> None:
+            if self.starts == starts:
+                self.under_way -= 1
+                action()
+            else:
+                lost()
+
+        self.clockwork.at(self._delay(), arrive)
 
     def acquire(self, name: str, answer: Callable[[int], None]) -> None:
         """Create the election key if it is absent; answers its revision, or 0."""
@@ -36,9 +76,10 @@ class Store:
             self.revision += 1
             self.holder, self.expires = name, self.clockwork.now + LEASE_S
             self.clockwork.counts["elections"] += 1
+            self.checks.elected(self.revision)
             answer(self.revision)
 
-        self.clockwork.at(self._delay(), apply)
+        self._soon(apply, lambda: None)
 
     def renew(self, revision: int, answer: Callable[[bool], None]) -> None:
         """Keep the lease alive."""
@@ -51,7 +92,7 @@ class Store:
                 self.expires = self.clockwork.now + LEASE_S
             answer(mine)
 
-        self.clockwork.at(self._delay(), apply)
+        self._soon(apply, lambda: None)
 
     def resign(self, revision: int) -> None:
         if self.revision == revision:
@@ -64,18 +105,26 @@ class Store:
             if self.down:
                 self.clockwork.at(0.2, apply)
             else:
-                answer(self.record)
+                answer(decode_record(self.stored) if self.stored else None)
 
-        self.clockwork.at(self._delay(), apply)
+        self._soon(apply, apply)
 
     def write(
         self, record: Record, previous: Record | None, revision: int, answer: Callable[[str], None]
     ) -> None:
         """Guarded by the election key and the record as it was; answers ok, refused or indefinite."""
-        if self.down:
+        if self.before_write is not None:
+            crash, self.before_write = self.before_write, None
+            self.clockwork.at(0.0, crash)
+            late = self.clockwork.between(0.9, 2.0)
+            self.clockwork.at(late, lambda: self._apply_late(record, previous, revision))
+        elif self.down:
             self.clockwork.at(0.3, lambda: answer("indefinite"))
         elif not self.clockwork.chance(self.mishaps):
-            self.clockwork.at(self._delay(), lambda: answer(self._apply(record, previous, revision)))
+            self._soon(
+                lambda: answer(self._apply(record, previous, revision)),
+                lambda: self.clockwork.at(0.3, lambda: answer("indefinite")),
+            )
         else:
             self._mishap(record, previous, revision, answer)
 
@@ -101,18 +150,23 @@ class Store:
         self.clockwork.counts["store: late write " + ("landed" if landed else "refused")] += 1
 
     def _apply(self, record: Record, previous: Record | None, revision: int) -> str:
-        held = self.revision == revision and bool(self.holder) and self.clockwork.now < self.expires
-        if not held:
+        if self.down:
+            return "indefinite"
+        if not self._leads(revision):
             self.clockwork.counts["store: deposed writer refused"] += 1
             return "refused"
         if (self.record.nonce if self.record else "") != (previous.nonce if previous else ""):
             return "refused"
-        self.checks.written(self.record, record)
+        self.checks.written(self.record, record, revision)
         for path in self.checks.paths(self.record, record):
             self.clockwork.counts[path] += 1
-        self.record = record
-        self.clockwork.trace("store", f"{record.epoch} {record}")
+        self.stored = wire.encode_record(record)
+        if self.clockwork.tracing:
+            self.clockwork.trace("store", f"{record.epoch} {record}")
         return "ok"
+
+    def _leads(self, revision: int) -> bool:
+        return self.revision == revision and bool(self.holder) and self.clockwork.now < self.expires
 
     def _delay(self) -> float:
         return self.clockwork.between(0.001, 0.02)

@@ -21,7 +21,7 @@ import fabric.lighthouse.job
 import fabric.protocol.leader
 import fabric.protocol.member
 
-SEEDS = 2000
+SEEDS = 1000
 
 
 def test_the_simulator_drives_the_very_classes_that_the_shells_drive():

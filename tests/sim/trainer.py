@@ -1,18 +1,19 @@
 """A trainer process: the real member core, and around it the client's shell in virtual time.
 
 ``Trainer`` is the control thread (events to the core, effects performed), ``MainThread`` the user's loop,
-``Links`` the links, ``Exchange`` the data plane, ``Transfer`` the fetches.
+``Links`` the control links, ``Ring`` the data plane, ``Transfer`` the fetches. Messages travel as the bytes
+of the shipping codec.
 """
 
-import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from sim.clockwork import Clockwork, Process
 from sim.links import Links
 from sim.main_thread import MainThread
-from sim.network import Connection, End
-from sim.server import Gradient, Server
+from sim.network import Connection, End, decode, encode
+from sim.ring import Ring
+from sim.server import Server
 from sim.transfer import Transfer
 
 from fabric.protocol import member_io as io
@@ -26,105 +27,14 @@ if TYPE_CHECKING:
 ORDERS = (io.Compute, io.Apply, io.Install, io.TakeSnapshot, io.DropGradient, io.Finish, io.Stop)
 
 
-def digest_of(*parts: object) -> str:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
-
-
-class Exchange:
-    """The data plane: a round ends at a member when the data of all members of its epoch has arrived."""
-
-    def __init__(self, trainer: "Trainer") -> None:
-        self.trainer = trainer
-        self.aborted: dict[int, None] = {}
-        self.arrived: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
-        self.started: dict[tuple[int, int], io.StartExchange] = {}
-        self.slots: dict[int, Gradient] = {}  # result buffers by step, as the client's slots
-
-    def start(self, order: io.StartExchange) -> None:
-        self.trainer.after(self.trainer.clockwork.between(0.0, 0.002), lambda: self._gather(order))
-
-    def _gather(self, order: io.StartExchange) -> None:
-        trainer, epoch = self.trainer, order.fence.epoch
-        if epoch in self.aborted:
-            self.fail(epoch, "", "this epoch's exchange was aborted")
-            return
-        key = (epoch, order.step)
-        self.started[key] = order
-        content = trainer.main.gradient if order.weight > 0 else ()
-        trainer.world.checks.gathered(trainer, order, content)
-        record = trainer.links.epochs[epoch].record
-        for other in record.roster:
-            there = trainer.world.trainer((other.replica, other.incarnation))
-            if there is not None:
-                self._send(there, key, content, 0)
-        if not record.lists(trainer.host, trainer.incarnation):
-            raise AssertionError(f"{trainer.name} started an exchange of {record}, which does not list it")
-
-    def _send(self, there: "Trainer", key: tuple[int, int], content: tuple[int, ...], tries: int) -> None:
-        """One ring's worth of chunks as one message; a partition holds it."""
-        trainer = self.trainer
-        if key[0] in self.aborted or not there.alive:
-            return
-        network = trainer.world.network
-        if not network.can_talk(trainer.host, there.host) and there is not trainer:
-            trainer.after(0.05, lambda: self._send(there, key, content, tries + 1))
-            return
-        delay = network.delay() + trainer.clockwork.between(0.0, 0.004)
-        there.after(delay, lambda: there.exchange.arrive(trainer.host, key, content))
-
-    def arrive(self, sender: str, key: tuple[int, int], content: tuple[int, ...]) -> None:
-        if key[0] not in self.aborted:
-            self.arrived.setdefault(key, {})[sender] = content
-            self._finish(key)
-
-    def _finish(self, key: tuple[int, int]) -> None:
-        order, arrived = self.started.get(key), self.arrived.get(key, {})
-        linking = self.trainer.links.epochs.get(key[0])
-        if order is None or linking is None or any(n not in arrived for n in linking.record.names):
-            return
-        names = linking.record.names
-        del self.started[key], self.arrived[key]
-        parts = tuple((name, arrived[name]) for name in names)
-        # Floating point is not associative: the order of the ring is part of the bits.
-        gradient = Gradient(order.step, parts, digest_of(order.step, parts))
-        self.slots.pop(order.step, None)
-        self.slots[order.step] = gradient
-        while len(self.slots) > 3:
-            del self.slots[next(iter(self.slots))]  # the one that was used longest ago
-        done = io.Exchanged(key[0], key[1], gradient.digest)
-        self.trainer.after(self.trainer.clockwork.between(0.0, 0.001), lambda: self.trainer.feed(done))
-
-    def abort(self, epoch: int) -> None:
-        """My waits end, and my sockets of this epoch with them: the others notice."""
-        if epoch in self.aborted:
-            return
-        self.fail(epoch, "", "aborted")
-        self.trainer.links.abort(epoch)
-        for there in self.trainer.world.living():
-            if there is not self.trainer:
-                self._tell(there, epoch)
-
-    def _tell(self, there: "Trainer", epoch: int) -> None:
-        me, network = self.trainer.host, self.trainer.world.network
-        if not network.can_talk(me, there.host):
-            there.after(0.1, lambda: self._tell(there, epoch))
-            return
-        there.after(network.delay(), lambda: there.exchange.fail(epoch, me, f"{me} closed its ring links"))
-
-    def fail(self, epoch: int, about: str, why: str) -> None:
-        if epoch in self.aborted:
-            return
-        self.aborted[epoch] = None
-        for key in [k for k in self.started if k[0] == epoch]:
-            del self.started[key]
-            failed = io.ExchangeFailed(key[0], key[1], about, why)
-            self.trainer.after(0.0, lambda failed=failed: self.trainer.feed(failed))
-        for key in [k for k in self.arrived if k[0] == epoch]:
-            del self.arrived[key]
+def is_beat(effect: io.Effect) -> bool:
+    return isinstance(effect, io.SendLeader) and isinstance(effect.message, m.Beat)
 
 
 class Trainer(Process):
     """One incarnation of a replica."""
+
+    main_class = MainThread
 
     def __init__(
         self, clockwork: Clockwork, world: "World", host: str, incarnation: int, server: Server, gone: bool
@@ -135,9 +45,9 @@ class Trainer(Process):
         self.incarnation = incarnation
         self.server = server
         self.links = Links(self)
-        self.exchange = Exchange(self)
+        self.ring = Ring(self)
         self.transfer = Transfer(self)
-        self.main = MainThread(self)
+        self.main = self.main_class(self)
         self.pending_dials: dict[tuple[str, int], None] = {}
         self.listening = False
         self._session: Connection | None = None
@@ -151,6 +61,7 @@ class Trainer(Process):
             ckpt=server.url,
             micro_batches=world.settings.micro_batches,
             predecessors_gone=gone,
+            sharing=world.settings.sharing,
         )
         state = State(0, 0, self.main.digest)
         self.core = Member(
@@ -161,8 +72,8 @@ class Trainer(Process):
             io.SendLeader: lambda e: self.send_leader(e.message),
             io.LinkUp: lambda e: self.links.link_up(e.record),
             io.Switch: lambda e: self.links.switch(e.record),
-            io.StartExchange: lambda e: self.exchange.start(e),
-            io.AbortExchange: lambda e: self.exchange.abort(e.epoch),
+            io.StartExchange: lambda e: self.ring.start(e),
+            io.AbortExchange: lambda e: self.ring.abort(e.epoch, e.why),
             io.Publish: self._publish,
             io.FetchState: lambda e: self.transfer.fetch_state(e),
             io.FetchGradient: lambda e: self.transfer.fetch_gradient(e),
@@ -218,7 +129,7 @@ class Trainer(Process):
         self.after(self.seconds_until(deadline) + 1e-6, fire)
 
     def _perform(self, effect: io.Effect) -> None:
-        if not (isinstance(effect, io.SendLeader) and isinstance(effect.message, m.Beat)):
+        if self.clockwork.tracing and not is_beat(effect):
             self.clockwork.trace(self.name, f"> {effect}")
         if isinstance(effect, ORDERS):
             self.main.order(effect)
@@ -232,7 +143,7 @@ class Trainer(Process):
         self.links.send((effect.replica, effect.incarnation), effect.message)
 
     def _publish(self, effect: io.Publish) -> None:
-        gradient = self.exchange.slots[effect.held.step]
+        gradient = self.ring.result(effect.held.step)
 
         def publish() -> None:
             if self.server.alive:
@@ -248,6 +159,8 @@ class Trainer(Process):
 
     def _note(self, note: io.Note) -> None:
         self.clockwork.counts[f"member: {note.kind}"] += 1
+        if note.kind in ("resume", "outside"):
+            self.world.checks.released(self)
         self.world.happened(note.kind, self.host)
 
     # --- the session -------------------------------------------------------------------------------
@@ -259,7 +172,7 @@ class Trainer(Process):
         if isinstance(message, m.Running):
             self.world.checks.running(self, message)
         if self._session is not None:
-            self._session.send(0, message)
+            self._session.send(0, encode(message))
 
     def _connect(self) -> None:
         """Keep a session open: to whichever lighthouse leads, after a back-off."""
@@ -275,7 +188,7 @@ class Trainer(Process):
             self.after(retry, self._connect)
 
         holder: list[Connection] = []
-        near = End(self, self.host, lambda x: self.feed(io.FromLeader(cast(m.LeaderMessage, x))), closed)
+        near = End(self, self.host, self._from_leader, closed)
         far = End(
             leader,
             leader.name,
@@ -285,6 +198,9 @@ class Trainer(Process):
         self._session = Connection(self.world.network, near, far)
         holder.append(self._session)
         self.feed(io.LeaderConnected())
+
+    def _from_leader(self, data: object) -> None:
+        self.feed(io.FromLeader(cast(m.LeaderMessage, decode(data))))
 
     def exit(self, code: int, reason: str) -> None:
         """The process ends by itself."""

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.02
 WAIT_S = 1.0
+# Slow fetches are a fault, and end: four in a row would be waited for longer than progress is.
+SLOW_UNTIL_S = 12.0
 
 
 class Transfer:
@@ -28,6 +30,9 @@ class Transfer:
         delay = self.trainer.clockwork.between(0.01, 0.1)
         if self.trainer.clockwork.chance(0.2):
             delay += 0.5
+        clockwork, extra = self.trainer.clockwork, self.trainer.world.settings.fetch_s
+        if extra and clockwork.now < SLOW_UNTIL_S and clockwork.chance(0.5):
+            delay += extra
         self.trainer.after(delay, lambda: self._state_arrives(order))
 
     def _state_arrives(self, order: io.FetchState) -> None:

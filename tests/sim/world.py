@@ -12,11 +12,11 @@ from sim.clockwork import Clockwork
 from sim.faults import Aims, Faults
 from sim.lighthouse import Lighthouse
 from sim.network import Network
-from sim.server import Server
+from sim.server import Server, digest_of
 from sim.store import Store
-from sim.trainer import Trainer, digest_of
+from sim.trainer import Trainer
 
-from fabric.model import Policy
+from fabric.model import EVERYTHING, Death, Policy, Sharing
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.member import Member
 from fabric.protocol.member_state import MemberConfig
@@ -27,6 +27,8 @@ START_LIMIT_S = 20.0
 HEAL_LIMIT_S = 40.0
 FINISH_LIMIT_S = 30.0
 FURTHER_STEPS = 5
+# The margin between a member's autonomy and a cold start must cover this on both sides.
+WRONG_CLOCKS = 0.05
 
 
 @dataclass(slots=True)
@@ -41,6 +43,12 @@ class Settings:
     leader: LeaderConfig
     member: MemberConfig
     different_starts: bool = False
+    sharing: Sharing = EVERYTHING
+    streaming: bool = False  # the exchange begins during the last backward
+    poison: frozenset[tuple[int, int]] = frozenset()  # (step, micro-batch) that kills whoever computes it
+    replay_s: float = 0.0  # what an update takes on top where a newcomer replays it
+    fetch_s: float = 0.0  # what some fetches of a state take on top, for some time
+    nan_every: int = 0  # every so many steps the sum is not finite, and the update is skipped
 
 
 @dataclass(slots=True)
@@ -50,6 +58,9 @@ class Host:
     name: str
     server: Server
     incarnation: int = 0
+    starts: int = 0
+    last: int = 0  # the newest incarnation that was started on this machine
+    time_of_day: float = 0.0  # how far off it is here, in seconds
     trainer: Trainer | None = None
     drained: bool = False
     finished: bool = False
@@ -62,6 +73,9 @@ class Host:
 class World:
     """Built from a seed; ``run`` plays it to the end or raises."""
 
+    trainer_class = Trainer
+    patience = 1  # how much longer than usual a step may take here
+
     def __init__(
         self,
         seed: int,
@@ -70,13 +84,20 @@ class World:
         aims: Aims = (),
     ) -> None:
         self.clockwork = Clockwork(seed, tracing)
-        self.settings = choose_settings(self.clockwork)
-        self.checks = Checks(self.settings.micro_batches, self.settings.min_replicas)
+        if not faultless and self.clockwork.chance(0.2):
+            self.clockwork.skew = WRONG_CLOCKS
+            self.clockwork.counts["fault: wrong clocks"] += 1
+        self.flipped = False  # whether some state may be wrong in a bit
+        self.halted = False  # stopped for good rather than guess whose state is right
+        self.settings = self.choose()
+        self.checks = Checks(self.settings.micro_batches, self.settings.min_replicas, self.settings.sharing)
         self.network = Network(self.clockwork)
         self.store = Store(self.clockwork, self.checks)
         # Some jobs end while things go wrong; the others end when everything is well again.
         self.ends_early = not faultless and self.clockwork.chance(0.15)
         self.until = self.clockwork.random.randrange(3, 25) if self.ends_early else 10**9
+        self.hung: set[str] = set()  # hosts whose data plane does nothing
+        self.lingering: set[str] = set()  # hosts whose user code takes for ever
         self.servers: dict[str, Server] = {}
         self.hosts: dict[str, Host] = {}
         self.lighthouses: dict[str, Lighthouse] = {}
@@ -89,6 +110,9 @@ class World:
             name = f"r{i}"
             self.hosts[name] = Host(name, self._start_server(name, 1))
             self.clockwork.at(self.clockwork.between(0.0, 0.5), lambda name=name: self.start_trainer(name))
+
+    def choose(self) -> Settings:
+        return choose_settings(self.clockwork)
 
     # --- processes ---------------------------------------------------------------------------------
 
@@ -126,10 +150,15 @@ class World:
         if not host.server.alive:
             host.servers += 1
             host.server = self._start_server(name, host.servers)
-        host.incarnation += 1
-        gone = host.incarnation > 1 and host.vouches
+        host.starts += 1
+        gone = host.starts > 1 and host.vouches
+        # By the time of day, as the client does it; never twice the same on one machine.
+        time_of_day = 10_000 + int(1000 * (self.clockwork.now + host.time_of_day))
+        if time_of_day <= host.incarnation and host.last == 0:
+            self.clockwork.counts["path: incarnation of a host whose time is behind"] += 1
+        host.incarnation = host.last = max(time_of_day, host.last + 1)
         host.vouches = True
-        host.trainer = Trainer(self.clockwork, self, name, host.incarnation, host.server, gone)
+        host.trainer = self.trainer_class(self.clockwork, self, name, host.incarnation, host.server, gone)
         self.by_key[name, host.incarnation] = host.trainer
         self.clockwork.trace(host.trainer.name, "starts")
 
@@ -146,6 +175,8 @@ class World:
         if trainer is None or not trainer.alive:
             return False
         self.clockwork.trace(trainer.name, "killed")
+        if trainer.main.at is not None:
+            host.server.deaths.append(Death(trainer.incarnation, *trainer.main.at))
         trainer.kill()
         del self.by_key[trainer.host, trainer.incarnation]
         self.network.death(trainer)
@@ -184,6 +215,9 @@ class World:
             self.clockwork.counts["finish" if host.finished else "drained"] += 1
         elif "drained by" in reason:
             host.drained = True
+        elif "nobody else can tell who is right" in reason and self.flipped:
+            self.halted = True
+            self.clockwork.counts["path: stopped rather than guess"] += 1
         elif code == 1 and "taken by a living process" not in reason and "newer process" not in reason:
             raise Violation(f"{trainer.name} gave up: {reason}")
 
@@ -201,17 +235,17 @@ class World:
         clockwork = self.clockwork
         if self.blackout and not self.ends_early:
             self._survive_blackout()
-        clockwork.run(START_LIMIT_S, lambda: self.faults.over)
+        clockwork.run(START_LIMIT_S, lambda: self.faults.over or self.halted)
         self.faults.heal()
         healed = clockwork.now
-        if not self.ends_early:
+        if not self.ends_early and not self.halted:
             self._demand("every replica is back and steps are committed", HEAL_LIMIT_S, self._is_whole())
-            self.until = max(t.main.step for t in self.living()) + 3
+            self.until = max([t.main.step for t in self.living()], default=0) + 3
         self._demand("everybody finishes", FINISH_LIMIT_S, self._is_finished)
         clockwork.counts["recovery ms"] += int(1000 * (clockwork.now - healed))
 
     def _demand(self, what: str, limit_s: float, done: "object") -> None:
-        if not self.clockwork.run(self.clockwork.now + limit_s, done):  # type: ignore[arg-type]
+        if not self.clockwork.run(self.clockwork.now + limit_s, lambda: self.halted or done()):  # type: ignore[operator]
             modes = ", ".join(f"{t.name} {t.core.phase} {t.core.state.step}" for t in self.living())
             record = self.store.record
             roster = f"epoch {record.epoch} of {record.names}" if record else "no record"
@@ -226,7 +260,7 @@ class World:
             self.kill_lighthouse(name)
         self.store.down = True
         first = min(self._steps())
-        seconds = min(self.settings.member.autonomy_s / 2, 12 * self.settings.compute_s * 6)
+        seconds = self.patience * min(self.settings.member.autonomy_s / 2, 12 * self.settings.compute_s * 6)
         self._demand("steps go on without a lighthouse", seconds, lambda: min(self._steps()) >= first + 4)
         self.clockwork.counts["path: all lighthouses down, steps go on"] += 1
 
@@ -294,8 +328,11 @@ def choose_settings(clockwork: Clockwork) -> Settings:
         compute_s=clockwork.random.choice((0.01, 0.03, 0.06)),
         min_replicas=minimum,
         leader=leader,
-        member=MemberConfig(min_replicas=minimum, autonomy_s=4.0),
+        member=MemberConfig(
+            min_replicas=minimum, autonomy_s=4.0, exchange_s=2.0, retain=not clockwork.chance(0.2)
+        ),
         different_starts=clockwork.chance(0.3),
+        streaming=clockwork.chance(0.5),
     )
 
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from fabric.cli.demo.journal import Journal, Line, Run, lines_of
 from fabric.cli.demo.order import DataOrder
+from fabric.cli.demo.skips import Skips
 from fabric.cli.demo.walk import walk
 
 # (generation, step), and (replica, generation, epoch, step).
@@ -171,7 +172,7 @@ def _differences(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
     ]
 
 
-_COMMIT_FIELDS = ("epoch", "gradient_digest", "contributions", "weight", "metrics", "members")
+_COMMIT_FIELDS = ("epoch", "gradient_digest", "contributions", "weight", "metrics", "members", "skipped")
 
 
 def _agreement(evidence: Evidence) -> list[str]:
@@ -231,14 +232,18 @@ def _exactly_once(evidence: Evidence) -> list[str]:
     order = evidence.order()
     if order is None:
         return ["No journal has a start line that says what data the run was about."]
+    skips = Skips(evidence.run, order.data)
     for step, commit in evidence.lineage().items():
         counted = Counter(
             micro_batch for ids in commit.fields["contributions"].values() for micro_batch in ids
         )
-        for micro_batch in set(counted) | set(range(order.micro_batches)):
-            times = counted[micro_batch]
-            if times != (0 <= micro_batch < order.micro_batches):
-                broken.append(f"Micro-batch {micro_batch} of step {step} is counted {times} times.")
+        broken.extend(
+            f"Micro-batch {micro_batch} of step {step} is counted {times} times."
+            for micro_batch, times in counted.items()
+            if times > (0 <= micro_batch < order.micro_batches)
+        )
+        missing = [i for i in range(order.micro_batches) if not counted[i]]
+        broken.extend(skips.unexplained(commit, missing))
     for lines in evidence.contributions.values():
         for line in lines:
             broken.extend(_prescribed(order, line))

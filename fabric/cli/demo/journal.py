@@ -61,6 +61,11 @@ def _is_counts_by_name(value: object) -> bool:
     return isinstance(value, dict) and all(_is_counts(entry) for entry in value.values())
 
 
+def _is_seats(value: object) -> bool:
+    # A journal of before there were seats has none.
+    return value is None or (isinstance(value, dict) and all(_is_integer(entry) for entry in value.values()))
+
+
 def _is_samples(value: object) -> bool:
     return _is_counts_by_name(value) and all(key.isdecimal() for key in value)  # type: ignore[attr-defined]
 
@@ -72,7 +77,13 @@ def _is_data(value: object) -> bool:
     if not isinstance(value, dict) or not all(_is_count(value.get(key)) for key in _DATA_KEYS):
         return False
     batch = value["global_batch_size"]
-    if not (0 < value["dataset_size"] <= MAX_DATASET and 0 < batch <= MAX_GLOBAL_BATCH):
+    sized = 0 < value["dataset_size"] <= MAX_DATASET or "stream" in value
+    if not (sized and 0 < batch <= MAX_GLOBAL_BATCH):
+        return False
+    shards = value.get("shards", 1)
+    if not (_is_count(shards) and 0 < shards <= value["micro_batches"]):
+        return False
+    if "sampler" in value and batch > value["dataset_size"]:
         return False
     return bool(value["micro_batches"] * value["micro_batch_size"] == batch)
 
@@ -107,7 +118,9 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "generation": _is_count,
         "forced": _is_flag,
         "roster": _is_texts,
+        "seats": _is_seats,
     },
+    "poison": {"epoch": _is_count, "step": _is_count, "micro_batches": _is_counts},
     "resume": {"epoch": _is_count, "step": _is_count},
     "outside": {"epoch": _is_count, "step": _is_count},
     "join": {

@@ -4,6 +4,10 @@ The data of a job is the concatenation of permutations of its dataset: pass k ov
 ``numpy.random.Generator(numpy.random.PCG64([seed, k])).permutation(dataset_size)``. Step s takes the
 positions [s*G, (s+1)*G), and micro-batch i of it the positions [i*m, (i+1)*m) of those. The trainers
 have their own code for this rule; that the two agree is part of what is verified.
+
+Three kinds of data differ. A ``stream``: a sample is its position. ``shards``: the index range is cut evenly
+and so are the micro-batches of a step, which draw from their own shard alone, in its own order
+(``PCG64([seed, k, shard + 1])``). A ``sampler``: a pass has only as many steps as fit into it whole.
 """
 
 from collections.abc import Mapping
@@ -19,6 +23,7 @@ class DataOrder:
     """The data order of one job; ``data`` is the ``data`` field of a journal's ``start`` line."""
 
     def __init__(self, data: Mapping[str, int]) -> None:
+        self.data = data
         self.dataset_size = data["dataset_size"]
         self.global_batch_size = data["global_batch_size"]
         self.micro_batch_size = data["micro_batch_size"]
@@ -28,16 +33,39 @@ class DataOrder:
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
         """The dataset indices of micro-batch ``micro_batch`` of step ``step``, in order."""
+        if "shards" in self.data:
+            return self._sharded(step, micro_batch)
         first = step * self.global_batch_size + micro_batch * self.micro_batch_size
         return [self._at(first + offset) for offset in range(self.micro_batch_size)]
 
     def step_samples(self, step: int) -> list[int]:
         """The dataset indices of the whole global batch of step ``step``, in order."""
-        first = step * self.global_batch_size
-        return [self._at(first + offset) for offset in range(self.global_batch_size)]
+        return [i for number in range(self.micro_batches) for i in self.samples(step, number)]
+
+    def _sharded(self, step: int, micro_batch: int) -> list[int]:
+        shards = self.data["shards"]
+        size, larger = divmod(self.micro_batches, shards)
+        counts = [size + (number < larger) for number in range(shards)]
+        shard = next(n for n in range(shards) if micro_batch < sum(counts[: n + 1]))
+        begin = shard * self.dataset_size // shards
+        length = (shard + 1) * self.dataset_size // shards - begin
+        number = step * counts[shard] + micro_batch - sum(counts[:shard])
+        found = []
+        for position in range(number * self.micro_batch_size, (number + 1) * self.micro_batch_size):
+            words = [self.seed, position // length, shard + 1]
+            order = np.random.Generator(np.random.PCG64(words)).permutation(length)
+            found.append(begin + int(order[position % length]))
+        return found
 
     def _at(self, position: int) -> int:
-        number, offset = divmod(position, self.dataset_size)
+        if "stream" in self.data:
+            return position
+        if "sampler" in self.data:
+            step, within = divmod(position, self.global_batch_size)
+            number, step = divmod(step, self.dataset_size // self.global_batch_size)
+            offset = step * self.global_batch_size + within
+        else:
+            number, offset = divmod(position, self.dataset_size)
         if number not in self._passes:
             if len(self._passes) >= _CACHED_PASSES:
                 del self._passes[min(self._passes)]

@@ -1,0 +1,113 @@
+"""The job that ``faults.py`` disturbs: a lighthouse, three trainers, and what they wrote down."""
+
+import contextlib
+import itertools
+import json
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fleet import Fleet
+
+HERE = Path(__file__).resolve().parent
+JOB = "faults"
+REPLICAS = ("r0", "r1", "r2")
+DEADLINE_S = 90.0
+POLL_S = 0.02
+
+
+class Lines:
+    """The JSON lines of a file that others append to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self.kept: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """Everything so far; half a line is left for later."""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._at)
+            data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._at += len(whole)
+            for line in whole.splitlines():
+                with contextlib.suppress(ValueError):  # a killed writer's last line
+                    self.kept.append(json.loads(line))
+        return self.kept
+
+
+class FaultFleet(Fleet):
+    """Three trainers that run ``faults_trainer.py`` until the end of the ``with`` block."""
+
+    def __init__(self) -> None:
+        super().__init__(str(HERE / "faults_trainer.py"), len(REPLICAS), {"FABRIC_JOB": JOB})
+        self._steps = {name: Lines(self.folder / f"{name}.steps") for name in REPLICAS}
+        self._journals = {name: Lines(self.folder / f"{name}.journal") for name in REPLICAS}
+        self.mode("timer")
+
+    def begin(self, name: str) -> float:
+        """Start a trainer, or another one in its place; the monotonic time of it."""
+        began = time.monotonic()
+        self.start(name, FABRIC_JOURNAL=str(self.folder / f"{name}.journal"), FAULTS_DIR=str(self.folder))
+        return began
+
+    def signal(self, name: str, number: signal.Signals) -> float:
+        """Send a signal to a trainer; the monotonic time of it."""
+        sent = time.monotonic()
+        self.trainers[name].send_signal(number)
+        if number == signal.SIGKILL:
+            self.trainers[name].wait()
+        return sent
+
+    def mode(self, name: str) -> None:
+        """``timer`` or ``cpu``: what the trainers compute with from their next step on."""
+        new = self.folder / "mode.new"
+        new.write_text(name)
+        new.replace(self.folder / "mode")
+
+    def act(self, name: str, what: str, seconds: float) -> None:
+        """Have a trainer ``hold`` the interpreter's lock, or stay in ``user`` code, once."""
+        new = self.folder / f"{name}.new"
+        new.write_text(f"{what} {seconds}")
+        new.replace(self.folder / f"{name}.act")
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        """What the trainers of this replica wrote of their steps."""
+        return self._steps[name].read()
+
+    def journal(self, name: str) -> list[dict[str, Any]]:
+        """This replica's journal."""
+        return self._journals[name].read()
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lighthouse's events, with ``mono``, the time on this machine's monotonic clock."""
+        token = (self.folder / "token").read_text().strip()
+        request = urllib.request.Request(  # noqa: S310  (our own lighthouse)
+            f"{self._url}/v1/jobs/{JOB}/events?after=0", headers={"Authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+            events = json.load(answer)
+        offset = time.monotonic() - time.time()
+        return [{**event, "mono": event["t"] + offset} for event in events]
+
+    def wait(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+        """Poll until ``condition``; a trainer that ends by itself, or the deadline, ends the benchmark."""
+        end = time.monotonic() + deadline_s
+        while not condition():
+            for name, process in self.trainers.items():
+                if process.poll() not in (None, -signal.SIGKILL):
+                    self.fail(f"{name} ended with {process.poll()}")
+            if time.monotonic() > end:
+                self.fail(f"waited {deadline_s:g} s for {what}")
+            time.sleep(POLL_S)
+
+
+def durations(steps: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Seconds from the commit before to the commit of each step, within one process."""
+    for before, step in itertools.pairwise(steps):
+        if before["pid"] == step["pid"]:
+            yield step["end"] - before["end"], step

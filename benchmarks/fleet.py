@@ -1,0 +1,136 @@
+"""A job of real processes for a benchmark: a lighthouse, and trainers that run a script's own ``--member``.
+
+Everything lives in a temporary folder and is ended and removed with the ``with`` block, however it is left.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from common import absent
+
+START_S = 60.0
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Fleet:
+    """Trainers ``r0`` to ``r{n-1}`` of one job; ``environment`` is added to everybody's."""
+
+    def __init__(self, script: str, replicas: int, environment: dict[str, str] | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="fabric-benchmark-"))
+        self._script = script
+        self._replicas = replicas
+        self._environment = environment or {}
+        self.trainers: dict[str, subprocess.Popen[bytes]] = {}
+        self._lighthouse: subprocess.Popen[bytes] | None = None
+        self._url = ""
+
+    def __enter__(self) -> "Fleet":
+        token = self.folder / "token"
+        token.write_text("benchmark\n")
+        token.chmod(0o600)
+        ready = self.folder / "lighthouse.json"
+        command = [
+            sys.executable,
+            "-m",
+            "fabric.cli.main",
+            "lighthouse",
+            "--bind",
+            "127.0.0.1",
+            "--port",
+            "0",
+        ]
+        command += ["--store", f"sqlite:///{self.folder}/lighthouse.db", "--token-file", str(token)]
+        command += ["--ready-file", str(ready)]
+        with (self.folder / "lighthouse.log").open("wb") as log:
+            self._lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + START_S
+        while not ready.exists():
+            if self._lighthouse.poll() is not None or time.monotonic() > deadline:
+                self.fail("the lighthouse did not start")
+            time.sleep(0.02)
+        self._url = json.loads(ready.read_text())["url"]
+        return self
+
+    def start(self, replica: str, **more: str) -> "subprocess.Popen[bytes]":
+        """Start (or restart) one trainer: this script with ``--member``, its output in ``{replica}.log``."""
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "FABRIC_REPLICA": replica,
+            "FABRIC_REPLICAS": str(self._replicas),
+            "FABRIC_LIGHTHOUSE": self._url,
+            "FABRIC_TOKEN_FILE": str(self.folder / "token"),
+            "FABRIC_RUN_DIR": str(self.folder / "run" / replica),
+            "FABRIC_ORPHAN_S": "30",
+            "BENCHMARK_OUT": str(self.folder / f"{replica}.json"),
+            **self._environment,
+            **more,
+        }
+        with (self.folder / f"{replica}.log").open("ab") as log:
+            command = [sys.executable, self._script, "--member"]
+            self.trainers[replica] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        return self.trainers[replica]
+
+    def wait(self, deadline_s: float) -> dict[str, object]:
+        """Until every trainer has ended well; what each wrote to BENCHMARK_OUT, by replica."""
+        deadline = time.monotonic() + deadline_s
+        while any(process.poll() is None for process in self.trainers.values()):
+            failed = [name for name, process in self.trainers.items() if process.poll() not in (None, 0)]
+            if failed or time.monotonic() > deadline:
+                self.fail(f"{failed[0]} ended" if failed else f"not done within {deadline_s:g} s")
+            time.sleep(0.05)
+        return {name: json.loads((self.folder / f"{name}.json").read_text()) for name in self.trainers}
+
+    def fail(self, why: str) -> None:
+        """End the benchmark without figures, with the logs."""
+        for log in sorted(self.folder.glob("*.log")):
+            sys.stderr.write(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}\n")
+        raise SystemExit(f"{Path(self._script).name}: {why}")
+
+    def _servers(self) -> list[int]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = path.read_bytes()
+                if b"fabric.ckpt_server" in words and str(self.folder).encode() in words:
+                    found.append(int(path.parent.name))
+        return found
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in [*self.trainers.values(), self._lighthouse]:
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+        for pid in self._servers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while self._servers() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def need_gloo() -> None:
+    """gloo is what we are compared with: without it there are no figures."""
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        absent("this torch has no gloo, which is what fabric is compared with")

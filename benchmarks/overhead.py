@@ -1,0 +1,220 @@
+"""A whole training step with everything on, against the same model under plain DDP on gloo.
+
+Both sides run in the same processes, in turns of a few steps, on one core's worth of threads each. Ours: a
+session with its defaults (commit barrier, digest of the state every 10 steps, snapshots within their
+share, the sessions with the lighthouse). Theirs: DDP with its default overlap and gradient_as_bucket_view,
+which saves it a copy. Same model, same batches, same SGD. What a step computes takes no longer than gloo
+needs for the exchange of the same gradients (both are measured here, alone, and stated), so that the
+exchange cannot hide behind it.
+
+``step_ratio`` is our time over theirs: below 1 we are faster.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from common import ROUNDS, WARM_UP, describe, finish, interleave, machine, paired, say, table, verdict
+from fleet import Fleet, free_port, need_gloo
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+import fabric.client
+
+# name -> (layers, width, samples in a micro-batch, steps in a turn)
+SIZES = {"4MB": (4, 512, 8, 20), "128MB": (8, 2048, 1, 3)}
+WORLDS = (2, 4)
+PLANES = {"step_ratio": "", "step_ratio_tcp": "tcp"}
+BOUNDS = {"4MB": 1.05, "128MB": 1.00}
+LIMIT_S = 280.0
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Inputs that cost nothing to make: what is measured is the step."""
+
+    def __init__(self, width: int) -> None:
+        self._rows = torch.randn(64, width, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._rows[index]
+
+
+def build(layers: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """``layers`` square matrices of ``width``, without biases."""
+    torch.manual_seed(1)
+    parts: list[torch.nn.Module] = []
+    for _ in range(layers):
+        parts += [torch.nn.Linear(width, width, bias=False), torch.nn.Tanh()]
+    model = torch.nn.Sequential(*parts)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(batch)
+    return output.square().mean()
+
+
+class Ours:
+    """The session's loop, advanced by some steps at a time."""
+
+    def __init__(self, layers: int, width: int, samples: int, world: int, until: int) -> None:
+        self.model, self._optimizer = build(layers, width)
+        self._session = fabric.client.attach(self.model, self._optimizer)
+        data = self._session.loader(
+            Rows(width), global_batch_size=samples * world, micro_batch_size=samples, seed=5
+        )
+        self._steps: Iterator[fabric.client.Step] = iter(self._session.steps(data, until=until))
+
+    def __call__(self) -> None:
+        step = next(self._steps)
+        for batch in step:
+            step.backward(loss_of(self.model, batch))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def close(self) -> int:
+        """Run out; returns how many members the last epoch had."""
+        members = len(self._session.members)
+        for step in self._steps:
+            for batch in step:
+                step.backward(loss_of(self.model, batch))
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self._session.close()
+        return members
+
+
+class Theirs:
+    """DDP on gloo, with the same batches."""
+
+    def __init__(self, layers: int, width: int, samples: int) -> None:
+        self.model, self._optimizer = build(layers, width)
+        self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self._rows, self._samples, self._at = Rows(width), samples, 0
+
+    def _batch(self) -> torch.Tensor:
+        self._at += self._samples
+        rows = [self._rows[(self._at + i) % len(self._rows)] for i in range(self._samples)]
+        batch: torch.Tensor = torch.utils.data.default_collate(rows)
+        return batch
+
+    def __call__(self) -> None:
+        loss_of(self._ddp, self._batch()).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)
+
+    def compute(self) -> None:
+        """Forward and backward alone."""
+        with self._ddp.no_sync():
+            loss_of(self._ddp, self._batch()).backward()
+
+
+def turn_of(step: Callable[[], None], steps: int) -> Callable[[], float]:
+    """One turn: everybody begins together, ``steps`` steps, seconds per step."""
+
+    def turn() -> float:
+        distributed.barrier()
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return (time.perf_counter() - began) / steps
+
+    return turn
+
+
+def member() -> None:
+    """One replica: both sides in turns; writes seconds per step of every turn."""
+    name, world = os.environ["BENCHMARK_SIZE"], int(os.environ["FABRIC_REPLICAS"])
+    layers, width, samples, steps = SIZES[name]
+    torch.set_num_threads(1)
+    until = (ROUNDS + WARM_UP) * steps + 1
+    # Attached before there is a process group, which would say that these are the ranks of one replica.
+    ours = Ours(layers, width, samples, world, until)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{os.environ['BENCHMARK_PORT']}",
+        rank=int(os.environ["FABRIC_REPLICA"][1:]),
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    theirs = Theirs(layers, width, samples)
+    flat = torch.zeros(layers * width * width)
+    measured = interleave(
+        {
+            "ours": turn_of(ours, steps),
+            "ddp": turn_of(theirs, steps),
+            "compute": turn_of(theirs.compute, steps),
+            "gloo": turn_of(lambda: _all_reduce(flat), steps),
+        }
+    )
+    members = ours.close()
+    Path(os.environ["BENCHMARK_OUT"]).write_text(json.dumps({"measured": measured, "members": members}))
+    distributed.destroy_process_group()
+
+
+def _all_reduce(flat: torch.Tensor) -> None:
+    distributed.all_reduce(flat)
+
+
+def compare(name: str, world: int, plane: str) -> dict[str, list[float]]:
+    """Run one job; the measures of its first replica (a step ends for all together)."""
+    environment = {"BENCHMARK_SIZE": name, "BENCHMARK_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    if plane:
+        environment["FABRIC_DATA_PLANE"] = plane
+    with Fleet(__file__, world, environment) as fleet:
+        for rank in range(world):
+            fleet.start(f"r{rank}")
+        written = fleet.wait(LIMIT_S)["r0"]
+        assert isinstance(written, dict)
+        if written["members"] != world:
+            fleet.fail(f"the job ran with {written['members']} of {world} replicas")
+        measured: dict[str, list[float]] = written["measured"]
+    return measured
+
+
+def main() -> None:
+    need_gloo()
+    say(machine())
+    result: dict[str, dict[str, dict[str, float]]] = {key: {} for key in PLANES}
+    rows, met = [], []
+    for world in WORLDS:
+        for name, bound in BOUNDS.items():
+            for key, plane in PLANES.items():
+                measured = compare(name, world, plane)
+                ratio = paired(measured["ours"], measured["ddp"])
+                result[key].setdefault(str(world), {})[name] = ratio
+                compute, gloo = (statistics.median(measured[side]) for side in ("compute", "gloo"))
+                say(
+                    f"{world} processes, {name}, {plane or 'default'} plane: computing takes "
+                    f"{compute * 1000:.3g} ms, gloo's exchange {gloo * 1000:.3g} ms"
+                    + (
+                        ""
+                        if compute <= gloo
+                        else " (COMPUTING TAKES LONGER: not the comparison that was meant)"
+                    )
+                )
+                rows.append(
+                    [f"{world} x {name}", plane or "default"]
+                    + [describe(measured[side]) for side in ("ours", "ddp", "compute", "gloo")]
+                    + [f"{ratio:.3f}"]
+                )
+                if key == "step_ratio":
+                    met.append((f"step_ratio {world} processes {name}", ratio, bound))
+    columns = ["", "plane", "our step", "DDP step", "compute alone", "gloo exchange alone", "ours / DDP"]
+    table("seconds per step: median (lowest-highest) of the turns", columns, rows)
+    for what, ratio, bound in met:
+        verdict(what, ratio, at_most=bound)
+    finish(result)
+
+
+if __name__ == "__main__":
+    member() if "--member" in sys.argv else main()

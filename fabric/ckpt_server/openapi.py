@@ -1,0 +1,118 @@
+"""The OpenAPI document that the checkpoint server serves of itself; a test holds it against the routes."""
+
+from typing import Any
+
+_STEP = {
+    "name": "step",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": "^([0-9]{1,18}|latest)$"},
+    "description": "A committed step, or latest.",
+}
+_GENERATION = {
+    "name": "generation",
+    "in": "query",
+    "schema": {"type": "integer", "minimum": 0},
+    "description": "Steps of this generation only.",
+}
+_TENSOR = {
+    "name": "tensor",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "minLength": 1},
+    "description": "A tensor's name, as the manifest lists it.",
+}
+_RANGE = {
+    "name": "Range",
+    "in": "header",
+    "schema": {"type": "string"},
+    "description": "One range: bytes=0-99, bytes=100- or bytes=-99.",
+}
+_IF_MATCH = {
+    "name": "If-Match",
+    "in": "header",
+    "schema": {"type": "string"},
+    "description": "Only if it is still the state with this ETag.",
+}
+_WAIT = {
+    "name": "wait_s",
+    "in": "query",
+    "schema": {"type": "number", "minimum": 0, "maximum": 60},
+    "description": "Wait so long for one that is yet to come.",
+}
+
+
+def _error(description: str) -> dict[str, Any]:
+    return {
+        "description": description,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+
+
+def _get(summary: str, kind: str, *parameters: dict[str, Any], is_open: bool = False) -> dict[str, Any]:
+    """One GET operation that answers with ``kind``, and the refusals that its parameters can meet."""
+    responses: dict[str, Any] = {"200": {"description": summary, "content": {kind: {}}}}
+    if not is_open:
+        responses["401"] = _error("No token, or not this job's.")
+    if parameters:
+        responses["400"] = _error("Something in the request is malformed.")
+    if _STEP in parameters:
+        responses["409"] = _error("That step is not held; `available` lists those that are.")
+    if _TENSOR in parameters:
+        responses["404"] = _error("The state has no tensor of that name.")
+    if _RANGE in parameters:
+        responses["206"] = {"description": "The range.", "content": {kind: {}}}
+        responses["412"] = _error("It is another state by now.")
+        responses["416"] = _error("The range begins behind the last byte.")
+    operation: dict[str, Any] = {"summary": summary, "parameters": list(parameters), "responses": responses}
+    if is_open:
+        operation["security"] = []
+    return {"get": operation}
+
+
+_JSON, _BYTES, _TEXT = "application/json", "application/octet-stream", "text/plain"
+
+DOCUMENT: dict[str, Any] = {
+    "openapi": "3.1.0",
+    "info": {
+        "title": "fabric checkpoint server",
+        "version": "1",
+        "description": "Snapshots of one worker's training state, and the gradients of the last steps.",
+    },
+    "security": [{"token": []}],
+    "components": {
+        "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        "schemas": {
+            "Error": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {"type": "string"},
+                    "available": {"type": "array", "items": {"type": "integer"}},
+                    "gone": {"type": "boolean"},
+                },
+            }
+        },
+    },
+    "paths": {
+        "/healthz": _get("The process answers.", _JSON, is_open=True),
+        "/metrics": _get("Prometheus' text format.", _TEXT, is_open=True),
+        "/openapi.json": _get("This document.", _JSON, is_open=True),
+        "/v1/state": _get("The trainer, and every slot of shared memory.", _JSON),
+        "/v1/snapshots": _get("The snapshots held, oldest first.", _JSON),
+        "/v1/snapshots/{step}/manifest": _get("A snapshot's manifest.", _JSON, _STEP, _GENERATION),
+        "/v1/snapshots/{step}/data": _get(
+            "The whole state, a safetensors file.", _BYTES, _STEP, _GENERATION, _RANGE, _IF_MATCH
+        ),
+        "/v1/snapshots/{step}/tensors/{tensor}": _get(
+            "One tensor's bytes, little-endian.", _BYTES, _STEP, _TENSOR, _GENERATION, _RANGE, _IF_MATCH
+        ),
+        "/v1/snapshots/{step}/statistics/{tensor}": _get(
+            "Summary statistics of one tensor.", _JSON, _STEP, _TENSOR, _GENERATION
+        ),
+        "/v1/gradients": _get("The reduced gradients held, oldest first.", _JSON),
+        "/v1/gradients/{step}": _get(
+            "One step's reduced gradient.", _BYTES, _STEP, _GENERATION, _WAIT, _RANGE, _IF_MATCH
+        ),
+    },
+}

@@ -1,0 +1,117 @@
+"""Sharded tensors (DTensor) in training state: every rank's file holds its own shard, described in full.
+
+Beside a shard's bytes stand the shape of the whole tensor, the shard's offset in it, and how it is placed on
+which mesh, so that a reader who has another layout can find the slice that it needs. Restoring takes the mesh
+from the live objects: a shard fits where the same placement is in use, and nowhere else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fabric.errors import StateError
+
+# Mesh dimension names, mesh sizes, placements: as they are written down.
+Key = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor, without importing what makes them."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements that lie in this process: all of an ordinary tensor, this rank's shard of a DTensor."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local
+
+
+def placement_key(tensor: Any) -> Key:
+    """How a DTensor is laid out."""
+    mesh = tensor.device_mesh
+    names = tuple(mesh.mesh_dim_names or ())
+    return names, tuple(mesh.shape), tuple(str(p) for p in tensor.placements)
+
+
+def describe(tensor: Any) -> dict[str, Any]:
+    """What a reader needs to know of a DTensor's shard beside its bytes."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    names, sizes, placements = placement_key(tensor)
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return {
+        "shape": list(tensor.shape),
+        "offset": [int(n) for n in offset],
+        "mesh": [list(names), list(sizes)],
+        "placements": list(placements),
+    }
+
+
+@dataclass(slots=True)
+class Shardings:
+    """The placements that are in use here, each with a tensor that has it."""
+
+    examples: dict[Key, Any] = field(default_factory=dict)
+
+    def add(self, tensor: Any) -> None:
+        """Learn a DTensor's placement. Raises StateError where two meshes cannot be told apart."""
+        known = self.examples.setdefault(placement_key(tensor), tensor)
+        if not torch.equal(known.device_mesh.mesh, tensor.device_mesh.mesh):
+            raise StateError(
+                f"two device meshes are both described as {_words(placement_key(tensor))}: give their "
+                "dimensions different names (mesh_dim_names)"
+            )
+
+    def build(self, local: torch.Tensor, description: Mapping[str, Any]) -> torch.Tensor:
+        """The DTensor whose shard here is ``local``. Raises StateError where this rank has no such place."""
+        from torch.distributed.tensor import DTensor
+
+        names, sizes = description["mesh"]
+        key = (tuple(names), tuple(sizes), tuple(description["placements"]))
+        example = self.examples.get(key)
+        if example is None:
+            raise StateError(
+                f"the state has a tensor that is sharded as {_words(key)}, and nothing is sharded so here: "
+                "run every replica with the same layout of ranks"
+            )
+        shape = torch.Size(description["shape"])
+        built: torch.Tensor = DTensor.from_local(
+            local.to(example.device),
+            example.device_mesh,
+            example.placements,
+            run_check=False,
+            shape=shape,
+            stride=_strides(shape),
+        )
+        expected = describe(built)
+        if expected["offset"] != list(description["offset"]) or _local_shape(built) != tuple(local.shape):
+            raise StateError(
+                f"the shard at {description['offset']} of a tensor of {list(shape)} belongs to another rank: "
+                f"this one's is at {expected['offset']}"
+            )
+        return built
+
+
+def _local_shape(tensor: Any) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)
+
+
+def _words(key: Key) -> str:
+    names, sizes, placements = key
+    dims = ", ".join(f"{n}={s}" for n, s in zip(names or ("?",) * len(sizes), sizes, strict=True))
+    return f"{', '.join(placements)} on a mesh of {dims}"

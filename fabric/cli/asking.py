@@ -1,0 +1,157 @@
+"""What every command that talks to a lighthouse shares: finding it, the token, its answers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import click
+from yarl import URL
+
+from fabric.errors import ConfigError, Refused, Unauthorized, Unreachable
+from fabric.runtime.web import read_token
+
+_TIMEOUT_S = 5.0
+_MAX_ANSWER_BYTES = 64 << 20
+_MAX_REDIRECTS = 3
+
+_OPTIONS = (
+    click.option(
+        "--lighthouse",
+        envvar="FABRIC_LIGHTHOUSE",
+        default="",
+        help="URLs, separated by commas; FABRIC_LIGHTHOUSE.",
+    ),
+    click.option("--job", envvar="FABRIC_JOB", default="", help="Which job; FABRIC_JOB."),
+    click.option(
+        "--token-file",
+        envvar="FABRIC_TOKEN_FILE",
+        type=click.Path(path_type=Path),
+        help="File with the token; FABRIC_TOKEN_FILE.",
+    ),
+)
+
+
+def lighthouse_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--lighthouse``, ``--job`` and ``--token-file``: what ``Lighthouses.of`` takes."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Lighthouses:
+    """Where to ask, about which job (empty: all), and with which token (empty: none)."""
+
+    urls: tuple[str, ...]
+    job: str
+    token: str
+
+    @classmethod
+    def of(cls, lighthouse: str, job: str, token_file: Path | None, *, needs_job: bool) -> "Lighthouses":
+        """From the options. Raises ConfigError for what cannot be meant."""
+        urls = tuple(part.strip().rstrip("/") for part in lighthouse.split(",") if part.strip())
+        if not urls:
+            raise ConfigError(
+                "no lighthouse is named: give --lighthouse http://host:port, or set FABRIC_LIGHTHOUSE"
+            )
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f'the lighthouse "{url[:200]}" is no URL: give addresses such as http://host:port'
+                )
+        if needs_job and not job:
+            raise ConfigError(
+                "no job is named: give --job NAME, or set FABRIC_JOB (`fabric status` lists them)"
+            )
+        return cls(urls, job, read_token(token_file) if token_file is not None else "")
+
+    def path(self, *rest: str) -> str:
+        """The job's path, and what follows it; that of all jobs without one."""
+        parts = [quote(part, safe="") for part in (self.job, *rest) if part]
+        return "/".join(["/v1/jobs", *parts])
+
+    def ask(self, path: str, body: dict[str, str] | None = None) -> Any:
+        """The JSON that the first lighthouse answers: to GET, or to POST with a ``body``.
+
+        Raises FabricError with all reasons where none answers, Refused with the lighthouse's own sentence.
+        """
+        return asyncio.run(self._ask(path, body))
+
+    async def _ask(self, path: str, body: dict[str, str] | None) -> Any:
+        async with self.open(path, body, total_s=_TIMEOUT_S) as answer:
+            return json.loads(await _bounded(answer))
+
+    @asynccontextmanager
+    async def open(
+        self, path: str, body: dict[str, str] | None = None, *, total_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer of the first lighthouse that gives one, its body unread; ``total_s`` bounds it."""
+        reasons = []
+        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as client:
+            for url in self.urls:
+                try:
+                    answer = await self._open_one(client, URL(url + path, encoded=True), body)
+                except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
+                    reasons.append(f"{url}: {_why(error)}")
+                else:
+                    async with answer:
+                        yield answer
+                    return
+        raise Unreachable(
+            f"no lighthouse answers ({'; '.join(reasons)}): check the address, and that one runs there"
+        )
+
+    async def _open_one(
+        self, client: aiohttp.ClientSession, url: URL, body: dict[str, str] | None
+    ) -> aiohttp.ClientResponse:
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        method = "GET" if body is None else "POST"
+        for _ in range(_MAX_REDIRECTS):
+            # Followed here, for a client drops the token on its way to another address.
+            answer = await client.request(method, url, json=body, headers=headers, allow_redirects=False)
+            if answer.status in (200, 202):
+                if answer.content_type not in ("application/json", "application/x-ndjson"):
+                    answer.close()
+                    raise ValueError("no JSON")
+                return answer
+            data = await _bounded(answer)
+            if answer.status != 307:
+                raise _refusal(answer.status, data)
+            url = URL(answer.headers.get("Location", ""))
+        raise Unreachable("the lighthouses redirect in a circle")
+
+
+async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
+    data = bytearray()
+    while len(data) < _MAX_ANSWER_BYTES and (more := await answer.content.read(1 << 20)):
+        data += more
+    return bytes(data)
+
+
+def _refusal(status: int, data: bytes) -> Exception:
+    try:
+        sentence = str(json.loads(data)["error"])
+    except (ValueError, TypeError, KeyError):
+        return Unreachable(f"HTTP {status}, and not from a lighthouse")
+    if status == 401:
+        return Unauthorized(f"the lighthouse refused the token: {sentence}")
+    return Unreachable(sentence) if status >= 500 else Refused(sentence)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_TIMEOUT_S:g} s"
+    if isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error):
+        return "nobody listens there"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return error.os_error.strerror or str(error.os_error)
+    if isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError):
+        return "what answers there is not a lighthouse"
+    return str(error) or type(error).__name__

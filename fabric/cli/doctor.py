@@ -1,0 +1,239 @@
+"""``fabric doctor``: what on this host would keep a replica from working, and what to do about each."""
+
+import asyncio
+import email.utils
+import os
+import platform
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import aiohttp
+import click
+
+from fabric.errors import ConfigError, FabricError
+from fabric.runtime.config import Settings, advertised_host, settings
+from fabric.runtime.web import bind_first_free, parse_ports
+from fabric.store import open_store
+
+_ANSWER_S = 3.0
+_OPEN_FILES = 1024
+_CLOCK_S = 5.0
+# A snapshot's two slots, and three slots of gradients that are a third as large where the optimizer is AdamW.
+_STATE_COPIES = 3.0
+_UNIX_PATH_BYTES = 107
+_LONGEST_SOCKET_NAME = len("/server.sock") + 8
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``level``: ok, warn (works, but look at it) or bad (does not work). ``do`` is empty for ok."""
+
+    level: str
+    what: str
+    do: str = ""
+
+
+@click.command()
+@click.option("--store", default="", help="Look at this store too, as `fabric lighthouse --store` would.")
+@click.option("--state-gb", default=0.0, help="Parameters and optimizer state of one process, in GB.")
+def doctor(store: str, state_gb: float) -> None:
+    """Check this host for a replica with the FABRIC_* settings that are set, and say what to do."""
+    worst = 0
+    for finding in examine(store, state_gb):
+        worst = max(worst, ("ok", "warn", "bad").index(finding.level))
+        click.echo(f"{finding.level:<5}{finding.what}" + (f"\n     {finding.do}" if finding.do else ""))
+    sys.exit(1 if worst == 2 else 0)
+
+
+def examine(store: str, state_gb: float) -> Iterator[Finding]:
+    """All findings, as they are made."""
+    yield from _versions()
+    try:
+        found = settings()
+    except ConfigError as error:
+        yield Finding("bad", "the settings cannot be used", str(error))
+        found = None
+    if found is not None and not found.disable:
+        yield from _replica(found)
+    yield _open_files()
+    yield _memory(state_gb)
+    if store:
+        yield from asyncio.run(_store(store))
+
+
+def _replica(found: Settings) -> Iterator[Finding]:
+    checks: tuple[Callable[[Settings], Finding], ...] = (_token, _run_dir, _bind, _advertise)
+    for check in checks:
+        yield check(found)
+    yield from asyncio.run(_lighthouses(found))
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("ok", f"Python {platform.python_version()}, {platform.system()} {platform.release()}")
+    if sys.platform != "linux":
+        yield Finding("bad", f"this is {sys.platform}", "fabric needs Linux: memfd, pidfd and /proc")
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        yield Finding("bad", "torch is not installed", "pip install torch (2.11 or newer)")
+        return
+    numbers = tuple(int(part) for part in torch.split("+")[0].split(".")[:2] if part.isdecimal())
+    if numbers < (2, 11):
+        yield Finding("bad", f"torch {torch} is too old", "install torch 2.11 or newer")
+    else:
+        yield Finding("ok", f"torch {torch}")
+
+
+def _token(found: Settings) -> Finding:
+    if found.token_file is None:
+        return Finding(
+            "warn", "no token file is set", "set FABRIC_TOKEN_FILE wherever others reach this network"
+        )
+    try:
+        mode = found.token_file.stat().st_mode
+        _ = found.token
+    except (OSError, FabricError) as error:
+        return Finding("bad", f"the token file {found.token_file} cannot be used", str(error))
+    if mode & 0o077:
+        return Finding("warn", f"others can read {found.token_file}", f"chmod 600 {found.token_file}")
+    return Finding("ok", f"token file {found.token_file}")
+
+
+def _run_dir(found: Settings) -> Finding:
+    home = found.home
+    longest = len(os.fsencode(home)) + _LONGEST_SOCKET_NAME
+    if longest > _UNIX_PATH_BYTES:
+        return Finding(
+            "bad", f"the run folder's path is too long for a socket in it: {home}", "shorten FABRIC_RUN_DIR"
+        )
+    there = next(folder for folder in (home, *home.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding(
+            "bad", f"the run folder {home} cannot be made here", "set FABRIC_RUN_DIR to a folder of this user"
+        )
+    return Finding("ok", f"run folder {home}")
+
+
+def _bind(found: Settings) -> Finding:
+    try:
+        probe = bind_first_free(found.bind, parse_ports(found.ports))
+    except FabricError as error:
+        return Finding("bad", f"no port of {found.ports} is free at {found.bind}", str(error))
+    port = probe.getsockname()[1]
+    probe.close()
+    return Finding("ok", f"listens at {found.bind}, for instance on port {port}")
+
+
+def _advertise(found: Settings) -> Finding:
+    host = advertised_host(found)
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        return Finding(
+            "bad",
+            f"the advertised name {host} has no address ({error})",
+            "set FABRIC_ADVERTISE to one that peers know",
+        )
+    loopback = all(str(address).startswith("127.") or address == "::1" for address in addresses)
+    if loopback and found.bind not in ("127.0.0.1", "::1", "localhost"):
+        return Finding(
+            "bad", f"{host} is this host's own loopback: no peer reaches it there", "set FABRIC_ADVERTISE"
+        )
+    return Finding("ok", f"peers reach it at {host} ({', '.join(sorted(map(str, addresses)))})")
+
+
+async def _lighthouses(found: Settings) -> list[Finding]:
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        findings = [finding for url in found.lighthouse for finding in await _lighthouse(http, url)]
+    if not any(finding.level == "ok" for finding in findings):
+        findings.append(Finding("bad", "no lighthouse works", "start one, or correct FABRIC_LIGHTHOUSE"))
+    return findings
+
+
+async def _lighthouse(http: aiohttp.ClientSession, url: str) -> list[Finding]:
+    try:
+        async with http.get(f"{url}/healthz") as answer:
+            body = await answer.json()
+            date = email.utils.parsedate_to_datetime(answer.headers["Date"]).timestamp()
+        role = "leads" if body["is_leader"] else f"follows {body['leader']}"
+        ok, reachable = bool(body["ok"]), bool(body["store_reachable"])
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
+        return [
+            Finding(
+                "warn",
+                f"{url} does not answer ({str(error) or type(error).__name__})",
+                "is a lighthouse there?",
+            )
+        ]
+    findings = []
+    if ok:
+        findings.append(Finding("ok", f"{url} {role}"))
+    else:
+        why = "nobody leads" if reachable else "its store does not answer"
+        findings.append(Finding("warn", f"{url}: {why}", "docs/runbook.md, 'No lighthouse leads'"))
+    if abs(date - time.time()) > _CLOCK_S:
+        apart = f"the clocks of {url} and this host are {abs(date - time.time()):.0f} s apart"
+        findings.append(Finding("warn", apart, "only logs and tables suffer, no decision: run an NTP client"))
+    return findings
+
+
+def _open_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
+        return Finding(
+            "warn", f"at most {soft} open files", f"ulimit -n {_OPEN_FILES}, or LimitNOFILE= of its unit"
+        )
+    return Finding("ok", f"at most {'any number of' if soft == resource.RLIM_INFINITY else soft} open files")
+
+
+def _memory(state_gb: float) -> Finding:
+    free = min(filter(None, (_available(), _cgroup_left())), default=0)
+    if not state_gb:
+        return Finding(
+            "ok", f"{free / 1e9:.1f} GB of memory are free (--state-gb says whether that is enough)"
+        )
+    needed = state_gb * 1e9 * _STATE_COPIES
+    if needed > free:
+        return Finding(
+            "bad",
+            f"snapshots of {state_gb:g} GB need about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free",
+            "a host with more memory, or more ranks per replica: each holds its part only",
+        )
+    return Finding("ok", f"snapshots of {state_gb:g} GB need about {needed / 1e9:.1f} of {free / 1e9:.1f} GB")
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cgroup_left() -> int | None:
+    """Bytes below this control group's limit, None where there is no limit."""
+    root = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
+    return None
+
+
+async def _store(url: str) -> list[Finding]:
+    store = open_store(url)
+    try:
+        store_id = await store.connect()
+    except FabricError as error:
+        return [Finding("bad", "the store cannot be used", str(error))]
+    finally:
+        await store.close()
+    return [
+        Finding("ok", f"store {store_id}"),
+        *(Finding("warn", "the store works, but", w) for w in store.warnings),
+    ]

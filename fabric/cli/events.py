@@ -1,0 +1,67 @@
+"""``fabric events``: what happened to a job, and with ``--follow`` what happens now."""
+
+import asyncio
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import click
+
+from fabric.cli.asking import Lighthouses, lighthouse_options
+from fabric.errors import Unreachable
+
+# How long followers look for the next leader after a fail-over.
+_PATIENCE = 60
+_PAUSE_S = 0.5
+_MAX_LINE_BYTES = 1 << 20
+
+
+@click.command()
+@lighthouse_options
+@click.option("--follow", "-f", is_flag=True, help="Go on as things happen, until Ctrl-C.")
+@click.option("--after", default=0, help="Only events with a greater id.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def events(
+    lighthouse: str, job: str, token_file: Path | None, follow: bool, after: int, as_json: bool
+) -> None:
+    """Show what happened to a job, oldest first."""
+    found = Lighthouses.of(lighthouse, job, token_file, needs_job=True)
+    if follow:
+        try:
+            asyncio.run(_follow(found, after, as_json))
+        except KeyboardInterrupt:
+            return
+    for event in found.ask(f"{found.path('events')}?after={after}") if not follow else ():
+        _print(event, as_json)
+
+
+async def _follow(found: Lighthouses, last: int, as_json: bool) -> None:
+    """Print as they come; goes on at the next leader after a fail-over, where the last one stopped."""
+    tries = 0
+    while True:
+        try:
+            path = f"{found.path('events')}?follow=1&after={last}"
+            async with found.open(path, total_s=None) as answer:
+                tries = 0
+                async for line in answer.content:
+                    event = json.loads(line)
+                    _print(event, as_json)
+                    last = max(last, int(event["id"]))
+        except (Unreachable, aiohttp.ClientError, OSError, TimeoutError) as error:
+            tries += 1
+            if tries > _PATIENCE or last == 0:
+                raise Unreachable(f"the events end here: {error}") from error
+        await asyncio.sleep(_PAUSE_S)
+
+
+def _print(event: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(event))
+        return
+    when = datetime.fromtimestamp(float(event["t"])).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    words = [when, f"epoch {event['epoch']}", str(event["kind"]), str(event["about"]), str(event["why"])]
+    # Others wrote some of it: nothing of that may steer the terminal.
+    text = "  ".join(word for word in words if word)
+    click.echo("".join(c if c.isprintable() else "?" for c in text))

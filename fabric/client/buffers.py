@@ -1,0 +1,76 @@
+"""Buffers that forward changes (BatchNorm's running statistics), averaged by weight at the commit.
+
+All members begin a step with equal buffers; forward moves each member's own. They travel with the gradients:
+every such buffer has a stand-in parameter whose "gradient" is the buffer times the member's weight, so the
+sum over the total weight is the average by weight, published, replayed and digested like any gradient.
+Integer buffers (``num_batches_tracked``) become what one process would have counted: the value before the
+step plus everybody's increments. A gradient that is dropped takes its forward passes with it.
+"""
+
+import torch
+
+from fabric.errors import ConfigError
+
+_CHANGING = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def changing_buffers(model: torch.nn.Module) -> list[str]:
+    """Names of buffers that forward changes: running statistics of normalisation layers."""
+    return [name for name, _ in model.named_buffers() if name.rsplit(".", 1)[-1] in _CHANGING]
+
+
+class AveragedBuffers:
+    """Those of ``model`` that are named; none where ``names`` is empty."""
+
+    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
+        buffers = dict(model.named_buffers())
+        self._buffers = {name: buffers[name] for name in names}
+        self.stand_ins: list[tuple[str, torch.nn.Parameter]] = []
+        self._before: dict[str, torch.Tensor] = {}
+        self._weight = 0.0
+        for name, buffer in self._buffers.items():
+            if buffer.dtype in (torch.float16, torch.bfloat16):
+                raise ConfigError(
+                    f"the buffer {name!r} is {buffer.dtype}: averaging needs float32 or float64 statistics"
+                )
+            dtype = buffer.dtype if buffer.is_floating_point() else torch.float64
+            stand_in = torch.nn.Parameter(torch.zeros(buffer.shape, dtype=dtype, device=buffer.device))
+            self.stand_ins.append((f"buffer:{name}", stand_in))
+
+    def begin(self) -> None:
+        """The state stands at a step: forward passes from here on belong to the next commit."""
+        self._before = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+        self._weight = 0.0
+
+    @torch.no_grad()
+    def contribute(self, weight: float) -> None:
+        """This replica's gradient has grown by ``weight``: its buffers go with all of it."""
+        self._weight += weight
+        for (name, buffer), (_, stand_in) in self._pairs():
+            if buffer.is_floating_point():
+                stand_in.grad = buffer * self._weight
+            else:
+                stand_in.grad = (buffer - self._before[name]).to(stand_in.dtype)
+
+    @torch.no_grad()
+    def commit(self, total_weight: float) -> None:
+        """The stand-ins hold the committed averages: they become the buffers."""
+        for (name, buffer), (_, stand_in) in self._pairs():
+            assert stand_in.grad is not None
+            if buffer.is_floating_point():
+                buffer.copy_(stand_in.grad)
+            else:
+                increments = torch.round(stand_in.grad * total_weight).to(buffer.dtype)
+                buffer.copy_(self._before[name] + increments)
+            stand_in.grad = None
+        self.begin()
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """The kept gradient counts for nothing: nor do the forward passes that made it."""
+        for name, before in self._before.items():
+            self._buffers[name].copy_(before)
+        self._weight = 0.0
+
+    def _pairs(self) -> "zip[tuple[tuple[str, torch.Tensor], tuple[str, torch.nn.Parameter]]]":
+        return zip(self._buffers.items(), self.stand_ins, strict=True)

@@ -1,0 +1,36 @@
+"""Where a step's time goes, as the main thread sees it: compute, the user's update, waiting."""
+
+import time
+from dataclasses import dataclass, field
+
+from fabric.model import StepTimes
+
+
+@dataclass(slots=True)
+class Clock:
+    """The main thread's laps in seconds, those not yet reported; ``work`` is samples by micro-batch."""
+
+    mark: float = field(default_factory=time.monotonic)
+    compute_s: float = 0.0
+    optimizer_s: float = 0.0
+    wait_s: float = 0.0
+    work: dict[int, float] = field(default_factory=dict)
+
+    def lap(self) -> float:
+        """Seconds since the last lap ended."""
+        now = time.monotonic()
+        seconds, self.mark = now - self.mark, now
+        return seconds
+
+    def times(self, exchange_s: float, waiting_s: dict[str, float]) -> StepTimes:
+        """What the lighthouse is told of the step; the counting begins anew."""
+        times = StepTimes(
+            compute_s=self.compute_s,
+            exchange_s=exchange_s,
+            optimizer_s=self.optimizer_s,
+            waiting_s=dict(waiting_s),
+            work=dict(self.work),
+        )
+        self.compute_s = self.optimizer_s = self.wait_s = 0.0
+        self.work.clear()
+        return times

@@ -1,0 +1,41 @@
+"""Words for a job that fails: what the user's loop raised and where, and the samples of poison."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from fabric.model import Poison
+
+# How long a process whose loop has raised waits for the lighthouse to hear of it, seconds.
+TELL_S = 5.0
+_MOST_SAMPLES = 32
+_MOST_CHARACTERS = 200
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Whether the device failed and not the program: then this replica has died, and the others go on."""
+    return isinstance(error, torch.AcceleratorError)
+
+
+def describe(error: BaseException, at: tuple[int, int] | None, samples: Iterable[int]) -> str:
+    """The exception in one line, and the (step, micro-batch) ``at`` which it was raised."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = text[:_MOST_CHARACTERS]
+    return text if at is None else f"{text} (at micro-batch {at[1]}, {_listed(list(samples))})"
+
+
+def name_samples(poison: Iterable[Poison], samples: Callable[[int, int], list[int]]) -> str:
+    """A sentence with the samples of every poisonous micro-batch; empty where there are none."""
+    parts = [
+        f"micro-batch {micro_batch} of step {p.step} is {_listed(samples(p.step, micro_batch))}"
+        for p in poison
+        for micro_batch in p.micro_batches
+    ]
+    return f"; {'; '.join(parts)}" if parts else ""
+
+
+def _listed(samples: list[int]) -> str:
+    shown = ", ".join(str(i) for i in samples[:_MOST_SAMPLES])
+    more = f" and {len(samples) - _MOST_SAMPLES} more" if len(samples) > _MOST_SAMPLES else ""
+    return f"samples {shown}{more}"

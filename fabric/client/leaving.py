@@ -1,0 +1,83 @@
+"""How a trainer's process leaves the job: finished, told to stop, or because the user's loop has raised."""
+
+import atexit
+import contextlib
+import os
+import queue
+import sys
+from typing import NoReturn
+
+from fabric.client import mistakes
+from fabric.client.engine import Engine, Parts
+from fabric.client.failure import TELL_S, describe, is_device_fault
+from fabric.client.start import Place
+from fabric.errors import FabricError
+from fabric.protocol import member_io as io
+from fabric.runtime.config import Settings
+
+
+class Leaving:
+    """What a session does last. ``_at`` is the (step, micro-batch) that the user's code is at."""
+
+    settings: Settings
+    _place: Place
+    _parts: Parts
+    _engine: Engine
+    _samples: dict[int, list[int]]
+    _at: tuple[int, int] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The membership epoch in force here, 0 before the first."""
+        current = self._engine.current
+        return current.epoch if current is not None else 0
+
+    def _failed(self, error: BaseException) -> None:
+        """The user's loop has raised, and nobody caught it: the job fails, and this process with it, once the
+        lighthouse has heard. A device that fails is a death of this replica alone."""
+        if not isinstance(error, Exception) or self._place.group is not None:
+            return  # one rank's exception is the end of its replica, which its other ranks tell
+        if is_device_fault(error):
+            os._exit(75)
+        samples = self._samples.get(self._at[1], []) if self._at is not None else []
+        why = describe(error, self._at, samples)
+        self._parts.mark.clear()
+        self._engine.post(io.Failed(why))
+        with contextlib.suppress(queue.Empty):
+            while not isinstance(self._engine.orders.get(timeout=TELL_S), io.Stop):
+                pass
+        self._parts.journal.write("stop", code=1, reason=why)
+        self._engine.close()
+        self._end(finished=False)
+
+    def _leave(self, reason: str, code: int = 0) -> NoReturn:
+        """End this process with one sentence."""
+        sys.stderr.write(f"fabric: {self.settings.replica}: {reason}\n")
+        sys.stderr.flush()
+        self._parts.journal.write("stop", code=code, reason=reason)
+        self._engine.close()
+        self._end(finished=code == 0)
+        raise SystemExit(code)
+
+    def _end(self, finished: bool) -> None:
+        """Detach; a server that is gone already needs no goodbye."""
+        if finished:
+            with contextlib.suppress(FabricError):
+                self._parts.handle.finish()
+        else:
+            self._let_server_go()
+        atexit.unregister(self._let_server_go)
+        if self._failed in mistakes.watchers:
+            mistakes.watchers.remove(self._failed)
+        self._parts.handle.close()
+        self._parts.journal.close()
+
+    def _let_server_go(self) -> None:
+        """A process that ends before it was ever in the job leaves nothing that anybody could want; what its
+        server holds is kept for a successor, or for the others, in every other case."""
+        self._parts.mark.clear()  # who ends in order did not die at a micro-batch
+        newest, handle = self._engine.newest, self._parts.handle
+        listed = newest is not None and newest.lists(self.settings.replica, self._place.incarnation)
+        if not listed and not self.epoch and not handle.snapshots:
+            with contextlib.suppress(FabricError):
+                handle.finish(linger_s=0.0)

@@ -1,0 +1,173 @@
+"""The exchange begins while backward still runs: gradients go out bucket by bucket, as they get final.
+
+Final is what the last backward of a step's last micro-batch has added to. Which one that is has to be known
+before it runs, so the number of ``step.backward`` calls in a micro-batch is learned from the one before.
+Should the user's code change a gradient after it was handed over (one more backward, clipping within the
+micro-batch), that is noticed before anybody can commit: the round is done again without overlap, and so is
+every later one. A model of one bucket has nothing to overlap.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fabric.errors import RoundAborted
+from fabric.ftar.buckets import Bucket, FlatGradients
+
+
+class Stream:
+    """Which buckets of one order are final; the main thread says so, the exchange thread waits for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._final: set[int] = set()
+        self._all = False
+        self._cause: str | None = None
+
+    def finish(self, bucket: Bucket) -> None:
+        """The gradients of ``bucket`` do not change any more."""
+        with self._changed:
+            self._final.add(bucket.begin)
+            self._changed.notify_all()
+
+    def finish_all(self) -> None:
+        """Backward has ended: whatever had no gradient in it is final too."""
+        with self._changed:
+            self._all = True
+            self._changed.notify_all()
+
+    def abort(self, why: str) -> None:
+        """End the wait; from any thread."""
+        with self._changed:
+            self._cause = why
+            self._changed.notify_all()
+
+    def wait(self, bucket: Bucket) -> None:
+        """Return when ``bucket`` is final. Raises RoundAborted."""
+        with self._changed:
+            while not (self._all or bucket.begin in self._final):
+                if self._cause is not None:
+                    raise RoundAborted(self._cause)
+                self._changed.wait()
+
+
+class Overlap:
+    """The main thread's side: knows the last backward of an order, and hands over what it has finished.
+
+    ``announce(step, weight)`` tells the core that the gradient of ``step`` is on its way. Gradients are
+    watched through hooks on the parameters, or by whoever calls ``ready`` after ``watch(False)``.
+    """
+
+    def __init__(
+        self, gradients: FlatGradients, announce: Callable[[int, float], None], wanted: bool = True
+    ) -> None:
+        self.stream: Stream | None = None
+        # Entered around each micro-batch but the last: DDP's no_sync.
+        self.without_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self._parameters = [parameter for _, parameter in gradients.parameters]
+        self._buckets = {id(p): bucket for bucket in gradients.buckets for _, p in bucket.parameters}
+        self._announce = announce
+        self._usable = wanted and len(gradients.buckets) > 1
+        self._usual = 0  # backward calls in a micro-batch, as far as is known
+        self._weight = 0.0  # of this order's backwards so far
+        self._calls = 0
+        self._last = False
+        self._running = False
+        self._missing: dict[int, int] = {}
+        self._versions: dict[int, int] = {}
+        self._given: dict[int, torch.Tensor | None] = {}
+        self._changed = False
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self.ready)  # type: ignore[no-untyped-call]
+            for p in self._parameters
+            if self._usable
+        ]
+
+    def watch(self, parameters: bool) -> None:
+        """With False somebody else calls ``ready``."""
+        if not parameters:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around the user's work on one micro-batch; ``last`` of its order."""
+        self._calls, self._last = 0, last
+        with contextlib.nullcontext() if last else self.without_sync():
+            yield
+        self._usual = self._calls
+
+    @contextlib.contextmanager
+    def backward(self, step: int, weight: float) -> Iterator[None]:
+        """Around one backward that adds a gradient of this ``weight``."""
+        self._calls += 1
+        self._weight += weight
+        if self._usable and self._last and self.stream is None and self._calls == self._usual:
+            self._begin(step)
+            yield
+            self._end()
+        else:
+            yield
+
+    def _begin(self, step: int) -> None:
+        self.stream = Stream()
+        self._missing = {}
+        for bucket in self._buckets.values():
+            self._missing[bucket.begin] = len(bucket.parameters)
+        self._versions.clear()
+        self._changed = False
+        self._running = True
+        self._announce(step, self._weight)
+
+    def _end(self) -> None:
+        self._running = False
+        for p in self._parameters:
+            version = -1 if p.grad is None else p.grad._version  # noqa: SLF001  (torch has no public one)
+            if self._versions.setdefault(id(p), version) != version:
+                self._changed = True
+            self._given[id(p)] = p.grad
+        assert self.stream is not None
+        self.stream.finish_all()
+
+    def ready(self, parameter: torch.Tensor, version: bool = True) -> None:
+        """The gradient of ``parameter`` is final, if this is the last backward. With ``version`` False
+        somebody still writes the same bytes to it."""
+        if not self._running or (bucket := self._buckets.get(id(parameter))) is None:
+            return
+        missing = self._missing[bucket.begin] = self._missing[bucket.begin] - 1
+        if id(parameter) in self._versions or missing < 0:
+            self._changed = True  # checkpointed segments may add to one parameter more than once
+        if version and parameter.grad is not None:
+            self._versions[id(parameter)] = parameter.grad._version  # noqa: SLF001
+        if missing == 0 and self.stream is not None:
+            self.stream.finish(bucket)
+
+    def end_order(self) -> str:
+        """All micro-batches of the order are computed. Returns why what was handed over is not what the
+        gradients are now, or nothing."""
+        self._weight = 0.0
+        if (stream := self.stream) is None:
+            return ""
+        self.stream = None
+        changed = self._changed or self._running
+        for p in self._parameters:
+            given = self._given.get(id(p))
+            current = p.grad
+            same = current is given and (
+                current is None or current._version == self._versions[id(p)]  # noqa: SLF001
+            )
+            changed = changed or not same
+        self._given.clear()
+        self._running = False
+        stream.finish_all()
+        if not changed:
+            return ""
+        self._usable = False
+        self.watch(False)
+        return (
+            "a gradient was changed after the last backward of a micro-batch: this replica exchanges without "
+            "overlap from now on"
+        )

@@ -1,0 +1,65 @@
+"""The ranks of this replica, as its own torch.distributed world has them: who I am, and what all say.
+
+Used at the start alone, before links of our own exist: every rank tells all others a few values, as JSON in
+tensors of bytes. Each replica has a world of its own; nothing here reaches another replica.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fabric.errors import ConfigError, ProtocolError
+from fabric.runtime.config import launched_ranks
+
+_MAX_BYTES = 1 << 20
+RESTART = 75
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Rank ``rank`` of ``size``."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def find(cls) -> "RankGroup | None":
+        """The world of this replica, None where it is one process. Raises ConfigError before it is made."""
+        if dist.is_available() and dist.is_initialized():
+            size = dist.get_world_size()
+            return cls(dist.get_rank(), size) if size > 1 else None
+        launched = launched_ranks()
+        if launched > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {launched} and torch.distributed is not initialized: call "
+                "torch.distributed.init_process_group before fabric.client.attach"
+            )
+        return None
+
+    def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What every rank gave, in rank order; a collective. A rank that is lost meanwhile ends this process
+        with code 75: all of them start anew."""
+        data = json.dumps(value).encode()
+        if len(data) > _MAX_BYTES:
+            raise ProtocolError(f"{len(data)} bytes are more than ranks tell each other at the start")
+        try:
+            # NCCL moves device memory only.
+            device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+            length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+            lengths = [torch.zeros_like(length) for _ in range(self.size)]
+            dist.all_gather(lengths, length)
+            most = max(int(n) for n in lengths)
+            padded = torch.zeros(most, dtype=torch.uint8)
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            rows = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in range(self.size)]
+            dist.all_gather(rows, padded.to(device))
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            sys.stderr.write(f"fabric: a rank of this replica was lost at the start ({reason})\n")
+            raise SystemExit(RESTART) from None
+        return [json.loads(bytes(row[: int(n)].cpu().numpy())) for row, n in zip(rows, lengths, strict=True)]

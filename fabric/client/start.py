@@ -1,0 +1,161 @@
+"""How a session begins to talk: alone, or as one rank of a replica whose ranks first tell each other what
+they are. Rank 0 then speaks for the replica, and the others follow it.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.client.engine import Engine, Parts
+from fabric.client.rank_group import RankGroup
+from fabric.client.ranks import FollowerEngine, HeadEngine
+from fabric.errors import ConfigError
+from fabric.model import EVERYTHING, Address, Sharing, SnapshotRef
+from fabric.protocol.member import Member
+from fabric.protocol.member_state import Identity, MemberConfig, State
+from fabric.protocol.rank_orders import SnapshotDue, replica_digest
+from fabric.runtime.config import Settings, advertised_host
+from fabric.transport.greeting import Greeting
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which process this is. ``predecessors_gone``: every earlier one has surely ended. ``group``: the ranks
+    of this replica, None where it is one process."""
+
+    incarnation: int
+    predecessors_gone: bool
+    group: RankGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank if self.group is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What this process brings: how its data is cut (``part``: which slice of a micro-batch is its own) and
+    shared out, the layout of its parameters (``tensors``: the same for people), and the digest of its initial
+    state (empty: none was taken)."""
+
+    micro_batches: int
+    data: str
+    layout: str
+    digest: str
+    part: int = 0
+    sharing: Sharing = EVERYTHING
+    seat: int = -1
+    tensors: tuple[str, ...] = ()
+
+
+def make_engine(parts: Parts, place: Place) -> Engine:
+    """The engine of this rank."""
+    if place.group is None:
+        return Engine(parts)
+    if place.group.rank == 0:
+        return HeadEngine(parts, place.group, place.incarnation)
+    return FollowerEngine(parts, place.group)
+
+
+def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: Work) -> None:
+    """Listen, and take part in the job from now on. Raises FabricError where that cannot be."""
+    config = _config(settings, parts.exchange.retain)
+    port = engine.listen(settings.bind, settings.ports)
+    address = Address(f"{advertised_host(settings)}:{port}", _ckpt(parts, place.rank))
+    if place.group is None:
+        identity = _identity(settings, place, work, address, work.layout)
+        state = State(0, 0, work.digest)
+        engine.begin(Member(identity, config, time.monotonic(), state, parts.handle.snapshots))
+        return
+    said = place.group.gather(
+        {
+            "link": address.link,
+            "ckpt": address.ckpt,
+            "work": [work.micro_batches, work.data],
+            "layout": work.layout,
+            "digest": work.digest,
+            "part": work.part,
+            "snapshots": [[ref.generation, ref.step, ref.digest] for ref in parts.handle.snapshots],
+        }
+    )
+    _check_equal_work(said)
+    if isinstance(engine, FollowerEngine):
+        greeting = Greeting(
+            job=settings.job,
+            store_id="",
+            replica=settings.replica,
+            incarnation=place.incarnation,
+            kind="rank",
+            to=settings.replica,
+        )
+        engine.join(said[0]["link"], greeting, settings.token)
+        return
+    assert isinstance(engine, HeadEngine)
+    engine.groups = tuple(int(x["part"]) for x in said)
+    layout = replica_digest([x["layout"] for x in said])
+    ranks = tuple(Address(x["link"], x["ckpt"]) for x in said[1:])
+    identity = _identity(settings, place, work, address, layout, ranks)
+    state = State(0, 0, replica_digest([x["digest"] for x in said]))
+    held = _held_by_all(said)
+    engine.begin(Member(identity, config, time.monotonic(), state, held))
+    if not held:
+        # What a first start may begin from, should the replicas' initial states differ.
+        engine.post(SnapshotDue(0))
+
+
+def _config(settings: Settings, retain: bool) -> MemberConfig:
+    return MemberConfig(
+        min_replicas=settings.min_replicas,
+        autonomy_s=settings.autonomy_s,
+        digest_every=settings.digest_every if settings.reproducible else 0,
+        replay=settings.reproducible,
+        exchange_s=settings.exchange_s,
+        user_code_s=settings.user_code_s,
+        on_nan=settings.on_nan,
+        retain=retain,
+    )
+
+
+def _ckpt(parts: Parts, rank: int) -> str:
+    return parts.handle.url + (f"#{rank}" if rank else "")
+
+
+def _identity(
+    settings: Settings,
+    place: Place,
+    work: Work,
+    address: Address,
+    layout: str,
+    ranks: tuple[Address, ...] = (),
+) -> Identity:
+    return Identity(
+        replica=settings.replica,
+        incarnation=place.incarnation,
+        link=address.link,
+        ckpt=address.ckpt,
+        micro_batches=work.micro_batches,
+        layout=layout,
+        data=work.data,
+        predecessors_gone=place.predecessors_gone,
+        ranks=ranks,
+        sharing=work.sharing,
+        seat=work.seat,
+        tensors=work.tensors,
+    )
+
+
+def _check_equal_work(said: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(said):
+        if one["work"] != said[0]["work"]:
+            raise ConfigError(
+                f"rank {rank} has other data settings than rank 0: give session.loader and session.steps the "
+                "same arguments on all ranks of a replica"
+            )
+
+
+def _held_by_all(said: list[dict[str, Any]]) -> tuple[SnapshotRef, ...]:
+    """Snapshots that the servers of all ranks still hold, oldest first."""
+    others = [[tuple(ref) for ref in one["snapshots"]] for one in said[1:]]
+    return tuple(
+        SnapshotRef(*ref) for ref in said[0]["snapshots"] if all(tuple(ref) in held for held in others)
+    )

@@ -1,0 +1,67 @@
+"""Iterable data sets: the stream is read from its beginning to the committed position, by everybody.
+
+An iterable data set must give the same samples in the same order every time it is iterated, on every
+replica. Sample number p of the endless repetition of that iteration has position p, and step s covers the
+positions [s*G, (s+1)*G). So the committed step is the position, and nothing else is saved. A replica reads
+the whole global batch of a step, because it may inherit any part of it, and keeps it until the next step.
+
+A replica that joins, or a job that goes back to an earlier state, must get to its position: a data set with
+``iterate_from(position)`` is asked for an iterator that begins there; any other is read and skipped.
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from fabric.errors import ConfigError, FabricError
+
+
+class Stream:
+    """Samples of an iterable data set by position; asks forward only, else it begins anew."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._from = getattr(dataset, "iterate_from", None)
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0  # the position that the iterator gives next
+        self._kept: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def read(self, first: int, positions: list[int]) -> list[Any]:
+        """The samples at ``positions``, none of them before ``first``; what lies before that is forgotten.
+
+        Safe from any thread.
+        """
+        with self._lock:
+            for position in [p for p in self._kept if p < first]:
+                del self._kept[position]
+            if any(p not in self._kept and p < self._next for p in positions) or self._iterator is None:
+                self._begin(first)
+            while self._next <= max(positions):
+                sample = self._draw()
+                if self._next >= first:
+                    self._kept[self._next] = sample
+                self._next += 1
+            return [self._kept[p] for p in positions]
+
+    def _begin(self, first: int) -> None:
+        self._kept.clear()
+        if self._from is not None:
+            self._iterator, self._next = iter(self._from(first)), first
+        else:
+            self._iterator, self._next = iter(self._dataset), 0
+
+    def _draw(self) -> Any:
+        """The next sample; after the last comes the first."""
+        assert self._iterator is not None
+        for sample in self._iterator:
+            return sample
+        if self._from is not None:
+            raise FabricError(
+                f"iterate_from ended before position {self._next}: it must go on for ever (begin again after "
+                "the last sample)"
+            )
+        self._iterator = iter(self._dataset)
+        for sample in self._iterator:
+            return sample
+        raise ConfigError("the data set is empty: its iteration gives no sample")

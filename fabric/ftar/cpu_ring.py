@@ -1,0 +1,224 @@
+"""The data plane for tensors in host memory: a ring of links that ends at once when it cannot go on.
+
+Members on one host read each other's memory, the others exchange bytes over TCP; which it is shows in the
+kind of socket that an epoch's link came as (see ``links``).
+
+One thread calls ``all_reduce``; the control thread installs links, aborts and retires. What they share is a
+table of epochs under one lock, and each epoch's links guard themselves. An epoch that failed stays failed:
+whoever aborted it and why is what every later call for it raises, until it is retired.
+"""
+
+import socket
+from collections.abc import Callable
+
+import torch
+
+from fabric.errors import ConfigError, RoundAborted
+from fabric.ftar.chunks import Round
+from fabric.ftar.epochs import Epochs, Turn
+from fabric.ftar.exchange import Bounds, Exchange, Means, Waiting
+from fabric.ftar.links import RingLinks
+from fabric.ftar.operands import Workspace, make_operands
+from fabric.ftar.plane import Ring
+from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
+from fabric.ftar.reduction import SUM, Reduction
+from fabric.ftar.segments import OwnSegments, PeerSegments
+from fabric.ftar.shared_stream import MOST_PLACES, SUPPORTED
+
+CHUNK_BYTES = 2 * 1024 * 1024
+# Every cut of every type falls on whole elements, for the widest type is eight bytes.
+_CHUNK_UNIT_BYTES = ALIGNMENT * 8
+
+
+class CpuRing:
+    """DataPlane over links of shared memory and TCP: see ``plane``.
+
+    ``exchange_s`` bounds the silence inside an exchange, ``entry_s`` the wait for members that are late for
+    it, which must exceed what user code may take. ``chunk_bytes`` must be equal on all members.
+    ``checksum`` covers every payload on TCP and not only the headers. ``shared_memory`` asks for links of
+    that kind where they are possible. ``on_piece(step)`` is called in the midst of an exchange, after every
+    piece that arrived: for tests that must hit exactly there.
+    """
+
+    def __init__(
+        self,
+        chunk_bytes: int = CHUNK_BYTES,
+        exchange_s: float = 30.0,
+        entry_s: float = 7200.0,
+        checksum: bool = True,
+        shared_memory: bool = True,
+        on_piece: Callable[[int], None] = lambda _step: None,
+    ) -> None:
+        if chunk_bytes < _CHUNK_UNIT_BYTES or chunk_bytes > 2**30:
+            raise ConfigError(
+                f"chunks of {chunk_bytes} bytes are not possible: "
+                f"choose between {_CHUNK_UNIT_BYTES} bytes and 1 GiB"
+            )
+        self._bounds = Bounds(entry_s, exchange_s)
+        self.set_bounds()
+        self._shared_memory = shared_memory and SUPPORTED
+        self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
+        # Partial results of 16-bit elements are twice as large on their way.
+        self._means = Means(torch.zeros(2 * self._chunk_bytes, dtype=torch.uint8), checksum, on_piece)
+        self._own = OwnSegments()
+        self._others = PeerSegments()
+        self._workspace = Workspace(self._own)
+        self._epochs: Epochs[RingLinks] = Epochs()
+        self._turn = Turn()
+        self._waiting = Waiting("", {})
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether links on one host should be of shared memory: see DataPlane."""
+        return self._shared_memory
+
+    @property
+    def waiting_for(self) -> str:
+        """Name of the peer that the exchange waits for at this moment, or empty."""
+        return self._waiting.peer
+
+    @property
+    def waiting_s(self) -> dict[str, float]:
+        """Seconds waited for each peer in the newest exchange."""
+        return dict(self._waiting.seconds)
+
+    def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
+        """Change the bounds, from any thread, for the exchanges to come: see DataPlane."""
+        self._bounds = self._bounds.changed(exchange_s, entry_s)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory that neighbours can read in place: see DataPlane. Raises ConfigError without memory."""
+        return self._own.allocate(nbytes).memory[:nbytes]
+
+    def show(self, descriptor: int, memory: torch.Tensor) -> None:
+        """Let neighbours read ``memory``, the start of ``descriptor``, in place: see DataPlane."""
+        self._own.show(descriptor, memory)
+
+    def forget(self, memory: torch.Tensor) -> None:
+        """What was allocated or shown is shown no more; without effect for other memory."""
+        self._own.forget(memory)
+
+    def install(
+        self,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+    ) -> None:
+        """Take the links of an epoch: see DataPlane.
+
+        Raises IllegalTransition for an epoch that is installed already, or without its sockets.
+        """
+        self._epochs.add(RingLinks(ring, next_socket, previous_socket, self._own, self._others))
+
+    def all_reduce(
+        self,
+        epoch: int,
+        step: int,
+        source: torch.Tensor,
+        result: torch.Tensor | None = None,
+        reduction: Reduction = SUM,
+        retain_gradients: bool = True,
+    ) -> None:
+        """Reduce over the members of ``epoch``: see DataPlane, and ``reduce`` for the order.
+
+        Both are contiguous 1-D CPU tensors of one type in ``reduce.DTYPE_CODES``, any length; anything else
+        raises ConfigError before a byte is sent. Raises RoundAborted.
+        """
+        result = source if result is None else result
+        _check(source, result, reduction, retain_gradients)
+        with self._turn:
+            self._reduce(self._epochs.get(epoch), step, (source.detach(), result.detach()), reduction)
+
+    def abort(self, epoch: int, why: str, about: str = "") -> None:
+        """End the epoch's exchange from any thread: see DataPlane."""
+        self._epochs.abort(epoch, why, about)
+
+    def retire(self, before_epoch: int) -> None:
+        """Close the links of older epochs: see DataPlane."""
+        self._epochs.retire(before_epoch)
+        self._others.retire(before_epoch)
+
+    def close(self) -> None:
+        """Abort and close everything; idempotent."""
+        self._epochs.close()
+        self._own.close()
+        self._others.close()
+
+    def _reduce(
+        self, links: RingLinks, step: int, tensors: tuple[torch.Tensor, torch.Tensor], reduction: Reduction
+    ) -> None:
+        ring, (source, result) = links.ring, tensors
+        self._waiting = waiting = Waiting("", {})
+        links.enter()
+        try:
+            round_ = Round(
+                ring.epoch,
+                step,
+                self._turn.number(ring.epoch, step),
+                ring.world,
+                DTYPE_CODES[source.dtype],
+                source.numel(),
+                reduction.code,
+            )
+            if ring.world == 1:
+                reduction.alone(source, result)
+            elif source.numel():
+                self._exchange(links, round_, tensors, reduction, waiting)
+        except RoundAborted as error:
+            # The first cause wins: an abort that came while this one unwound is not overwritten.
+            links.abort(str(error), error.about)
+            raise
+        except BaseException as error:
+            # Half an exchange is on the links: nobody may go on with them.
+            links.abort(f"an error here ended the exchange: {error!r}")
+            raise
+        finally:
+            links.leave()
+
+    def _exchange(
+        self,
+        links: RingLinks,
+        round_: Round,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        reduction: Reduction,
+        waiting: Waiting,
+    ) -> None:
+        ring, (source, result) = links.ring, tensors
+        chunk_elements = self._chunk_bytes // source.element_size()
+        plan = schedule(source.numel(), ring.world, ring.position, chunk_elements)
+        by_reference = links.outbox is not None and links.inbox is not None
+        shown = segment_bounds(source.numel(), ring.world)[ring.position]
+        if by_reference and ring.world > 2:
+            shown = (0, source.numel())
+        partial = not by_reference or ring.world > MOST_PLACES + 1
+        visible = None if links.outbox is None else lambda memory: self._own.find(memory) is not None
+        operands = make_operands(
+            source, result, reduction, shown, ring.world, partial, self._workspace, visible
+        )
+        Exchange(links, operands, round_, plan, self._means).run(self._bounds, waiting)
+
+
+def _check(source: torch.Tensor, result: torch.Tensor, reduction: Reduction, retain: bool) -> None:
+    for tensor in (source, result):
+        if tensor.dtype not in DTYPE_CODES:
+            raise ConfigError(
+                f"a tensor of {tensor.dtype} cannot be reduced: use one of "
+                + ", ".join(str(d).removeprefix("torch.") for d in DTYPE_CODES)
+            )
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ConfigError(
+                f"the ring reduces flat contiguous tensors in host memory, not shape "
+                f"{tuple(tensor.shape)} on {tensor.device}: copy it into one first"
+            )
+    reduction.check(source.dtype)
+    if result.dtype != source.dtype or result.numel() != source.numel():
+        raise ConfigError(
+            f"the result has {result.numel()} elements of {result.dtype}, the gradient {source.numel()} of "
+            f"{source.dtype}: they must agree"
+        )
+    distance = abs(result.data_ptr() - source.data_ptr())
+    if source.numel() and distance < source.numel() * source.element_size() and (retain or distance):
+        raise ConfigError(
+            "the result would overwrite the gradient: give it memory of its own, or the gradient itself with "
+            "retain_gradients=False"
+        )

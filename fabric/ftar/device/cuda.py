@@ -1,0 +1,216 @@
+"""The device seam on a GPU, by way of ``torch.cuda``.
+
+Written from torch's documentation and source; ``docs/benchmarks.md`` says what of it has run on a GPU.
+"""
+
+import contextlib
+import logging
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fabric.ftar.device.host import boot_id
+from fabric.ftar.device.seam import Event, Handle, Stream
+
+_cuda: Any = torch.cuda  # its streams and events carry no types
+_log = logging.getLogger(__name__)
+# What torch calls the file with the reference counts of shared device memory. It becomes a name in /dev/shm,
+# so nothing else is let through.
+_COUNTER = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")
+
+
+class CudaEvent:
+    """See ``Event``."""
+
+    def __init__(self, event: Any, watcher: "_Watcher") -> None:
+        self.event = event
+        self.watcher = watcher
+
+    def done(self) -> bool:
+        """See ``Event``."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """See ``Event``."""
+        self.event.synchronize()
+
+
+class CudaStream:
+    """See ``Stream``."""
+
+    def __init__(self, stream: Any, watcher: "_Watcher") -> None:
+        self.stream = stream
+        self._watcher = watcher
+
+    def run(self, work: Callable[[], object]) -> None:
+        """See ``Stream``."""
+        with _cuda.stream(self.stream):
+            work()
+
+    def wait(self, event: Event) -> None:
+        """See ``Stream``."""
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+    def record(self) -> CudaEvent:
+        """See ``Stream``."""
+        event = _cuda.Event(blocking=True)  # who waits sleeps and does not spin
+        self.stream.record_event(event)
+        return CudaEvent(event, self._watcher)
+
+
+class CudaDevice:
+    """See ``Device``: one GPU, all of whose streams and events this process makes for itself."""
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        index = torch.device(device).index
+        self.device = torch.device("cuda", _cuda.current_device() if index is None else index)
+        self._watchers: list[_Watcher] = []
+        self._compute = self._watcher()
+        self._registered: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """See ``Device``."""
+        return tensor.device == self.device
+
+    def stream(self) -> CudaStream:
+        """See ``Device``."""
+        return CudaStream(_cuda.Stream(self.device), self._watcher())
+
+    def compute(self) -> CudaStream:
+        """See ``Device``."""
+        return CudaStream(_cuda.current_stream(self.device), self._compute)
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """See ``Device``. A thread begins on the default stream, which is mostly the trainer's."""
+        assert isinstance(stream, CudaStream)
+        with _cuda.device(self.device), _cuda.stream(stream.stream):
+            yield
+
+    def when(self, event: Event, ring: Callable[[], None]) -> None:
+        """See ``Device``. Events of one stream come in order, so each stream has one thread that waits."""
+        assert isinstance(event, CudaEvent)
+        event.watcher.watch(event, ring)
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """See ``Device``."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        """See ``Device``."""
+        # torch rounds page-locked memory up to a power of two: ask for such sizes.
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def keep_registered(self, memory: Sequence[torch.Tensor]) -> None:
+        """See ``Device``."""
+        wanted = {t.data_ptr(): t for t in memory if t.numel()}
+        with self._lock, _cuda.device(self.device):
+            for address, old in list(self._registered.items()):
+                # The same address may be other memory by now, of which the driver knows nothing.
+                if wanted.get(address) is not old:
+                    del self._registered[address]
+                    _cuda.cudart().cudaHostUnregister(address)
+            for address, tensor in wanted.items():
+                if address not in self._registered and self._register(address, tensor.numel()):
+                    self._registered[address] = tensor
+
+    def share(self, nbytes: int) -> tuple[torch.Tensor, Handle] | None:
+        """See ``Device``: CUDA IPC, by torch's own handles."""
+        memory = self.memory(nbytes)
+        try:
+            # Device number, memory, sizes, reference count, event: as torch passes them between processes.
+            _, handle, size, offset, counter, counter_offset, event, wanted = _cuda_handle(
+                memory.untyped_storage()
+            )
+        except RuntimeError as error:
+            _log.warning("Device memory cannot be shared with other processes: %s", error)
+            return None
+        return memory, Handle(
+            boot_id(), self._uuid(self.device.index), nbytes, handle, size, offset, counter, counter_offset,
+            event, wanted,
+        )  # fmt: skip
+
+    def open(self, handle: Handle) -> torch.Tensor | None:
+        """See ``Device``. Memory of another GPU is opened where this process sees that GPU."""
+        found = [i for i in range(_cuda.device_count()) if self._uuid(i) == handle.device]
+        if handle.host != boot_id() or not found or not _COUNTER.fullmatch(handle.counter):
+            return None
+        if found[0] != self.device.index and not _cuda.can_device_access_peer(self.device.index, found[0]):
+            return None
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(  # noqa: SLF001  as above
+                found[0], handle.memory, handle.storage_bytes, handle.offset, handle.counter,
+                handle.counter_offset, handle.event, handle.event_wanted,
+            )  # fmt: skip
+        except RuntimeError as error:
+            _log.warning("Device memory of a neighbour cannot be opened, chunks go over TCP: %s", error)
+            return None
+        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        tensor.set_(storage, 0, (handle.nbytes,), (1,))
+        return tensor
+
+    def close(self) -> None:
+        """See ``Device``."""
+        for watcher in self._watchers:
+            watcher.close()
+        self.keep_registered([])
+
+    def _watcher(self) -> "_Watcher":
+        watcher = _Watcher()
+        self._watchers.append(watcher)
+        return watcher
+
+    def _register(self, address: int, nbytes: int) -> bool:
+        code = int(_cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if code:
+            _log.warning("Host memory of %d bytes could not be page-locked (CUDA error %d).", nbytes, code)
+            forget_error(self.device)
+        return code == 0
+
+    @staticmethod
+    def _uuid(index: int) -> str:
+        return str(_cuda.get_device_properties(index).uuid)
+
+
+def _cuda_handle(storage: Any) -> Any:
+    """The one way to a handle without pickle."""
+    return storage._share_cuda_()
+
+
+def forget_error(device: torch.device) -> None:
+    """Clear the error that a failed call of the runtime left behind: the next kernel would raise it."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+
+
+class _Watcher:
+    """A thread that waits for the events of one stream, in order."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[CudaEvent, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, event: CudaEvent, ring: Callable[[], None]) -> None:
+        """Ring when ``event`` is done."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fabric-cuda-events", daemon=True)
+            self._thread.start()
+        self._queue.put((event, ring))
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, ring = item
+            with contextlib.suppress(RuntimeError):  # whoever is rung for asks the event, which raises again
+                event.wait()
+            ring()

@@ -1,0 +1,287 @@
+"""A device made of host memory and one thread: real bytes, in the latest order that events allow.
+
+Nothing runs when it is enqueued. The thread runs what somebody waits for, and of that only what the event
+depends on, so a copy that was enqueued but is not waited for happens late or never, as on a GPU that is
+behind. ``pause`` stands for a GPU that is busy, ``fail`` for one that is lost.
+"""
+
+import contextlib
+import mmap
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from fabric.ftar.device.seam import Event, Handle, Stream
+
+_Work = Callable[[], object]
+_MEMFD = re.compile(r"/memfd:fabric-device(?: \(deleted\))?")
+
+
+class HostEvent:
+    """See ``Event``."""
+
+    def __init__(self, stream: "HostStream") -> None:
+        self.stream = stream
+        self.happened = False
+        self.bells: list[Callable[[], None]] = []
+
+    def done(self) -> bool:
+        """See ``Event``; asking is waiting: it lets the device come to this point."""
+        device = self.stream.device
+        with device.turn:
+            device.check()
+            device.want(self)
+            return self.happened
+
+    def wait(self) -> None:
+        """See ``Event``."""
+        device = self.stream.device
+        with device.turn:
+            device.want(self)
+            device.turn.wait_for(lambda: self.happened or device.error is not None)
+            device.check()
+
+
+class HostStream:
+    """See ``Stream``."""
+
+    def __init__(self, device: "HostDevice") -> None:
+        self.device = device
+        # Work to run, an event of another stream to wait for, or an event of this one that happens.
+        self.queue: deque[_Work | HostEvent] = deque()
+
+    def run(self, work: _Work) -> None:
+        """See ``Stream``."""
+        with self.device.turn:
+            self.queue.append(work)
+
+    def wait(self, event: Event) -> None:
+        """See ``Stream``."""
+        assert isinstance(event, HostEvent)
+        with self.device.turn:
+            if event.stream is not self and not event.happened:
+                self.queue.append(event)
+
+    def record(self) -> HostEvent:
+        """See ``Stream``."""
+        event = HostEvent(self)
+        with self.device.turn:
+            if self.queue:
+                self.queue.append(event)
+            else:
+                event.happened = True
+        return event
+
+
+class _Immediate(HostStream):
+    """The stream of a thread whose work is done when it says so."""
+
+    def run(self, work: _Work) -> None:
+        """See ``Stream``."""
+        work()
+
+    def wait(self, event: Event) -> None:
+        """See ``Stream``."""
+        event.wait()
+
+
+class HostDevice:
+    """See ``Device``. ``name`` tells devices of one host apart; only equal ones open each other's memory.
+
+    What torch does on the CPU has happened when it returns, so ``compute`` is what a test makes of it: a
+    stream as late as the others, or with ``immediate`` one that is never behind, for a real trainer.
+    """
+
+    def __init__(self, name: str = "host", immediate: bool = False) -> None:
+        self.turn = threading.Condition(threading.RLock())
+        self.error: Exception | None = None
+        self.registered: list[torch.Tensor] = []
+        self.allocated = 0
+        self._name = name
+        self._wanted: deque[HostEvent] = deque()
+        self._paused = False
+        self._closed = False
+        self._compute = HostStream(self)
+        self._immediate = _Immediate(self) if immediate else None
+        self._local = threading.local()
+        self._files: list[int] = []
+        self._thread = threading.Thread(target=self._work, name="fabric-host-device", daemon=True)
+        self._thread.start()
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """See ``Device``."""
+        return tensor.device.type == "cpu"
+
+    def stream(self) -> HostStream:
+        """See ``Device``."""
+        return HostStream(self)
+
+    def compute(self) -> HostStream:
+        """See ``Device``."""
+        found: HostStream = getattr(self._local, "stream", self._immediate or self._compute)
+        return found
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """See ``Device``; torch's own operations are not deferred."""
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            del self._local.stream
+
+    def when(self, event: Event, ring: Callable[[], None]) -> None:
+        """See ``Device``."""
+        assert isinstance(event, HostEvent)
+        with self.turn:
+            if not event.happened and self.error is None:
+                event.bells.append(ring)
+                self.want(event)
+                return
+        ring()
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """See ``Device``."""
+        self.allocated += nbytes
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        """See ``Device``."""
+        self.allocated += nbytes
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def keep_registered(self, memory: Sequence[torch.Tensor]) -> None:
+        """See ``Device``."""
+        self.registered = list(memory)
+
+    def share(self, nbytes: int) -> tuple[torch.Tensor, Handle] | None:
+        """See ``Device``: a memfd, which another process of this user opens by process and number."""
+        file = os.memfd_create("fabric-device", os.MFD_CLOEXEC)
+        self._files.append(file)
+        os.ftruncate(file, nbytes)
+        self.allocated += nbytes
+        memory = f"{os.getpid()} {file}".encode()
+        handle = Handle(boot_id(), self._name, nbytes, memory, nbytes, 0, b"", 0, b"", False)
+        return _mapped(file, nbytes), handle
+
+    def open(self, handle: Handle) -> torch.Tensor | None:
+        """See ``Device``."""
+        if (handle.host, handle.device) != (boot_id(), self._name):
+            return None
+        numbers = re.fullmatch(rb"([0-9]{1,10}) ([0-9]{1,10})", handle.memory)
+        if numbers is None:
+            return None
+        path = Path(f"/proc/{int(numbers[1])}/fd/{int(numbers[2])}")
+        try:
+            if not _MEMFD.fullmatch(str(path.readlink())) or path.stat().st_size < handle.nbytes:
+                return None
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            return _mapped(file, handle.nbytes)
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        """See ``Device``."""
+        with self.turn:
+            self._closed = True
+            self.turn.notify_all()
+        self._thread.join()
+        for file in self._files:
+            os.close(file)
+        self._files.clear()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for something that has not happened."""
+        return bool(self._wanted)
+
+    def pause(self) -> None:
+        """The device is busy with something else from here on."""
+        with self.turn:
+            self._paused = True
+
+    def resume(self) -> None:
+        """It is free again."""
+        with self.turn:
+            self._paused = False
+            self.turn.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """The device is lost: every wait raises."""
+        with self.turn:
+            self.error = error
+            bells = [bell for event in self._wanted for bell in event.bells]
+            self.turn.notify_all()
+        for bell in bells:
+            bell()
+
+    def check(self) -> None:
+        """Raise RuntimeError if the device failed."""
+        if self.error is not None:
+            raise RuntimeError(str(self.error)) from self.error
+
+    def want(self, event: HostEvent) -> None:
+        """Somebody asks for ``event`` (``turn`` is held)."""
+        if not event.happened and event not in self._wanted:
+            self._wanted.append(event)
+            self.turn.notify_all()
+
+    def _work(self) -> None:
+        with self.turn:
+            while True:
+                self.turn.wait_for(
+                    lambda: self._closed or (self._wanted and not self._paused and self.error is None)
+                )
+                if self._closed:
+                    return
+                # The newest first: what was enqueued before and is no dependency comes later than one thinks.
+                self._step(self._wanted[-1])
+
+    def _step(self, event: HostEvent) -> None:
+        """One operation that ``event`` depends on."""
+        stream = event.stream
+        while isinstance(head := stream.queue[0], HostEvent) and head.stream is not stream:
+            if head.happened:
+                stream.queue.popleft()
+            else:
+                stream = head.stream
+        if isinstance(head, HostEvent):
+            stream.queue.popleft()
+            self._happen(head)
+            return
+        try:
+            # Unlocked, so that the host goes on meanwhile; nobody else takes work from a stream.
+            self.turn.release()
+            try:
+                head()
+            finally:
+                self.turn.acquire()
+        except Exception as error:  # noqa: BLE001  a device that fails at one operation is lost, whatever the error
+            self.fail(error)
+            return
+        stream.queue.popleft()
+
+    def _happen(self, event: HostEvent) -> None:
+        event.happened = True
+        if event in self._wanted:
+            self._wanted.remove(event)
+        self.turn.notify_all()
+        for bell in event.bells:
+            bell()
+
+
+def boot_id() -> str:
+    """What this host calls itself since it was started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _mapped(file: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)

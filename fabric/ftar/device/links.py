@@ -1,0 +1,118 @@
+"""The two sockets of one epoch's device ring: what comes back on them, and shared memory beside them.
+
+Between neighbours on one host, whose link is a unix socket, chunks lie in device memory that the sender
+shares and the receiver reads, where it can; the socket then carries their headers, and on the way back a
+credit for every slot that was read. Everywhere else the bytes go over the socket.
+"""
+
+import os
+import socket
+from contextlib import suppress
+
+import torch
+
+from fabric.errors import ProtocolError, RoundAborted
+from fabric.ftar.device import frames
+from fabric.ftar.device.seam import Device
+from fabric.ftar.epochs import EpochLinks
+from fabric.ftar.plane import Ring
+
+_READ_BYTES = 4096
+
+
+class DeviceLinks(EpochLinks):
+    """Links of one epoch; ``shares`` says whether device memory may be shared where that is possible."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+        shares: bool = False,
+    ) -> None:
+        super().__init__(ring, next_socket, previous_socket)
+        self.offers = shares and is_shared(next_socket)
+        self.expects_offer = shares and is_shared(previous_socket)
+        # What the next member reads from, None for TCP; and whether it said that it can, None before that.
+        self.outbox: torch.Tensor | None = None
+        self.accepted: bool | None = None if self.offers else False
+        self.inbox: torch.Tensor | None = None
+        self.credits = 0
+        self._back = bytearray()
+
+    def make_offer(self, device: Device, nbytes: int) -> bytes:
+        """Allocate the outbox; the bytes that offer it."""
+        self.offers = False
+        shared = device.share(nbytes)
+        if shared is None:
+            return frames.offer(None)
+        self.outbox, handle = shared
+        return frames.offer(handle)
+
+    def take_offer(self, body: bytes | bytearray, device: Device) -> None:
+        """Open what the previous member shares, and tell it whether that worked. Raises ProtocolError."""
+        self.expects_offer = False
+        handle = frames.read_offer(body)
+        self.inbox = None if handle is None else device.open(handle)
+        self.send_back(frames.back(frames.ANSWER, int(self.inbox is not None)))
+
+    def send_back(self, frame: bytes) -> None:
+        """A small frame to the previous member. Raises RoundAborted where it cannot be sent whole."""
+        with self._lock:
+            self.check()
+            assert self.previous is not None
+            try:
+                # Credits are bounded by slots, so the buffer has room unless the link is no link any more.
+                sent = self.previous.send(frame)
+            except OSError as error:
+                raise lost(self.ring.previous, error) from error
+            if sent != len(frame):
+                raise RoundAborted(f"the ring link to {self.ring.previous} does not take answers", "")
+
+    def aborted(self, why: str, about: str) -> None:
+        """Tell the previous member, which tells its own, and so everybody hears the cause."""
+        if self.previous is not None:
+            with suppress(OSError):
+                self.previous.send(frames.notice(why, about))
+
+    def hear_back(self) -> None:
+        """Read answers and credits from the next member; raises RoundAborted at a notice or its end."""
+        assert self.next is not None
+        peer = self.ring.next
+        try:
+            data = self.next.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise lost(peer, error) from error
+        if not data:
+            raise lost(peer, None)
+        self._back += data
+        try:
+            while (found := frames.take_back(self._back)) is not None:
+                self._hear(found)
+        except ProtocolError as error:
+            raise RoundAborted(f"{peer} answered on the ring with garbage: {error}", peer) from error
+
+    def _hear(self, found: frames.Back) -> None:
+        if found.kind == frames.ABORT:
+            raise RoundAborted(found.why, found.about if found.about in self.ring.names else "")
+        if found.kind == frames.CREDIT:
+            self.credits += found.value
+        else:
+            self.accepted = bool(found.value) and self.outbox is not None
+            if not self.accepted:
+                self.outbox = None
+
+
+def is_shared(sock: socket.socket | None) -> bool:
+    """Whether this link is one of members on one host: both ends know."""
+    return sock is not None and sock.family == socket.AF_UNIX
+
+
+def lost(peer: str, error: OSError | None) -> RoundAborted:
+    """The abort that says that the link to ``peer`` ended."""
+    detail = "its end of the ring closed"
+    if error is not None:
+        detail = os.strerror(error.errno).lower() if error.errno else str(error)
+    return RoundAborted(f"the ring link to {peer} was lost: {detail}", peer)

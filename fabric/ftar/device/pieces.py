@@ -1,0 +1,301 @@
+"""Pieces on their way out of this member and into it: which slot, which copy, which event, which bytes."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from fabric.errors import ProtocolError
+from fabric.ftar.device import frames
+from fabric.ftar.device.links import DeviceLinks
+from fabric.ftar.device.plan import Piece
+from fabric.ftar.device.seam import Event
+from fabric.ftar.device.workspace import Job, Workspace
+
+
+class Outgoing:
+    """Pieces to the next member: copied into a slot on the device's time, then announced or sent."""
+
+    def __init__(self, job: Job, links: DeviceLinks, space: Workspace, pieces: list[Piece]) -> None:
+        assert links.next is not None
+        self._sock = links.next
+        self._job, self._links, self._space, self._pieces = job, links, space, pieces
+        self._copies: deque[Event] = deque()
+        self._begun = self._ready = self._sent = 0
+        self._under_way: list[memoryview] = []
+        self._ends_piece = False
+        if links.offers:
+            offer = links.make_offer(space.device, space.chunk_bytes * space.slots)
+            self._under_way = [memoryview(offer)]
+
+    @property
+    def _freed(self) -> int:
+        return self._links.credits if self._links.accepted else self._sent
+
+    @property
+    def done(self) -> bool:
+        return self._freed == len(self._pieces) and not self._under_way
+
+    @property
+    def blocked(self) -> bool:
+        """Whether bytes wait for the socket alone (after ``pump`` moved nothing)."""
+        return bool(self._under_way)
+
+    @property
+    def copying(self) -> bool:
+        return bool(self._copies)
+
+    def stage(self, arrived: "dict[int, Arrival]") -> None:
+        """Enqueue the copies that have a slot and whose data is there, which leaves ``arrived``."""
+        space = self._space
+        while (
+            self._links.accepted is not None
+            and self._begun < len(self._pieces)
+            and self._begun - self._freed < space.slots
+        ):
+            piece = self._pieces[self._begun]
+            if piece.needs < 0:
+                source = self._job.source[piece.start : piece.stop].view(torch.uint8)
+                self._copy(source)
+            elif piece.needs in arrived:
+                arrival = arrived.pop(piece.needs)
+                space.down.wait(arrival.event)
+                copied = self._copy(arrival.data)
+                if arrival.slot is not None:
+                    space.free.append((arrival.slot, copied))
+            else:
+                return
+
+    def _copy(self, source: torch.Tensor) -> Event:
+        space = self._space
+        target = self._slot(self._begun)[: source.numel()]
+        self._begun += 1
+        space.down.run(lambda: target.copy_(source, non_blocking=True))
+        event = space.down.record()
+        self._copies.append(event)
+        space.device.when(event, space.ring)
+        return event
+
+    def _slot(self, number: int) -> torch.Tensor:
+        space, index = self._space, number % self._space.slots
+        if self._links.accepted:
+            assert self._links.outbox is not None
+            return self._links.outbox[index * space.chunk_bytes : (index + 1) * space.chunk_bytes]
+        return space.outgoing[index]
+
+    def pump(self) -> bool:
+        """Send once what is ready; whether a byte went. Raises OSError."""
+        while self._copies and self._copies[0].done():
+            self._copies.popleft()
+            self._ready += 1
+        if not self._under_way:
+            if self._sent >= self._ready:
+                return False
+            self._under_way = self._frame(self._pieces[self._sent])
+            self._ends_piece = True
+        try:
+            count = self._sock.sendmsg(self._under_way)
+        except BlockingIOError:
+            return False
+        while self._under_way and count >= len(self._under_way[0]):
+            count -= len(self._under_way.pop(0))
+        if self._under_way:
+            self._under_way[0] = self._under_way[0][count:]
+        elif self._ends_piece:
+            self._sent += 1
+        return True
+
+    def _frame(self, piece: Piece) -> list[memoryview]:
+        size = self._job.size(piece)
+        chunk = self._job.frame(piece, self._links.ring.position, size)
+        if self._links.accepted:
+            return [memoryview(frames.pack(chunk))]
+        payload = self._space.outgoing[self._sent % self._space.slots].numpy().data[:size]
+        if self._job.checksum:
+            chunk = frames.with_digest(chunk, payload)
+        return [memoryview(frames.pack(chunk)), payload]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A received piece that is passed on: its bytes, once ``event`` is done, and their slot if it is one."""
+
+    data: torch.Tensor
+    event: Event
+    slot: int | None
+
+
+class Incoming:
+    """Pieces from the previous member: verified, brought to the device, accumulated there."""
+
+    def __init__(self, job: Job, links: DeviceLinks, space: Workspace, pieces: list[Piece]) -> None:
+        assert links.previous is not None
+        self._sock = links.previous
+        self._job, self._links, self._space, self._pieces = job, links, space, pieces
+        self._source = (links.ring.position - 1) % links.ring.world
+        self._uses: deque[Event] = deque()
+        self._head = bytearray(frames.OFFER_HEAD_BYTES if links.expects_offer else frames.CHUNK_BYTES)
+        self._offer: bytearray | None = None
+        self._chunk: frames.Chunk | None = None
+        self._filled = 0
+        self.arrived: dict[int, Arrival] = {}
+        self.completed = 0
+        self.everybody = False
+
+    @property
+    def done(self) -> bool:
+        return self.completed == len(self._pieces) and not self._uses
+
+    @property
+    def receiving(self) -> bool:
+        """Whether bytes could be taken now."""
+        return self.completed < len(self._pieces) and (
+            self._chunk is None or self._filled > 0 or self._has_room()
+        )
+
+    @property
+    def copying(self) -> bool:
+        return bool(self._uses)
+
+    def settle(self) -> bool:
+        """Give back the slots whose copies are done; whether there were any. Raises RoundAborted."""
+        count = 0
+        while self._uses and self._uses[0].done():
+            self._uses.popleft()
+            count += 1
+        if count and self._links.inbox is not None:
+            self._links.send_back(frames.back(frames.CREDIT, count))
+        return count > 0
+
+    def pump(self) -> tuple[bool, bool]:
+        """Receive once: whether bytes came, and whether they counted.
+
+        Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used.
+        """
+        if not self.receiving:
+            return False, False
+        chunk = self._chunk
+        if chunk is not None and self._links.inbox is not None:
+            return self._take(chunk)
+        target = self._target()
+        try:
+            count = self._sock.recv_into(target[self._filled :])
+        except BlockingIOError:
+            return False, False
+        if not count:
+            raise EOFError
+        self._filled += count
+        if self._filled < len(target):
+            return True, chunk is not None
+        self._filled = 0
+        if chunk is not None:
+            return self._take(chunk)
+        if self._links.expects_offer:
+            self._read_offer()
+        else:
+            self._begin()
+        return True, False
+
+    def _target(self) -> memoryview:
+        if self._chunk is not None:
+            return self._staged().numpy().data
+        return memoryview(self._head if self._offer is None else self._offer)
+
+    def _staged(self) -> torch.Tensor:
+        assert self._chunk is not None
+        return self._space.incoming[self.completed % self._space.slots][: self._chunk.size]
+
+    def _read_offer(self) -> None:
+        if self._offer is None:
+            self._offer = bytearray(frames.offer_size(self._head))
+            if self._offer:
+                return
+        self._links.take_offer(self._offer, self._space.device)
+        self._offer, self._head = None, bytearray(frames.CHUNK_BYTES)
+
+    def _begin(self) -> None:
+        piece = self._pieces[self.completed]
+        found = frames.unpack(self._head)
+        expected = self._job.frame(piece, self._source, self._job.size(piece))
+        if found.identity != expected.identity:
+            raise ProtocolError(difference(found, expected))
+        self._chunk = found
+
+    def _has_room(self) -> bool:
+        piece, space = self._pieces[self.completed], self._space
+        # Read out of shared memory a chunk needs no slot of ours.
+        return (piece.gather or bool(space.free)) and len(self._uses) < space.slots
+
+    def _take(self, chunk: frames.Chunk) -> tuple[bool, bool]:
+        piece = self._pieces[self.completed]
+        if self._links.inbox is None:
+            data = self._staged()
+            if chunk.digested and frames.digest(data.numpy().data) != chunk.digest:
+                raise ProtocolError(
+                    f"chunk {chunk.sequence} does not match its digest: bytes were corrupted on the way or "
+                    "in memory; if it repeats, check that host's memory and network"
+                )
+        else:
+            begin = self.completed % self._space.slots * self._space.chunk_bytes
+            data = self._links.inbox[begin : begin + chunk.size]
+        self._chunk = None
+        self._use(piece, data)
+        self.everybody = self.everybody or piece.everybody
+        self.completed += 1
+        return True, True
+
+    def _use(self, piece: Piece, data: torch.Tensor) -> None:
+        """Enqueue what is done with ``data``; it must stay as it is until the event."""
+        job, up = self._job, self._space.up
+        landed = job.result[piece.start : piece.stop].view(torch.uint8)
+        slot = None
+        if piece.gather:
+            up.run(lambda: landed.copy_(data, non_blocking=True))
+        else:
+            slot, landed = self._accumulate(piece, data, landed)
+        event = up.record()
+        self._uses.append(event)
+        self._space.device.when(event, self._space.ring)
+        if piece.hop < 2 * self._links.ring.world - 3:
+            self.arrived[piece.sequence] = Arrival(landed, event, slot)
+
+    def _accumulate(
+        self, piece: Piece, data: torch.Tensor, landed: torch.Tensor
+    ) -> tuple[int | None, torch.Tensor]:
+        job, space = self._job, self._space
+        slot, behind = space.free.popleft()
+        if behind is not None:
+            space.up.wait(behind)
+        received = space.scratch[: data.numel()]
+        total = space.partial[slot][: (piece.stop - piece.start) * job.wide.itemsize]
+        typed, sums = received.view(job.dtype(piece)), total.view(job.wide)
+
+        def work() -> None:
+            received.copy_(data, non_blocking=True)
+            job.accumulate(piece, typed, sums)
+
+        space.up.run(work)
+        if piece.last:
+            # The next use of the slot is on this stream too, so behind this one.
+            space.free.append((slot, None))
+            return None, landed
+        return slot, total
+
+
+def difference(got: frames.Chunk, expected: frames.Chunk) -> str:
+    """Why a chunk that is not the expected one is there, as far as its header tells."""
+    if (got.epoch, got.step, got.exchange) != (expected.epoch, expected.step, expected.exchange):
+        return (
+            f"it is in exchange {got.exchange} of step {got.step} of epoch {got.epoch}, we are in exchange "
+            f"{expected.exchange} of step {expected.step} of epoch {expected.epoch}"
+        )
+    if (got.length, got.dtype, got.operation) != (expected.length, expected.dtype, expected.operation):
+        return (
+            f"it reduces {got.length} elements of type {got.dtype} by operation {got.operation}, we "
+            f"{expected.length} of type {expected.dtype} by {expected.operation}: the replicas' models differ"
+        )
+    return (
+        f"its chunk {got.sequence} of {got.size} bytes (position {got.source} of {got.world}) came where "
+        f"chunk {expected.sequence} of {expected.size} bytes (position {expected.source} of "
+        f"{expected.world}) was due: chunk sizes or rings differ"
+    )

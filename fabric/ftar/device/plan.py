@@ -1,0 +1,70 @@
+"""Which pieces go over a device ring, and in which order: pure.
+
+Segments, and the order in which each is summed, are those of every ring (see ``fabric.ftar.reduce``). What
+differs is the order of the pieces: a group of pieces goes through all hops before the next group begins. A
+partial sum waits on the device from its arrival until it is passed on, and so the memory for that is bounded
+by two groups, whatever the length of the buffer.
+"""
+
+from dataclasses import dataclass
+
+from fabric.ftar.reduce import ALIGNMENT, segment_bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, stop) on their way over one link.
+
+    ``hop`` counts the links that they took before; at hop 0 they are one member's own. ``gather``: they are
+    the result. ``last``: the sum is complete once the receiver has added its own. ``everybody``: the arrival
+    proves that all members have entered the exchange. ``needs`` is the number of the received piece that this
+    one forwards, -1 for none.
+    """
+
+    sequence: int
+    hop: int
+    start: int
+    stop: int
+    gather: bool
+    last: bool
+    everybody: bool
+    needs: int
+
+
+def plan(
+    length: int, world: int, position: int, chunk_elements: int, group: int
+) -> tuple[list[Piece], list[Piece]]:
+    """(sends, receives) of member ``position`` of ``world`` for ``length`` elements, in order.
+
+    Pieces have at most ``chunk_elements`` (rounded down to ALIGNMENT, but never zero) elements, and
+    ``group`` pieces of each segment travel together.
+    """
+    chunk = max(ALIGNMENT, chunk_elements // ALIGNMENT * ALIGNMENT)
+    bounds = segment_bounds(length, world)
+    receives = _pieces(bounds, (position - 1) % world, chunk, group, {})
+    arrivals = {(p.hop, p.start): p.sequence for p in receives}
+    return _pieces(bounds, position, chunk, group, arrivals), receives
+
+
+def _pieces(
+    bounds: list[tuple[int, int]], first: int, chunk: int, group: int, arrivals: dict[tuple[int, int], int]
+) -> list[Piece]:
+    world = len(bounds)
+    rows = []
+    for hop in range(2 * (world - 1)):
+        start, stop = bounds[(first - hop) % world]
+        for number, low in enumerate(range(start, stop, chunk)):
+            rows.append((number // group, hop, number, low, min(low + chunk, stop)))
+    return [
+        Piece(
+            sequence,
+            hop,
+            low,
+            high,
+            gather=hop >= world - 1,
+            last=hop == world - 2,
+            everybody=hop >= world - 2,
+            needs=arrivals.get((hop - 1, low), -1),
+        )
+        for sequence, (_, hop, _, low, high) in enumerate(sorted(rows))
+    ]

@@ -1,0 +1,248 @@
+"""The data plane for tensors in a device's memory: a ring whose chunks never block the compute stream.
+
+Between hosts a chunk goes device -> page-locked slot -> TCP -> page-locked slot -> device; between processes
+on one host the next member reads it out of device memory that this one shares. Sums are made on the device,
+in the order and the arithmetic of every other plane.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from fabric.errors import ConfigError, RoundAborted
+from fabric.ftar.device import frames
+from fabric.ftar.device.exchange import Exchange
+from fabric.ftar.device.links import DeviceLinks
+from fabric.ftar.device.plan import Piece, plan
+from fabric.ftar.device.seam import Device
+from fabric.ftar.device.workspace import Job, Workspace
+from fabric.ftar.epochs import Epochs, Turn
+from fabric.ftar.exchange import Bounds, Waiting
+from fabric.ftar.plane import Ring
+from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES
+from fabric.ftar.reduction import SUM, Reduction
+
+CHUNK_BYTES = 4 * 1024 * 1024
+SLOTS = 8
+# Partial sums have room for two groups, see ``plan``.
+GROUP = 8
+_CHUNK_UNIT_BYTES = ALIGNMENT * 8
+
+
+class DeviceRing:
+    """DataPlane for one device: see ``plane``.
+
+    ``chunk_bytes``, ``slots`` and ``group`` must be equal on all members; chunk_bytes * slots bounds what is
+    under way on a link, chunk_bytes * (2 * slots + slots + 2 * group + 1) is what the plane allocates, two
+    thirds of the slots in host memory. ``shares``: whether neighbours on one host read each other's device
+    memory where they can; without, or where they cannot, chunks go over TCP. The bounds, ``checksum`` (of
+    what goes over TCP) and ``on_piece`` are those of the ring of host memory.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        chunk_bytes: int = CHUNK_BYTES,
+        slots: int = SLOTS,
+        group: int = GROUP,
+        exchange_s: float = 30.0,
+        shares: bool = True,
+        checksum: bool = True,
+        on_piece: Callable[[int], None] = lambda _step: None,
+    ) -> None:
+        if chunk_bytes < _CHUNK_UNIT_BYTES or chunk_bytes > 2**30 or slots < 2 or group < 1:
+            raise ConfigError(
+                f"chunks of {chunk_bytes} bytes in {slots} slots, {group} at a time, are not possible: "
+                f"choose between {_CHUNK_UNIT_BYTES} bytes and 1 GiB, at least two slots, and a group"
+            )
+        self._device = device
+        self._shares = shares
+        self._checksum = checksum
+        self._on_piece = on_piece
+        self._space = Workspace(device, chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES, slots, group)
+        self._epochs: Epochs[DeviceLinks] = Epochs()
+        self._showing = threading.Lock()
+        self._shown: list[torch.Tensor] = []
+        self._turn = Turn()
+        self._waiting = Waiting("", {})
+        self._bounds = Bounds(7200.0, 30.0)
+        self.set_bounds(exchange_s)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether links on one host should come as unix sockets: see DataPlane."""
+        return self._shares
+
+    @property
+    def waiting_for(self) -> str:
+        """Name of the peer that the exchange waits for at this moment, or empty."""
+        return self._waiting.peer
+
+    @property
+    def waiting_s(self) -> dict[str, float]:
+        """Seconds waited for each peer in the newest exchange."""
+        return dict(self._waiting.seconds)
+
+    def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
+        """Change the bounds, from any thread, for the exchanges to come: see DataPlane."""
+        self._bounds = self._bounds.changed(exchange_s, entry_s)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Device memory: see DataPlane."""
+        return self._device.memory(nbytes)
+
+    def show(self, descriptor: int, memory: torch.Tensor) -> None:
+        """Register host ``memory`` that results will be copied to; neighbours do not see it."""
+        with self._showing:
+            self._shown.append(memory)
+            self._device.keep_registered(self._shown)
+
+    def forget(self, memory: torch.Tensor) -> None:
+        """Undo ``show``; no copy into ``memory`` may be under way."""
+        with self._showing:
+            self._shown = [shown for shown in self._shown if shown.data_ptr() != memory.data_ptr()]
+            self._device.keep_registered(self._shown)
+
+    def install(
+        self,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+    ) -> None:
+        """Take the links of an epoch: see DataPlane.
+
+        Raises IllegalTransition for an epoch that is installed already, or without its sockets.
+        """
+        self._epochs.add(DeviceLinks(ring, next_socket, previous_socket, self._shares))
+
+    def all_reduce(
+        self,
+        epoch: int,
+        step: int,
+        source: torch.Tensor,
+        result: torch.Tensor | None = None,
+        reduction: Reduction = SUM,
+        retain_gradients: bool = True,
+    ) -> None:
+        """Reduce over the members of ``epoch``: see DataPlane.
+
+        Both are contiguous 1-D tensors on this plane's device, of one type in ``reduce.DTYPE_CODES``. What
+        the calling thread's stream does with them before is seen, and what it does after comes after, also
+        when RoundAborted is raised: nobody synchronises. It is this thread that blocks, not that stream.
+        """
+        result = source if result is None else result
+        _check(self._device, source, result, reduction, retain_gradients)
+        with self._turn:
+            self._reduce(self._epochs.get(epoch), step, (source.detach(), result.detach()), reduction)
+
+    def abort(self, epoch: int, why: str, about: str = "") -> None:
+        """End the epoch's exchange from any thread: see DataPlane."""
+        self._epochs.abort(epoch, why, about)
+
+    def retire(self, before_epoch: int) -> None:
+        """Close the links of older epochs: see DataPlane."""
+        self._epochs.retire(before_epoch)
+
+    def close(self) -> None:
+        """Abort and close everything; idempotent. The device stays open: it is its maker's."""
+        self._epochs.close()
+        self._space.close()
+
+    def _reduce(
+        self, links: DeviceLinks, step: int, tensors: tuple[torch.Tensor, torch.Tensor], reduction: Reduction
+    ) -> None:
+        space, compute = self._space, self._device.compute()
+        self._waiting = waiting = Waiting("", {})
+        links.enter()
+        try:
+            number = self._turn.number(links.ring.epoch, step)
+            job = self._job(links.ring, (step, number), tensors, reduction)
+            if links.ring.world == 1:
+                compute.run(lambda: _alone(job))
+            elif job.source.numel():
+                space.begin(compute.record())
+                elements = space.chunk_bytes // job.wide.itemsize
+                ring = links.ring
+                pieces = plan(job.source.numel(), ring.world, ring.position, elements, space.group)
+                Exchange(job, links, space, pieces).run(self._bounds, waiting)
+                compute.wait(space.up.record())
+        except RoundAborted as error:
+            # The first cause wins: an abort that came while this one unwound is not overwritten.
+            links.abort(str(error), error.about)
+            compute.wait(space.abandon())
+            raise
+        except BaseException as error:
+            # Half an exchange is on the links: nobody may go on with them.
+            links.abort(f"an error here ended the exchange: {error!r}")
+            with suppress(RuntimeError):  # a device that is lost records nothing
+                compute.wait(space.abandon())
+            raise
+        finally:
+            links.leave()
+
+    def _job(
+        self,
+        ring: Ring,
+        when: tuple[int, int],
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        reduction: Reduction,
+    ) -> Job:
+        step, exchange = when
+        source, result = tensors
+
+        def frame(piece: Piece, member: int, size: int) -> frames.Chunk:
+            return frames.Chunk(
+                epoch=ring.epoch,
+                step=step,
+                exchange=exchange,
+                world=ring.world,
+                source=member,
+                dtype=DTYPE_CODES[source.dtype],
+                operation=reduction.code,
+                length=source.numel(),
+                gather=piece.gather,
+                sequence=piece.sequence,
+                size=size,
+            )
+
+        def on_piece() -> None:
+            self._on_piece(step)
+
+        return Job(source, result, reduction.operation, reduction.weight, frame, self._checksum, on_piece)
+
+
+def _alone(job: Job) -> None:
+    """The reduction over one member."""
+    total = job.source.to(job.wide, copy=True)
+    job.finish(total, job.result)
+
+
+def _check(
+    device: Device, source: torch.Tensor, result: torch.Tensor, reduction: Reduction, retain: bool
+) -> None:
+    for tensor in (source, result):
+        if tensor.dtype not in DTYPE_CODES:
+            raise ConfigError(
+                f"a tensor of {tensor.dtype} cannot be reduced: use one of "
+                + ", ".join(str(d).removeprefix("torch.") for d in DTYPE_CODES)
+            )
+        if tensor.dim() != 1 or not tensor.is_contiguous() or not device.owns(tensor):
+            raise ConfigError(
+                f"this ring reduces flat contiguous tensors on its own device, not shape "
+                f"{tuple(tensor.shape)} on {tensor.device}: copy it into one first"
+            )
+    reduction.check(source.dtype)
+    if result.dtype != source.dtype or result.numel() != source.numel():
+        raise ConfigError(
+            f"the result has {result.numel()} elements of {result.dtype}, the gradient {source.numel()} of "
+            f"{source.dtype}: they must agree"
+        )
+    distance = abs(result.data_ptr() - source.data_ptr())
+    if source.numel() and distance < source.numel() * source.element_size() and (retain or distance):
+        raise ConfigError(
+            "the result would overwrite the gradient: give it memory of its own, or the gradient itself with "
+            "retain_gradients=False"
+        )

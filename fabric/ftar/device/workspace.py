@@ -1,0 +1,116 @@
+"""What an exchange on a device works with: side streams, slots of one chunk, the arithmetic of a piece."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fabric.ftar.device import frames
+from fabric.ftar.device.plan import Piece
+from fabric.ftar.device.seam import Device, Event
+
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+class Workspace:
+    """What a plane needs on its device: two side streams, and slots of one chunk, all allocated once.
+
+    ``slots`` bounds the chunks under way in each direction, ``group`` those of a segment that go together.
+    """
+
+    def __init__(self, device: Device, chunk_bytes: int, slots: int, group: int) -> None:
+        self.device = device
+        self.chunk_bytes = chunk_bytes
+        self.slots = slots
+        self.group = group
+        self.down, self.up = device.stream(), device.stream()
+        # Two slots in one allocation are two halves of it: page-locked memory is rounded up.
+        self.outgoing = _cut(device.staging(chunk_bytes * slots), chunk_bytes)
+        self.incoming = _cut(device.staging(chunk_bytes * slots), chunk_bytes)
+        self.scratch = device.memory(chunk_bytes)
+        self.partial = _cut(device.memory(chunk_bytes * 2 * group), chunk_bytes)
+        # Partial sums that may be overwritten, behind an event where somebody may still read them.
+        self.free: deque[tuple[int, Event | None]] = deque()
+        self.unfinished: list[Event] = []
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+
+    def begin(self, behind: Event) -> None:
+        """Before an exchange: both streams wait for ``behind``, and every slot is free."""
+        for stream in (self.down, self.up):
+            stream.wait(behind)
+        self.free = deque((slot, None) for slot in range(len(self.partial)))
+
+    def abandon(self) -> Event:
+        """After an exchange that failed: what is enqueued runs on until the event that is returned."""
+        self.up.wait(self.down.record())
+        event = self.up.record()
+        self.unfinished.append(event)
+        return event
+
+    def ring(self) -> None:
+        """Wake the exchange; from any thread."""
+        with self._lock:
+            if self.bell >= 0:
+                os.eventfd_write(self.bell, 1)
+
+    def close(self) -> None:
+        """Close the bell."""
+        with self._lock:
+            if self.bell >= 0:
+                os.close(self.bell)
+            self.bell = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is reduced: flat ``source`` into flat ``result`` (maybe the same), and by which operation.
+
+    ``weight`` divides a mean. ``frame(piece, source, size)`` is the header of a piece that member ``source``
+    sends.
+    """
+
+    source: torch.Tensor
+    result: torch.Tensor
+    operation: str
+    weight: float
+    frame: Callable[[Piece, int, int], frames.Chunk]
+    checksum: bool
+    on_piece: Callable[[], None]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of a partial sum of several members: 16-bit floats are added in float32 and rounded once."""
+        dtype = self.source.dtype
+        return torch.float32 if dtype in _SIXTEEN_BITS and self.operation in ("sum", "mean") else dtype
+
+    def dtype(self, piece: Piece) -> torch.dtype:
+        """Of ``piece`` on the wire."""
+        return self.source.dtype if piece.gather or piece.hop == 0 else self.wide
+
+    def size(self, piece: Piece) -> int:
+        """Bytes of ``piece`` on the wire."""
+        return (piece.stop - piece.start) * self.dtype(piece).itemsize
+
+    def accumulate(self, piece: Piece, received: torch.Tensor, total: torch.Tensor) -> None:
+        """``total = received (+) own``, finished into the result where ``piece`` is the last of its sum."""
+        total.copy_(received)
+        own = self.source[piece.start : piece.stop]
+        kernel = {"min": torch.minimum, "max": torch.maximum}.get(self.operation, torch.add)
+        kernel(total, own, out=total)
+        if piece.last:
+            self.finish(total, self.result[piece.start : piece.stop])
+
+    def finish(self, total: torch.Tensor, into: torch.Tensor) -> None:
+        """``total``, divided where that is asked for, into elements of the result; ``total`` is used up."""
+        if self.operation == "mean":
+            # A tensor and no number: on a GPU torch multiplies by the reciprocal of a number.
+            total.div_(torch.full((), self.weight, dtype=total.dtype, device=total.device))
+        into.copy_(total)
+
+
+def _cut(memory: torch.Tensor, size: int) -> list[torch.Tensor]:
+    return [memory[begin : begin + size] for begin in range(0, memory.numel(), size)]

@@ -1,0 +1,136 @@
+"""The page at ``/``: three files without any data, a login that trades the token for a cookie, a live stream.
+
+A browser cannot send the token with every request, and a page must not keep it. So it is sent once; the
+answer is a cookie that no script can read and no other site can make the browser send. Its value is a time
+of expiry under an HMAC whose key is the token: nothing is remembered here, and it ends with the token.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from importlib.resources import files
+
+from aiohttp import web
+
+from fabric.errors import ProtocolError
+from fabric.lighthouse.job import Job
+from fabric.lighthouse.view import job_view
+from fabric.runtime.web import Handler, check_bearer
+
+COOKIE = "fabric-page"
+LOGIN = "/login"
+COOKIE_S = 12 * 3600
+_KINDS = {"index.html": "text/html", "dashboard.js": "text/javascript", "dashboard.css": "text/css"}
+OPEN_PATHS = frozenset({"/", LOGIN, "/dashboard.js", "/dashboard.css"})
+# The page's own script and style, and nothing from anywhere else.
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+# How often the stream looks for news (more rarely where members are many), and how long it may be silent.
+_LOOK_S = 0.25
+_ROWS_PER_S = 4000
+_SILENCE_S = 5.0
+_MAX_LOGIN_BYTES = 8192
+
+
+def add_routes(app: web.Application, token: str | None) -> None:
+    """``/``, its script and style, and ``/login``."""
+    for name, kind in _KINDS.items():
+        app.router.add_get("/" if name == "index.html" else f"/{name}", _file(name, kind))
+    app.router.add_post(LOGIN, _login(token))
+
+
+def is_logged_in(request: web.Request, token: str) -> bool:
+    """Whether the request carries a cookie of ours that has not ended, and comes from our own page."""
+    expires, _, proof = request.cookies.get(COOKIE, "").partition(".")
+    if not expires.isdecimal() or len(expires) > 12 or int(expires) < time.time():
+        return False
+    origin = request.headers.get("Origin")
+    if origin is not None and origin.partition("://")[2] != request.host:
+        return False
+    return hmac.compare_digest(proof.encode("utf-8", "replace"), _proof(expires, token).encode())
+
+
+def _proof(expires: str, token: str) -> str:
+    return hmac.new(token.encode(), f"page {expires}".encode(), hashlib.sha256).hexdigest()
+
+
+def _file(name: str, kind: str) -> Handler:
+    body = (files("fabric.lighthouse") / "page" / name).read_bytes()
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
+
+    return answer
+
+
+def _login(token: str | None) -> Handler:
+    async def answer(request: web.Request) -> web.Response:
+        """``{"token": ...}`` for a cookie."""
+        response = web.json_response({"ok": True})
+        if token is None:
+            return response
+        if (request.content_length or 0) > _MAX_LOGIN_BYTES:
+            raise ProtocolError("a login is a small JSON object")
+        try:
+            given = (await request.json())["token"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            given = None
+        if not isinstance(given, str):
+            raise ProtocolError('send a JSON object such as {"token": "..."}')
+        check_bearer(f"Bearer {given}", token)
+        expires = str(int(time.time()) + COOKIE_S)
+        response.set_cookie(
+            COOKIE,
+            f"{expires}.{_proof(expires, token)}",
+            max_age=COOKIE_S,
+            httponly=True,
+            samesite="Strict",
+            secure=request.secure,
+            path="/",
+        )
+        return response
+
+    return answer
+
+
+async def stream(request: web.Request, job: Job, leads: Callable[[], bool]) -> web.StreamResponse:
+    """Server-sent events about one job: ``job`` (its view, with ages that
+    go on), ``events`` and ``recoveries`` as
+    they come. ``leads`` says whether this lighthouse still does; the stream ends when not."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    await response.prepare(request)
+    async for kind, body in _news(job, leads):
+        await response.write(f"event: {kind}\ndata: {body}\n\n".encode())
+    return response
+
+
+async def _news(job: Job, leads: Callable[[], bool]) -> AsyncIterator[tuple[str, str]]:
+    last_event, told, said = 0, {"job": "", "recoveries": ""}, time.monotonic()
+    while leads() and job.is_running:
+        events = job.events.after(last_event)
+        news = []
+        if events:
+            last_event = events[-1].id
+            news.append(("events", json.dumps([asdict(event) for event in events[-200:]])))
+        recoveries = json.dumps([recovery.to_json() for recovery in job.recoveries.kept[-50:]])
+        for kind, body in (("recoveries", recoveries), ("job", json.dumps(job_view(job)))):
+            if body != told[kind]:
+                told[kind] = body
+                news.append((kind, body))
+        if not news and time.monotonic() - said > _SILENCE_S:
+            news.append(("still", "{}"))
+        for item in news:
+            said = time.monotonic()
+            yield item
+        await asyncio.sleep(max(_LOOK_S, len(job.core.liveness.peers) / _ROWS_PER_S))

@@ -1,0 +1,200 @@
+"""What each failure cost: one recovery record per failure, filled in as the leader's core learns of it.
+
+A record begins when a member is condemned or aborts, and is complete when a step has been committed since and
+every replica that was lost is a member again. Times are Unix seconds as the lighthouse saw them, so they
+include the way of the news to it: of the first step after a failure it hears by a member's next beat.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fabric.errors import ProtocolError
+from fabric.lighthouse.progress import top_step
+from fabric.model import Record
+from fabric.protocol.leader import Leader
+
+# So many of the newest are kept, in memory and in the store.
+CAPACITY = 200
+# While one is open the core is looked at after every event, or this often at most where members are many.
+_MANY = 100
+_LOOK_S = 0.01
+
+
+@dataclass(slots=True)
+class Return:
+    """A lost replica on its way back: its new process's session, its state, its first round. 0.0: not yet."""
+
+    started: float = 0.0
+    has_state: float = 0.0
+    joined: float = 0.0
+
+
+@dataclass(slots=True)
+class Recovery:
+    """``id`` is that of the event that began it. ``kind``: death, abort or cold start. ``lost``: the replicas
+    that it cost, ``step`` the newest one known then. Times are 0.0 until they come. ``steps_lost`` and
+    ``micro_batches_lost`` count committed work that only dead memory held."""
+
+    id: int
+    kind: str
+    why: str
+    step: int
+    detected: float
+    generation: int = 0
+    epoch: int = 0
+    lost: dict[str, Return] = field(default_factory=dict)
+    epoch_committed: float = 0.0
+    links_up: float = 0.0
+    step_committed: float = 0.0
+    steps_lost: int = 0
+    micro_batches_lost: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return not self.step_committed or any(not back.joined for back in self.lost.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """For the store and for people."""
+        return asdict(self)
+
+
+def from_json(body: Any) -> Recovery:
+    """The inverse of ``to_json``. Raises ProtocolError for what no lighthouse wrote."""
+    try:
+        lost = {
+            str(name): Return(**{k: float(v) for k, v in back.items()}) for name, back in body["lost"].items()
+        }
+        recovery = Recovery(**{**body, "lost": lost})
+        recovery.id, recovery.step, recovery.epoch = int(recovery.id), int(recovery.step), int(recovery.epoch)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ProtocolError(f"this is no recovery record: {error}") from error
+    return recovery
+
+
+class Recoveries:
+    """Those of one job, oldest first. ``observe`` after every event of its core."""
+
+    def __init__(self) -> None:
+        self.kept: list[Recovery] = []
+        self._pending: list[Recovery] = []  # those of ``kept`` that are open: looked at after every event
+        self._record: Record | None = None
+        self._looked = 0.0
+
+    def restore(self, stored: list[Recovery]) -> None:
+        """What an earlier leader wrote; those that are open go on here."""
+        new = {recovery.id for recovery in self.kept}
+        older = [recovery for recovery in stored if recovery.id not in new]
+        self.kept = sorted([*older, *self.kept], key=lambda recovery: recovery.id)[-CAPACITY:]
+        self._pending = [recovery for recovery in self.kept if recovery.is_open]
+
+    def begin(self, record: Record | None) -> None:
+        """A term begins with this record: it is no news."""
+        self._record = record
+
+    def observe(self, core: Leader, cause: int, now: float) -> list[Recovery]:
+        """Look at the core as it is; returns what changed. ``cause``: id of the newest event."""
+        record = core.record
+        changed: dict[int, Recovery] = {}
+        if record is not None and record is not self._record:
+            for recovery in self._on_record(core, record, cause, now):
+                changed[recovery.id] = recovery
+            self._record = record
+        elif (
+            record is not None and (core.epoch.condemned or core.epoch.aborted) and self._unanswered() is None
+        ):
+            recovery = self._open(core, cause, now)
+            changed[recovery.id] = recovery
+        few = record is None or len(record.roster) <= _MANY
+        if few or changed or now - self._looked >= _LOOK_S:
+            self._looked = now
+            if changed:
+                self._pending = [recovery for recovery in self.kept if recovery.is_open]
+            for recovery in self._pending:
+                if _fill(recovery, core, now):
+                    changed[recovery.id] = recovery
+        if changed:
+            self._pending = [recovery for recovery in self.kept if recovery.is_open]
+        return list(changed.values())
+
+    def _unanswered(self) -> Recovery | None:
+        """The newest one, while no epoch has answered it."""
+        newest = self.kept[-1] if self.kept else None
+        return newest if newest is not None and not newest.epoch_committed else None
+
+    def _open(self, core: Leader, cause: int, now: float) -> Recovery:
+        condemned = core.epoch.condemned
+        reasons = condemned or {name: aborted.why for name, aborted in core.epoch.aborted.items()}
+        why = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
+        recovery = Recovery(cause, "death" if condemned else "abort", why[:1000], top_step(core), now)
+        self.kept = [*self.kept, recovery][-CAPACITY:]
+        return recovery
+
+    def _on_record(self, core: Leader, record: Record, cause: int, now: float) -> list[Recovery]:
+        before = self._record
+        if before is None or not record.is_forced or before.epoch == record.epoch:
+            return []
+        recovery = self._unanswered() or self._open_late(core, record, cause, now)
+        recovery.epoch, recovery.generation = record.epoch, record.generation
+        recovery.epoch_committed = now
+        for member in before.roster:
+            if not record.lists(member.replica, member.incarnation) and not member.leaving:
+                recovery.kind = "death"
+                self._supersede(member.replica, recovery)
+        if record.generation != before.generation:
+            recovery.kind = "cold start"
+            recovery.steps_lost = max(0, recovery.step - record.base.step)
+            recovery.micro_batches_lost = recovery.steps_lost * _micro_batches(core)
+            recovery.step = record.base.step
+        return [recovery]
+
+    def _open_late(self, core: Leader, record: Record, cause: int, now: float) -> Recovery:
+        """Condemned and evicted within one event: the epoch is the first that is seen of it."""
+        recovery = Recovery(cause, "abort", record.reason[:1000], top_step(core), now)
+        self.kept = [*self.kept, recovery][-CAPACITY:]
+        return recovery
+
+    def _supersede(self, replica: str, recovery: Recovery) -> None:
+        """Lost again: the older records wait for it no longer."""
+        for older in self.kept:
+            if older is not recovery and replica in older.lost and not older.lost[replica].joined:
+                del older.lost[replica]
+        recovery.lost[replica] = Return()
+
+
+def _fill(recovery: Recovery, core: Leader, now: float) -> bool:
+    """Note what has come true since; whether anything has."""
+    record = core.record
+    if record is None or not recovery.epoch_committed:
+        return False
+    changed = False
+    if not recovery.links_up and (record.epoch > recovery.epoch or _everybody_runs(core, record)):
+        recovery.links_up, changed = now, True
+    if not recovery.step_committed and (record.complete or top_step(core) > recovery.step):
+        recovery.links_up = recovery.links_up or now
+        recovery.step_committed, changed = now, True
+    for replica, back in recovery.lost.items():
+        changed = _fill_return(back, replica, core, record, now) or changed
+    return changed
+
+
+def _everybody_runs(core: Leader, record: Record) -> bool:
+    return len(core.epoch.running) >= len(record.roster)
+
+
+def _fill_return(back: Return, replica: str, core: Leader, record: Record, now: float) -> bool:
+    peer = core.liveness.peers.get(replica)
+    if back.joined or peer is None or not peer.connected:
+        return False
+    member = record.lists(replica, peer.incarnation)
+    before = (back.started, back.has_state, back.joined)
+    back.started = back.started or now
+    if member or peer.generation == record.generation:
+        back.has_state = back.has_state or now
+    if member and replica in core.epoch.running:
+        back.joined = now
+    return before != (back.started, back.has_state, back.joined)
+
+
+def _micro_batches(core: Leader) -> int:
+    peers = list(core.liveness.peers.values())
+    return peers[0].session.micro_batches if peers else 0

@@ -1,0 +1,67 @@
+"""When a job fails for good: a user's loop that raised, a micro-batch that kills. Also what outlives that.
+
+A failed job says why in its record, so that it is told to every process that comes, whichever lighthouse
+leads: those that run, and those that a launcher starts again. Each replica is told once. A process that is
+started after its replica was told is somebody's wish to go on, and the job begins again from what memory
+still holds.
+"""
+
+from dataclasses import replace
+
+from fabric.model import Record
+from fabric.protocol import messages as m
+from fabric.protocol import poison
+from fabric.protocol.leader_base import MAX_REASON_CHARACTERS, LeaderBase
+from fabric.protocol.liveness import Peer
+
+
+class Failures(LeaderBase):
+    """A leader that knows when to stop a job."""
+
+    def on_failed(self, peer: Peer, message: m.Failed) -> None:
+        """A member's loop has raised. Whoever took over would compute the same."""
+        name, record = peer.session.replica, self.record
+        why = f"{name} failed at step {message.step}: {message.why}"
+        if record is None or record.complete or record.failed or not self._in_force(peer):
+            # The others know nothing of what this one does: its mistake is its own.
+            self._tell("failed outside", name, message.why)
+            self._send(name, m.Rejected(why))
+        elif not self.failure and message.fence.generation == record.generation:
+            # By its own word: its last beat may be from before this generation began.
+            self.failure = why
+
+    def _fail(self, record: Record) -> bool:
+        """Whether the job has failed, or is failing now."""
+        if record.failed:
+            return True
+        found = poison.proven(self._deaths(), self.excused)
+        known = poison.merged(record.poison, found)
+        if found and record.sharing.on_poison == "stop":
+            self.failure = self.failure or poison.sentence(found)
+        elif poison.size(known) > poison.MOST:
+            self.failure = (
+                f"more than {poison.MOST} micro-batches killed {poison.ENOUGH} processes each: that is no "
+                "bad sample any more, look at the ends of those processes"
+            )
+        if not self.failure:
+            return False
+        failed = self.failure[:MAX_REASON_CHARACTERS]
+        self._write(replace(record, failed=failed, reason=f"failed: {failed}", poison=known))
+        return True
+
+    def _refused_as_failed(self, session: m.Session) -> m.Rejected | None:
+        """Every replica of a failed job is told so once."""
+        record = self.record
+        if record is None or not record.failed:
+            return None
+        told = self.told.setdefault(session.replica, session.incarnation)
+        if session.incarnation <= told:
+            return m.Rejected(record.failed, poison=record.poison)
+        if not self.retried:
+            self.retried = True
+            self._tell("started again", session.replica, f"after the job had failed: {record.failed}")
+        return None
+
+    def _excuse(self) -> None:
+        """Somebody has looked at it and starts again: what killed before counts no more."""
+        self.excused = {(replica, death) for replica, deaths in self._deaths() for death in deaths}

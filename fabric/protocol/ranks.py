@@ -1,0 +1,418 @@
+"""A replica of several ranks (FSDP2, TP, PP inside) as one member of the job. Pure.
+
+Rank 0 runs the member core, which knows nothing of ranks: ``Ranks`` stands between it and the ranks. Every
+operation that the core orders becomes one order per rank, and their outcomes become the one event that the
+core awaits: linked when all are, exchanged when all are, failed as soon as one fails. So a round is held
+when every lane of it is reduced at every rank, a commit is decided once, and commit, abort and switch reach
+each rank in order over its own link. A replica's digests are digests of all its ranks' digests. Messages to
+peers and to the leader are rank 0's alone.
+
+A rank that is lost ends the replica: what the others hold is half of a state that nobody can complete.
+
+``Follower`` is the other side: it obeys, answers, and remembers which generation and epoch it is in.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fabric.errors import IllegalTransition, ProtocolError
+from fabric.model import Record
+from fabric.protocol import member_io as io
+from fabric.protocol.member import Member
+from fabric.protocol.rank_orders import (
+    NameSnapshot,
+    Order,
+    Outcome,
+    RankEffect,
+    RankEvent,
+    SnapshotNamed,
+    replica_digest,
+    replica_share,
+    seen_by_rank,
+    urls_of_rank,
+)
+
+# Rounds whose digests by rank are remembered: a commit follows its round at once.
+_MAX_ROUNDS = 8
+_RESTART = 75
+
+
+@dataclass(frozen=True, slots=True)
+class FromRank:
+    """An outcome that rank ``rank`` posted; rank 0's own come this way too."""
+
+    rank: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """The link to this rank ended."""
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Something outside of the core ends this replica, e.g. a lighthouse that refuses it."""
+
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToRank:
+    """Have rank ``rank`` perform this order; for rank 0 that is here."""
+
+    rank: int
+    order: Order
+
+
+Event = io.Event | FromRank | RankLost | Ended
+Effect = io.SendPeer | io.SendLeader | io.Note | ToRank
+
+# Outcomes of the main threads: each has one order at a time, so one of each rank makes the answer.
+_MAIN = (io.Ready, io.Computed, io.Installed, io.InstallFailed, io.Closing)
+_FETCHES = (io.FetchState, io.FetchGradient)
+
+
+@dataclass(slots=True)
+class _Fetching:
+    """The newest fetch: its order's number, and how it ended where it has."""
+
+    number: int = 0
+    order: io.FetchState | io.FetchGradient | None = None
+    ended: dict[int, RankEvent] = field(default_factory=dict)
+
+
+class Ranks:
+    """``member`` is the replica's core, ``groups`` says for each rank which part of a micro-batch it
+    computes: ranks of one group (tensor or pipeline parallel) see the same samples."""
+
+    def __init__(self, member: Member, groups: tuple[int, ...]) -> None:
+        self.member = member
+        self.groups = groups
+        self.over = False  # told to finish or to stop: ranks that go now go because they were told to
+        self.lost = False  # a rank went that was not told to
+        self._number = 0
+        self._main: dict[int, RankEvent] = {}
+        self._linked: dict[int, set[int]] = {}  # epoch -> ranks whose links of it stand
+        self._reduced: dict[tuple[int, int], dict[int, io.Exchanged]] = {}  # round -> result by rank
+        self._fetching = _Fetching()
+        self._snapshots: dict[tuple[int, int], dict[int, str]] = {}  # (generation, step) -> digest by rank
+        self._naming: dict[
+            tuple[int, int], tuple[str, dict[int, bool]]
+        ] = {}  # the digest of all, who has done it
+        self._effects: list[Effect] = []
+
+    @property
+    def size(self) -> int:
+        """How many ranks the replica has."""
+        return len(self.groups)
+
+    # --- the contract ------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at time ``now`` (monotonic seconds); return the effects to perform in order."""
+        self._effects = []
+        if isinstance(event, RankLost):
+            self._on_lost(event)
+        elif isinstance(event, Ended):
+            self._stop(event.code, event.reason)
+        elif isinstance(event, FromRank):
+            if not self.over:
+                self._take(event.rank, event.outcome, now)
+        else:
+            if isinstance(event, io.LinkLost):
+                # Only rank 0 has links to other members. Epochs that list this one must be linked anew, as
+                # the core has it; of others nothing is lost.
+                for record in (self.member.current, self.member.newest):
+                    if record is not None and record.lists(event.replica, event.incarnation):
+                        self._linked.get(record.epoch, set()).discard(0)
+            self._tell(event, now)
+        return self._effects
+
+    def next_deadline(self) -> float | None:
+        """When to call again with Tick at the latest."""
+        return None if self.over else self.member.next_deadline()
+
+    # --- the core's orders, to every rank ----------------------------------------------------------
+
+    def _tell(self, event: io.Event, now: float) -> None:
+        for effect in self.member.handle(event, now) if not self.over else ():
+            if isinstance(effect, io.SendPeer | io.SendLeader | io.Note):
+                self._effects.append(effect)
+            elif not self.over:
+                self._order(effect)
+
+    def _order(self, effect: RankEffect) -> None:
+        if isinstance(effect, io.TakeSnapshot):
+            self._snapshot(effect.step)
+            return
+        self._number += 1
+        if isinstance(effect, _FETCHES):
+            self._fetching = _Fetching(self._number, effect)
+        elif isinstance(effect, io.CancelFetch):
+            self._fetching = _Fetching()
+        elif isinstance(effect, io.Switch):
+            epoch = effect.record.epoch
+            self._linked = {e: ranks for e, ranks in self._linked.items() if e >= epoch}
+        elif isinstance(effect, io.Finish | io.Stop):
+            self.over = True
+        self._send(effect)
+
+    def _send(self, effect: RankEffect) -> None:
+        for rank in reversed(range(self.size)):  # rank 0 last: what ends it must have been sent to the others
+            order = Order(self._number, self.member.state.generation, self._part(effect, rank))
+            self._effects.append(ToRank(rank, order))
+
+    def _part(self, effect: RankEffect, rank: int) -> RankEffect:
+        """What ``rank`` must do for ``effect``: the same, with its own addresses and digests."""
+        if isinstance(effect, io.LinkUp):
+            return io.LinkUp(seen_by_rank(effect.record, rank)) if rank else effect
+        if isinstance(effect, io.Switch):
+            return io.Switch(seen_by_rank(effect.record, rank)) if rank else effect
+        if isinstance(effect, io.Publish | io.Apply) and effect.held is not None:
+            held = effect.held
+            result = self._reduced[held.epoch, held.step][rank]
+            return replace(effect, held=replace(held, gradient_digest=result.gradient_digest))
+        if isinstance(effect, _FETCHES):
+            return replace(effect, urls=self._urls(effect.urls, rank))
+        return effect
+
+    def _urls(self, urls: tuple[str, ...], rank: int) -> tuple[str, ...]:
+        """The servers that hold this rank's part of what those of ``urls`` hold."""
+        found = list(urls_of_rank(urls, rank))
+        newest = self.member.newest
+        for x in newest.roster if newest is not None and rank else ():
+            if x.ckpt in urls and rank < len(x.addresses):
+                found.extend(urls_of_rank((x.addresses[rank].ckpt,), rank))
+        return tuple(dict.fromkeys(found))
+
+    def _snapshot(self, step: int) -> None:
+        key = (self.member.state.generation, step)
+        if key in self._snapshots or key in self._naming:
+            return  # under way: its end is the answer to this one too
+        self._snapshots[key] = {}
+        self._number += 1
+        self._send(io.TakeSnapshot(step, self.member.state.generation))
+
+    # --- the ranks' outcomes, to the core ----------------------------------------------------------
+
+    def _take(self, rank: int, outcome: Outcome, now: float) -> None:
+        event = outcome.event
+        if isinstance(event, _MAIN):
+            self._main[rank] = event
+            self._on_main(now)
+        elif isinstance(event, io.Failed):
+            # The others are stuck in a collective with this one, or soon will be: they have nothing to add.
+            self._tell(replace(event, why=self._by(rank, event.why)), now)
+        elif isinstance(event, io.Busy):
+            self._tell(event, now)
+        elif isinstance(event, io.Linked):
+            self._on_linked(rank, event, now)
+        elif isinstance(event, io.LinkFailed):
+            self._linked.get(event.epoch, set()).discard(rank)
+            self._tell(replace(event, why=self._by(rank, event.why)), now)
+        elif isinstance(event, io.Exchanged):
+            self._on_exchanged(rank, event, now)
+        elif isinstance(event, io.ExchangeFailed):
+            self._reduced.pop((event.epoch, event.step), None)
+            self._tell(replace(event, why=self._by(rank, event.why)), now)
+        elif isinstance(event, io.StateFetched | io.FetchFailed):
+            self._on_state(rank, outcome, now)
+        elif isinstance(event, io.GradientFetched | io.GradientGone):
+            self._on_gradient(rank, outcome, now)
+        elif isinstance(event, io.Snapshotted):
+            self._on_snapshotted(rank, event)
+        elif isinstance(event, SnapshotNamed):
+            self._on_named(rank, event, now)
+        else:
+            self._snapshot(event.step)
+
+    def _on_main(self, now: float) -> None:
+        if len(self._main) < self.size:
+            return
+        said, self._main = [self._main[rank] for rank in range(self.size)], {}
+        failed = [(rank, e) for rank, e in enumerate(said) if isinstance(e, io.InstallFailed)]
+        if failed:
+            self._tell(io.InstallFailed(self._by(failed[0][0], failed[0][1].why)), now)
+            return
+        first = said[0]
+        for rank, event in enumerate(said):
+            if type(event) is not type(first) or getattr(event, "step", 0) != getattr(first, "step", 0):
+                self._stop(
+                    1,
+                    f"rank 0 stands at {_where(first)} and rank {rank} at {_where(event)}: the ranks of a "
+                    "replica must run the same loop, with the same data and number of steps",
+                )
+                return
+        if isinstance(first, io.Ready):
+            self._tell(replace(first, digest=_digest_of(said)), now)
+        elif isinstance(first, io.Computed):
+            self._on_computed(first, said, now)
+        elif isinstance(first, io.Installed):
+            self._tell(replace(first, digest=_digest_of(said)), now)
+        else:
+            assert isinstance(first, io.Closing)
+            self._tell(first, now)
+
+    def _on_computed(self, first: io.Computed, said: list[Any], now: float) -> None:
+        try:
+            weight, metrics = replica_share(self.groups, [(e.weight, e.metrics) for e in said])
+        except ProtocolError as error:
+            self._stop(1, f"step {first.step}: {error}")
+            return
+        redo = next((e.redo for e in said if e.redo), "")
+        self._tell(io.Computed(first.step, first.micro_batches, weight, metrics, redo), now)
+
+    def _on_linked(self, rank: int, event: io.Linked, now: float) -> None:
+        ranks = self._linked.setdefault(event.epoch, set())
+        ranks.add(rank)
+        if len(ranks) == self.size:
+            self._tell(event, now)
+
+    def _on_exchanged(self, rank: int, event: io.Exchanged, now: float) -> None:
+        """Held by the replica when every rank has reduced its lanes: never one lane at a time."""
+        key = (event.epoch, event.step)
+        results = self._reduced.setdefault(key, {})
+        while len(self._reduced) > _MAX_ROUNDS:
+            del self._reduced[next(iter(self._reduced))]
+        results[rank] = event
+        if len(results) < self.size:
+            return
+        found = [results[r] for r in range(self.size)]
+        whole = io.Exchanged(
+            event.epoch,
+            event.step,
+            replica_digest([x.gradient_digest for x in found]),
+            next((x.nonfinite for x in found if x.nonfinite), ""),
+            next((x.mine for x in found if x.mine), ""),
+        )
+        self._tell(whole, now)
+
+    def _digest(self, by_rank: dict[int, str]) -> str:
+        return replica_digest([by_rank[rank] for rank in range(self.size)])
+
+    def _on_state(self, rank: int, outcome: Outcome, now: float) -> None:
+        fetching = self._fetching
+        if outcome.number != fetching.number:
+            return
+        fetching.ended[rank] = outcome.event
+        if len(fetching.ended) < self.size:
+            return  # who is still writing into its memory must have ended before anything else is fetched
+        order, self._fetching = fetching.order, _Fetching()
+        assert isinstance(order, io.FetchState)
+        failed = [(r, e) for r, e in sorted(fetching.ended.items()) if isinstance(e, io.FetchFailed)]
+        if failed:
+            self._tell(io.FetchFailed(self._by(failed[0][0], failed[0][1].why)), now)
+        else:
+            self._tell(io.StateFetched(order.state.step, order.state.digest), now)
+
+    def _on_gradient(self, rank: int, outcome: Outcome, now: float) -> None:
+        fetching, event = self._fetching, outcome.event
+        if outcome.number != fetching.number:
+            return
+        fetching.ended[rank] = event
+        if isinstance(event, io.GradientGone):
+            # The others need not wait for theirs: without this one theirs are of no use.
+            self._order(io.CancelFetch())
+            self._tell(replace(event, why=self._by(rank, event.why)), now)
+        elif len(fetching.ended) == self.size:
+            self._fetching = _Fetching()
+            found = [fetching.ended[r] for r in range(self.size)]
+            digest = replica_digest([e.gradient_digest for e in found if isinstance(e, io.GradientFetched)])
+            assert isinstance(event, io.GradientFetched)
+            self._tell(io.GradientFetched(event.step, digest), now)
+
+    def _on_snapshotted(self, rank: int, event: io.Snapshotted) -> None:
+        key = (event.generation, event.step)
+        digests = self._snapshots.get(key)
+        if digests is None:
+            return
+        digests[rank] = event.digest
+        if len(digests) == self.size:
+            del self._snapshots[key]
+            digest = self._digest(digests)
+            self._naming[key] = (digest, {})
+            named = tuple(digests[r] for r in range(self.size)) if digest else ()
+            self._number += 1
+            self._send(NameSnapshot(event.step, event.generation, named))
+
+    def _on_named(self, rank: int, event: SnapshotNamed, now: float) -> None:
+        key = (event.generation, event.step)
+        if key not in self._naming:
+            return
+        digest, done = self._naming[key]
+        done[rank] = event.done
+        if len(done) == self.size:
+            del self._naming[key]
+            self._tell(
+                io.Snapshotted(event.step, digest if all(done.values()) else "", event.generation), now
+            )
+
+    # --- the end -----------------------------------------------------------------------------------
+
+    def _on_lost(self, event: RankLost) -> None:
+        if not self.over:
+            self.lost = True
+            self._stop(
+                _RESTART, f"rank {event.rank} of this replica is lost ({event.why}): all ranks start anew"
+            )
+
+    def _stop(self, code: int, reason: str) -> None:
+        if self.over:
+            return
+        self.member.stopped = True
+        self._order(io.Stop(code, reason))
+
+    def _by(self, rank: int, why: str) -> str:
+        return f"rank {rank}: {why}" if rank else why
+
+
+def _digest_of(said: list[Any]) -> str:
+    return replica_digest([event.digest for event in said])
+
+
+def _where(event: RankEvent) -> str:
+    if isinstance(event, io.Closing):
+        return "the end of its loop"
+    return f"step {getattr(event, 'step', '?')} ({type(event).__name__})"
+
+
+class Follower:
+    """A rank other than 0: performs orders in the order in which they come, and answers them.
+
+    ``generation``, ``current`` (the epoch in force), ``newest`` are as rank 0 last said.
+    """
+
+    def __init__(self, rank: int) -> None:
+        if rank < 1:
+            raise IllegalTransition(f"rank {rank} follows nobody")
+        self.rank = rank
+        self.generation = 0
+        self.current: Record | None = None
+        self.newest: Record | None = None
+        self.over = False
+
+    def obey(self, order: Order) -> RankEffect | None:
+        """What to perform now; None after the end."""
+        if self.over:
+            return None
+        effect = order.effect
+        self.generation = order.generation
+        if isinstance(effect, io.LinkUp):
+            self.newest = effect.record
+        elif isinstance(effect, io.Switch):
+            self.current = effect.record
+        elif isinstance(effect, io.Finish | io.Stop):
+            self.over = True
+        return effect
+
+    def lost(self, why: str) -> io.Stop | None:
+        """The link to rank 0 ended: nobody decides for this rank any more."""
+        if self.over:
+            return None
+        self.over = True
+        return io.Stop(_RESTART, f"rank 0 of this replica is lost ({why}): all ranks start anew")

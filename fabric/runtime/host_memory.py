@@ -1,0 +1,49 @@
+"""How much memory this process may still take: what the machine has, and what its cgroups allow."""
+
+import contextlib
+from pathlib import Path
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can still be taken: the least of what the machine has and what its cgroups allow."""
+    limits = [_mem_available(proc / "meminfo")]
+    with contextlib.suppress(OSError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            hierarchy, _, path = line.partition(":")[2].partition(":")
+            if not hierarchy:
+                limits += _unified(cgroup, path.strip("/"))
+            elif "memory" in hierarchy.split(","):
+                limits += _room(cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return max(min(limits), 0)
+
+
+def _mem_available(meminfo: Path) -> int:
+    with contextlib.suppress(OSError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62  # unknown: the kernel decides
+
+
+def _unified(root: Path, path: str) -> list[int]:
+    """The room in this group and in each one above it."""
+    groups = [root]
+    for part in filter(None, path.split("/")):
+        groups.append(groups[-1] / part)
+    return [room for group in groups for room in _room(group, "memory.max", "memory.current")]
+
+
+def _room(group: Path, limit: str, usage: str) -> list[int]:
+    try:
+        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        reclaimable = _inactive_file(group / "memory.stat")
+    except (OSError, ValueError):
+        return []
+    return [int(most) - used + reclaimable] if most.isdecimal() else []
+
+
+def _inactive_file(stat: Path) -> int:
+    for line in stat.read_text().splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0

@@ -1,0 +1,52 @@
+"""Links between processes on one host: a unix socket beside the TCP one, found by the port of that.
+
+The name is abstract and holds the port, so it is there exactly where the port is: in the same network
+namespace, which need not be so for two containers on one machine. Whoever connects runs the handshake of
+any link, so a process that took the name cannot pass for a member, and both ends look at the kernel's word
+for the other's user: memory is shared over these links, and a job without a token must not share it with
+another user.
+"""
+
+import os
+import socket
+import struct
+
+from fabric.errors import Refused
+
+_BACKLOG = 64
+
+
+def listen_locally(port: int) -> socket.socket | None:
+    """A non-blocking listener for this host's members, None where the name is taken: they use TCP then."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        sock.bind(_name(port))
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        return None
+    return sock
+
+
+def connect_locally(port: int) -> socket.socket | None:
+    """A non-blocking connection to the listener beside ``port`` on this host, None where there is none."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        sock.connect(_name(port))
+        check_user(sock)
+    except (OSError, Refused):
+        sock.close()
+        return None
+    return sock
+
+
+def check_user(sock: socket.socket) -> None:
+    """Raise Refused if the process at the other end is another user's."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    if uid != os.geteuid():
+        raise Refused(f"the other end on this host belongs to user {uid}, not to {os.geteuid()}: use TCP")
+
+
+def _name(port: int) -> bytes:
+    return b"\0fabric-link-%d" % port

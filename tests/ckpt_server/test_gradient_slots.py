@@ -1,0 +1,46 @@
+"""How many published gradients a newcomer finds: the trainer's slots against a real checkpoint server."""
+
+import pytest
+from server_support import fetch
+
+from fabric.client.slots import GradientSlots
+from fabric.ftar.cpu_ring import CpuRing
+from fabric.protocol.member_io import Hold
+
+NBYTES = 1024
+
+
+@pytest.fixture
+def plane():
+    ring = CpuRing()
+    yield ring
+    ring.close()
+
+
+def run(slots: GradientSlots, first: int, last: int) -> None:
+    """Rounds, each published as soon as it is over; the slot of the next one is withdrawn ahead."""
+    for step in range(first, last):
+        slots.for_round(step).buffer[:] = step
+        slots.publish(1, Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),)))
+        slots.prepare()
+
+
+def served(slots: GradientSlots, steps: range) -> list[int]:
+    held = [row["step"] for row in fetch(slots.handle.url, "/v1/gradients").json]
+    return [step for step in steps if step in held]
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "kept"),
+    [
+        (1, 5),  # gradients larger than the limit: as many as a fetch of the state may take
+        (10 * NBYTES, 9),
+    ],
+)
+def test_who_catches_up_finds_the_steps_of_a_fetch_whatever_their_size(attach, plane, limit_bytes, kept):
+    slots = GradientSlots(attach(), NBYTES, "layout", plane, limit_bytes=limit_bytes)
+    run(slots, 0, 20)
+    assert served(slots, range(20)) == [18, 19]
+    slots.listening = True
+    run(slots, 20, 40)
+    assert served(slots, range(40)) == list(range(40 - kept, 40))

@@ -1,0 +1,149 @@
+"""``fabric pull``, ``inspect`` and ``diff`` against a real checkpoint server and real files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from server_support import publish, snapshot_file
+from test_server_tensors import TENSORS, file_of
+
+from fabric.ckpt_server.digest import BLOCK_BYTES, file_digest
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.cli.look import diff, inspect_state
+from fabric.cli.pull import fetch_into, pull
+from fabric.cli.states import RemoteState
+from fabric.errors import FabricError, IntegrityError
+
+NBYTES = 3 * BLOCK_BYTES + 1001
+BIG = snapshot_file(NBYTES, seed=5)
+
+
+@pytest.fixture(scope="module")
+def url(served: ServerHandle) -> str:
+    publish(served, 5, BIG, 9000)
+    publish(served, 6, file_of(TENSORS), 600)
+    return served.url
+
+
+def call(command, *arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(a) for a in arguments])
+
+
+def error_of(result: Result) -> str:
+    assert isinstance(result.exception, FabricError), result.exception
+    return str(result.exception)
+
+
+def test_a_snapshot_is_pulled_whole(url, tmp_path):
+    target = tmp_path / "state.safetensors"
+    result = call(pull, f"{url}/v1/snapshots/9000", "-o", target)
+    assert result.exit_code == 0, result.output
+    assert target.read_bytes() == BIG and not (tmp_path / "state.safetensors.part").exists()
+    assert "step 9000" in result.output and file_digest(memoryview(BIG)) in result.output
+
+
+def test_a_pull_goes_on_where_it_was_cut_off(url, tmp_path):
+    """Half of it is there, one block of that half is damaged: the rest and that block are fetched."""
+    part = tmp_path / "x.part"
+    half = bytearray(BIG[: 2 * BLOCK_BYTES + 100])
+    half[BLOCK_BYTES + 7] ^= 1
+    part.write_bytes(half)
+    state = RemoteState(f"{url}/v1/snapshots/9000", "")
+    progress: list[int] = []
+    fetched = fetch_into(part, state, progress.append)
+    state.close()
+    assert part.read_bytes() == BIG
+    assert fetched == len(BIG) - BLOCK_BYTES, "the first block was right"
+    assert sum(progress) == len(BIG)
+
+
+def test_what_was_there_longer_than_the_state_is_cut(url, tmp_path):
+    part = tmp_path / "x.part"
+    part.write_bytes(BIG + b"more")
+    state = RemoteState(f"{url}/v1/snapshots/9000", "")
+    assert fetch_into(part, state) == 0 and part.read_bytes() == BIG
+    state.close()
+
+
+def test_a_block_that_lies_is_refused(url, tmp_path):
+    state = RemoteState(f"{url}/v1/snapshots/9000", "")
+    state.manifest["blocks"][1] = "0" * 16
+    with pytest.raises(IntegrityError, match="block 1 "):
+        fetch_into(tmp_path / "x.part", state)
+    state.close()
+
+
+@pytest.mark.parametrize(
+    "address, sentence",
+    [
+        ("http://127.0.0.1:1", "does not answer"),
+        ("{url}/v1/snapshots/12345678", "is not held"),
+        ("{url}/v1/snapshots/../../etc", "names no step"),
+    ],
+)
+def test_what_cannot_be_pulled_is_one_sentence(url, tmp_path, address, sentence):
+    target = tmp_path / "state"
+    assert sentence in error_of(call(pull, address.format(url=url), "-o", target))
+    assert not target.exists()
+
+
+def test_a_full_or_missing_folder_is_one_sentence(url, tmp_path):
+    assert "cannot be written" in error_of(call(pull, url, "-o", tmp_path / "no" / "folder"))
+
+
+@pytest.mark.parametrize("where", ["file", "url"])
+def test_inspect_lists_what_is_there(url, tmp_path, where):
+    file = tmp_path / "state.safetensors"
+    file.write_bytes(file_of(TENSORS))
+    name = file if where == "file" else f"{url}/v1/snapshots/600"
+    body = json.loads(call(inspect_state, name, "--json").output)
+    assert body["digest"] == file_digest(memoryview(file.read_bytes()))
+    assert {n: tuple(t["shape"]) for n, t in body["tensors"].items()} == {
+        n: tuple(t.shape) for n, t in TENSORS.items()
+    }
+    shown = call(inspect_state, name)
+    assert shown.exit_code == 0 and "step count" in shown.output and "scalar" in shown.output
+
+
+def test_inspect_of_what_is_no_state(tmp_path):
+    file = tmp_path / "state"
+    file.write_bytes(b"not a state at all")
+    assert str(file) in error_of(call(inspect_state, file))
+    file.write_bytes(b"")
+    assert "cannot be read" in error_of(call(inspect_state, file))
+    assert "cannot be read" in error_of(call(inspect_state, tmp_path / "missing"))
+
+
+def changed(tmp_path: Path) -> Path:
+    other = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    other["w"][3] += 0.5
+    other["w"][10] = float("nan")
+    other["new"] = torch.ones(2)
+    other["step count"] = torch.ones(1)
+    del other["none"]
+    file = tmp_path / "other.safetensors"
+    file.write_bytes(file_of(other))
+    return file
+
+
+def test_diff_names_what_differs_and_by_how_much(url, tmp_path):
+    file = changed(tmp_path)
+    result = call(diff, f"{url}/v1/snapshots/600", file, "--json")
+    assert result.exit_code == 1
+    rows = {row["tensor"]: row for row in json.loads(result.output)["different"]}
+    assert set(rows) == {"w", "new", "step count", "none"}
+    assert (rows["w"]["different"], rows["w"]["elements"], rows["w"]["not_finite"]) == (2, 1000, 1)
+    assert rows["w"]["largest"] == pytest.approx(0.5)
+    assert "only in" in rows["new"]["why"] and "only in" in rows["none"]["why"]
+    assert "F32 scalar" in rows["step count"]["why"] or "F32 " in rows["step count"]["why"]
+    shown = call(diff, file, f"{url}/v1/snapshots/600")
+    assert shown.exit_code == 1 and "1 tensors are bitwise equal, 4 are not" in shown.output
+
+
+def test_equal_states_do_not_differ(url, tmp_path):
+    file = tmp_path / "state.safetensors"
+    file.write_bytes(file_of(TENSORS))
+    result = call(diff, file, f"{url}/v1/snapshots/600")
+    assert result.exit_code == 0 and "4 tensors are bitwise equal, 0 are not" in result.output

@@ -1,0 +1,32 @@
+"""Metrics that are not finite survive a way on which only finite numbers pass."""
+
+import math
+
+import pytest
+
+from fabric.client.metrics import finite, restored
+
+NAN, INF = math.nan, math.inf
+
+
+def travelled(*contributions):
+    """What the user reads after these were added up on their way."""
+    totals = {}
+    for contribution in contributions:
+        for name, value in finite(contribution):
+            assert math.isfinite(value)
+            totals[name] = totals.get(name, 0.0) + value
+    return restored(sorted(totals.items()))
+
+
+@pytest.mark.parametrize(
+    "values", [(1.0, 2.0), (1.0, NAN), (INF, 2.0), (-INF, 1.0), (INF, -INF), (NAN, INF), (INF, INF)]
+)
+def test_sums_are_those_of_floating_point(values):
+    found = travelled(*({"loss": v, "n": 1.0} for v in values))
+    assert found == pytest.approx({"loss": sum(values), "n": 2.0}, nan_ok=True)
+
+
+def test_what_is_finite_is_untouched():
+    assert finite({"b": 2.0, "a": 1.0}) == (("a", 1.0), ("b", 2.0))
+    assert restored((("a", 1.0),)) == {"a": 1.0}

@@ -1,0 +1,42 @@
+"""The links of a replica's ranks: what a rank says early is heard, and so is its end."""
+
+import asyncio
+import socket
+
+from fabric.client.rank_links import HeadLinks
+from fabric.protocol import member_io as io
+from fabric.protocol.rank_orders import Outcome, encode_outcome
+from fabric.transport.framing import frame
+from fabric.transport.greeting import Greeting
+
+
+def greeting(rank: int) -> Greeting:
+    return Greeting(job="j", store_id="", replica="r0", incarnation=7, kind="rank", rank=rank)
+
+
+async def test_what_a_rank_says_before_rank_0_listens_is_heard():
+    """Rank 0 is slow under load: it still begins its own part when the others are ready already."""
+    links, heard, lost = HeadLinks(3, 7), [], []
+    pairs = [socket.socketpair() for _ in range(2)]
+    ready = Outcome(io.Ready(0, "digest"))
+    for rank, (mine, theirs) in enumerate(pairs, 1):
+        links.accept(greeting(rank), theirs)
+        mine.sendall(frame(encode_outcome(ready)))
+    pairs[1][0].close()  # rank 2 dies as early
+    await links.wait()
+    for _ in range(10):  # the loop has every chance to read, and to lose, what arrived
+        await asyncio.sleep(0)
+    told = asyncio.Event()
+
+    def take(item: tuple, found: list) -> None:
+        found.append(item)
+        if len(heard) == 2 and lost:
+            told.set()
+
+    links.hear(lambda *item: take(item, heard), lambda *item: take(item, lost))
+    async with asyncio.timeout(10):
+        await told.wait()
+    assert sorted(heard, key=lambda x: x[0]) == [(1, ready), (2, ready)]
+    assert [rank for rank, _ in lost] == [2]
+    pairs[0][0].close()
+    await links.close()

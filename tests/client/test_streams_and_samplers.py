@@ -1,0 +1,208 @@
+"""Streams, shards, the sampler's order, averaged buffers and the learning-rate factor, without processes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fabric.cli.demo.order import DataOrder
+from fabric.client.buffers import AveragedBuffers, changing_buffers
+from fabric.client.data import Options, Plan, make_loader, parse_options, seat_of
+from fabric.client.learning_rate import PresenceFactor
+from fabric.client.sampler import StepSampler
+from fabric.client.stream import Stream
+from fabric.errors import ConfigError, FabricError
+
+
+class Counting:
+    """An iterable of 0 to size - 1 that counts how often it was begun and how much was read."""
+
+    def __init__(self, size):
+        self.size, self.begun, self.read = size, 0, 0
+
+    def __iter__(self):
+        self.begun += 1
+        for i in range(self.size):
+            self.read += 1
+            yield i
+
+
+class Seeking(Counting):
+    def iterate_from(self, position):
+        self.begun += 1
+        while True:
+            self.read += 1
+            yield position % self.size
+            position += 1
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 20), min_size=1, max_size=6), st.booleans())
+def test_a_stream_gives_what_lies_at_a_position_whatever_was_asked_before(size, steps, seeks):
+    stream = Stream(Seeking(size) if seeks else Counting(size))
+    for step in steps:
+        positions = [step * 4 + i for i in (2, 0, 3)]
+        assert stream.read(step * 4, positions) == [p % size for p in positions]
+
+
+def test_a_stream_is_read_once_while_steps_follow_each_other():
+    dataset = Counting(1000)
+    stream = Stream(dataset)
+    for step in range(10):
+        for part in ([2, 3], [0, 1]):
+            stream.read(max(0, step - 1) * 4, [step * 4 + i for i in part])
+    assert (dataset.begun, dataset.read) == (1, 40)
+
+
+def test_a_stream_that_can_seek_reads_nothing_to_get_there():
+    dataset = Seeking(1000)
+    assert Stream(dataset).read(800, [801, 800]) == [801, 800]
+    assert dataset.read == 2
+
+
+def test_an_empty_stream_and_one_that_ends_are_refused_in_a_sentence():
+    with pytest.raises(ConfigError, match="gives no sample"):
+        Stream(Counting(0)).read(0, [0])
+    dataset = Counting(3)
+    dataset.iterate_from = lambda position: iter([1])
+    with pytest.raises(FabricError, match="must go on for ever"):
+        Stream(dataset).read(0, [0, 1])
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 6), st.integers(4, 30))
+def test_shards_cut_a_step_as_the_verifier_has_it(shards, micro, step, size):
+    plan = Plan(size, micro * 8, micro, 5, shards=shards)
+    order = DataOrder(plan.describe())
+    for i in range(8):
+        samples = plan.samples(step, i)
+        assert samples == order.samples(step, i)
+        assert (
+            len({n for n in range(shards) for s in samples if plan.shard(n)[0] <= s < plan.shard(n)[1]}) == 1
+        )
+
+
+def test_each_seat_reads_its_own_shard_and_those_before_it():
+    loader = make_loader(list(range(30)), (12, 2, 0), list, 0, Options(redundancy=2), ("r0", 3))
+    assert loader.shards == [(0, 10), (20, 30)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy": "elastic"}, '"constant" or "shrink"'),
+        ({"on_poison": "ignore"}, '"stop" or "skip"'),
+        ({"redundancy": -1}, "a number of replicas"),
+        ({"seat": 1}, "goes with redundancy"),
+        ({"shares": 1}, "session.loader knows no shares: known are policy"),
+    ],
+)
+def test_options_that_cannot_be(options, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_options(options)
+
+
+def test_a_seat_is_the_number_at_the_end_of_the_id_or_given():
+    assert (seat_of("r12", 13, None), seat_of("trainer", 3, 2)) == (12, 2)
+    for name, given_seat in (("trainer", None), ("r3", None), ("r0", 3)):
+        with pytest.raises(ConfigError, match="has no seat"):
+            seat_of(name, 3, given_seat)
+
+
+# --- the sampler ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 12), st.integers(0, 3))
+def test_the_seats_share_a_step_without_gap_or_overlap_as_the_verifier_has_it(seats, each, more, step, left):
+    size, batch = seats * each * more + min(left, seats * each - 1), seats * each
+    samplers = [StepSampler(size, batch, 7, (seat, seats), lambda: 0) for seat in range(seats)]
+    order = DataOrder(samplers[0].describe())
+    for seat, sampler in enumerate(samplers):
+        assert sampler.indices(step) == order.samples(step, seat)
+    whole = [i for sampler in samplers for i in sampler.indices(step)]
+    assert len(set(whole)) == batch
+    passes = [i for s in range(more) for sampler in samplers for i in sampler.indices(s)]
+    assert len(set(passes)) == len(passes), "nothing comes twice in a pass"
+
+
+def test_what_was_drawn_for_a_step_that_is_past_is_discarded():
+    at = [0]
+    sampler = StepSampler(48, 4, 0, (0, 2), lambda: at[0])
+    drawn = iter(sampler)
+    for _ in range(2 * sampler.per_step):  # a DataLoader draws for two steps ahead
+        next(drawn)
+    assert sampler.take(0)
+    at[0] = 5  # away meanwhile, and caught up to step 5
+    third = [next(drawn), next(drawn)]
+    assert third == sampler.indices(6), "one batch is still on its way, for step 5"
+    assert not sampler.take(5), "that one was drawn for step 1"
+    at[0] = 6
+    assert sampler.take(6)
+
+
+def test_a_pass_ends_after_its_whole_steps_and_the_next_begins_where_the_job_is():
+    at = [0]
+    sampler = StepSampler(10, 4, 0, (0, 2), lambda: at[0])
+    assert len(sampler) == 4 and len(list(sampler)) == 4
+    at[0] = 3
+    assert list(sampler) == sampler.indices(3)
+
+
+# --- buffers and the learning rate ----------------------------------------------------------------------
+
+
+def normed():
+    model = torch.nn.BatchNorm1d(2, momentum=0.5)
+    averaged = AveragedBuffers(model, changing_buffers(model))
+    averaged.begin()
+    return model, averaged
+
+
+def reduce(members):
+    """What the exchange and scatter do to the stand-ins."""
+    total = sum(weight for _, _, weight in members)
+    for i in range(3):
+        mean = (
+            sum(a.stand_ins[i][1].grad for _, a, _ in members if a.stand_ins[i][1].grad is not None) / total
+        )
+        for _, averaged, _ in members:
+            averaged.stand_ins[i][1].grad = mean.clone()
+    for _, averaged, _ in members:
+        averaged.commit(total)
+
+
+def test_buffers_become_the_average_by_weight_and_counts_the_sum():
+    members = [(*normed(), weight) for weight in (2.0, 6.0, 0.0)]
+    for n, (model, averaged, weight) in enumerate(members):
+        for _ in range(n + 1 if weight else 0):
+            model(torch.full((4, 2), float(n + 1)) + torch.randn(4, 2) * 0)
+        if weight:
+            averaged.contribute(weight)
+    alone = [m.running_mean.clone() for m, _, _ in members]
+    reduce(members)
+    expected = (2 * alone[0] + 6 * alone[1]) / 8
+    for model, _, _ in members:
+        assert torch.allclose(model.running_mean, expected)
+        assert model.num_batches_tracked.item() == 3
+
+
+def test_a_dropped_gradient_takes_its_forward_passes_with_it():
+    model, averaged = normed()
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    model(torch.randn(4, 2))
+    averaged.contribute(4.0)
+    averaged.drop()
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+    model(torch.randn(4, 2))
+    averaged.contribute(3.0)
+    assert torch.equal(averaged.stand_ins[0][1].grad, model.running_mean * 3.0)
+
+
+def test_the_learning_rate_is_scaled_for_one_step_and_taken_back_exactly():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.3)
+    factor = PresenceFactor([optimizer])
+    for counted, expected in ((9, -0.15), (36, -0.45)):
+        parameter.grad = torch.ones(1)
+        factor.present(counted, 36)
+        optimizer.step()
+        assert parameter.item() == pytest.approx(expected)
+        assert optimizer.param_groups[0]["lr"] == 0.3

@@ -1,0 +1,180 @@
+"""The device ring on a device of host memory that does everything as late as events allow."""
+
+import pytest
+import torch
+from device_harness import DeviceMembers
+from hypothesis import given
+from hypothesis import strategies as st
+from ring_harness import WAIT_S, Members, random_tensor, same_bits, socket_ring
+
+from fabric.ftar.device.host import HostStream
+from fabric.ftar.device.plan import plan
+from fabric.ftar.reduce import DTYPE_CODES, segment_bounds
+from fabric.ftar.reduction import Reduction
+
+LENGTHS = [0, 1, 15, 17, 64, 65, 1000, 4099]
+FORMS = {"shared memory": {"shares": True}, "tcp": {"shares": False}}
+
+
+def documented(inputs: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
+    """The left fold in ring order, segment s beginning at member s, 16-bit sums rounded once."""
+    world, result = len(inputs), torch.empty_like(inputs[0])
+    wide = torch.float32 if inputs[0].dtype.itemsize == 2 else inputs[0].dtype
+    kernel = {"min": torch.minimum, "max": torch.maximum}.get(reduction.operation, torch.add)
+    for s, (start, stop) in enumerate(segment_bounds(len(inputs[0]), world)):
+        total = inputs[s][start:stop].to(wide, copy=True)
+        for k in range(1, world):
+            total = kernel(total, inputs[(s + k) % world][start:stop].to(wide))
+        if reduction.operation == "mean":
+            total = total / torch.tensor(reduction.weight, dtype=wide)
+        result[start:stop] = total
+    return result
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_the_documented_bits_on_every_member(world, form):
+    with DeviceMembers(world, **FORMS[form]) as members:
+        members.install(1)
+        for step, length in enumerate(LENGTHS):
+            inputs = [random_tensor(length, torch.float32, seed) for seed in range(world)]
+            expected = documented(inputs, Reduction())
+            for result in members.reduce(1, step, inputs).values():
+                assert same_bits(result, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("dtype", "operation"),
+    [
+        (dtype, operation)
+        for dtype in DTYPE_CODES
+        for operation in ("sum", "mean", "min", "max")
+        if dtype.is_floating_point or operation != "mean"  # integers have none
+    ],
+)
+def test_types_and_operations(dtype, operation, form):
+    reduction = Reduction(operation, 3.7 if operation == "mean" else 1.0)
+    with DeviceMembers(3, **FORMS[form]) as members:
+        members.install(1)
+        inputs = [random_tensor(777, dtype, seed) for seed in range(3)]
+        expected = documented(inputs, reduction)
+        for result in members.reduce(1, 0, inputs, reduction).values():
+            assert same_bits(result, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_place_and_several_exchanges_of_one_step(form):
+    with DeviceMembers(3, **FORMS[form]) as members:
+        members.install(1)
+        for step in range(3):
+            inputs = [random_tensor(500, torch.float32, 10 * step + i) for i in range(3)]
+            expected = documented(inputs, Reduction())
+            futures = [members.submit(i, 1, step, inputs[i], None, Reduction(), False) for i in range(3)]
+            for future in futures:
+                future.result(WAIT_S)
+            assert all(same_bits(buffer, expected) for buffer in inputs)
+        first = members.reduce(1, 3, [torch.ones(70) for _ in range(3)])
+        second = members.reduce(1, 3, [torch.full((90,), 2.0) for _ in range(3)])
+        assert (first[0] == 3).all() and (second[2] == 6).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_compute_stream_still_has_to_do_is_waited_for(form):
+    """The gradient is written by work that is queued and does not run before somebody asks for it."""
+    with DeviceMembers(2, **FORMS[form]) as members:
+        members.install(1)
+        values = [random_tensor(1000, torch.float32, i) for i in range(2)]
+        sources = [torch.zeros(1000) for _ in range(2)]
+        for i in range(2):
+            members.devices[i].compute().run(lambda i=i: sources[i].copy_(values[i]))
+        results = [torch.zeros(1000) for _ in range(2)]
+        for future in [members.submit(i, 1, 0, sources[i], results[i]) for i in range(2)]:
+            future.result(WAIT_S)
+        expected = documented(values, Reduction())
+        after = [torch.zeros(1000) for _ in range(2)]
+        for i in range(2):
+            # And what is queued behind the exchange comes behind it.
+            members.devices[i].compute().run(lambda i=i: after[i].copy_(results[i]))
+            members.devices[i].compute().record().wait()
+        assert all(same_bits(x, expected) for x in after)
+
+
+def test_events_are_what_keeps_the_streams_in_order(monkeypatch):
+    """The same ring on a device that ignores waits: wrong bits, so the tests above can fail."""
+    monkeypatch.setattr(HostStream, "wait", lambda self, event: None)
+    with DeviceMembers(2) as members:
+        members.install(1)
+        for i in range(2):
+            members.devices[i].compute().run(lambda: None)
+        sources = [torch.zeros(1000) for _ in range(2)]
+        for i in range(2):
+            members.devices[i].compute().run(lambda i=i: sources[i].fill_(1.0))
+        results = [torch.zeros(1000) for _ in range(2)]
+        for future in [members.submit(i, 1, 0, sources[i], results[i]) for i in range(2)]:
+            future.result(WAIT_S)
+        assert not (results[0] == 2).all()
+
+
+@given(st.integers(0, 3000), st.integers(1, 7), st.integers(1, 4), st.sampled_from([1, 16, 48, 1000]))
+def test_every_element_takes_the_documented_way(length, world, group, chunk):
+    """By counting: each member adds its own once in ring order, and each gets each result once."""
+    bounds = segment_bounds(length, world)
+    links = [plan(length, world, i, chunk, group) for i in range(world)]
+    for position, (sends, _) in enumerate(links):
+        received = links[(position + 1) % world][1]
+        assert [(p.hop, p.start, p.stop) for p in sends] == [(p.hop, p.start, p.stop) for p in received]
+        assert [p.sequence for p in sends] == list(range(len(sends)))
+        for piece in sends:
+            segment = (position - piece.hop) % world
+            assert bounds[segment][0] <= piece.start < piece.stop <= bounds[segment][1]
+            assert piece.gather == (piece.hop >= world - 1)
+            if piece.needs >= 0:
+                needed = links[position][1][piece.needs]
+                assert (needed.hop, needed.start, needed.stop) == (piece.hop - 1, piece.start, piece.stop)
+            else:
+                assert piece.hop == 0
+        for hop in range(2 * (world - 1)):
+            low, high = bounds[(position - hop) % world]
+            assert sum(p.stop - p.start for p in sends if p.hop == hop) == high - low
+
+
+@given(st.integers(1, 3000), st.integers(2, 7), st.integers(1, 4))
+def test_two_groups_of_partial_sums_are_room_enough(length, world, group):
+    """All members in lock step, each sending whenever it may: nobody ever waits for ever."""
+    links = [plan(length, world, i, 16, group) for i in range(world)]
+    sent, got, held = [0] * world, [0] * world, [set() for _ in range(world)]
+    while any(sent[i] < len(links[i][0]) for i in range(world)):
+        moved = False
+        for i in range(world):
+            after = (i + 1) % world
+            if sent[i] == len(links[i][0]):
+                continue
+            piece = links[i][0][sent[i]]
+            keeps = not piece.gather and not piece.last
+            if (piece.needs >= 0 and piece.needs >= got[i]) or (keeps and len(held[after]) == 2 * group):
+                continue
+            held[i].discard(piece.needs)
+            if keeps:
+                held[after].add(got[after])
+            sent[i], got[after], moved = sent[i] + 1, got[after] + 1, True
+        assert moved
+
+
+def test_links_of_both_kinds_in_one_ring():
+    with DeviceMembers(4) as members:
+        members.install(1, socket_ring(4, "mixed"))
+        inputs = [random_tensor(3000, torch.bfloat16, seed) for seed in range(4)]
+        expected = documented(inputs, Reduction())
+        for result in members.reduce(1, 0, inputs).values():
+            assert same_bits(result, expected)
+
+
+def test_the_same_bits_as_the_ring_of_host_memory():
+    inputs = [random_tensor(2000, torch.bfloat16, seed) for seed in range(3)]
+    with DeviceMembers(3) as members, Members(3) as others:
+        members.install(1)
+        others.install(1)
+        results = members.reduce(1, 0, inputs)
+        for i, result in others.reduce(1, 0, inputs).items():
+            assert same_bits(result, results[i])

@@ -1,0 +1,280 @@
+"""Links of shared memory: what is read is whole or does not count, and nothing foreign is believed."""
+
+import os
+import socket
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from ring_harness import WAIT_S, Members, names, same_bits, wait_until
+
+from fabric.errors import ConfigError, ProtocolError, RoundAborted
+from fabric.ftar.chunks import REDUCE, SEGMENT, Header, Round, digest, notice, pack
+from fabric.ftar.cpu_ring import CpuRing
+from fabric.ftar.links import RingLinks
+from fabric.ftar.operands import Operands
+from fabric.ftar.plane import Ring
+from fabric.ftar.reduce import DTYPE_CODES, schedule
+from fabric.ftar.reduction import SUM
+from fabric.ftar.segments import OwnSegments, PeerSegments, Place
+from fabric.ftar.shared_stream import Inbox, Outbox, PlaceReceiver, PlaceSender
+
+ROUND = Round(5, 3, 0, 2, DTYPE_CODES[torch.float32], 32)
+
+
+def message(header: Header, number: int, value: int) -> bytes:
+    body = struct.pack("<Q", 1) + Place(0, 0, number, value).pack()
+    return pack(header, digest(body)) + body
+
+
+class Pair:
+    """The sender's end of one link in the hands of a test, and the receiver's."""
+
+    def __init__(self) -> None:
+        one, two = socket.socketpair()
+        one.setblocking(False)
+        two.setblocking(False)
+        self.own, self.others = OwnSegments(), PeerSegments()
+        self.outbox, self.inbox = Outbox(one, self.own), Inbox(two, self.others, Ring(5, 1, names(2)), False)
+        self.bucket = self.own.allocate(4096).memory[:128].view(torch.float32)
+        self.result = torch.full((32,), 2.0)
+        plan = schedule(32, 2, 0, 16)
+        operands = Operands(self.bucket, self.bucket, SUM, work=self.bucket)
+        self.sender = PlaceSender(self.outbox, None, operands, plan.sends, self.header)
+        mine = Operands(self.result, self.result, SUM, work=self.result)
+        self.receiver = PlaceReceiver(self.inbox, None, mine, plan.sends, self.header)
+
+    def header(self, piece) -> Header:
+        return Header(ROUND, REDUCE, 0, piece.sequence, 64)
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for end in (self.outbox, self.inbox):
+            end.close()
+            end.sock.close()
+        self.own.close()
+        self.others.close()
+
+
+def test_a_piece_is_read_where_it_lies():
+    with Pair() as pair:
+        pair.bucket.fill_(3.0)
+        assert pair.sender.pump(free=1)
+        assert pair.receiver.pump() == (True, True)
+        assert pair.receiver.pump() == (True, True)
+        assert torch.equal(pair.result[:16], torch.full((16,), 5.0))
+
+
+def test_a_piece_that_its_sender_gave_up_meanwhile_does_not_count():
+    with Pair() as pair:
+        pair.sender.pump(free=1)
+        pair.outbox.raise_guard(notice(5, 0, "m1 is gone", "m1"))
+        pair.bucket.fill_(1e9)
+        pair.receiver.pump()
+        with pytest.raises(RoundAborted, match="m1 is gone") as aborted:
+            pair.receiver.pump()
+        assert aborted.value.about == "m1"
+        assert pair.receiver.completed == 0
+
+
+def test_an_abort_raises_the_guard_before_the_exchange_returns(monkeypatch):
+    """Member 1 is held in the midst of reading member 0's bucket, which is written over after the abort."""
+    reading, go_on = threading.Event(), threading.Event()
+    find = Inbox.find
+
+    def slow_find(inbox, *place):
+        memory = find(inbox, *place)
+        if threading.current_thread() is held.get("thread"):
+            reading.set()
+            assert go_on.wait(WAIT_S)
+        return memory
+
+    held: dict[str, threading.Thread] = {}
+    monkeypatch.setattr(Inbox, "find", slow_find)
+    with Members(3, plane="shm", chunk_bytes=1024) as members:
+        members.install(1)
+        reduce = members.planes[1].all_reduce
+
+        def noted(*arguments, **options) -> None:
+            held["thread"] = threading.current_thread()
+            reduce(*arguments, **options)
+
+        members.planes[1].all_reduce = noted
+        buckets = {i: members.shared(i, torch.ones(3000)) for i in range(3)}
+        futures = members.start(1, 1, buckets)
+        assert reading.wait(WAIT_S)
+        members.planes[0].abort(1, "m2 is gone", about="m2")
+        with pytest.raises(RoundAborted):
+            futures[0].result(WAIT_S)
+        buckets[0].fill_(1e9)
+        go_on.set()
+        for i in (1, 2):
+            with pytest.raises(RoundAborted, match="m2 is gone") as aborted:
+                futures[i].result(WAIT_S)
+            assert aborted.value.about == "m2"
+
+
+def test_nobody_returns_before_the_farthest_member_has_read_everything(monkeypatch):
+    """Member 3 reads everybody's memory, that of members who are not its neighbours too."""
+    go_on = threading.Event()
+    tell_read = RingLinks.tell_read
+
+    def slow_tell_read(links, round_):
+        assert links.ring.position != 3 or go_on.wait(WAIT_S)
+        tell_read(links, round_)
+
+    monkeypatch.setattr(RingLinks, "tell_read", slow_tell_read)
+    with Members(4, plane="shm") as members:
+        members.install(1)
+        results = {i: torch.zeros(64) for i in range(4)}
+        futures = members.start(1, 1, {i: torch.full((64,), 1.0 + i) for i in range(4)}, results)
+        wait_until(lambda: all((results[i] == 10).all() and members.planes[i].waiting_for for i in range(3)))
+        assert not any(future.done() for future in futures.values())
+        go_on.set()
+        for i in range(4):
+            futures[i].result(WAIT_S)
+
+
+def test_nobody_returns_before_the_next_member_has_read_everything(monkeypatch):
+    go_on = threading.Event()
+    tell_read = RingLinks.tell_read
+
+    def slow_tell_read(links, round_):
+        assert links.ring.position == 0 or go_on.wait(WAIT_S)
+        tell_read(links, round_)
+
+    monkeypatch.setattr(RingLinks, "tell_read", slow_tell_read)
+    with Members(2, plane="shm") as members:
+        members.install(1)
+        buffers = {0: torch.full((64,), 1.0), 1: torch.full((64,), 7.0)}
+        results = {i: torch.zeros(64) for i in range(2)}
+        futures = members.start(1, 1, buffers, results)
+        wait_until(lambda: members.planes[0].waiting_for == "m1" and (results[0] == 8).all())
+        assert not futures[0].done()
+        go_on.set()
+        for i in range(2):
+            futures[i].result(WAIT_S)
+            assert same_bits(results[i], torch.full((64,), 8.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "value", "sentence"),
+    [
+        (REDUCE, 9, 0, "has not shown"),
+        (REDUCE, 0, 4096, "has not shown"),
+        (REDUCE, 0, 2, "has not shown"),
+        (SEGMENT, 1, 4096, "none came"),
+    ],
+)
+def test_places_that_were_not_shown_are_refused(kind, number, value, sentence):
+    with Pair() as pair:
+        pair.sender.pump(free=1)
+        pair.receiver.pump()
+        pair.receiver.pump()
+        pair.outbox.sock.send(message(Header(ROUND, kind, 0, 1, 64), number, value))
+        pair.receiver._expect = lambda _: Header(ROUND, kind, 0, 1, 64)
+        with pytest.raises(ProtocolError, match=sentence):
+            pair.receiver.pump()
+
+
+def test_garbage_on_a_link_aborts_and_names_the_sender():
+    ours_next, reader = socket.socketpair()
+    ours_previous, writer = socket.socketpair()
+    plane = CpuRing()
+    try:
+        plane.install(Ring(5, 0, names(2)), ours_next, ours_previous)
+        writer.sendall(bytes(500))
+        with pytest.raises(RoundAborted, match="no chunk header") as aborted:
+            plane.all_reduce(5, 3, torch.ones(32), torch.ones(32))
+        assert aborted.value.about == "m1"
+    finally:
+        plane.close()
+        reader.close()
+        writer.close()
+
+
+def test_memory_that_could_end_under_its_reader_is_refused():
+    descriptor = os.memfd_create("not-sealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 4096)
+    with pytest.raises(ProtocolError, match="may end"):
+        PeerSegments().map(descriptor, 4096, epoch=1)
+    own = OwnSegments()
+    shown = own.allocate(4096)
+    with pytest.raises(ProtocolError, match="may end"):
+        PeerSegments().map(own.duplicate(shown), 8192, epoch=1)
+    own.close()
+
+
+def test_another_members_memory_is_mapped_to_be_read_only():
+    own, others = OwnSegments(), PeerSegments()
+    mapped = others.map(own.duplicate(own.allocate(4096)), 4096, epoch=1)
+    line = next(
+        x
+        for x in Path("/proc/self/maps").read_text().splitlines()
+        if x.startswith(f"{mapped.data_ptr():08x}-")
+    )
+    assert line.split()[1] == "r--s"
+    own.close()
+    others.close()
+
+
+def test_a_mapping_outlives_an_epoch_and_goes_when_two_have_not_used_it():
+    own, others = OwnSegments(), PeerSegments()
+    shown = own.allocate(4096)
+    first = others.map(own.duplicate(shown), 4096, epoch=1)
+    others.retire(2)
+    assert others.map(own.duplicate(shown), 4096, epoch=2) is first
+    others.retire(3)
+    assert others.map(own.duplicate(shown), 4096, epoch=2) is first
+    others.retire(4)
+    assert others.map(own.duplicate(shown), 4096, epoch=4) is not first
+    own.close()
+    others.close()
+
+
+def test_descriptors_do_not_pile_up_over_epochs():
+    with Members(3, plane="shm") as members:
+        counts = []
+        for epoch in range(1, 6):
+            members.install(epoch)
+            members.reduce(epoch, 1, [torch.ones(5000)] * 3)
+            for plane in members.planes.values():
+                plane.retire(epoch)
+            for thread in threading.enumerate():
+                if thread.name == "fabric-unmap":  # it holds descriptors until it has unmapped
+                    thread.join()
+            counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        assert counts[1:] == counts[1:2] * 4
+
+
+def test_shared_memory_that_is_not_to_be_had_is_a_sentence():
+    with pytest.raises(ConfigError, match="FABRIC_DATA_PLANE=tcp"):
+        OwnSegments().allocate(2**60)
+
+
+def test_a_gradient_is_overwritten_only_where_that_was_asked_for():
+    with Members(1) as members:
+        members.install(1)
+        plane, gradient = members.planes[0], torch.ones(10)
+        for result in (None, gradient, gradient[:10]):
+            with pytest.raises(ConfigError, match="retain_gradients=False"):
+                plane.all_reduce(1, 1, gradient, result)
+        with pytest.raises(ConfigError, match="retain_gradients=False"):
+            plane.all_reduce(1, 1, gradient[:8], gradient[2:], retain_gradients=False)
+        with pytest.raises(ConfigError, match="must agree"):
+            plane.all_reduce(1, 1, gradient, torch.ones(9))
+        plane.all_reduce(1, 1, gradient, retain_gradients=False)
+
+
+def test_bounds_may_be_changed_between_exchanges():
+    with Members(2, entry_s=3600.0) as members:
+        members.install(1)
+        members.planes[0].set_bounds(entry_s=0.05)
+        with pytest.raises(RoundAborted, match="stalled"):
+            members.start(1, 1, {0: torch.ones(100)})[0].result(WAIT_S)
+        with pytest.raises(ConfigError, match="positive"):
+            members.planes[0].set_bounds(exchange_s=0.0)

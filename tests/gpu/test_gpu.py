@@ -1,0 +1,124 @@
+"""On a real GPU: the seam, rings of several processes on one device, NCCL, and a whole job."""
+
+import pytest
+import torch
+from rings import check_all_reduce, check_kill, run_members
+
+from fabric.ftar.buckets import FlatGradients
+from fabric.ftar.device.cuda import CudaDevice
+
+pytestmark = pytest.mark.gpu
+
+
+def test_streams_are_ordered_by_events_and_bells_ring():
+    import threading
+
+    device = CudaDevice()
+    one, two = device.stream(), device.stream()
+    source = torch.full((1 << 24,), 7, dtype=torch.uint8, device="cuda")
+    middle, end = device.memory(1 << 24), device.staging(1 << 24)
+    assert end.is_pinned() and device.owns(middle) and not device.owns(end)
+    ready = device.compute().record()
+    one.wait(ready)
+    for _ in range(20):
+        one.run(lambda: middle.copy_(source, non_blocking=True))
+    two.wait(one.record())
+    two.run(lambda: end.copy_(middle, non_blocking=True))
+    event, rung = two.record(), threading.Event()
+    device.when(event, rung.set)
+    assert rung.wait(20)
+    assert event.done()
+    assert (end == 7).all()
+    device.close()
+
+
+def test_work_on_a_stream_does_not_block_the_host():
+    device = CudaDevice()
+    stream = device.stream()
+    stream.run(lambda: torch.cuda._sleep(2_000_000_000))
+    event = stream.record()
+    assert not event.done()
+    event.wait()
+    assert event.done()
+    device.close()
+
+
+def test_registered_host_memory_is_copied_to_without_blocking_and_let_go():
+    device = CudaDevice()
+    slot = torch.zeros(1 << 24, dtype=torch.uint8)
+    device.keep_registered([slot])
+    stream = device.stream()
+    source = torch.full((1 << 24,), 9, dtype=torch.uint8, device="cuda")
+    stream.wait(device.compute().record())
+    stream.run(lambda: torch.cuda._sleep(1_000_000_000))
+    stream.run(lambda: slot.copy_(source, non_blocking=True))
+    event = stream.record()
+    assert not event.done()
+    event.wait()
+    assert (slot == 9).all()
+    device.keep_registered([])
+    device.keep_registered([slot])  # again: it was let go
+    device.close()
+
+
+def test_memory_that_cannot_be_registered_leaves_no_error_behind():
+    device = CudaDevice()
+    slot = torch.zeros(1 << 20, dtype=torch.uint8)
+    device.keep_registered([slot])
+    CudaDevice().keep_registered([slot])  # registered already: refused, and only logged
+    assert torch.ones(10, device="cuda").sum().item() == 10
+    device.close()
+
+
+def test_gradients_of_a_model_on_the_gpu_by_way_of_the_flat_buffer():
+    from fabric.client.placement import OnDevice
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 70).cuda()
+    gradients = FlatGradients(list(model.named_parameters()))
+    device = CudaDevice()
+    placement = OnDevice(device, gradients.nbytes)
+    slot = torch.zeros(gradients.nbytes, dtype=torch.uint8)
+    model(torch.ones(5, 300, device="cuda")).square().sum().backward()
+    before = [p.grad.clone() for _, p in gradients.parameters]
+    placement.computed()
+    with placement.round(slot) as flat:
+        placement.run(lambda: gradients.gather(flat))
+        placement.bring(slot, 0, slot.numel())
+    assert gradients.lanes(slot)[0].device.type == "cpu"
+    placement.scatter(gradients, slot, 2.0)
+    assert all(torch.equal(p.grad, b / 2) for (_, p), b in zip(gradients.parameters, before, strict=True))
+    device.close()
+
+
+@pytest.mark.parametrize("plane", ["ipc", "tcp"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_reduce_of_processes_on_one_gpu(world, plane):
+    check_all_reduce("cuda", world, [plane])
+
+
+@pytest.mark.parametrize("plane", ["ipc", "tcp"])
+def test_a_member_is_killed_in_the_midst_of_an_exchange(plane):
+    check_kill("cuda", plane)
+
+
+def test_nccl_refuses_two_members_on_one_gpu_and_the_round_is_aborted():
+    answers = run_members(2, ["nccl"], [{"plane": "nccl", "numel": 1000}])
+    assert all("aborted" in a[0] for a in answers), answers
+
+
+def test_nccl_between_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU: NCCL needs one for each member")
+    answers = run_members(2, ["nccl"], [{"plane": "nccl", "numel": 1000}] * 3, device="cuda:position")
+    assert all(a[i]["digest"] == answers[0][i]["digest"] for a in answers for i in range(3))
+
+
+def test_a_job_on_one_gpu_loses_a_member_and_ends_bitwise_equal(zygote, tmp_path):
+    from job import Job
+    from test_failures import finish_and_check
+
+    with Job(zygote, tmp_path, environment={"TEST_TRAINER": "cuda_trainer"}) as job:
+        job.start_all({"r1": "ring@12=kill"})
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()

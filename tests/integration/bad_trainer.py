@@ -1,0 +1,124 @@
+"""User's loops in which values go wrong: a bit that flips in memory, a gradient that is not a number, an
+update that cannot keep up, a model that changes. ``BAD`` names what, ``BAD_STEP`` when."""
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+from tiny_trainer import Samples, build
+
+import fabric.client
+from fabric.client.step import Step
+
+STEP = int(os.environ.get("BAD_STEP", "6"))
+STEP_S = float(os.environ.get("TINY_STEP_S", "0.02"))
+
+
+def flip_a_bit(model: torch.nn.Module) -> None:
+    """One bit of one weight, as a bad memory cell would."""
+    bits = next(model.parameters()).detach().view(torch.int32).flatten()
+    bits[3] ^= 1 << 20
+
+
+def train(
+    after_update: Callable[[Step, torch.nn.Module], None] = lambda step, model: None,
+    loss_of: Callable[[Step, torch.Tensor], torch.Tensor] = lambda step, loss: loss,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    on_model: Callable[[torch.nn.Module], None] = lambda model: None,
+) -> None:
+    """tiny_trainer's loop. ``after_update(step, model)`` runs behind the optimizer, ``loss_of(step, loss)``
+    makes the loss of every micro-batch."""
+    model, _, _ = build(int(os.environ.get("TINY_WIDTH", "64")))
+    on_model(model)
+    optimizer = optimizer_class(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
+    session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
+    data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
+    replicas = int(os.environ.get("FABRIC_REPLICAS", "1"))
+    for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "30"))):
+        if len(session.members) < replicas:
+            time.sleep(STEP_S * 6)
+        for x, y in step:
+            time.sleep(STEP_S / 4)
+            loss = loss_of(step, torch.nn.functional.mse_loss(model(x), y))
+            step.backward(loss)
+            session.metrics(loss=loss.item() * len(x), samples=len(x))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        after_update(step, model)
+        optimizer.zero_grad()
+    session.close()
+
+
+def a_flipped_bit() -> None:
+    train(after_update=lambda step, model: flip_a_bit(model) if step.number == STEP else None)
+
+
+def a_slow_replay() -> None:
+    """Its update takes longer than the others' whole step, as long as it only replays."""
+    train(after_update=lambda step, model: None if step.live else time.sleep(STEP_S * 20))
+
+
+def not_a_number() -> None:
+    train(loss_of=lambda step, loss: loss * torch.nan if step.number == STEP else loss)
+
+
+def a_sparse_gradient() -> None:
+    """As an embedding makes it that was built with sparse=True."""
+    at = 0
+
+    def note(step: Step, loss: torch.Tensor) -> torch.Tensor:
+        nonlocal at
+        at = step.number
+        return loss
+
+    def sparsen(parameter: torch.Tensor) -> None:
+        if at == STEP and parameter.grad is not None:
+            parameter.grad = parameter.grad.to_sparse()
+
+    def watch(model: torch.nn.Module) -> None:
+        next(model.parameters()).register_post_accumulate_grad_hook(sparsen)
+
+    train(loss_of=note, on_model=watch)
+
+
+def a_frozen_layer() -> None:
+    def freeze(step: Step, model: torch.nn.Module) -> None:
+        if step.number == STEP:
+            model[3].bias.requires_grad_(False)
+
+    train(after_update=freeze)
+
+
+class Drifting(torch.optim.AdamW):
+    """Equal gradients, other states: what unlike devices do, exaggerated."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 + 1e-6 * int(os.environ["FABRIC_REPLICA"][1:]))
+
+
+BAD: dict[str, Callable[[], object]] = {
+    "": train,
+    "a flipped bit": a_flipped_bit,
+    "not a number": not_a_number,
+    "a sparse gradient": a_sparse_gradient,
+    "a frozen layer": a_frozen_layer,
+    "an optimizer that evaluates": lambda: train(optimizer_class=torch.optim.LBFGS),
+    "a slow replay": a_slow_replay,
+    "states that drift": lambda: train(optimizer_class=Drifting),
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    BAD[os.environ.get("BAD", "")]()
+
+
+if __name__ == "__main__":
+    main()

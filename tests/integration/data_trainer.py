@@ -1,0 +1,112 @@
+"""The user's loops of the data tests: policies, streams, poison, averaged buffers, a sampler.
+
+``DATA`` names the loop, ``DATA_OPTIONS`` is JSON for ``session.loader``, ``DATA_POISON`` the data set index
+that kills whoever reads it.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from tiny_trainer import Samples, build
+
+import fabric.client
+
+OPTIONS = "DATA_OPTIONS"
+PAUSE_S = 0.005
+
+
+class Poisonous(Samples):
+    """Reading one of these samples kills the process, as a corrupt file in a C decoder might."""
+
+    def __getitem__(self, index: int):
+        if str(index) == os.environ.get("DATA_POISON"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if str(index) == os.environ.get("DATA_BAD"):
+            raise ValueError("this sample cannot be decoded")
+        return super().__getitem__(index)
+
+
+class Lines(torch.utils.data.IterableDataset):
+    """The samples in a fixed order, and how often the iteration began, in ``begun``."""
+
+    def __init__(self, size: int) -> None:
+        self._samples = Samples(size)
+
+    def __iter__(self) -> Iterator[object]:
+        for i in range(len(self._samples)):
+            yield self._samples[i]
+
+
+def model_with_statistics():
+    torch.manual_seed(1)
+    layers = torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
+    model = torch.nn.Sequential(*layers)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(dataset: object, after: Callable[[object], None] = lambda step: None, **attaching: object) -> None:
+    """tiny_trainer's loop with ``DATA_OPTIONS``; slow while degraded, so that the killed one gets back in."""
+    model, optimizer, scheduler = build(64) if not attaching else (*model_with_statistics(), None)
+    state = {} if scheduler is None else {"scheduler": scheduler}
+    session = fabric.client.attach(model, optimizer, state=state, **attaching)
+    options = json.loads(os.environ.get(OPTIONS, "{}"))
+    data = session.loader(dataset, global_batch_size=24, micro_batch_size=2, seed=3, **options)
+    replicas = int(os.environ["FABRIC_REPLICAS"])
+    for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "30"))):
+        if len(session.members) < replicas:
+            time.sleep(PAUSE_S * 20)
+        for x, y in step:
+            time.sleep(PAUSE_S)
+            step.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        after(step)
+    buffers = {name: b.double().sum().item() for name, b in model.named_buffers()}
+    print(json.dumps({"buffers": buffers, "lr": [g["lr"] for g in optimizer.param_groups]}), flush=True)
+    session.close()
+
+
+def sampled() -> None:
+    """A loop that fabric does not own: an ordinary DataLoader with worker processes, and ``exchange``."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    session = fabric.client.attach(model, optimizer)
+    samples = Samples(100)
+    sampler = session.sampler(len(samples), global_batch_size=24, seed=3)
+    loader = torch.utils.data.DataLoader(samples, batch_size=sampler.per_step, sampler=sampler)
+    until = int(os.environ.get("TINY_STEPS", "30"))
+    replicas = int(os.environ["FABRIC_REPLICAS"])
+    while session.committed_step < until:
+        for x, y in loader:
+            time.sleep(PAUSE_S * (20 if len(session.members) < replicas else 2))
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            session.exchange(weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            if session.committed_step >= until:
+                break
+    session.close()
+
+
+LOOPS = {
+    "map": lambda: train(Poisonous(100)),
+    "stream": lambda: train(Lines(50)),
+    "buffers": lambda: train(Samples(100), buffers="average"),
+    "sampler": sampled,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    LOOPS[os.environ.get("DATA", "map")]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""``tiny_trainer`` on the device path, with host memory for a device: what a GPU does, but for the GPU.
+
+Copies and sums run on the device's thread, in the latest order that events allow; only the user's own torch
+operations are immediate, as they are on any CPU.
+"""
+
+import sys
+
+import tiny_trainer
+
+from fabric.client.placement import on_device
+from fabric.ftar.device.host import HostDevice
+
+
+def main() -> None:
+    device = HostDevice(immediate=True)
+    # The one place where the client chooses: parameters on a CUDA device go the same way with CudaDevice.
+    sys.modules["fabric.client.attach"].place_gradients = lambda found, gradients, on_piece: on_device(
+        device, found, gradients, on_piece
+    )
+    print("gradients on HostDevice", flush=True)
+    tiny_trainer.main()

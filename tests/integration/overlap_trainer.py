@@ -1,0 +1,95 @@
+"""tiny_trainer's loop with buckets so small that its gradients are several; it prints what it computes, and
+proves that buckets are exchanged while backward still runs: backward waits for that in its midst.
+
+``OVERLAP``: ``plain``, ``ddp`` (with another bucket layout on every replica), or ``changed``, where the
+user's code changes a gradient after the last backward.
+"""
+
+import functools
+import importlib
+import os
+import tempfile
+import threading
+import time
+
+import torch
+from tiny_trainer import Samples, build
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+import fabric.client
+from fabric.client.exchange import Exchange
+from fabric.ftar.buckets import FlatGradients
+
+BUCKET_BYTES = 1000
+CHANGED_AT = 9
+DEADLINE_S = 30.0
+
+reduced, first = threading.Event(), threading.Event()
+
+
+def watch_the_exchange() -> None:
+    """``reduced`` is set when a bucket's reduction has ended, well or not."""
+    reduce = Exchange._reduce
+
+    def watched(self, *arguments):
+        try:
+            reduce(self, *arguments)
+        finally:
+            reduced.set()
+
+    Exchange._reduce = watched
+
+
+def wrapped(model: torch.nn.Module) -> torch.nn.Module:
+    with tempfile.NamedTemporaryFile() as rendezvous:
+        distributed.init_process_group("gloo", init_method=f"file://{rendezvous.name}", rank=0, world_size=1)
+    # The last layer makes a bucket for both; the first one's two parameters do for r1 alone.
+    bucket_bytes = 100 if os.environ["FABRIC_REPLICA"] == "r0" else 500
+    return DistributedDataParallel(
+        model, bucket_cap_mb=bucket_bytes / 2**20, gradient_as_bucket_view=bucket_bytes == 100
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    attaching = importlib.import_module("fabric.client.attach")  # the package has a function of that name
+    attaching.FlatGradients = functools.partial(FlatGradients, bucket_bytes=BUCKET_BYTES)
+    watch_the_exchange()
+    how, me = os.environ["OVERLAP"], os.environ["FABRIC_REPLICA"]
+    inner, optimizer, scheduler = build(64)
+    model = wrapped(inner) if how == "ddp" else inner
+    session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
+    if how == "ddp":
+        fabric.client.ddp(model, session)
+
+    def in_the_midst(*_: object) -> None:
+        """The last layer's gradient is final, the first one's is not begun."""
+        if session.overlap.stream is None:
+            return
+        if how == "ddp" and not first.is_set():
+            first.set()  # DDP has its real buckets only from the second time on
+            return
+        member, deadline = session._engine.member, time.monotonic() + DEADLINE_S
+        while not reduced.wait(0.01) and time.monotonic() < deadline:
+            if member.round is None or len(session.members) == 1:
+                return  # aborted meanwhile, or alone: nothing is exchanged
+            if member.round.step == member.links.first_step:
+                return  # a newcomer enters its first round when the others' contributions tell it which
+        print(f"overlapped {reduced.is_set()}", flush=True)
+
+    inner[1].register_full_backward_hook(in_the_midst)
+
+    data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
+    for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "40"))):
+        for x, y in step:
+            print(f"computes {step.number}", flush=True)
+            reduced.clear()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            step.backward(loss)
+            if how == "changed" and step.number == CHANGED_AT and me == "r0":
+                next(inner.parameters()).grad.mul_(1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    session.close()

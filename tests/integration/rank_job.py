@@ -1,0 +1,78 @@
+"""A job whose replicas are several processes each: a launcher of test size in the place of torchrun."""
+
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from job import DEADLINE_S, Job
+
+from fabric.cli.demo.journal import read_run
+from fabric.cli.demo.verify import judge
+
+
+@dataclass
+class RankJob(Job):
+    """``pids`` and ``codes`` are by ``r0.1``: rank 1 of replica r0. A replica starts again when all of its
+    ranks have ended."""
+
+    ranks: int = 2
+    groups: dict[str, list[str]] = field(default_factory=dict)
+
+    def start(self, replica: str, points: str = "", rank: int = 0, **more: str) -> int:
+        """Start all ranks of a replica; ``points`` are for one of them."""
+        number = self.starts[replica] = self.starts.get(replica, 0) + 1
+        self.groups[replica] = [f"{replica}.{k}" for k in range(self.ranks)]
+        for k, name in enumerate(self.groups[replica]):
+            environment = self.trainer_environment(
+                replica,
+                TEST_TRAINER="sharded_trainer",
+                SHARDED_RANK=str(k),
+                SHARDED_RANKS=str(self.ranks),
+                SHARDED_STORE=str(self.folder / f"{replica}.world{number}"),
+                FABRIC_TEST_POINTS=points if k == rank else "",
+                **more,
+            )
+            self.pids[name] = self.zygote.start(environment, self.folder / f"{name}.log")
+        return self.pids[f"{replica}.{rank}"]
+
+    def journal(self, replica: str, rank: int = 0) -> Path:
+        folder = self.folder / "journal"
+        return (folder / f"rank{rank}" if rank else folder) / f"{replica}.jsonl"
+
+    def kill_rank(self, replica: str, rank: int) -> None:
+        os.kill(self.pids[f"{replica}.{rank}"], signal.SIGKILL)
+
+    def has_ended(self, replica: str) -> bool:
+        """Whether every rank of it has."""
+        return all(self.ended(name) is not None for name in self.groups[replica])
+
+    def finish(self, restart: bool = True, deadline_s: float = DEADLINE_S) -> None:
+        """Restart replicas that ended otherwise than with 0 or 1 until all have ended so."""
+
+        def all_done() -> bool:
+            for replica, names in self.groups.items():
+                found = {name: self.ended(name) for name in names}
+                if any(code is None for code in found.values()):
+                    continue
+                if not restart or all(code == 0 for code in found.values()) or 1 in found.values():
+                    self.codes.update(found)  # type: ignore[arg-type]
+                else:
+                    later = self.later_points.get(replica, [])
+                    self.start(replica, later.pop(0) if later else "")
+            return len(self.codes) == len(self.pids)
+
+        self.wait_for(all_done, "every rank's end", deadline_s)
+
+    def check_lanes(self, steps: int) -> None:
+        """Every lane ends bitwise equal over the replicas, and rank 0's journals keep every promise."""
+        for rank in range(self.ranks):
+            lanes = {}
+            for replica in self.groups:
+                body = Path(self.journal(replica, rank)).read_text()
+                states = [line for line in body.splitlines() if '"event":"state"' in line]
+                lanes[replica] = states[-1].split('"digest":"')[1][:32]
+            assert len(set(lanes.values())) == 1, (rank, lanes)
+        verdict = judge(read_run(self.folder))
+        assert not verdict.broken, "\n".join(verdict.broken[:10])
+        assert (verdict.summary.steps, verdict.summary.steps_lost) == (steps, 0)

@@ -1,0 +1,71 @@
+"""Silent corruption with real processes: digests are compared in the barrier, the minority is named,
+evicted and healed; where nobody can tell who is right the job stops."""
+
+import json
+import urllib.request
+
+from job import Job
+
+from fabric.cli.demo.journal import read_run
+from fabric.cli.demo.verify import judge
+
+
+def bad(what: str, **more: str) -> dict[str, str]:
+    return {"TEST_TRAINER": "bad_trainer", "BAD": what, **more}
+
+
+def events(job: Job, kind: str) -> list[dict]:
+    """What the lighthouse has to tell of this kind."""
+    request = urllib.request.Request(
+        f"{job.url}/v1/jobs/test/events", headers={"Authorization": "Bearer a-test-token"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        found = json.loads(answer.read())
+    return [e for e in found if e["kind"] == kind]
+
+
+def test_the_minority_is_named_evicted_and_healed(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "60"}) as job:
+        job.start("r0")
+        job.start("r1", **bad("a flipped bit"))
+        job.start("r2")
+        job.wait_for(lambda: job.events("r0", "commit"), "the first step")
+        job.wait_for(lambda: events(job, "condemned"), "somebody to be named")
+        [told] = events(job, "condemned")
+        assert told["about"] == "r1"
+        assert "r1 disagrees with the majority about the state at step 7" in told["why"]
+        job.finish()
+        assert set(job.codes.values()) == {0}, job.logs()
+        assert job.starts == {"r0": 1, "r1": 1, "r2": 1}, "healed without a restart"
+        [broken] = judge(read_run(job.folder)).broken
+        assert "disagree on the digest of state step 7" in broken, "the one corruption, and nothing after it"
+        assert len({job.events(r, "state")[-1]["digest"] for r in ("r0", "r1", "r2")}) == 1
+        assert [e["step"] for e in job.events("r1", "installed")], "its state was fetched anew"
+        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 7], "it works again"
+
+
+def test_two_that_disagree_stop_with_a_clear_sentence(zygote, tmp_path):
+    with Job(zygote, tmp_path, replicas=2, environment={"TINY_STEPS": "60"}) as job:
+        job.start("r0")
+        job.start("r1", **bad("a flipped bit"))
+        job.finish()
+        assert job.codes == {"r0": 1, "r1": 1}, job.logs()
+        for replica in ("r0", "r1"):
+            said = (job.folder / f"{replica}.log").read_text()
+            assert "disagree about the state at step 7 and nobody else can tell who is right" in said
+            assert "restart the job from a checkpoint and check these hosts' memory" in said
+            assert not [e for e in job.events(replica, "commit") if e["step"] > 7], "nothing after it"
+
+
+def test_digests_are_compared_every_k_steps(zygote, tmp_path):
+    """k = 10: a bit that flips at step 6 is noticed at the barrier of step 10, not before."""
+    environment = {"TINY_STEPS": "40", "FABRIC_DIGEST_EVERY": "10"}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        job.start("r0")
+        job.start("r1")
+        job.start("r2", **bad("a flipped bit"))
+        job.finish()
+        assert set(job.codes.values()) == {0}, job.logs()
+        [abort] = [e for e in job.events("r0", "abort") if "digests of the state" in e["why"]]
+        assert abort["step"] == 10
+        assert len({job.events(r, "state")[-1]["digest"] for r in ("r0", "r1", "r2")}) == 1

@@ -1,0 +1,186 @@
+"""The lighthouse's page in a real Chromium, over a real job: a login, a kill, a return, a decision.
+
+``python tests/integration/test_dashboard.py docs/screenshots`` makes the pictures of docs/ anew.
+"""
+
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from browser import Browser, require_browser
+from job import Job, Zygote
+
+TAB, ENTER, ESCAPE = "\ue004", "\ue007", "\ue00c"
+ENVIRONMENT = {"TINY_STEPS": "20000", "TINY_STEP_S": "0.05"}
+
+
+@pytest.fixture
+def job(zygote, tmp_path):
+    require_browser()
+    with Job(zygote, tmp_path / "job", environment=ENVIRONMENT) as job:
+        job.start_all()
+        yield job
+
+
+@pytest.fixture
+def browser(tmp_path):
+    with Browser(tmp_path / "browser") as browser:
+        yield browser
+
+
+def log_in(browser: Browser, job: Job) -> None:
+    browser.open(job.url)
+    browser.wait_for(lambda: "this lighthouse leads" in browser.text("#health"), "the lighthouse's health")
+    browser.wait_for(lambda: browser.run("return document.querySelector('#login').open"), "the question")
+    browser.type("#token", job.token.read_text().strip())
+    browser.press(ENTER)
+    browser.wait_for(lambda: "every member runs" in browser.text("#waiting"), "the job")
+    browser.console()  # the refusal that made it ask is there
+
+
+def row(browser: Browser, replica: str) -> str:
+    """What the table says of one replica."""
+    script = """return [...document.querySelectorAll('#members tr')]
+        .filter((tr) => tr.cells[0].textContent === arguments[0]).map((tr) => tr.innerText).join()"""
+    return browser.run(script, replica)
+
+
+def step(browser: Browser) -> int:
+    return int(browser.run("return document.querySelector('#facts dd').textContent"))
+
+
+def test_a_kill_and_a_return_are_told_on_the_page(job, browser):
+    log_in(browser, job)
+    for replica in ("r0", "r1", "r2"):
+        assert "member" in row(browser, replica) and "alive" in row(browser, replica)
+    assert "None so far" in browser.text("#recoveries")
+    before = step(browser)
+    browser.wait_for(lambda: step(browser) > before, "the steps to go on")
+    browser.wait_for(
+        lambda: browser.run("return document.querySelectorAll('#chart polyline').length") == 3, "three lines"
+    )
+    job.kill("r1")
+    browser.wait_for(lambda: "death of r1" in browser.text("#recoveries"), "the failure")
+    browser.wait_for(lambda: "next step after" in browser.text("#recoveries"), "its phases")
+    browser.wait_for(
+        lambda: "not yet" not in browser.text("#recoveries li").split("r1 back")[0], "a step after it"
+    )
+    assert "r1 back after not yet" in browser.text("#recoveries")
+    browser.wait_for(lambda: "condemned · r1" in browser.text("#events"), "the event")
+    at_death = step(browser)
+    job.wait_for(lambda: job.ended("r1") is not None, "the killed one's end")
+    job.start("r1")
+    browser.wait_for(lambda: "not yet" not in browser.text("#recoveries"), "the return")
+    browser.wait_for(lambda: "alive" in row(browser, "r1") and "member" in row(browser, "r1"), "its row")
+    assert step(browser) > at_death
+    assert not browser.console(), "no error in the console, none by the content security policy"
+
+
+def test_a_person_decides_by_keyboard(job, browser):
+    log_in(browser, job)
+    browser.run("document.querySelector('[data-key=\"drain r2\"]').focus()")
+    # The table is drawn anew with every beat: the focus stays where it was.
+    before = step(browser)
+    browser.wait_for(lambda: step(browser) > before + 2, "the page to be drawn anew")
+    assert browser.run("return document.activeElement.dataset.key") == "drain r2"
+    browser.press(ENTER)
+    browser.wait_for(lambda: browser.text("#act-title") == "drain r2", "the dialogue")
+    browser.press(ESCAPE)
+    assert not browser.run("return document.querySelector('#act').open"), "escape changes one's mind"
+    assert "drain asked" not in browser.text("#events")
+    browser.run("document.querySelector('[data-key=\"drain r2\"]').focus()")
+    browser.press(ENTER)
+    browser.type("#who", "ann")
+    browser.type("#why", "<b>its host</b> is hot")
+    browser.press(ENTER)
+    browser.wait_for(
+        lambda: "drain asked · r2 · by ann: <b>its host</b> is hot" in browser.text("#events"), "it"
+    )
+    browser.wait_for(lambda: not row(browser, "r2") or "leaving" in row(browser, "r2"), "the row to say so")
+    job.wait_for(lambda: job.ended("r2") == 0, "the drained one's end")
+
+
+def test_a_wrong_token_is_told_and_the_right_one_is_not_kept(job, browser):
+    browser.open(job.url)
+    browser.wait_for(lambda: browser.run("return document.querySelector('#login').open"), "the question")
+    browser.type("#token", "wrong")
+    browser.press(ENTER)
+    browser.wait_for(lambda: "does not match" in browser.text("#login-error"), "the refusal")
+    browser.type("#token", job.token.read_text().strip())
+    browser.press(ENTER)
+    browser.wait_for(lambda: "r2" in browser.text("#members"), "the job")
+    assert browser.run("return document.cookie") == "", "no script can read it"
+    kept = browser.run("return [JSON.stringify(localStorage), JSON.stringify(sessionStorage)].join()")
+    assert kept == "{},{}"
+
+
+MADE_UP = ("", "fabric-page=1.x", "fabric-page=99999999999.00", "fabric-page=\u00e4")
+
+
+def test_a_made_up_cookie_opens_nothing(job):
+    for path in ("/v1/jobs", "/v1/jobs/test", "/v1/jobs/test/live"):
+        for cookie in MADE_UP:
+            headers = {"Cookie": cookie.encode().decode("latin-1")}
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(urllib.request.Request(job.url + path, headers=headers), timeout=10)
+            with refused.value as answer:
+                assert answer.status == 401
+
+
+def test_another_sites_page_cannot_use_the_cookie(job):
+    """SameSite keeps browsers from sending it; should one do, its Origin gives it away."""
+    body = b'{"token": "%s"}' % job.token.read_bytes().strip()
+    with urllib.request.urlopen(urllib.request.Request(job.url + "/login", body), timeout=10) as answer:
+        cookie = answer.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    mine = {"Cookie": cookie.partition(";")[0]}
+    with urllib.request.urlopen(
+        urllib.request.Request(job.url + "/v1/jobs", headers=mine), timeout=10
+    ) as answer:
+        assert answer.status == 200
+    foreign = {**mine, "Origin": "http://evil.example"}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(job.url + "/v1/jobs", headers=foreign), timeout=10)
+    refused.value.close()
+    assert refused.value.status == 401
+
+
+def make_screenshots(folder: Path) -> None:
+    """A job that has lost a replica and got it back, in dark, light and on a phone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    zygote = Zygote()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        Job(zygote, Path(scratch) / "job", environment=ENVIRONMENT) as job,
+    ):
+        job.start_all()
+        with Browser(Path(scratch) / "browser") as browser:
+            browser.resize(1280, 1000)
+            log_in(browser, job)
+            first = step(browser)
+            browser.wait_for(lambda: step(browser) > first + 100, "a line to be seen")
+            job.kill("r1")
+            job.wait_for(lambda: job.ended("r1") is not None, "its end")
+            job.start("r1")
+            browser.wait_for(lambda: "r1 back after" in browser.text("#recoveries"), "the failure")
+            browser.wait_for(lambda: "not yet" not in browser.text("#recoveries"), "the return")
+            second = step(browser)
+            browser.wait_for(lambda: step(browser) > second + 60, "a while after it")
+            for name, scheme, size in (
+                ("light", "light", (1280, 1000)),
+                ("dark", "dark", (1280, 1000)),
+                ("phone", "light", (390, 1400)),
+            ):
+                browser.prefer(scheme)
+                browser.resize(*size)
+                drawn = step(browser)
+                browser.wait_for(lambda drawn=drawn: step(browser) > drawn, "the page to be drawn anew")
+                browser.screenshot(folder / f"dashboard-{name}.png")
+    zygote.close()
+
+
+if __name__ == "__main__":
+    make_screenshots(Path(sys.argv[1]))

@@ -1,0 +1,193 @@
+"""Policies, streams, poison, averaged buffers, the sampler: real trainers that are killed and come back."""
+
+import json
+
+import pytest
+from job import Job
+from test_failures import finals
+
+from fabric.cli.demo.journal import read_run
+from fabric.cli.demo.verify import judge
+
+STEPS = 30
+
+
+def environment(loop="map", options=None, **more):
+    found = {"TEST_TRAINER": "data_trainer", "DATA": loop, "TINY_STEPS": str(STEPS), **more}
+    return found | ({"DATA_OPTIONS": json.dumps(options)} if options else {})
+
+
+def finish(job):
+    """Everybody finishes with the same state, and the journals show every promise kept."""
+    job.finish()
+    assert job.codes == dict.fromkeys(job.pids, 0), job.logs()
+    assert len(set(finals(job).values())) == 1
+    verdict = judge(read_run(job.folder))
+    assert not verdict.broken, "\n".join(verdict.broken[:10])
+    assert verdict.summary.steps == STEPS
+    return verdict.summary
+
+
+def commits(job, replica):
+    """step -> its last commit line."""
+    return {e["step"]: e for e in job.events(replica, "commit")}
+
+
+def joined_again(job, replica, after):
+    return [e for e in job.events(replica, "commit") if e["live"] and e["step"] > after]
+
+
+def said(job, replica):
+    return (job.folder / f"{replica}.log").read_text()
+
+
+def report(job, replica):
+    return json.loads(said(job, replica).splitlines()[-1])
+
+
+def test_shrink_skips_the_share_of_the_dead_and_records_it(zygote, tmp_path):
+    options = {"policy": "shrink", "scale_lr": True}
+    with Job(zygote, tmp_path, environment=environment(options=options)) as job:
+        job.start_all({"r1": "forward@8=kill"})
+        summary = finish(job)
+        assert joined_again(job, "r1", 8), "the killed replica never contributed again"
+        found = commits(job, "r0")
+        assert not found[7]["skipped"] and found[7]["weight"] == 24
+        assert found[8]["skipped"] == [4, 5, 6, 7] and found[8]["weight"] == 16
+        assert not found[STEPS - 1]["skipped"], "back on its seat it computes its share again"
+        assert summary.samples_skipped == 2 * sum(len(e["skipped"]) for e in found.values())
+        # The factor sqrt(present / all) is taken back after every step.
+        assert {tuple(report(job, r)["lr"]) for r in ("r0", "r1", "r2")} == {tuple(report(job, "r0")["lr"])}
+
+
+def test_a_stream_goes_on_where_the_job_is(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment=environment("stream")) as job:
+        job.start_all({"r1": "forward@8=kill"})
+        summary = finish(job)
+        assert joined_again(job, "r1", 8)
+        assert (summary.samples_skipped, summary.samples_repeated) == (0, 0)
+        last = job.events("r1", "contribute")[-1]
+        assert last["step"] == STEPS - 1
+        for number, positions in last["samples"].items():
+            first = (STEPS - 1) * 24 + 2 * int(number)
+            assert positions == [first, first + 1]
+
+
+@pytest.mark.parametrize("point", ["forward@8=kill", "before-barrier@8=kill"])
+def test_buffers_are_averaged_and_equal_everywhere(zygote, tmp_path, point):
+    """BatchNorm's statistics are part of the state: equal digests, through a kill and a join."""
+    with Job(zygote, tmp_path, environment=environment("buffers")) as job:
+        job.start_all({"r1": point})
+        finish(job)
+        assert joined_again(job, "r1", 8)
+        found = [report(job, r)["buffers"] for r in ("r0", "r1", "r2")]
+        assert found[0] == found[1] == found[2]
+        # Twelve micro-batches per step, whoever forwarded them.
+        assert found[0]["1.num_batches_tracked"] == 12 * STEPS
+        assert abs(found[0]["1.running_mean"]) > 0
+
+
+def poison_of(step, micro_batch):
+    from fabric.client.data import Plan
+
+    return str(Plan(100, 24, 2, 3).samples(step, micro_batch)[0])
+
+
+# Sample indices come again in later passes over the data, so the job ends before the second one (step 4).
+SHORT = {"TINY_STEPS": "4"}
+
+
+def test_poison_is_not_given_to_a_third_and_stops_the_job(zygote, tmp_path):
+    index = poison_of(2, 5)
+    with Job(zygote, tmp_path, environment=environment(**SHORT, DATA_POISON=index)) as job:
+        job.start_all()
+        job.finish()
+        assert job.codes == {"r0": 1, "r1": 1, "r2": 1}, job.logs()
+        assert sorted(job.starts.values()) == [1, 2, 2], "two died at it; started again, they were told"
+        for replica in job.pids:
+            sentence = said(job, replica).splitlines()[-1]
+            assert "micro-batch 5 of step 2" in sentence and 'on_poison="skip"' in sentence
+            assert f"samples {index}, " in sentence
+        assert max(e["step"] for r in job.pids for e in job.events(r, "commit")) == 1
+
+
+def test_poison_is_skipped_by_all_and_recorded(zygote, tmp_path):
+    given = environment(options={"on_poison": "skip"}, **SHORT, DATA_POISON=poison_of(2, 5))
+    with Job(zygote, tmp_path, environment=given) as job:
+        job.start_all()
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
+        verdict = judge(read_run(job.folder))
+        assert not verdict.broken, "\n".join(verdict.broken[:10])
+        assert verdict.summary.samples_skipped == 2
+        survivor = next(r for r, n in job.starts.items() if n == 1)
+        assert commits(job, survivor)[2]["skipped"] == [5]
+        assert [e["micro_batches"] for e in job.events(survivor, "poison") if e["step"] == 2][-1] == [5]
+        assert sorted(job.starts.values()) == [1, 2, 2]
+
+
+def test_two_unrelated_deaths_are_no_poison(zygote, tmp_path):
+    """Two die in the same step, each at a micro-batch of its own: the third computes them all."""
+    with Job(zygote, tmp_path, environment=environment()) as job:
+        job.start_all({"r1": "forward@8=kill", "r2": "forward@8=kill"})
+        summary = finish(job)
+        assert (summary.samples_skipped, summary.samples_repeated) == (0, 0)
+
+
+def test_an_exception_at_a_sample_fails_the_job_and_is_not_retried(zygote, tmp_path):
+    index = poison_of(2, 5)
+    with Job(zygote, tmp_path, environment=environment(**SHORT, DATA_BAD=index)) as job:
+        job.start_all()
+        job.finish()
+        assert job.codes == {"r0": 1, "r1": 1, "r2": 1}, job.logs()
+        assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
+        raised = [r for r in job.pids if "Traceback" in said(job, r)]
+        assert len(raised) == 1
+        for replica in set(job.pids) - set(raised):
+            lines = said(job, replica).splitlines()
+            assert len(lines) == 1 and lines[0].startswith(
+                f"fabric: {replica}: {raised[0]} failed at step 2: "
+            )
+            assert f"ValueError: this sample cannot be decoded (at micro-batch 5, samples {index}" in lines[0]
+        # Who starts them again after that wants to go on: the sample is mended now.
+        job.codes.clear()
+        for replica in list(job.pids):
+            job.start(replica, DATA_BAD="")
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
+        assert len(set(finals(job).values())) == 1
+
+
+def test_data_that_some_can_read(zygote, tmp_path):
+    """Two of three can read each part: one death skips nothing."""
+    with Job(zygote, tmp_path, environment=environment(options={"redundancy": 2})) as job:
+        job.start_all({"r1": "forward@8=kill"})
+        summary = finish(job)
+        assert joined_again(job, "r1", 8)
+        assert (summary.samples_skipped, summary.samples_repeated) == (0, 0)
+        taken = {
+            (i // 34) for e in job.events("r0", "contribute") for ids in e["samples"].values() for i in ids
+        }
+        assert taken <= {0, 2}, "seat 0 reads its own third and the one before"
+
+
+def test_a_sampler_feeds_a_loop_that_we_do_not_own(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment=environment("sampler")) as job:
+        job.start_all({"r1": "before-ring@8=kill"})
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
+        assert len(set(finals(job).values())) == 1
+        assert joined_again(job, "r1", 8)
+        found = commits(job, "r0")
+        assert found[7]["contributions"] == {"r0": [0], "r1": [1], "r2": [2]} and not found[7]["skipped"]
+        assert found[8]["skipped"] == [1] and found[8]["weight"] == 16
+        assert found[STEPS - 1]["weight"] == 24
+        # Every step's parts are disjoint, and nobody took a part of another step.
+        for step in (7, 8, STEPS - 1):
+            parts = {}  # of a round that was retried the last one counts
+            for replica, tokens in found[step]["contributions"].items():
+                for e in job.events(replica, "contribute"):
+                    if e["step"] == step and tokens:
+                        parts[replica] = [i for ids in e["samples"].values() for i in ids]
+            taken = [i for part in parts.values() for i in part]
+            assert len(taken) == len(set(taken)) == found[step]["weight"]

@@ -1,0 +1,111 @@
+"""Whole jobs whose gradients are on a device: gathered, reduced and scattered there, killed and joined."""
+
+import pytest
+import torch
+from job import Job
+from test_failures import finish_and_check
+
+from fabric.client.placement import OnDevice, OnHost, device_of, on_device, place_gradients
+from fabric.errors import ConfigError
+from fabric.ftar.buckets import FlatGradients
+from fabric.ftar.cpu_ring import CpuRing
+from fabric.ftar.device.host import HostDevice
+from fabric.ftar.device.ring import DeviceRing
+from fabric.runtime.config import settings
+
+DEVICE = {"TEST_TRAINER": "device_trainer"}
+
+
+@pytest.mark.integration
+def test_a_job_on_a_device_loses_a_member_in_the_ring_and_ends_bitwise_equal(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment=DEVICE) as job:
+        job.start_all({"r1": "ring@12=kill"})
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()
+        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 12]
+        assert job.logs().count("gradients on HostDevice") == 4, job.logs()
+
+
+def one_layer() -> FlatGradients:
+    torch.manual_seed(0)
+    return FlatGradients(list(torch.nn.Linear(30, 7).named_parameters()))
+
+
+def fill(gradients: FlatGradients, value: float) -> None:
+    for _, parameter in gradients.parameters:
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
+    """Backward, copies and the update are all on the device's time, in any order that events allow."""
+    device, gradients = HostDevice(), one_layer()
+    placement = OnDevice(device, gradients.nbytes)
+    slot = torch.zeros(gradients.nbytes, dtype=torch.uint8)
+    fill(gradients, 0.0)
+    for step in range(1, 4):
+
+        def backward(step: int = step) -> None:
+            for _, parameter in gradients.parameters:
+                assert parameter.grad is not None
+                parameter.grad.fill_(float(step))
+
+        device.compute().run(backward)
+        placement.computed()
+        with placement.round(slot) as flat:
+            placement.run(lambda flat=flat: gradients.gather(flat))
+            placement.run(lambda flat=flat: gradients.buckets[0].view(flat).mul_(10))  # the reduction
+            placement.bring(slot, 0, slot.numel())
+        assert (gradients.buckets[0].view(slot) == 10 * step).all()
+        slot_before = slot.clone()
+        placement.scatter(gradients, slot, 5.0)
+        device.compute().record().wait()
+        assert all((p.grad == 2 * step).all() for _, p in gradients.parameters)
+        assert torch.equal(slot, slot_before)
+    device.close()
+
+
+def test_a_fetched_gradient_comes_up_from_host_memory_and_an_aborted_round_is_forgotten():
+    device, gradients = HostDevice(), one_layer()
+    placement = OnDevice(device, gradients.nbytes)
+    slot, fetched = (torch.zeros(gradients.nbytes, dtype=torch.uint8) for _ in range(2))
+    gradients.buckets[0].view(fetched).fill_(6.0)
+    fill(gradients, 1.0)
+    placement.computed()
+    with placement.round(slot) as flat:
+        placement.run(lambda: gradients.gather(flat))
+        placement.bring(slot, 0, slot.numel())
+    placement.scatter(gradients, fetched, 2.0)
+    device.compute().record().wait()
+    assert all((p.grad == 3).all() for _, p in gradients.parameters)
+    # The slot of a round that was held is still good when a later one was aborted.
+    with pytest.raises(KeyboardInterrupt), placement.round(fetched) as flat:
+        placement.run(lambda: flat.fill_(77))
+        raise KeyboardInterrupt
+    placement.scatter(gradients, slot, 1.0)
+    device.compute().record().wait()
+    assert all((p.grad == 1).all() for _, p in gradients.parameters)
+    device.close()
+
+
+def test_the_place_is_chosen_by_the_parameters():
+    gradients = one_layer()
+    found = settings({}, job="j", replica="r0", lighthouse=("http://127.0.0.1:1",))
+    plane, placement = place_gradients(found, gradients, lambda step: None)
+    assert isinstance(plane, CpuRing) and isinstance(placement, OnHost)
+    plane.close()
+    device = HostDevice()
+    plane, placement = on_device(device, found, gradients, lambda step: None)
+    assert isinstance(plane, DeviceRing) and isinstance(placement, OnDevice)
+    plane.close()
+    device.close()
+    with pytest.raises(ConfigError, match="parameters are on the CPU"):
+        place_gradients(
+            settings({}, replica="r0", lighthouse=("http://127.0.0.1:1",), data_plane="nccl"),
+            gradients,
+            print,
+        )
+    here, there = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(ConfigError, match="one device"):
+        device_of((("here", here.weight), ("there", there.weight)))
+    with pytest.raises(ConfigError, match="CPUs and CUDA devices"):
+        device_of((("there", there.weight),))

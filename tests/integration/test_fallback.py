@@ -1,0 +1,49 @@
+"""Newcomers that cannot catch up while the others step, with real processes: the others wait once for their
+state, and the event says why."""
+
+from job import Job
+from test_corruption import bad, events
+from test_failures import finish_and_check
+
+
+def test_a_newcomer_that_replays_too_slowly_enters_by_the_fallback(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "110", "TINY_STEP_S": "0.01"}) as job:
+        job.start_all({"r1": "forward@8=kill"})
+        job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
+        job.start("r1", **bad("a slow replay"))
+        finish_and_check(job, 110)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
+        assert len(events(job, "too slow")) == 2, "it starts again from a newer snapshot once"
+        [told] = [e for e in events(job, "epoch") if "while the others wait for its state" in e["why"]]
+        assert "r1 joins while the others wait for its state, at most 60 s: its gap of " in told["why"]
+        assert "has not shrunk for 10 steps" in told["why"]
+        [awaited] = job.events("r1", "awaited")
+        live = [e["step"] for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
+        assert live == list(range(awaited["step"] + 1, 110)), (
+            "it works from the step after the one it entered in"
+        )
+
+
+def test_without_bitwise_equality_one_setting_turns_digests_and_replay_off(zygote, tmp_path):
+    """The states drift apart, as on unlike devices: with the setting nobody is accused, and who comes back is
+    given a state while the others wait."""
+    environment = bad("states that drift", TINY_STEPS="50", FABRIC_REPRODUCIBLE="0")
+    with Job(zygote, tmp_path, environment=environment) as job:
+        job.start_all({"r1": "forward@8=kill"})
+        job.finish()
+        assert set(job.codes.values()) == {0}, job.logs()
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
+        [told] = [e for e in events(job, "epoch") if "while the others wait for its state" in e["why"]]
+        assert told["why"].endswith("its settings turn replay off")
+        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
+        assert not [e for e in job.events("r1", "commit") if e["replay"]]
+        assert not events(job, "condemned")[1:], "nobody but the killed one"
+
+
+def test_the_same_without_the_setting_is_stopped(zygote, tmp_path):
+    environment = bad("states that drift", TINY_STEPS="50")
+    with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start_all()
+        job.finish()
+        assert job.codes == {"r0": 1, "r1": 1}, job.logs()
+        assert "disagree about the state at step 1" in (job.folder / "r0.log").read_text()

@@ -1,0 +1,49 @@
+"""Whole jobs on every data plane: which one is chosen by itself, and failures in the midst of an exchange."""
+
+import os
+import signal
+
+import pytest
+from job import Job
+from test_failures import finish_and_check
+
+pytestmark = pytest.mark.integration
+
+
+def planes(job: Job, replica: str, epoch: int) -> set[tuple[str, str]]:
+    """What carried the links of ``replica`` in ``epoch``, as (next, previous)."""
+    found = [e for e in job.events(replica, "plane") if e["epoch"] == epoch]
+    return {(e["next"], e["previous"]) for e in found if "next" in e}
+
+
+def settled(job: Job) -> int:
+    """The last epoch that all three replicas were in."""
+    return max(e["epoch"] for e in job.events("r0", "epoch") if len(e["roster"]) == job.replicas)
+
+
+def test_members_on_one_host_share_memory_by_themselves_and_survive_a_kill_in_the_ring(zygote, tmp_path):
+    with Job(zygote, tmp_path) as job:
+        job.start_all({"r1": "ring@12=kill"})
+        finish_and_check(job)
+        assert settled(job) > 1
+        for replica in ("r0", "r1", "r2"):
+            assert planes(job, replica, settled(job)) == {("shm", "shm")}
+        assert planes(job, "r0", 1) == {("shm", "shm")}
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_a_ring_may_be_mixed_and_loses_a_member_in_the_midst_of_an_exchange(zygote, tmp_path, action):
+    """r2 is told to use TCP, so its two links are, and the link between r0 and r1 is of shared memory."""
+    with Job(zygote, tmp_path) as job:
+        job.start("r0")
+        job.start("r1", points=f"ring@12={action}")
+        job.start("r2", FABRIC_DATA_PLANE="tcp")
+        if action == "stop":
+            job.wait_for(
+                lambda: any("r1" not in e["roster"] for e in job.events("r0", "epoch")),
+                "the eviction of the stopped replica",
+            )
+            os.kill(job.pids["r1"], signal.SIGCONT)
+        finish_and_check(job)
+        sides = [side for r in ("r0", "r1", "r2") for pair in planes(job, r, settled(job)) for side in pair]
+        assert sorted(sides) == ["shm", "shm", "tcp", "tcp", "tcp", "tcp"]

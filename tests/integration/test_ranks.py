@@ -1,0 +1,65 @@
+"""Replicas of several real processes: one rank dies, its replica goes and returns, the lanes stay equal.
+
+The surviving replica's losses are those of one process that trains alone on the same data, whoever was there.
+"""
+
+import pytest
+import torch
+from rank_job import RankJob
+from sharded_trainer import MICRO_BATCH, example
+
+from fabric.client.data import Plan
+
+STEPS = 36
+GLOBAL_BATCH = 16
+
+
+def reference(steps: int) -> list[float]:
+    """The loss of every step of the same model in one process, without fabric."""
+    whole = example("fsdp2")
+    model, data, plan = whole.build(), whole.samples(64), Plan(64, GLOBAL_BATCH, MICRO_BATCH, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro_batch in range(plan.micro_batches):
+            rows = [data[i] for i in plan.samples(step, micro_batch)]
+            x, y = torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])
+            loss = torch.nn.functional.mse_loss(model(x), y) * (MICRO_BATCH / GLOBAL_BATCH)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def losses(job: RankJob, replica: str) -> list[float]:
+    lines = (job.folder / f"{replica}.0.log").read_text().splitlines()
+    found = [line.split() for line in lines if line.startswith("loss ")]
+    assert [int(words[1]) for words in found] == list(range(len(found)))
+    return [float(words[2]) for words in found]
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "point", "victim"),
+    [
+        ("fsdp2", 2, "ring@6=kill", 1),
+        ("fsdp2", 2, "optimizer@6=kill", 0),
+        ("fsdp2_tensor_parallel", 4, "forward@6=kill", 3),
+        ("pipeline", 2, "after-barrier@6=kill", 1),
+    ],
+)
+def test_a_rank_is_killed_and_its_replica_joins_again(zygote, tmp_path, way, ranks, point, victim):
+    environment = {"SHARDED": way, "TINY_STEPS": str(STEPS)}
+    with RankJob(zygote, tmp_path, replicas=2, ranks=ranks, environment=environment) as job:
+        job.start("r0")
+        job.start("r1", point, rank=victim)
+        job.finish(deadline_s=120)
+        assert set(job.codes.values()) == {0}, job.logs()
+        assert job.starts == {"r0": 1, "r1": 2}, job.logs()
+        again = [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
+        assert again, f"the killed replica never contributed again\n{job.logs()}"
+        job.check_lanes(STEPS)
+        assert losses(job, "r0") == pytest.approx(reference(STEPS), rel=1e-4)

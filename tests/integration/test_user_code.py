@@ -1,0 +1,21 @@
+"""User code has a bound of its own: who exceeds it is left out, and comes back when it is done."""
+
+from job import Job
+from test_corruption import events
+from test_failures import finish_and_check
+
+
+def test_who_stays_away_too_long_is_evicted_and_comes_back(zygote, tmp_path):
+    environment = {"TINY_STEPS": "60", "FABRIC_EXCHANGE_S": "3", "FABRIC_USER_CODE_S": "3"}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        back = job.folder / "back"
+        job.start_all({"r1": f"forward@8=wait:{back}"})
+        job.wait_for(
+            lambda: [e for e in job.events("r0", "epoch") if "r1" not in e["roster"]], "its eviction"
+        )
+        back.touch()
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
+        told = [e for e in events(job, "condemned") if e["about"] == "r1"]
+        assert "it was in user code while the others waited for" in told[0]["why"]
+        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 10], "it works again"

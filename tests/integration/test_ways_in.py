@@ -1,0 +1,129 @@
+"""Every way in, as its example shows it, with real processes: a replica is killed and joins again, and at the
+end all are bitwise equal."""
+
+from pathlib import Path
+
+import pytest
+from job import Job
+from test_failures import check, finals
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+KILLED_AT = 6
+
+
+def run(zygote, folder: Path, trainer: str, steps: int = 40, **environment: str) -> Job:
+    """Two replicas; r1 kills itself in mid-forward or mid-ring, is restarted, and both finish."""
+    point = environment.pop("POINT", f"ring@{KILLED_AT}=kill")
+    shared = {
+        "TEST_TRAINER": trainer,
+        "EXAMPLE_STEPS": str(steps),
+        "EXAMPLE_PAUSE_S": "0.03",
+        **environment,
+    }
+    with Job(zygote, folder, replicas=2, environment=shared) as job:
+        job.start_all({"r1": point})
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0}, job.logs()
+        assert job.starts == {"r0": 1, "r1": 2}, job.logs()
+        assert len(set(finals(job).values())) == 1, "the replicas ended with different states"
+        joined = [e for e in job.events("r1", "commit") if e["live"] and e["step"] > KILLED_AT]
+        assert joined, f"the killed replica never contributed again\n{job.logs()}"
+        assert [e["step"] for e in job.events("r0", "commit")] == list(range(steps))
+    return job
+
+
+def said(job: Job, replica: str, word: str) -> dict[int, str]:
+    """``step N: word VALUE`` lines of one replica, by step: what its newest process said."""
+    lines = (job.folder / f"{replica}.log").read_text().splitlines()
+    found = {}
+    for line in lines:
+        if line.startswith("step ") and f": {word} " in line:
+            number, _, value = line.removeprefix("step ").partition(f": {word} ")
+            found[int(number)] = value
+    return found
+
+
+@pytest.mark.parametrize("example", ["own_loop", "ddp", "accumulation", "ema", "several_optimizers"])
+def test_an_example_survives_a_kill_and_a_join(zygote, tmp_path, example):
+    job = run(zygote, tmp_path, example)
+    check(job, 40)
+
+
+def test_a_loop_that_others_own_survives_a_kill_and_a_join(zygote, tmp_path):
+    # No inherited work here: what the dead one had computed in its last step is skipped.
+    run(zygote, tmp_path, "exchange", steps=60)
+
+
+def test_all_clip_the_same_average(zygote, tmp_path):
+    job = run(zygote, tmp_path, "clipping")
+    check(job, 40)
+    ours, theirs = said(job, "r0", "norm"), said(job, "r1", "norm")
+    assert set(ours) == set(range(40)) and len(set(ours.values())) > 20
+    assert {step: ours[step] for step in theirs} == theirs
+
+
+def test_an_overflow_on_one_replica_is_skipped_by_all_together(zygote, tmp_path):
+    job = run(zygote, tmp_path, "mixed_precision", EXAMPLE_OVERFLOW_AT="3")
+    check(job, 40)
+    ours, theirs = said(job, "r0", "scale"), said(job, "r1", "scale")
+    # Halved by the overflow, doubled after 25 finite steps: on the newcomer too, which saw neither begin.
+    assert (ours[2], ours[3], ours[27], ours[28]) == ("1024", "512", "512", "1024")
+    assert {step: ours[step] for step in theirs} == theirs
+    assert theirs[39] == "1024"
+
+
+# --- the exchange and backward at once ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["plain", "ddp"])
+def test_buckets_go_out_while_backward_runs_through_a_kill_and_a_join(zygote, tmp_path, how):
+    job = run(zygote, tmp_path, "overlap_trainer", OVERLAP=how, TINY_STEPS="40")
+    check(job, 40)
+    for replica in ("r0", "r1"):
+        lines = (job.folder / f"{replica}.log").read_text().splitlines()
+        overlapped = [line for line in lines if line.startswith("overlapped")]
+        assert len(overlapped) > 10 and set(overlapped) == {"overlapped True"}, replica
+
+
+def computed(job: Job, step: int) -> int:
+    lines = (job.folder / "r0.log").read_text().splitlines()
+    return lines.count(f"computes {step}")
+
+
+@pytest.mark.parametrize(("retain", "times"), [("1", 12), ("0", 18)])
+def test_a_retry_redoes_the_exchange_and_computes_again_only_what_was_not_retained(
+    zygote, tmp_path, retain, times
+):
+    """12 micro-batches, half of them r0's own: with the gradients retained it adds those of the dead one,
+    without it computes its own a second time too."""
+    job = run(
+        zygote,
+        tmp_path,
+        "overlap_trainer",
+        OVERLAP="plain",
+        TINY_STEPS="40",
+        FABRIC_RETAIN_GRADIENTS=retain,
+    )
+    check(job, 40)
+    assert computed(job, KILLED_AT) == times
+    assert computed(job, KILLED_AT - 1) == 6
+
+
+def test_a_gradient_that_is_changed_on_its_way_is_exchanged_again_as_it_is(zygote, tmp_path):
+    environment = {"TEST_TRAINER": "overlap_trainer", "OVERLAP": "changed", "TINY_STEPS": "20"}
+    with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start_all()
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0}, job.logs()
+        assert len(set(finals(job).values())) == 1
+        check(job, 20)
+        (abort,) = job.events("r0", "abort")
+        assert abort["step"] == 9 and "changed after the last backward" in abort["why"]
+        lines = (job.folder / "r0.log").read_text().splitlines()
+        assert "overlapped True" in lines[: lines.index("computes 9")]
+        assert "overlapped True" not in lines[lines.index("computes 10") :]
+
+
+def test_examples_are_short():
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 66, f"{path.name} is no short example any more"

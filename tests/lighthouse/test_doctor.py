@@ -1,0 +1,86 @@
+"""``fabric doctor`` finds what it is for, and says what to do; where all is well it finds nothing."""
+
+import socket
+
+import pytest
+from lighthouse_support import LighthouseProcess, fabric
+
+from fabric.cli.doctor import examine
+
+
+@pytest.fixture
+def environment(lighthouse: LighthouseProcess, tmp_path, monkeypatch) -> None:
+    """The settings of a replica that would work."""
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("a-token\n")
+    for name, value in {
+        "LIGHTHOUSE": lighthouse.url,
+        "JOB": "test",
+        "REPLICA": "r0",
+        "TOKEN_FILE": str(token),
+        "RUN_DIR": str(tmp_path / "run"),
+    }.items():
+        monkeypatch.setenv(f"FABRIC_{name}", value)
+
+
+def findings(level: str, store: str = "", state_gb: float = 0.0) -> str:
+    """The findings of one level, as text."""
+    return "\n".join(f"{f.what}: {f.do}" for f in examine(store, state_gb) if f.level == level)
+
+
+def test_all_is_well(environment, lighthouse):
+    assert findings("bad") == "" and findings("warn") == ""
+    assert f"{lighthouse.url} leads" in findings("ok")
+
+
+def test_the_command_prints_it_and_its_exit_code_tells(lighthouse, tmp_path):
+    settings = {"FABRIC_LIGHTHOUSE": lighthouse.url, "FABRIC_JOB": "test", "FABRIC_REPLICA": "r0"}
+    fine = fabric("doctor", **settings)
+    assert fine.returncode == 0 and "warn no token file is set" in fine.stdout, fine.stdout + fine.stderr
+    poor = fabric("doctor", **settings, FABRIC_REPLICAS="many")
+    assert poor.returncode == 1 and "FABRIC_REPLICAS" in poor.stdout and "Traceback" not in poor.stderr
+
+
+@pytest.mark.parametrize(
+    "name, value, level, sentence",
+    [
+        ("LIGHTHOUSE", "http://127.0.0.1:1", "bad", "no lighthouse works"),
+        ("LIGHTHOUSE", "", "bad", "no lighthouse is named"),
+        ("TOKEN_FILE", "/nowhere/token", "bad", "cannot be used"),
+        ("RUN_DIR", "/" + "x" * 200, "bad", "shorten FABRIC_RUN_DIR"),
+        ("RUN_DIR", "/etc/passwd/here", "bad", "cannot be made here"),
+        ("ADVERTISE", "no-such-host.invalid", "bad", "has no address"),
+        ("BIND", "203.0.113.7", "bad", "cannot be bound"),
+    ],
+)
+def test_what_is_wrong_is_found(environment, monkeypatch, name, value, level, sentence):
+    monkeypatch.setenv(f"FABRIC_{name}", value)
+    assert sentence in findings(level)
+
+
+def test_a_loopback_address_that_peers_are_told_is_found(environment, monkeypatch):
+    monkeypatch.setenv("FABRIC_BIND", "0.0.0.0")
+    monkeypatch.setenv("FABRIC_ADVERTISE", "127.0.0.1")
+    assert "own loopback" in findings("bad")
+
+
+def test_a_port_that_is_taken_is_found(environment, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("FABRIC_PORTS", str(taken.getsockname()[1]))
+        assert "is taken" in findings("bad")
+
+
+def test_a_token_that_others_can_read_is_found(environment, monkeypatch, tmp_path):
+    (tmp_path / "token").chmod(0o644)
+    assert "chmod 600" in findings("warn")
+
+
+def test_memory_is_held_against_the_state(environment):
+    assert "more memory" in findings("bad", state_gb=1e6)
+    assert "GB need about" in findings("ok", state_gb=0.001)
+
+
+def test_the_store_is_looked_at(environment, tmp_path):
+    assert "store " in findings("ok", store=f"sqlite://{tmp_path}/store.db")
+    assert "the store cannot be used" in findings("bad", store="etcd://127.0.0.1:1")

@@ -1,0 +1,121 @@
+"""Recovery records: what a failure cost, phase by phase, over real sessions, and over a fail-over."""
+
+import json
+from typing import Any
+
+import pytest
+from in_process import lighthouse_on
+from lighthouse_support import WireMember, WirePulse, close_all, eventually, headers, start_job
+
+from fabric.errors import ProtocolError
+from fabric.lighthouse.records import recoveries_of
+from fabric.lighthouse.recovery import CAPACITY, Recoveries, Recovery, Return, from_json
+from fabric.protocol import messages as m
+from fabric.store.memory import MemorySpace, MemoryStore
+
+PHASES = ("detected", "epoch_committed", "links_up", "step_committed")
+
+
+async def recoveries(http, url: str, job: str) -> list[dict[str, Any]]:
+    async with http.get(f"{url}/v1/jobs/{job}/recoveries", headers=headers()) as answer:
+        assert answer.status == 200 and answer.content_type == "application/x-ndjson"
+        return [json.loads(line) for line in (await answer.text()).splitlines()]
+
+
+async def beat_step(member: WireMember, number: int, step: int) -> None:
+    record = member.newest
+    await member.say(m.Beat(number, record.epoch, record.generation, step, phase="run"))
+    await member.next(m.BeatReply)
+
+
+async def test_a_death_is_timed_from_detection_to_the_return(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, job=job)
+    for member in members:
+        await beat_step(member, 2, 7)
+    pulse = await WirePulse(http, lighthouse.url, "r1", job).open()
+    await pulse.beat()
+    assert await recoveries(http, lighthouse.url, job) == []
+    members[1].cut()
+    await pulse.beat("gone")
+    survivors = [members[0], members[2]]
+    for member in survivors:
+        await member.epoch(2)
+    (record,) = await recoveries(http, lighthouse.url, job)
+    assert (record["kind"], record["epoch"], record["step"]) == ("death", 2, 7)
+    assert list(record["lost"]) == ["r1"] and "gone" in record["why"]
+    assert record["epoch_committed"] >= record["detected"] > 0 and not record["links_up"]
+    for member in survivors:
+        fence = member.newest.fence
+        await member.say(m.Report(fence, 1, 7, "", 0, 0, (), False, "", ()))
+    for member in survivors:
+        await member.next(m.Resume)
+        await member.say(m.Running(member.newest.fence, 7))
+        await beat_step(member, 3, 7)
+    (record,) = await recoveries(http, lighthouse.url, job)
+    assert record["links_up"] and not record["step_committed"]
+    await beat_step(members[0], 4, 8)
+    again = await WireMember(http, lighthouse.url, "r1", job=job, incarnation=2).open()
+
+    async def started() -> bool:
+        (found,) = await recoveries(http, lighthouse.url, job)
+        return bool(found["lost"]["r1"]["started"])
+
+    await eventually(started, "the new process to be seen")
+    (record,) = await recoveries(http, lighthouse.url, job)
+    assert not record["lost"]["r1"]["has_state"]
+    assert [record[phase] for phase in PHASES] == sorted(record[phase] for phase in PHASES)
+    assert record["steps_lost"] == record["micro_batches_lost"] == 0
+    # It is said by which event it began.
+    async with http.get(f"{lighthouse.url}/v1/jobs/{job}/events", headers=headers()) as answer:
+        cause = next(e for e in await answer.json() if e["id"] == record["id"])
+    assert (cause["kind"], cause["about"]) == ("condemned", "r1")
+    async with http.get(f"{lighthouse.url}/metrics") as answer:
+        text = await answer.text()
+    name = "fabric_lighthouse_recovery_seconds_count"
+    assert f'{name}{{job="{job}",phase="step_committed"}} 1.0' in text
+    await close_all([*survivors, again])
+
+
+async def test_records_outlive_the_lighthouse_that_wrote_them(http):
+    space = MemorySpace()
+    async with lighthouse_on(MemoryStore(space)) as first:
+
+        async def leads() -> bool:
+            return first.parts.leads and first.jobs.loaded.is_set()
+
+        await eventually(leads, "the first to lead")
+        members = await start_job(http, first.url)
+        await members[0].say(m.Fallen(members[0].newest.fence, "its gradient got lost"))
+        await members[1].epoch(2)
+
+        async def kept() -> bool:
+            return bool(space.find(recoveries_of("ns", "job"))[0])
+
+        await eventually(kept, "the record to be in the store")
+        before = await recoveries(http, first.url, "job")
+        await close_all(members)
+    async with lighthouse_on(MemoryStore(space)) as second:
+
+        async def shown() -> bool:
+            return second.jobs.loaded.is_set() and bool(second.jobs.by_name["job"].recoveries.kept)
+
+        await eventually(shown, "the next leader to have read it")
+        (record,) = await recoveries(http, second.url, "job")
+        assert record["id"] == before[0]["id"] and list(record["lost"]) == ["r0"]
+        assert "its gradient got lost" in record["why"]
+
+
+def test_only_the_newest_are_kept_and_a_loss_is_waited_for_once():
+    log = Recoveries()
+    log.restore([Recovery(i, "death", "", 1, 1.0, lost={"r0": Return()}) for i in range(CAPACITY + 5)])
+    assert len(log.kept) == CAPACITY and log.kept[0].id == 5
+    log._supersede("r0", log.kept[-1])
+    assert [r.id for r in log.kept if "r0" in r.lost] == [CAPACITY + 4]
+
+
+def test_a_record_survives_the_store_and_nothing_else_is_taken_for_one():
+    recovery = Recovery(5, "death", "why", 3, 1.5, lost={"r1": Return(2.0, 3.0, 0.0)})
+    assert from_json(json.loads(json.dumps(recovery.to_json()))) == recovery
+    for wrong in ({}, [], {"lost": 1}, {"lost": {"r": {"x": 1}}}, {**recovery.to_json(), "more": 1}):
+        with pytest.raises(ProtocolError):
+            from_json(wrong)

@@ -1,0 +1,103 @@
+"""The leader and replicas of several ranks: whose servers hold what, and a rank that is gone or stopped."""
+
+from protocol.makers import member_of, session_of
+from protocol.test_leader import Lighthouse
+
+from fabric.model import Address, SnapshotRef
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.liveness import Liveness, LivenessConfig, PulseState, lanes
+
+OLD, NEW = SnapshotRef(1, 5, "old"), SnapshotRef(1, 9, "new")
+
+
+def addresses(name):
+    return (Address(f"{name}:2", f"http://{name}/1#1"),)
+
+
+def pulse(lighthouse, name, rank, *snapshots, trainer="running", incarnation=1):
+    url = f"http://{name}/{rank}#{rank}" if rank else f"http://{name}"
+    beat = m.Pulse(name, incarnation, trainer, 1, url, tuple(snapshots), rank=rank)
+    return lighthouse.do(io.PulseSeen(beat))
+
+
+def started():
+    lighthouse = Lighthouse(start_replicas=2)
+    lighthouse.open("a", ranks=addresses("a"))
+    lighthouse.open("b", ranks=addresses("b"))
+    assert [x.ranks for x in lighthouse.records[-1].roster] == [addresses("a"), addresses("b")]
+    return lighthouse
+
+
+def test_lanes_are_counted_without_a_gap():
+    assert lanes(set()) == 0
+    assert lanes({"http://a"}) == 1
+    assert lanes({"http://a", "http://b#1"}) == 2
+    assert lanes({"http://a#1"}) == 0
+    assert lanes({"http://a", "http://b#2"}) == 1
+
+
+def test_a_cold_start_begins_at_the_newest_state_of_which_every_lane_has_a_holder():
+    lighthouse = Lighthouse(start_replicas=2)
+    # Of the newest only one lane is left; of the older one each lane is, at different replicas.
+    pulse(lighthouse, "a", 0, OLD, NEW)
+    pulse(lighthouse, "b", 1, OLD)
+    lighthouse.open("a", ranks=addresses("a"))
+    lighthouse.open("b", ranks=addresses("b"))
+    base = lighthouse.records[-1].base
+    assert (base.step, base.digest) == (5, "old")
+    assert base.sources == ("http://a", "http://b/1#1")
+
+
+def test_the_freshest_state_is_the_newest_with_a_living_holder_of_each_lane():
+    liveness = Liveness(LivenessConfig(), 0.0)
+    liveness.pulses["a"] = PulseState(1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW))
+    other = liveness.pulses_of(1)["b"] = PulseState(1, "running", 0.0, 0.0, True, "http://b#1", (OLD,))
+    assert liveness.freshest(2) == OLD
+    assert liveness.freshest(1) == NEW
+    other.snapshots = (OLD, NEW)
+    assert liveness.freshest(2) == NEW
+    other.connected = False
+    assert liveness.freshest(2) is None
+
+
+def test_a_rank_that_is_gone_takes_its_replica_out():
+    lighthouse = started()
+    pulse(lighthouse, "b", 0)
+    pulse(lighthouse, "b", 1)
+    pulse(lighthouse, "b", 1, trainer="gone")
+    lighthouse.wait(1.0)
+    record = lighthouse.records[-1]
+    assert record.names == ("a",) and "the process of its rank 1 is gone" in record.reason
+
+
+def test_a_rank_that_is_stopped_is_waited_for_a_moment():
+    lighthouse = started()
+    pulse(lighthouse, "b", 0)
+    pulse(lighthouse, "b", 1, trainer="stopped")
+    assert lighthouse.records[-1].names == ("a", "b")
+    lighthouse.wait(0.3)
+    assert lighthouse.records[-1].names == ("a",)
+
+
+def test_a_rank_that_is_gone_is_no_proof_that_rank_0_is():
+    liveness = Liveness(LivenessConfig(), 0.0)
+    member = member_of("a", ranks=addresses("a"))
+    liveness.pulses_of(1)["a"] = PulseState(1, "gone", 0.0, 0.0)
+    assert "rank 1" in liveness.rank_trouble(member, 0.0)
+    assert not liveness.confirmed(member)
+
+
+def test_another_number_of_ranks_is_refused_by_name():
+    lighthouse = Lighthouse(start_replicas=2)
+    lighthouse.open("a", ranks=addresses("a"))
+    effects = lighthouse.do(io.SessionOpened(session_of("b")))
+    (refused,) = [e.message for e in effects if isinstance(getattr(e, "message", None), m.Rejected)]
+    assert "b has other ranks (1 and not 2) than a" in refused.reason
+
+
+def test_a_rank_whose_server_was_started_again_elsewhere_is_served_from_there():
+    liveness = Liveness(LivenessConfig(), 0.0)
+    member = member_of("a", ranks=addresses("a"))
+    liveness.pulses_of(1)["a"] = PulseState(1, "running", 0.0, 0.0, True, "http://new#1")
+    assert liveness.ckpts(member) == ["http://a", "http://new#1"]

@@ -1,0 +1,147 @@
+"""A leader that hears who waits for whom: stalls, bad links, user code that lasts, awaited newcomers."""
+
+from dataclasses import replace
+
+import pytest
+from protocol.makers import report_of
+from protocol.test_leader import started
+
+from fabric.protocol import messages as m
+from fabric.protocol.decide import Resume
+
+
+def stalled(lighthouse, **waiting):
+    """Everybody's word after a stall: whom each waited for."""
+    fence = lighthouse.record.fence
+    for name, others in waiting.items():
+        about = others[0] if others else ""
+        lighthouse.say(name, m.Aborted(fence, 5, "stalled", about, tuple(others), stalled=True))
+    lighthouse.wait(0.3)
+
+
+def resumed(lighthouse):
+    """All members report and hear the decision; nobody commits anything."""
+    for name in lighthouse.record.names:
+        lighthouse.say(name, report_of(lighthouse.record, 5))
+        lighthouse.say(name, m.Running(lighthouse.record.fence, 5))
+
+
+def test_whom_nobody_can_excuse_is_evicted_after_the_second_stall():
+    lighthouse = started("a b c")
+    stalled(lighthouse, a="c", b="a", c="")
+    assert len(lighthouse.record.names) == 3, "once may be chance"
+    resumed(lighthouse)
+    stalled(lighthouse, a="b", b="c")
+    lighthouse.wait(0.5)
+    assert sorted(lighthouse.record.names) == ["a", "b"]
+    assert "c evicted: all others waited for it in 2 rounds, it for nobody" in lighthouse.record.reason
+
+
+def test_a_circle_is_a_links_fault_and_the_ring_avoids_it():
+    lighthouse = started("a b c d")
+    # b never gets what a sends; everybody waits for the one before.
+    stalled(lighthouse, b="a")
+    names = lighthouse.record.names
+    assert sorted(names) == list("abcd")
+    assert ("a", "b") not in zip(names, names[1:] + names[:1], strict=True)
+
+
+def late(lighthouse, step, busy="", busy_s=0.0):
+    """a and b wait for c, which may say what it does."""
+    epoch = lighthouse.record.epoch
+    lighthouse.say("c", m.Beat(1, epoch, 1, step, busy=busy, busy_s=busy_s))
+    for name in "ab":
+        lighthouse.say(name, m.Beat(1, epoch, 1, step, waiting_for=("c",)))
+
+
+@pytest.fixture
+def lighthouse():
+    found = started("a b")
+    found.open("c", generation=1, step=5, user_code_s=100.0)
+    found.beat("c", 5)
+    for name in "abc":
+        found.say(name, m.Running(found.record.fence, 5))
+        found.beat(name, 6)
+    assert found.record.names == ("a", "b", "c")
+    return found
+
+
+def wait_for(lighthouse, seconds, **busy):
+    for _ in range(int(seconds)):
+        late(lighthouse, 6, **busy)
+        lighthouse.wait(1.0)
+
+
+def test_user_code_is_waited_for_up_to_its_bound(lighthouse):
+    wait_for(lighthouse, 99)
+    assert "c" in lighthouse.record.names
+    wait_for(lighthouse, 3)
+    assert lighthouse.record.names == ("a", "b")
+    assert "c evicted: it was in user code while the others waited for 100 s" in lighthouse.record.reason
+
+
+def test_what_was_announced_is_waited_for_longer(lighthouse):
+    wait_for(lighthouse, 250, busy="evaluation", busy_s=300.0)
+    assert "c" in lighthouse.record.names
+    wait_for(lighthouse, 90)
+    assert "c" in lighthouse.record.names, "back from it, its user code has its own time again"
+
+
+def test_what_lasts_longer_than_announced_is_not(lighthouse):
+    wait_for(lighthouse, 13, busy="evaluation, at most 10 s", busy_s=10.0)
+    assert lighthouse.record.names == ("a", "b")
+    assert (
+        "it was busy with evaluation, at most 10 s while the others waited for 10 s"
+        in lighthouse.record.reason
+    )
+
+
+def awaited(**session):
+    """c cannot catch up: the others wait for it."""
+    lighthouse = started("a b")
+    lighthouse.open("c", generation=0, step=0, replay=False, exchange_s=20.0, **session)
+    lighthouse.beat("c", 0, generation=0)
+    lighthouse.say("c", m.NeedState(lighthouse.record.fence, "I do not catch up by replay", lost=True))
+    lighthouse.beat("c", 0, generation=0)
+    lighthouse.wait(0.1)
+    return lighthouse
+
+
+def test_a_newcomer_without_replay_is_awaited_with_a_snapshot_of_the_decided_step():
+    lighthouse = awaited()
+    member = lighthouse.record.member("c")
+    assert member.awaited and member.fresh and lighthouse.record.is_forced
+    assert "c joins while the others wait for its state, at most 20 s" in lighthouse.record.reason
+    for name in "ab":
+        lighthouse.say(name, report_of(lighthouse.record, 5))
+    lighthouse.say("c", report_of(lighthouse.record, 0, generation=0))
+    assert {r.step for _, r in lighthouse.sent(Resume)} == {5}
+    assert {(n, s.step) for n, s in lighthouse.sent(m.Serve)} >= {("a", 5), ("b", 5)}
+    for name in "ab":
+        lighthouse.say(name, m.Taken(lighthouse.record.fence, "c", 5, "d"))
+    [(to, sources)] = lighthouse.sent(m.Sources)
+    assert (to, sources.state.step, len(sources.urls)) == ("c", 5, 2)
+
+
+def test_an_awaited_newcomer_has_its_time_and_no_more():
+    lighthouse = awaited()
+    for name in "ab":
+        lighthouse.say(name, report_of(lighthouse.record, 5))
+    lighthouse.say("c", report_of(lighthouse.record, 0, generation=0))
+    for second in range(22):
+        assert second == 20 or ("c" in lighthouse.record.names) == (second < 20), second
+        for name in "abc":
+            lighthouse.beat(name, 5)
+        lighthouse.wait(1.0)
+    assert "the others waited 20 s for its state, which did not arrive" in lighthouse.record.reason
+
+
+def test_a_failure_counts_although_no_beat_has_come_since_the_generation_began():
+    """A loop that raises at its very first step: the last the leader heard of it was the session."""
+    lighthouse = started("a b")
+    peer = lighthouse.core.liveness.peers["a"]
+    peer.beat, peer.session = None, replace(peer.session, generation=0)
+    assert peer.generation != lighthouse.record.generation
+    lighthouse.say("a", m.Failed(lighthouse.record.fence, 0, "ValueError: no such sample"))
+    lighthouse.wait(0.1)
+    assert "a failed at step 0: ValueError: no such sample" in lighthouse.record.failed

@@ -1,0 +1,77 @@
+"""When a member tells its step: at most every 50 ms while nobody waits to hear it, else at once."""
+
+from protocol.test_member import FIRST, bar, contribution, running
+
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.member_rounds import STEP_BEAT_S
+
+
+def step(trainer, number, digest=""):
+    """Commit ``number`` and stand at the next; the steps that the beats of that moment told."""
+    trainer.do(io.Computed(number, (0, 1), 2.0))
+    trainer.peer("b", contribution(FIRST, number, (2, 3)))
+    trainer.do(io.Exchanged(1, number, "g"))
+    trainer.peer("b", bar(FIRST, number, gradient="g", state=trainer.core.state.digest))
+    assert trainer.core.state.step == number + 1
+    trainer.do(io.Ready(number + 1, digest))
+    return [beat.step for beat in trainer.said(m.Beat)]
+
+
+def stepping():
+    """In the first epoch, which a beat has named; nobody waits to hear the step."""
+    trainer = running()
+    trainer.now += 2.0
+    step(trainer, 0)
+    assert trainer.core.contact.beaten == trainer.now
+    return trainer
+
+
+def test_short_steps_share_a_beat_and_the_newest_is_told_in_time():
+    trainer = stepping()
+    trainer.now += STEP_BEAT_S / 4
+    assert step(trainer, 1) == []
+    trainer.now += STEP_BEAT_S / 4
+    assert step(trainer, 2) == []
+    due = trainer.core.next_deadline()
+    assert due <= trainer.now + STEP_BEAT_S / 2 + 1e-6
+    trainer.now = due
+    trainer.do(io.Tick())
+    assert [beat.step for beat in trainer.said(m.Beat)] == [3]
+
+
+def test_a_long_step_is_told_at_once():
+    trainer = stepping()
+    trainer.now = trainer.core.next_deadline()
+    trainer.do(io.Tick())
+    assert [beat.step for beat in trainer.said(m.Beat)] == [1]
+    trainer.now += STEP_BEAT_S * 1.01
+    assert step(trainer, 1) == [2]
+
+
+def test_a_digest_is_told_at_once():
+    assert step(stepping(), 1, "d2") == [2]
+
+
+def test_while_somebody_joins_every_step_is_told():
+    trainer = stepping()
+    trainer.leader(m.Serve(FIRST.fence, "c", 9))
+    assert step(trainer, 1) == [2]
+    trainer.leader(m.ServeEnd(FIRST.fence, "c"))
+    assert step(trainer, 2) == []
+
+
+def test_who_missed_the_step_of_a_snapshot_says_where_it_is_and_goes_on_saying_it():
+    """The leader chose a step that had passed: with what it hears now it can choose one that will come."""
+    trainer = stepping()
+    step(trainer, 1)
+    trainer.leader(m.Serve(FIRST.fence, "c", 1))
+    assert trainer.said(m.Missed) == [m.Missed(FIRST.fence, "c", 1)]
+    assert [beat.step for beat in trainer.said(m.Beat)] == [2]
+    assert step(trainer, 2) == [3]
+
+
+def test_a_new_epoch_is_told_at_once():
+    trainer = running()
+    assert step(trainer, 0) == [1]
+    assert step(trainer, 1) == []

@@ -1,0 +1,92 @@
+"""Bytes that go ahead of their contribution, and gradients that are not retained, one move at a time."""
+
+import pytest
+from protocol.test_member import FIRST, Trainer, assign, bar, contribution, resume_of
+
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.member_state import Mode
+
+
+def running(**config):
+    trainer = Trainer("a", **config)
+    trainer.leader(m.Epoch(FIRST), resume_of(FIRST, 0, **assign(range(4), FIRST.roster)))
+    trainer.do(io.Linked(1))
+    return trainer
+
+
+def test_the_exchange_begins_with_the_last_backward_and_only_once():
+    trainer = running()
+    trainer.do(io.Streaming(0, 2.0))
+    assert trainer.found(io.StartExchange) == [io.StartExchange(FIRST.fence, 0, 2.0, streaming=True)]
+    assert not trainer.found(io.SendPeer), "what is still computed is not contributed"
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    assert not trainer.found(io.StartExchange)
+    assert [c.micro_batches for c in trainer.told_peers(m.Contribution)] == [(0, 1)]
+
+
+def test_nobody_holds_before_the_own_contribution_whatever_is_reduced_already():
+    trainer = running()
+    trainer.do(io.Streaming(0, 2.0))
+    trainer.peer("b", contribution(FIRST, 0, (2, 3)))
+    trainer.do(io.Exchanged(1, 0, "g0"))
+    assert not trainer.told_peers(m.Bar) and trainer.core.hold is None
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    assert [b.gradient_digest for b in trainer.told_peers(m.Bar)] == ["g0"]
+
+
+def test_streaming_without_links_waits_for_them():
+    trainer = Trainer("a")
+    trainer.leader(m.Epoch(FIRST), resume_of(FIRST, 0, **assign(range(4), FIRST.roster)))
+    trainer.do(io.Streaming(0, 2.0))
+    assert not trainer.found(io.StartExchange)
+    trainer.do(io.Linked(1))
+    assert [e.streaming for e in trainer.found(io.StartExchange)] == [True]
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_streaming_of_another_step_starts_nothing(step):
+    trainer = running()
+    assert not trainer.do(io.Streaming(step, 2.0))
+
+
+def test_what_changed_on_its_way_aborts_the_round_and_is_not_contributed():
+    trainer = running()
+    trainer.do(io.Streaming(0, 2.0))
+    trainer.do(io.Computed(0, (0, 1), 2.0, redo="it was changed"))
+    assert trainer.core.mode is Mode.ABORTED
+    assert [e.epoch for e in trainer.found(io.AbortExchange)] == [1]
+    assert not trainer.told_peers(m.Contribution)
+    assert trainer.core.kept.have == {0, 1}, "the gradient as it is now is kept"
+
+
+def test_a_gradient_that_did_not_go_out_may_change():
+    trainer = running()
+    trainer.do(io.Computed(0, (0, 1), 2.0, redo="it was changed"))
+    assert trainer.core.mode is Mode.RUN and trainer.told_peers(m.Contribution)
+
+
+@pytest.mark.parametrize(("retain", "have"), [(True, {0, 1}), (False, set())])
+def test_what_is_not_retained_is_dropped_with_the_round(retain, have):
+    trainer = running(retain=retain)
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    trainer.do(io.LinkLost("b", 1, "reset"))
+    assert trainer.core.mode is Mode.ABORTED
+    assert trainer.core.kept.have == have
+    assert bool(trainer.found(io.DropGradient)) is not retain
+
+
+def test_a_hold_outlives_the_gradient_that_it_was_made_from():
+    trainer = running(retain=False)
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    trainer.peer("b", contribution(FIRST, 0, (2, 3)))
+    trainer.do(io.Exchanged(1, 0, "g0"))
+    trainer.do(io.LinkLost("b", 1, "reset"))
+    assert trainer.core.hold is not None and trainer.core.kept.have == set()
+    assert trainer.peer("b", bar(FIRST, 0)) == []
+
+
+def test_what_was_not_yet_exchanged_is_kept_even_so():
+    trainer = running(retain=False)
+    trainer.do(io.LinkLost("b", 1, "reset"))
+    assert trainer.core.kept.have == {0, 1} and not trainer.core.kept.stale

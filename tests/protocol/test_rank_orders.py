@@ -1,0 +1,463 @@
+"""A replica of several ranks as one member: every operation is everybody's, every outcome is one event."""
+
+from dataclasses import replace
+
+import pytest
+from protocol.makers import record_of
+
+from fabric.errors import IllegalTransition, ProtocolError
+from fabric.model import Address, Base, Fence, SnapshotRef
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+from fabric.protocol import rank_orders as ro
+from fabric.protocol.assignment import assign
+from fabric.protocol.member import Member
+from fabric.protocol.member_state import Identity, MemberConfig, State
+from fabric.protocol.ranks import Ended, Follower, FromRank, RankLost, Ranks, ToRank
+
+M = 4
+
+
+def addresses(name, ranks=2):
+    return tuple(Address(f"{name}:{k + 1}", f"http://{name}/{k}#{k}") for k in range(1, ranks))
+
+
+FIRST = record_of("a b", epoch=1, base=Base(0, 0), a={"ranks": addresses("a")}, b={"ranks": addresses("b")})
+
+
+class Replica:
+    """Replica ``a`` of two ranks; ``do`` feeds events and keeps what the last ordered."""
+
+    def __init__(self, groups=(0, 1)):
+        identity = Identity("a", 1, "a:1", "http://a", M, ranks=addresses("a"))
+        self.core = Ranks(Member(identity, MemberConfig(), 0.0, State(0, 0, "start")), groups)
+        self.effects = []
+        self.do(io.LeaderConnected())
+
+    def do(self, *events):
+        for event in events:
+            self.effects = self.core.handle(event, 1.0)
+        return self.effects
+
+    def rank(self, rank, event, number=0):
+        return self.do(FromRank(rank, ro.Outcome(event, number)))
+
+    def both(self, event):
+        self.rank(0, event)
+        return self.rank(1, event)
+
+    def orders(self, kind, rank=None):
+        found = [e for e in self.effects if isinstance(e, ToRank) and isinstance(e.order.effect, kind)]
+        return [e.order.effect for e in found if rank in (None, e.rank)]
+
+    def said(self, kind):
+        sends = (io.SendPeer, io.SendLeader)
+        return [e.message for e in self.effects if isinstance(e, sends) and isinstance(e.message, kind)]
+
+
+def computing(groups=(0, 1)):
+    """Both ranks compute the replica's half of the first step."""
+    replica = Replica(groups)
+    replica.both(io.Ready(0, "d"))
+    replica.do(io.FromLeader(m.Epoch(FIRST)))
+    table = tuple(m.Assignment(n, ids) for n, ids in assign(range(M), FIRST.roster).items())
+    replica.do(io.FromLeader(m.Resume(FIRST.fence, 0, table)))
+    orders = replica.orders(io.Compute)
+    assert len(orders) == 2 and orders[0] == orders[1]
+    return replica, orders[0]
+
+
+def exchanging():
+    replica, order = computing()
+    replica.both(io.Linked(1))
+    replica.both(io.Computed(0, order.micro_batches, 2.0))
+    assert len(replica.orders(io.StartExchange)) == 2
+    return replica
+
+
+def test_digests_of_the_ranks_are_one_digest_in_rank_order():
+    assert ro.replica_digest(["x"]) == "x"
+    assert ro.replica_digest(["x", "y"]) != ro.replica_digest(["y", "x"])
+    assert len(ro.replica_digest(["x", "y"])) == 32
+    assert ro.replica_digest(["x", ""]) == ""
+
+
+def test_ready_waits_for_every_rank_and_joins_their_digests():
+    replica = Replica()
+    replica.rank(1, io.Ready(0, "one"))
+    assert not replica.core.member.waiting
+    replica.rank(0, io.Ready(0, "zero"))
+    assert replica.core.member.waiting
+    assert replica.core.member.state.digest == ro.replica_digest(["zero", "one"])
+
+
+def test_every_rank_links_to_the_same_rank_of_the_others():
+    replica = Replica()
+    replica.do(io.FromLeader(m.Epoch(FIRST)))
+    (mine,), (theirs,) = replica.orders(io.LinkUp, 0), replica.orders(io.LinkUp, 1)
+    assert mine.record == FIRST
+    assert [(x.link, x.ckpt) for x in theirs.record.roster] == [("a:2", "http://a/1"), ("b:2", "http://b/1")]
+    assert theirs.record.fence == FIRST.fence
+
+
+def test_linked_when_all_ranks_are_and_again_after_a_lost_link():
+    replica = Replica()
+    replica.do(io.FromLeader(m.Epoch(FIRST)))
+    replica.rank(1, io.Linked(1))
+    assert 1 not in replica.core.member.links.up
+    replica.rank(0, io.Linked(1))
+    assert 1 in replica.core.member.links.up
+    replica.do(io.LinkLost("b", 1, "reset"))
+    replica.rank(1, io.Linked(1))
+    assert 1 not in replica.core.member.links.up
+    replica.rank(0, io.Linked(1))
+    assert 1 in replica.core.member.links.up
+
+
+def test_a_lost_link_to_somebody_else_takes_nothing_from_an_epoch():
+    """Found by the simulator: a link to an evicted process ended, and its epoch was never linked again."""
+    replica = Replica()
+    replica.do(io.FromLeader(m.Epoch(FIRST)))
+    replica.rank(0, io.Linked(1))
+    replica.do(io.LinkLost("c", 1, "evicted"))
+    replica.rank(1, io.Linked(1))
+    assert 1 in replica.core.member.links.up
+
+
+def test_a_link_that_one_rank_cannot_make_fails_the_epoch_once():
+    replica, _ = computing()
+    replica.rank(0, io.Linked(1))
+    replica.rank(1, io.LinkFailed(1, "b", "nobody answers"))
+    assert len(replica.orders(io.AbortExchange)) == 2
+    (aborted,) = replica.said(m.Aborted)
+    assert aborted.why == "rank 1: nobody answers" and aborted.about == "b"
+
+
+def test_weight_is_the_mean_over_the_slices_and_metrics_are_their_sum():
+    replica, order = computing()
+    replica.both(io.Linked(1))
+    replica.rank(0, io.Computed(0, order.micro_batches, 2.0, (("loss", 1.0),)))
+    assert not replica.said(m.Contribution)
+    replica.rank(1, io.Computed(0, order.micro_batches, 4.0, (("loss", 2.0),)))
+    (contribution,) = replica.said(m.Contribution)
+    assert (contribution.weight, contribution.metrics) == (3.0, (("loss", 3.0),))
+
+
+def test_ranks_of_one_group_count_once_whichever_of_them_speaks():
+    """Pipeline stages: the last one alone has a loss and a weight."""
+    replica, order = computing(groups=(0, 0))
+    replica.both(io.Linked(1))
+    replica.rank(0, io.Computed(0, order.micro_batches, 0.0))
+    replica.rank(1, io.Computed(0, order.micro_batches, 4.0, (("loss", 2.0),)))
+    (contribution,) = replica.said(m.Contribution)
+    assert (contribution.weight, contribution.metrics) == (4.0, (("loss", 2.0),))
+    # Tensor parallel ranks: both say the same.
+    replica, order = computing(groups=(0, 0))
+    replica.both(io.Linked(1))
+    replica.both(io.Computed(0, order.micro_batches, 4.0, (("loss", 2.0),)))
+    (contribution,) = replica.said(m.Contribution)
+    assert (contribution.weight, contribution.metrics) == (4.0, (("loss", 2.0),))
+
+
+def test_ranks_of_one_group_that_weigh_differently_are_told_so():
+    replica, order = computing(groups=(0, 0))
+    replica.rank(0, io.Computed(0, order.micro_batches, 3.0))
+    replica.rank(1, io.Computed(0, order.micro_batches, 4.0))
+    assert {(s.code, "3 and 4" in s.reason) for s in replica.orders(io.Stop)} == {(1, True)}
+
+
+def test_a_round_is_held_when_every_rank_has_reduced_it():
+    replica = exchanging()
+    fence = FIRST.fence
+    other = assign(range(M), FIRST.roster)["b"]
+    replica.do(io.FromPeer("b", 1, m.Contribution(fence, 0, 2.0, other)))
+    replica.rank(0, io.Exchanged(1, 0, "g0"))
+    assert not replica.said(m.Bar), "one lane is not the round"
+    replica.rank(1, io.Exchanged(1, 0, "g1"))
+    (bar,) = replica.said(m.Bar)
+    assert bar.gradient_digest == ro.replica_digest(["g0", "g1"])
+    replica.do(io.FromPeer("b", 1, replace(bar)))
+    for rank in (0, 1):
+        (publish,), (apply,) = replica.orders(io.Publish, rank), replica.orders(io.Apply, rank)
+        assert publish.held.gradient_digest == apply.held.gradient_digest == f"g{rank}"
+    assert replica.core.member.state.step == 1
+
+
+def test_what_is_not_finite_at_one_rank_is_not_finite():
+    replica = exchanging()
+    replica.rank(0, io.Exchanged(1, 0, "g0"))
+    replica.rank(1, io.Exchanged(1, 0, "g1", "w", "w"))
+    assert replica.core.member.round.nonfinite == replica.core.member.round.mine == "w"
+
+
+def test_a_loop_that_raises_at_one_rank_is_the_replicas():
+    replica = exchanging()
+    replica.rank(1, io.Failed("ValueError"))
+    (failed,) = replica.said(m.Failed)
+    assert failed.why == "rank 1: ValueError"
+
+
+def test_an_exchange_that_fails_at_one_rank_aborts_at_all():
+    replica = exchanging()
+    replica.rank(0, io.Exchanged(1, 0, "g0"))
+    replica.rank(1, io.ExchangeFailed(1, 0, "b", "the link was reset"))
+    assert len(replica.orders(io.AbortExchange)) == 2
+    replica.rank(0, io.Exchanged(1, 0, "g0"))
+    assert not replica.said(m.Bar)
+
+
+def test_a_lost_rank_ends_the_replica_and_rank_0_last():
+    replica = exchanging()
+    replica.do(RankLost(1, "end of file"))
+    stops = [e for e in replica.effects if isinstance(e, ToRank)]
+    assert [e.rank for e in stops] == [1, 0]
+    assert {e.order.effect.code for e in stops} == {75}
+    assert "rank 1 of this replica is lost" in stops[0].order.effect.reason
+    assert replica.core.lost and replica.core.over and replica.core.next_deadline() is None
+    assert replica.both(io.Exchanged(1, 0, "g")) == []
+    assert replica.do(RankLost(0, "too")) == []
+
+
+def test_a_rank_that_goes_after_the_end_is_no_loss():
+    replica = exchanging()
+    replica.do(io.FromLeader(m.Complete(FIRST.fence, 0)))
+    assert len(replica.orders(io.Finish)) == 2
+    assert replica.do(RankLost(1, "closed")) == [] and not replica.core.lost
+
+
+def test_a_lighthouse_that_refuses_the_replica_stops_every_rank():
+    replica = Replica()
+    replica.do(Ended(1, "wrong token"))
+    assert [s.reason for s in replica.orders(io.Stop)] == ["wrong token"] * 2
+
+
+def test_ranks_with_different_loops_are_told_so():
+    replica = Replica()
+    replica.rank(0, io.Ready(0, ""))
+    replica.rank(1, io.Closing())
+    (stop, _) = replica.orders(io.Stop)
+    assert stop.code == 1 and "rank 1 at the end of its loop" in stop.reason
+
+
+# --- catching up -----------------------------------------------------------------------------------------
+
+
+def behind():
+    """Outside, told of a state that both ranks must fetch."""
+    replica = Replica()
+    record = record_of("b", epoch=3, generation=2, b={"ranks": addresses("b")})
+    replica.do(io.FromLeader(m.Epoch(record)))
+    replica.both(io.Ready(0, "d"))
+    urls = ("http://b", "http://b/1#1")
+    replica.do(io.FromLeader(m.Sources(Fence("s", 2, 3), SnapshotRef(2, 7, "whole"), urls)))
+    return replica
+
+
+def number(replica):
+    return next(e.order.number for e in replica.effects if isinstance(e, ToRank))
+
+
+def test_each_rank_fetches_its_part_from_servers_of_that_rank():
+    replica = behind()
+    (zero,), (one,) = replica.orders(io.FetchState, 0), replica.orders(io.FetchState, 1)
+    assert (zero.urls, one.urls) == (("http://b",), ("http://b/1",))
+    assert zero.state == one.state == SnapshotRef(2, 7, "whole")
+    order = number(replica)
+    replica.rank(1, io.StateFetched(7, "p1"), order)
+    assert not replica.orders(io.Install)
+    replica.rank(0, io.StateFetched(7, "p0"), order)
+    assert [i.digest for i in replica.orders(io.Install)] == ["whole", "whole"]
+    replica.rank(0, io.Installed(7, "p0"))
+    replica.rank(1, io.Installed(7, "p1"))
+    assert replica.core.member.state.digest == ro.replica_digest(["p0", "p1"])
+
+
+def test_a_fetch_that_fails_at_one_rank_fails_when_all_have_ended():
+    replica = behind()
+    order = number(replica)
+    replica.rank(0, io.FetchFailed("gone"), order)
+    assert replica.core.member.fetch.doing == "state"
+    replica.rank(1, io.StateFetched(7, "p1"), order)
+    assert replica.core.member.fetch.doing != "state"
+    assert replica.rank(1, io.FetchFailed("late"), order) == []
+
+
+def replaying():
+    replica = behind()
+    order = number(replica)
+    for rank in (0, 1):
+        replica.rank(rank, io.StateFetched(7, f"p{rank}"), order)
+    for rank in (0, 1):
+        replica.rank(rank, io.Installed(7, f"p{rank}"))
+    (zero,), (one,) = replica.orders(io.FetchGradient, 0), replica.orders(io.FetchGradient, 1)
+    assert (zero.step, zero.urls, one.urls) == (7, ("http://b",), ("http://b/1",))
+    return replica
+
+
+def test_a_published_gradient_is_applied_when_every_rank_has_its_part():
+    replica = replaying()
+    order = number(replica)
+    replica.rank(0, io.GradientFetched(7, "g0"), order)
+    assert not replica.orders(io.Apply)
+    replica.rank(1, io.GradientFetched(7, "g1"), order)
+    assert [a.held for a in replica.orders(io.Apply)] == [None, None]
+    assert replica.core.member.state.committed_digest == ro.replica_digest(["g0", "g1"])
+
+
+def test_a_gradient_that_one_rank_cannot_get_is_wanted_by_none():
+    replica = replaying()
+    order = number(replica)
+    replica.rank(0, io.GradientGone(7, gone=False, why="not yet"), order)
+    assert replica.orders(io.CancelFetch)
+    assert replica.orders(io.FetchGradient), "the core asks again"
+    again = replica.orders(io.FetchGradient)
+    assert len(again) == 2
+    # What still comes of the cancelled one is not taken for the new one.
+    replica.rank(1, io.GradientFetched(7, "old"), order)
+    replica.rank(0, io.GradientFetched(7, "g0"), order + 2)
+    assert not replica.orders(io.Apply)
+
+
+# --- snapshots --------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_served_when_every_rank_has_its_part():
+    replica = Replica()
+    replica.both(io.Ready(0, "d"))
+    replica.rank(0, ro.SnapshotDue(0))
+    assert replica.orders(io.TakeSnapshot) == [io.TakeSnapshot(0, 0)] * 2
+    assert replica.rank(0, ro.SnapshotDue(0)) == [], "one of a step at a time"
+    replica.rank(1, io.Snapshotted(0, "s1", 0))
+    replica.rank(0, io.Snapshotted(0, "s0", 0))
+    assert replica.orders(ro.NameSnapshot) == [ro.NameSnapshot(0, 0, ("s0", "s1"))] * 2
+    replica.rank(0, ro.SnapshotNamed(0, 0, True))
+    assert not replica.core.member.snapshots
+    replica.rank(1, ro.SnapshotNamed(0, 0, True))
+    assert replica.core.member.snapshots == (SnapshotRef(0, 0, ro.replica_digest(["s0", "s1"])),)
+
+
+def test_a_snapshot_that_one_rank_could_not_take_is_forgotten_by_all():
+    replica = Replica()
+    replica.both(io.Ready(0, "d"))
+    replica.rank(0, ro.SnapshotDue(0))
+    replica.rank(0, io.Snapshotted(0, "s0", 0))
+    replica.rank(1, io.Snapshotted(0, "", 0))
+    assert replica.orders(ro.NameSnapshot) == [ro.NameSnapshot(0, 0, ())] * 2
+    replica.rank(0, ro.SnapshotNamed(0, 0, False))
+    replica.rank(1, ro.SnapshotNamed(0, 0, False))
+    assert not replica.core.member.snapshots
+
+
+# --- followers, and what travels ---------------------------------------------------------------------------
+
+
+def test_a_follower_obeys_until_the_end():
+    follower = Follower(1)
+    order = ro.Order(1, 5, io.Switch(FIRST))
+    assert follower.obey(order) == order.effect
+    assert (follower.generation, follower.current) == (5, FIRST)
+    follower.obey(ro.Order(2, 5, io.LinkUp(FIRST)))
+    assert follower.newest == FIRST
+    assert follower.lost("reset") == io.Stop(
+        75, "rank 0 of this replica is lost (reset): all ranks start anew"
+    )
+    assert follower.obey(order) is None and follower.lost("again") is None
+
+
+def test_a_follower_that_was_told_to_finish_does_not_miss_rank_0():
+    follower = Follower(1)
+    follower.obey(ro.Order(1, 1, io.Finish(9)))
+    assert follower.lost("closed") is None
+    with pytest.raises(IllegalTransition, match="rank 0 follows nobody"):
+        Follower(0)
+
+
+HELD = io.Hold(3, 7, "d", 4.0, (("a", (0, 1)), ("b", ())), (("loss", 1.5),))
+EFFECTS = [
+    io.LinkUp(FIRST),
+    io.Switch(FIRST),
+    io.StartExchange(FIRST.fence, 3, 2.0),
+    io.AbortExchange(1, "why"),
+    io.Compute(3, (1, 2)),
+    io.DropGradient(),
+    io.Apply(7, HELD, True, False),
+    io.Apply(7, None, False, True),
+    io.Publish(1, HELD),
+    io.Install(7, "d"),
+    io.TakeSnapshot(7, 2),
+    io.Finish(9),
+    io.Stop(75, "why"),
+    io.FetchState(SnapshotRef(1, 2, "d"), ("http://a",)),
+    io.FetchGradient(1, 2, ("http://a",)),
+    io.CancelFetch(),
+    io.Listen(True),
+    ro.NameSnapshot(1, 2, ("a", "b")),
+]
+EVENTS = [
+    io.Ready(1, "d"),
+    io.Computed(1, (1, 2), 3.0, (("loss", 1.0),)),
+    io.Installed(1, "d", True),
+    io.InstallFailed("why"),
+    io.Busy("evaluation", 60.0),
+    io.Closing(),
+    io.Busy("evaluation", 5.0),
+    io.Failed("why"),
+    io.Busy("evaluation", 600.0),
+    io.Linked(1),
+    io.LinkFailed(1, "b", "why"),
+    io.Exchanged(1, 2, "d"),
+    io.ExchangeFailed(1, 2, "b", "why"),
+    io.StateFetched(1, "d"),
+    io.FetchFailed("why"),
+    io.GradientFetched(1, "d"),
+    io.GradientGone(1, True, "why"),
+    io.Snapshotted(1, "d", 2),
+    ro.SnapshotNamed(1, 2, True),
+    ro.SnapshotDue(1),
+]
+
+
+def test_every_order_and_outcome_is_tried_below():
+    assert {type(e) for e in EFFECTS} == set(ro.RankEffect.__args__)
+    assert {type(e) for e in EVENTS} == set(ro.RankEvent.__args__)
+
+
+@pytest.mark.parametrize("effect", EFFECTS, ids=lambda e: type(e).__name__)
+def test_orders_survive_the_trip(effect):
+    order = ro.Order(3, 2, effect)
+    assert ro.decode_order(ro.encode_order(order)) == order
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
+def test_outcomes_survive_the_trip(event):
+    outcome = ro.Outcome(event, 5)
+    assert ro.decode_outcome(ro.encode_outcome(outcome)) == outcome
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b'{"kind":"Ready","number":0,"value":{}}',
+        b'{"kind":"Compute","number":0,"value":{"step":1,"micro_batches":[]}}',
+        b'{"kind":"Linked","number":-1,"value":{"epoch":1}}',
+        b'{"kind":"Linked","value":{"epoch":1}}',
+        b'{"kind":["Linked"],"number":0,"value":{"epoch":1}}',
+        b'{"kind":"Linked","number":0,"value":{"epoch":"1"}}',
+    ],
+)
+def test_anything_else_is_refused(data):
+    with pytest.raises(ProtocolError):
+        ro.decode_outcome(data)
+
+
+def test_the_rank_of_a_server_is_in_its_url():
+    urls = ("http://a:1", "http://b:1#1", "http://c:1#1", "http://b:1#1", "http://d#x")
+    assert ro.urls_of_rank(urls, 0) == ("http://a:1",)
+    assert ro.urls_of_rank(urls, 1) == ("http://b:1", "http://c:1")
+
+
+def test_a_replica_with_fewer_ranks_is_named():
+    with pytest.raises(ProtocolError, match="b has 1 ranks and no rank 1"):
+        ro.seen_by_rank(record_of("a b", epoch=1, a={"ranks": addresses("a")}), 1)

@@ -1,0 +1,76 @@
+"""Who is to blame: the wait-for graph, ring orders without bad links, and how long somebody has been late."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fabric.protocol.waits import Lateness, complaint, ring_order, unexcused
+
+
+@pytest.mark.parametrize(
+    ("waiting", "guilty"),
+    [
+        ({"a": "d", "b": "a", "c": "b", "d": ""}, "d"),  # a ring behind one that waits for nobody
+        ({"a": "d", "b": "a", "c": "b"}, "d"),  # it does not even speak
+        ({"a": "d", "b": "a", "c": "b", "d": "c"}, ""),  # a circle: a link, and no member
+        ({"a": "c", "b": "d"}, "cd"),
+        ({"a": "", "b": ""}, ""),  # nobody is waited for
+        ({"a": "bcd", "b": "d", "c": "d"}, "d"),  # the barrier: two of the three missing are victims
+    ],
+)
+def test_the_one_that_nobody_can_excuse(waiting, guilty):
+    assert unexcused({n: tuple(w) for n, w in waiting.items()}, "abcd") == tuple(guilty)
+
+
+def cost(names, bad):
+    return sum(bad.get((a, b), 0) for a, b in zip(names, names[1:] + names[:1], strict=True))
+
+
+NAMES = "abcdef"
+
+
+@given(
+    st.integers(1, 6),
+    st.dictionaries(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), st.integers(1, 3), max_size=2),
+)
+def test_a_bad_link_is_left_out_where_that_can_be(world, bad):
+    names = tuple(NAMES[:world])
+    found = ring_order(names, bad)
+    assert sorted(found) == sorted(names)
+    assert cost(found, bad) <= cost(names, bad)
+    best = min(cost(order, bad) for order in itertools.permutations(names))
+    if len(bad) == 1:
+        assert cost(found, bad) == best
+
+
+def test_without_complaints_the_order_stays():
+    assert ring_order("abcd", {}) == ("a", "b", "c", "d")
+
+
+def test_three_members_turn_the_ring_around():
+    assert ring_order("abc", {("a", "b"): 1}) == ("c", "b", "a")
+
+
+def test_among_thousands_it_is_quick():
+    names = tuple(f"r{i:04}" for i in range(2000))
+    found = ring_order(names, {("r0007", "r0008"): 2, ("r1999", "r0000"): 1})
+    assert cost(found, {("r0007", "r0008"): 2, ("r1999", "r0000"): 1}) == 0
+
+
+def test_a_complaint_is_about_the_link_between_neighbours():
+    assert complaint("abcd", about="a", by="b") == ("a", "b")
+    assert complaint("abcd", about="b", by="a") == ("a", "b")
+    assert complaint("abcd", about="c", by="a") is None
+    assert complaint("abcd", about="d", by="a") == ("d", "a")
+    assert complaint("abcd", about="x", by="a") is None
+
+
+def test_lateness_begins_anew_with_every_step():
+    late = Lateness()
+    assert late.waited_s("a", 7, 100.0) == 0
+    assert late.waited_s("a", 7, 103.0) == 3.0
+    assert late.waited_s("a", 8, 104.0) == 0
+    late.came("a")
+    assert late.waited_s("a", 8, 110.0) == 0

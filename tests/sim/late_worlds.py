@@ -1,0 +1,53 @@
+"""Worlds in which a newcomer cannot catch up by replay: its updates take longer than the job's steps, or its
+settings turn replay off. In half of them some sums are not finite, and their updates are skipped. The same
+faults strike; everybody must still come back."""
+
+from collections import Counter
+from dataclasses import replace
+
+from sim.coverage import LATE_REASONS
+from sim.world import World
+
+# What a hunt over these worlds must have met.
+REQUIRED = (
+    *LATE_REASONS.values(),
+    "leader: too slow",
+    "late: update skipped",
+    "member: awaited",
+    "during awaited",
+)
+
+# While the others wait, the worst happens to the newcomer, or to one of them.
+AIMS = (("awaited", "kill host"), ("awaited", "isolate"), ("awaited", "reset link"), ("awaited", "kill two"))
+
+
+def late_world(seed: int) -> World:
+    """One world: slow replay in two thirds of them, no replay in the others; a third is aimed at."""
+    aims = (("bar", "kill trainer"), AIMS[seed // 3 % len(AIMS)]) if seed % 3 == 1 else ()
+    world = World(seed, aims=aims)
+    if seed % 3:
+        world.settings.replay_s = (0.1, 0.4)[seed // 3 % 2]
+    else:
+        world.settings.member = replace(world.settings.member, replay=False, digest_every=0)
+    if aims:
+        world.faults.not_before = 10.0
+    if seed % 2:
+        world.settings.nan_every = 4
+        world.settings.member = replace(world.settings.member, on_nan="skip")
+    if seed % 5 == 0:
+        world.settings.fetch_s = 3.0  # longer than the others wait
+    return world
+
+
+def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
+    """Play seeds ``first`` to ``last`` (exclusive): the counters, and a line per failure."""
+    counts: Counter[str] = Counter()
+    failures = []
+    for seed in range(first, last):
+        world = late_world(seed)
+        try:
+            world.run()
+        except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
+            failures.append(f"late seed {seed}: {type(error).__name__}: {error}")
+        counts.update(world.clockwork.counts)
+    return counts, failures

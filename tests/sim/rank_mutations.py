@@ -1,0 +1,77 @@
+"""Deliberate bugs in how a replica's ranks act as one member; the worlds of ``ranks`` must notice each."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fabric.protocol import member_io as io
+from fabric.protocol import rank_orders as ro
+from fabric.protocol.ranks import RankLost, Ranks
+
+Patch = pytest.MonkeyPatch
+
+
+def a_commit_decided_per_lane(patch: Patch) -> None:
+    """Rank 0's own lane counts as the round; the others are committed whether they are reduced or not."""
+    exchanged, part = Ranks._on_exchanged, Ranks._part
+
+    def on_exchanged(ranks: Ranks, rank: int, event: io.Exchanged, now: float) -> None:
+        exchanged(ranks, rank, event, now)
+        known = ranks._reduced[event.epoch, event.step]
+        if rank == 0 and len(known) < ranks.size:
+            ranks._tell(event, now)
+
+    def of_rank(ranks: Ranks, effect: Any, rank: int) -> Any:
+        if isinstance(effect, io.Publish | io.Apply) and effect.held is not None:
+            known = ranks._reduced.get((effect.held.epoch, effect.held.step), {})
+            digest = known[rank].gradient_digest if rank in known else ""
+            return replace(effect, held=replace(effect.held, gradient_digest=digest))
+        return part(ranks, effect, rank)
+
+    patch.setattr(Ranks, "_on_exchanged", on_exchanged)
+    patch.setattr(Ranks, "_part", of_rank)
+
+
+def go_on_without_a_lost_rank(patch: Patch) -> None:
+    def lost(ranks: Ranks, event: RankLost) -> None:
+        """Nothing."""
+
+    patch.setattr(Ranks, "_on_lost", lost)
+
+
+def compute_is_over_when_rank_0_is_done(patch: Patch) -> None:
+    on_main = Ranks._on_main
+
+    def impatient(ranks: Ranks, now: float) -> None:
+        said = ranks._main.get(0)
+        if isinstance(said, io.Computed):
+            for rank in range(ranks.size):
+                ranks._main.setdefault(rank, said)
+        on_main(ranks, now)
+
+    patch.setattr(Ranks, "_on_main", impatient)
+
+
+def install_when_rank_0_has_its_part(patch: Patch) -> None:
+    on_state = Ranks._on_state
+
+    def hasty(ranks: Ranks, rank: int, outcome: ro.Outcome, now: float) -> None:
+        if rank == 0 and outcome.number == ranks._fetching.number:
+            for other in range(1, ranks.size):
+                ranks._fetching.ended[other] = outcome.event
+        on_state(ranks, rank, outcome, now)
+
+    patch.setattr(Ranks, "_on_state", hasty)
+
+
+MUTATIONS: dict[str, Callable[[Patch], None]] = {
+    mutation.__name__: mutation
+    for mutation in (
+        a_commit_decided_per_lane,
+        go_on_without_a_lost_rank,
+        compute_is_over_when_rank_0_is_done,
+        install_when_rank_0_has_its_part,
+    )
+}

@@ -1,0 +1,411 @@
+"""Worlds whose replicas have two or three ranks: the shipping ``Ranks`` at rank 0, ``Follower`` elsewhere.
+
+Every rank is a process with a main thread, a data plane, fetches and a checkpoint server of its own; what it
+sees of the job is its ``Lane``: the same rank of the other replicas, and checks that are its own. Orders and
+outcomes travel as the bytes of the shipping codec. Ranks are killed, stopped and cut off from each other.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, get_args
+
+from sim.checkers import Checks, demand
+from sim.faults import Aims
+from sim.main_thread import MainThread
+from sim.network import Connection, End
+from sim.server import Server, digest_of
+from sim.trainer import Trainer
+from sim.world import Settings, World
+
+from fabric.model import Address, SnapshotRef
+from fabric.protocol import member_io as io
+from fabric.protocol import rank_orders as ro
+from fabric.protocol.member_state import MemberConfig, State
+from fabric.protocol.ranks import Follower, FromRank, RankLost, Ranks, ToRank
+
+_OUTCOMES = get_args(ro.RankEvent)
+_FETCHED = (io.StateFetched, io.FetchFailed, io.GradientFetched, io.GradientGone)
+RANK_FAULTS = ("kill rank", "kill rank", "pause rank", "reset rank link", "kill rank server")
+# When a fault of ranks strikes: at a random time, or when this happens at some replica.
+RANK_TRIGGERS = ("bar", "resume", "install", "fetch", "abort")
+REQUIRED = (
+    *sorted({f"fault: {kind}" for kind in RANK_FAULTS}),
+    "path: a rank lost ends its replica",
+    "path: rank 0 lost ends the others",
+    "path: one lane fails first",
+    "path: a part of a snapshot is missing",
+    "path: a snapshot of all ranks",
+    "path: installed by all ranks",
+    "path: replay",
+    "path: cold start",
+    "path: join",
+    "path: committed by Resume",
+    "path: eviction for a rank",
+    "finish",
+)
+
+
+class Lane:
+    """The world as rank ``rank`` of every replica sees it."""
+
+    def __init__(self, world: "RankWorld", rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.by_key: dict[tuple[str, int], Following] = {}
+        self.hosts_servers: dict[str, Server] = {}
+        self.numbers: Counter[str] = Counter()
+        settings = world.settings
+        self.checks = Checks(settings.micro_batches, settings.min_replicas, settings.sharing)
+        self.checks.records, self.checks.by_epoch = world.checks.records, world.checks.by_epoch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.world, name)
+
+    def trainer(self, key: tuple[str, int]) -> "Following | None":
+        found = self.by_key.get(key)
+        return found if found is not None and found.alive else None
+
+    def living(self) -> "list[Following]":
+        return [t for t in self.by_key.values() if t.alive]
+
+    def happened(self, what: str, host: str) -> None:
+        """Faults wait for what the ranks 0 do."""
+
+    def initial_digest(self, host: str) -> str:
+        return digest_of("initial", self.rank, host if self.settings.different_starts else "same")
+
+    def ensure_server(self, trainer: Trainer) -> Server:
+        return self.server_of(trainer.host, trainer)
+
+    def server_of(self, host: str, trainer: "Trainer | None" = None) -> Server:
+        """The living checkpoint server of this rank there, started where there is none."""
+        server = self.hosts_servers.get(host)
+        if server is None or not server.alive:
+            self.numbers[host] += 1
+            server = Server(self.clockwork, self.world, host, self.numbers[host])
+            server.rank, server.url = self.rank, f"http://{host}.{self.rank}/{self.numbers[host]}"
+            server.ckpt = f"{server.url}#{self.rank}"
+            self.world.servers[server.url] = self.hosts_servers[host] = server
+            if trainer is not None:
+                server.attach(trainer)
+        return server
+
+    def exited(self, trainer: Trainer, code: int, reason: str) -> None:
+        if "rank 0 of this replica is lost" in reason:
+            self.clockwork.counts["path: rank 0 lost ends the others"] += 1
+        self.end(trainer)
+
+    def end(self, trainer: Trainer) -> None:
+        """The process is gone, by whatever cause."""
+        if trainer.alive:
+            trainer.kill()
+            self.network.death(trainer)
+            trainer.server.after(self.clockwork.between(0.0, 0.01), trainer.server.pulse)
+
+
+class RankMain(MainThread):
+    """The user's loop at one rank: parts of snapshots are named when all ranks have theirs."""
+
+    def start(self) -> None:
+        self.unnamed: dict[tuple[int, int], str] = {}
+        self._ready()
+        if isinstance(self.trainer, Heading) and not self.trainer.core.member.snapshots:
+            self.trainer.feed(ro.SnapshotDue(0))
+
+    def snapshot(self, generation: int) -> None:
+        """By policy: when rank 0 says so."""
+        if isinstance(self.trainer, Heading):
+            self.trainer.feed(ro.SnapshotDue(self.step))
+
+    def take(self, order: io.TakeSnapshot) -> None:
+        step, generation = order.step, order.generation
+        trainer, digest, server = self.trainer, self.digest, self.trainer.server
+        demand(step == self.step, f"a snapshot of step {step} with the state at {self.step}")
+        if not server.alive:
+            trainer.server = trainer.world.ensure_server(trainer)
+            trainer.feed(io.Snapshotted(step, "", generation))
+            return
+        server.take_slot()
+
+        def copied() -> None:
+            if server.alive:
+                self.unnamed[generation, step] = digest
+                while len(self.unnamed) > 2:
+                    del self.unnamed[next(iter(self.unnamed))]
+            trainer.feed(io.Snapshotted(step, digest if server.alive else "", generation))
+
+        trainer.after(trainer.clockwork.between(0.002, 0.04), copied)
+
+    def name(self, order: ro.NameSnapshot) -> None:
+        trainer, counts = self.trainer, self.trainer.clockwork.counts
+        digest = self.unnamed.pop((order.generation, order.step), "")
+        done = bool(digest and order.digests) and trainer.server.alive
+        counts["path: a part of a snapshot is missing"] += not done
+        counts["path: a snapshot of all ranks"] += done
+        if done:
+            ref = SnapshotRef(order.generation, order.step, ro.replica_digest(order.digests))
+            trainer.world.parts[trainer.rank, ref] = digest
+            trainer.server.publish_snapshot(ref)
+        trainer.feed(ro.SnapshotNamed(order.step, order.generation, done))
+
+    def _install(self, order: io.Install) -> None:
+        trainer, arrived = self.trainer, self.trainer.transfer.state
+        demand(arrived is not None and arrived.digest == order.digest, "told to install another state")
+        assert arrived is not None
+        self.gradient = ()
+
+        def loaded() -> None:
+            self.step, self.digest = arrived.step, trainer.world.parts[trainer.rank, arrived]
+            if trainer.server.alive:
+                trainer.server.publish_snapshot(arrived)
+            trainer.world.happened("install", trainer.host)
+            trainer.clockwork.counts["path: installed by all ranks"] += trainer.rank == 0
+            self.closing = self.step >= trainer.world.until
+            self.said = self.digest
+            trainer.feed(io.Installed(order.step, self.digest, last=self.closing))
+
+        self._work(trainer.clockwork.between(0.005, 0.05), loaded)
+
+
+class _Core(Ranks):
+    """The shipping class; what the shell around a core reads of it is its member's."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["member"], name)
+
+
+class Heading(Trainer):
+    """Rank 0."""
+
+    main_class = RankMain
+    rank = 0
+
+    def __init__(self, clockwork: Any, world: "RankWorld", *rest: Any) -> None:
+        super().__init__(clockwork, world, *rest)
+        self.rank_links: dict[int, tuple[Connection, int]] = {}
+        self.number = 0
+        member = self.core
+        self.core = _Core(member, tuple(range(world.ranks)))
+        self._performers[ro.NameSnapshot] = self.main.name
+
+    def join_up(self, followers: "list[Following]") -> None:
+        """The ranks have told each other what they are, and are linked."""
+        member = self.core.member
+        ranks = tuple(Address(f"{x.host}.{x.rank}", x.server.ckpt) for x in followers)
+        member.identity = replace(member.identity, ranks=ranks)
+        servers = [x.server.memory.snapshots for x in followers]
+        member.snapshots = tuple(s for s in member.snapshots if all(s in held for held in servers))
+        digests = [self.main.digest, *(x.main.digest for x in followers)]
+        member.state = State(0, 0, ro.replica_digest(digests))
+        for x in followers:
+            self._link(x)
+
+    def _link(self, follower: "Following") -> None:
+        rank = follower.rank
+
+        def heard(data: object) -> None:
+            outcome = ro.decode_outcome(data)  # type: ignore[arg-type]
+            if isinstance(outcome.event, io.ExchangeFailed):
+                self.clockwork.counts["path: one lane fails first"] += self.core.round is not None
+            self.feed(FromRank(rank, outcome))
+
+        near = End(self, self.host, heard, lambda why: self.feed(RankLost(rank, why)))
+        far = End(follower, follower.host, follower.hear, follower.miss)
+        connection = Connection(self.world.network, near, far)
+        self.rank_links[rank] = (connection, 0)
+        follower.link = (connection, 1)
+
+    def feed(self, event: Any) -> None:
+        if isinstance(event, _OUTCOMES):
+            event = FromRank(0, ro.Outcome(event, self.number if isinstance(event, _FETCHED) else 0))
+        super().feed(event)
+
+    def _perform(self, effect: Any) -> None:
+        if not isinstance(effect, ToRank):
+            super()._perform(effect)
+        elif effect.rank:
+            connection, side = self.rank_links[effect.rank]
+            connection.send(side, ro.encode_order(effect.order))
+        elif isinstance(effect.order.effect, io.Stop) and self.core.lost:
+            self.exit(effect.order.effect.code, effect.order.effect.reason)
+        else:
+            if isinstance(effect.order.effect, io.FetchState | io.FetchGradient):
+                self.number = effect.order.number
+            super()._perform(effect.order.effect)
+
+
+class _Obeying:
+    """What the shell around a core reads, of a follower."""
+
+    def __init__(self, rank: int, config: MemberConfig) -> None:
+        self.follower = Follower(rank)
+        self.config = config
+
+    @property
+    def state(self) -> State:
+        return State(self.follower.generation)
+
+    @property
+    def newest(self) -> Any:
+        return self.follower.newest
+
+    def next_deadline(self) -> None:
+        return None
+
+
+class Always(dict):  # type: ignore[type-arg]
+    """Followers have no control links to other replicas, and miss none."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+class Following(Trainer):
+    """Rank 1 and up; its world is its lane."""
+
+    main_class = RankMain
+
+    def __init__(self, clockwork: Any, lane: Lane, *rest: Any) -> None:
+        self.rank = lane.rank
+        super().__init__(clockwork, lane, *rest)  # type: ignore[arg-type]
+        self.name += f"/{lane.rank}"
+        self.core = _Obeying(lane.rank, lane.settings.member)  # type: ignore[assignment]
+        self.link: tuple[Connection, int] | None = None
+        self.number = 0
+        self.links.up = Always()
+        self._performers[ro.NameSnapshot] = self.main.name
+
+    def _connect(self) -> None:
+        """Rank 0 alone speaks to the lighthouse."""
+
+    def feed(self, event: Any) -> None:
+        if not self.alive or not isinstance(event, _OUTCOMES):
+            return
+        if self.paused:
+            self.run(lambda: self.feed(event))
+            return
+        assert self.link is not None
+        if self.clockwork.tracing:
+            self.clockwork.trace(self.name, f"< {event}")
+        number = self.number if isinstance(event, _FETCHED) else 0
+        self.link[0].send(self.link[1], ro.encode_outcome(ro.Outcome(event, number)))
+
+    def hear(self, data: object) -> None:
+        order = ro.decode_order(data)  # type: ignore[arg-type]
+        effect = self.core.follower.obey(order)
+        if isinstance(effect, io.FetchState | io.FetchGradient):
+            self.number = order.number
+        if effect is not None:
+            self._perform(effect)
+
+    def miss(self, why: str) -> None:
+        stop = self.core.follower.lost(why)
+        if stop is not None:
+            self.exit(stop.code, stop.reason)
+
+
+class RankWorld(World):
+    """Replicas of two or three ranks."""
+
+    trainer_class = Heading
+    patience = 3  # every operation goes to rank 0 and back, over links that are slow at times
+
+    def __init__(self, seed: int, tracing: bool = False, faultless: bool = False, aims: Aims = ()) -> None:
+        self.waiting_faults: list[tuple[str, str]] = []
+        super().__init__(seed, tracing, faultless, aims)
+        clockwork = self.clockwork
+        self.ranks = clockwork.random.choice((2, 2, 3))
+        self.parts: dict[tuple[int, SnapshotRef], str] = {}  # (rank, of the whole) -> digest of the part
+        self.lanes = [Lane(self, rank) for rank in range(1, self.ranks)]
+        for _ in range(0 if faultless or self.blackout else clockwork.random.choice((1, 1, 2, 3))):
+            kind = clockwork.random.choice(RANK_FAULTS)
+            time = clockwork.between(0.3, 3.0)
+            if clockwork.chance(0.5):
+                clockwork.at(time, lambda kind=kind: self.strike_rank(kind))
+            else:
+                trigger = clockwork.random.choice(RANK_TRIGGERS)
+                clockwork.at(time, lambda t=trigger, k=kind: self.waiting_faults.append((t, k)))
+
+    def choose(self) -> Settings:
+        # Ranks do not overlap the exchange with their backward: they would have to begin it together.
+        return replace(super().choose(), streaming=False)
+
+    def start_trainer(self, name: str) -> None:
+        host = self.hosts[name]
+        before = host.incarnation
+        for lane in self.lanes:
+            for left in [t for t in lane.living() if t.host == name and t.incarnation <= before]:
+                if host.trainer is None or not host.trainer.alive:
+                    lane.end(left)  # the launcher ends what is left of a replica before it starts it again
+        super().start_trainer(name)
+        if host.incarnation == before:
+            return
+        head = host.trainer
+        assert isinstance(head, Heading)
+        followers = []
+        for lane in self.lanes:
+            server = lane.server_of(name)
+            follower = Following(self.clockwork, lane, name, host.incarnation, server, False)
+            lane.by_key[name, host.incarnation] = follower
+            followers.append(follower)
+        head.join_up(followers)
+
+    def exited(self, trainer: Trainer, code: int, reason: str) -> None:
+        if "of this replica is lost" not in reason:
+            super().exited(trainer, code, reason)
+            return
+        self.kill_trainer(trainer.host, 0.3)
+        self.clockwork.counts["path: a rank lost ends its replica"] += 1
+
+    def happened(self, what: str, host: str) -> None:
+        super().happened(what, host)
+        for item in [x for x in self.waiting_faults if x[0] == what and host]:
+            self.waiting_faults.remove(item)
+            self.clockwork.at(0.0, lambda kind=item[1]: self.strike_rank(kind, host))
+
+    def strike_rank(self, kind: str, host: str = "") -> None:
+        """Do it to a rank other than 0."""
+        clockwork = self.clockwork
+        lane = clockwork.random.choice(self.lanes)
+        living = [t for t in lane.living() if t.host == host] or lane.living()
+        if not living or self.faults.over:
+            return
+        victim = clockwork.random.choice(living)
+        clockwork.trace("FAULT", f"{kind} {victim.name}")
+        clockwork.counts[f"fault: {kind}"] += 1
+        if kind == "kill rank":
+            lane.end(victim)
+        elif kind == "pause rank":
+            victim.pause()
+            clockwork.at(clockwork.between(0.02, 2.0), victim.resume)
+            victim.server.after(0.01, victim.server.pulse)
+        elif kind == "reset rank link" and victim.link is not None:
+            victim.link[0].reset("connection reset")
+        elif kind == "kill rank server" and victim.server.alive:
+            victim.server.kill()
+            self.network.death(victim.server)
+
+
+def play(seed: int, tracing: bool = False, faultless: bool = False, aims: Aims = ()) -> RankWorld:
+    """One world to its end; raises what went wrong, with the world attached."""
+    world = RankWorld(seed, tracing, faultless, aims)
+    try:
+        world.run()
+        evicted = [x for x in world.checks.records if "the process of its rank" in x.reason]
+        world.clockwork.counts["path: eviction for a rank"] += len(evicted)
+    except Exception as error:
+        error.world = world  # type: ignore[attr-defined]
+        raise
+    return world
+
+
+def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
+    """Play worlds ``first`` to ``last`` (exclusive): what was met, and a line per failure."""
+    counts: Counter[str] = Counter()
+    failures = []
+    for seed in range(first, last):
+        try:
+            counts.update(play(seed).clockwork.counts)
+        except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
+            failures.append(f"seed {seed} of sim.ranks.play: {type(error).__name__}: {error}")
+    return counts, failures

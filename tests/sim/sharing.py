@@ -1,0 +1,67 @@
+"""Worlds of the other ways to share a batch out: policy ``shrink``, data that only some can read, and
+micro-batches that kill whoever computes them."""
+
+from dataclasses import replace
+
+from sim.checkers import Violation
+from sim.faults import Aims
+from sim.trainer import Trainer
+from sim.world import Settings, World, choose_settings
+
+from fabric.model import Sharing
+
+
+class SharingWorld(World):
+    """A world with this ``sharing``; its seats are as many as its replicas."""
+
+    def __init__(
+        self,
+        seed: int,
+        sharing: Sharing,
+        faultless: bool = False,
+        poisons: int = 0,
+        aims: Aims = (),
+    ) -> None:
+        self.wanted = sharing
+        self.poisons = poisons
+        self.victims: dict[tuple[int, int], list[str]] = {}
+        self.gave_up: dict[str, str] = {}
+        super().__init__(seed, faultless=faultless, aims=aims)
+        if poisons:
+            self.blackout = False  # without a lighthouse nobody goes on after a death
+
+    def choose(self) -> Settings:
+        chosen = choose_settings(self.clockwork)
+        random = self.clockwork.random
+        poison = {
+            (random.randrange(3, 12), random.randrange(chosen.micro_batches)) for _ in range(self.poisons)
+        }
+        sharing = replace(self.wanted, seats=chosen.replicas)
+        return replace(chosen, sharing=sharing, poison=frozenset(poison))
+
+    @property
+    def stops(self) -> bool:
+        return bool(self.poisons) and self.wanted.on_poison == "stop"
+
+    def run(self) -> None:
+        if self.stops:
+            self._demand("everybody is told that the job has failed", 60.0, self._is_finished)
+        else:
+            super().run()
+
+    def killed_by(self, place: tuple[int, int], trainer: Trainer) -> None:
+        self.victims.setdefault(place, []).append(trainer.name)
+
+    def exited(self, trainer: Trainer, code: int, reason: str) -> None:
+        if code == 1 and self.stops:
+            self.gave_up[trainer.name] = reason
+            self.hosts[trainer.host].finished = True
+            self.kill_trainer(trainer.host)
+            return
+        super().exited(trainer, code, reason)
+
+    def never_a_third(self) -> None:
+        """A micro-batch that killed two was given to nobody else."""
+        for place, who in self.victims.items():
+            if len(who) > 2:
+                raise Violation(f"{place} was given to {who}")

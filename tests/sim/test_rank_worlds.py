@@ -1,0 +1,44 @@
+"""Replicas of several ranks in the simulator: nothing breaks an invariant in any lane, nothing rare went
+unmet, and deliberate bugs are noticed."""
+
+import pytest
+import sim.ranks
+from sim import noticing
+from sim.rank_mutations import MUTATIONS
+
+import fabric.client.ranks
+import fabric.protocol.ranks
+
+SEEDS = 100
+MUTATION_SEEDS = 100
+
+
+def test_the_simulator_drives_the_very_classes_that_ship():
+    assert issubclass(sim.ranks._Core, fabric.client.ranks.Ranks)
+    assert set(vars(sim.ranks._Core)) - {"__module__", "__doc__"} <= {"__getattr__", "__firstlineno__"}
+    assert sim.ranks.Follower is fabric.client.ranks.Follower is fabric.protocol.ranks.Follower
+
+
+def test_without_faults_no_replica_is_ever_outside():
+    for seed in range(6):
+        counts = sim.ranks.play(seed, faultless=True).clockwork.counts
+        assert counts["member: outside"] == counts["path: cold start"] == 0, seed
+
+
+def test_worlds_of_ranks_keep_every_invariant_in_every_lane():
+    counts, failures = sim.ranks.hunt(0, SEEDS)
+    for name, number in sorted(counts.items()):
+        print(f"{number:9} {name}")
+    assert not failures, "\n".join(failures)
+    missing = [name for name in sim.ranks.REQUIRED if not counts[name]]
+    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+
+
+def test_a_seed_replays_exactly():
+    first, second = sim.ranks.play(3, tracing=True), sim.ranks.play(3, tracing=True)
+    assert first.clockwork.lines == second.clockwork.lines and len(first.clockwork.lines) > 100
+
+
+@pytest.mark.parametrize("name", sorted(MUTATIONS))
+def test_the_simulator_notices(name):
+    noticing.find(MUTATIONS[name], sim.ranks.play, MUTATION_SEEDS)

@@ -1,0 +1,71 @@
+"""What the benchmarks share: the arithmetic of their figures, and that a miss is reported as one."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import common
+
+
+def test_sides_take_turns_and_the_warm_up_is_not_counted():
+    calls = []
+
+    def side(name, value):
+        calls.append(name)
+        return value
+
+    measured = common.interleave(
+        {"a": lambda: side("a", 1.0), "b": lambda: side("b", 2.0)}, rounds=4, warm_up=1
+    )
+    assert measured == {"a": [1.0] * 4, "b": [2.0] * 4}
+    assert sorted(calls[:2]) == sorted(calls[2:4]) == ["a", "b"]
+    firsts = calls[2::2]
+    assert firsts == ["a", "b", "a", "b"]
+
+
+def test_a_side_without_a_measure_is_timed():
+    measured = common.interleave({"a": lambda: None}, rounds=3, warm_up=0)
+    assert len(measured["a"]) == 3 and all(seconds >= 0 for seconds in measured["a"])
+
+
+def test_a_ratio_is_paired_before_its_median_is_taken():
+    # The machine gets ten times slower midway: the ratio of the medians would be 10.
+    assert common.paired([1.0, 10.0, 20.0], [1.0, 5.0, 10.0]) == 2.0
+    with pytest.raises(ValueError, match="per round"):
+        common.paired([1.0], [])
+
+
+def test_quantiles_are_observed_values():
+    values = [float(x) for x in range(100)]
+    assert [common.quantile(values, share) for share in (0, 0.5, 0.99, 1)] == [0.0, 49.0, 98.0, 99.0]
+    assert common.quantile([3.0], 0.99) == 3.0
+
+
+def test_a_miss_is_said(capsys):
+    assert common.verdict("ratio", 0.9, at_most=1.0)
+    assert not common.verdict("ratio", 1.1, at_most=1.0)
+    assert not common.verdict("speed", 0.9, at_least=1.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["met", "MISSED", "MISSED"]
+
+
+def test_the_last_line_is_an_object_of_plain_numbers(capsys):
+    common.finish({"ratio": {"2": {"4MB": 1.25}}, "rounds": 9})
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
+        "ratio": {"2": {"4MB": 1.25}},
+        "rounds": 9,
+    }
+    for value in (True, "1.25", None, float("nan"), [1.0]):
+        with pytest.raises(ValueError, match="/ratio/2"):
+            common.finish({"ratio": {"2": value}})
+
+
+def test_an_absent_dependency_ends_with_2_and_a_sentence(capsys):
+    with pytest.raises(SystemExit) as ended:
+        common.need("no_such_module_anywhere", "this comparison")
+    assert ended.value.code == 2
+    assert "this comparison needs the Python package 'no_such_module_anywhere'" in capsys.readouterr().err

@@ -70,6 +70,11 @@ class Parts:
         term = self.election.term
         return term is not None and term.in_force()
 
+    @property
+    def serves(self) -> bool:
+        """Whether this instance leads and answers for its jobs: not before it has read their records."""
+        return self.leads and self.jobs.loaded.is_set()
+
 
 def make_app(parts: Parts, token: str | None) -> web.Application:
     """The application, with everything but OPEN_PATHS behind ``token`` (None: open)."""
@@ -101,7 +106,7 @@ def make_app(parts: Parts, token: str | None) -> web.Application:
 def _leader_only(parts: Parts) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in OPEN_PATHS or (parts.leads and parts.jobs.loaded.is_set()):
+        if request.path in OPEN_PATHS or parts.serves:
             return await handler(request)
         other = None if parts.leads else parts.election.other
         if other is not None:
@@ -125,13 +130,14 @@ class Routes:
         self._parts = parts
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 while the process answers; ``ok`` says whether it can do its work."""
+        """200 while the process answers; ``ok`` says whether it can do its work: answer for the jobs, or
+        send people to who does."""
         parts, election = self._parts, self._parts.election
         reachable = await parts.probe.ask()
         leader = election.me if parts.leads else election.other
         return web.json_response(
             {
-                "ok": reachable and leader is not None,
+                "ok": reachable and (parts.serves if parts.leads else leader is not None),
                 "is_leader": parts.leads,
                 "leader": leader.url if leader else None,
                 "store_reachable": reachable,

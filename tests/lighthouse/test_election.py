@@ -20,7 +20,7 @@ ELECTION = "/fabric/ns/election/"
 
 def leads(instance):
     async def check() -> bool:
-        return instance.parts.leads and instance.jobs.loaded.is_set()
+        return instance.parts.serves
 
     return check
 
@@ -169,7 +169,7 @@ async def test_a_leader_stops_by_its_own_clock_before_the_lease_ends(http):
 async def test_a_store_that_is_away_costs_the_lead_and_then_gives_it_back(http):
     space = MemorySpace()
     store = TroubledStore(space)
-    async with lighthouse_on(store, lease_s=1) as instance:
+    async with lighthouse_on(store, lease_s=2) as instance:
         await eventually(leads(instance), "it to lead")
         members = await start_job(http, instance.url)
         store.down = StoreUnavailable("the test has unplugged the store")
@@ -187,13 +187,13 @@ async def test_a_store_that_is_away_costs_the_lead_and_then_gives_it_back(http):
 
 async def test_a_renewed_lease_goes_on():
     space = MemorySpace()
-    async with lighthouse_on(MemoryStore(space), lease_s=1) as instance:
+    async with lighthouse_on(MemoryStore(space), lease_s=3) as instance:
         await eventually(leads(instance), "it to lead")
         term = instance.election.term
         first = term.ends
 
         async def renewed_twice() -> bool:
-            return term.ends > first + 0.5
+            return term.ends > first + 1.5
 
         await eventually(renewed_twice, "two renewals")
         assert instance.election.term is term and not instance.lost
@@ -282,6 +282,35 @@ async def test_the_jobs_are_read_again_until_the_store_answers(http):
     async with lighthouse_on(SlowList(MemorySpace())) as instance:
         await eventually(leads(instance), "the records to be read")
         assert instance.store.failures == 0
+
+
+async def test_who_was_just_elected_is_not_ok_until_it_has_read_the_records(http):
+    """Whoever waits for ``ok`` and then asks must not be refused with 503."""
+    may_read = asyncio.Event()
+
+    class SlowList(MemoryStore):
+        async def list(self, prefix):
+            if prefix.endswith("/jobs/"):
+                await may_read.wait()
+            return await super().list(prefix)
+
+    async with lighthouse_on(SlowList(MemorySpace()), lease_s=3600) as instance:
+
+        async def healthy() -> bool:
+            _, health = await get(http, f"{instance.url}/healthz")
+            return health["ok"]
+
+        async def elected() -> bool:
+            return instance.parts.leads
+
+        await eventually(elected, "it to be elected")
+        _, health = await get(http, f"{instance.url}/healthz")
+        assert (health["is_leader"], health["ok"], health["store_reachable"]) == (True, False, True)
+        status, body = await get(http, f"{instance.url}/v1/jobs")
+        assert status == 503 and "just been elected" in body["error"]
+        may_read.set()
+        await eventually(healthy, "it to be ready")
+        assert (await get(http, f"{instance.url}/v1/jobs"))[0] == 200
 
 
 async def test_a_stopped_task_gives_the_lease_back():

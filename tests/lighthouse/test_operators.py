@@ -58,7 +58,7 @@ async def test_what_cannot_be_decided_is_one_sentence(lighthouse, http, job):
 
 async def test_events_are_followed_over_a_fail_over(http, tmp_path, job):
     store = f"sqlite://{tmp_path}/store.db"
-    arguments = ("--lease-s", "2")
+    arguments = ("--lease-s", "60")
     with (
         LighthouseProcess(tmp_path, store, arguments=arguments) as first,
         LighthouseProcess(tmp_path, store, "two", arguments) as second,
@@ -72,7 +72,7 @@ async def test_events_are_followed_over_a_fail_over(http, tmp_path, job):
 
             async def leads() -> bool:
                 status, body = await get(http, f"{second.url}/healthz", token=None)
-                return status == 200 and body["is_leader"]
+                return status == 200 and body["ok"] and body["is_leader"]
 
             await eventually(leads, "the second to lead")
             again = await start_members(http, second.url, job)

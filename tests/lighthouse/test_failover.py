@@ -25,7 +25,7 @@ from fabric.protocol import messages as m
 from fabric.protocol import wire
 from fabric.store import Put, open_store
 
-# SHORT is the lease of who is to lose it while a test waits; whoever must keep it, on a slow machine too, has LONG.
+# SHORT is the lease of who is to lose it while a test waits; whoever must keep it, however slow, has LONG.
 SHORT, LONG = ("--lease-s", "3"), ("--lease-s", "60")
 
 

@@ -8,6 +8,7 @@ its folder's file descriptor (``/proc/self/fd/N/ckpt.sock``), however deep that 
 
 import json
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,11 @@ from fabric.errors import ProtocolError
 SOCKET_NAME = "ckpt.sock"
 LOCK_NAME = "ckpt.lock"
 LOG_NAME = "ckpt-server.log"
+# The trainer's side of /debug: where it answers, and what its stacks are written to when it cannot.
+INSIGHT_NAME = "trainer.sock"
+STACKS_NAME = "trainer.stacks"
+# No library that we know uses it; the kernel does nothing else with it.
+STACKS_SIGNAL = signal.SIGRTMIN + 7
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 # Who has not attached yet has nothing long to say.
@@ -72,10 +78,10 @@ def decode_line(line: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def socket_path(run_dir: Path) -> Iterator[str]:
-    """A short path of the socket in ``run_dir``, valid inside the block. OSError as for any folder."""
+def socket_path(run_dir: Path, name: str = SOCKET_NAME) -> Iterator[str]:
+    """A short path of the socket ``name`` in ``run_dir``, valid inside the block. Raises OSError."""
     folder = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{folder}/{SOCKET_NAME}"
+        yield f"/proc/self/fd/{folder}/{name}"
     finally:
         os.close(folder)

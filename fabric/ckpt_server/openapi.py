@@ -1,5 +1,6 @@
 """The OpenAPI document that the checkpoint server serves of itself; a test holds it against the routes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 _STEP = {
@@ -70,6 +71,13 @@ def _get(summary: str, kind: str, *parameters: dict[str, Any], is_open: bool = F
     return {"get": operation}
 
 
+def _of_the_trainer(operation: dict[str, Any], others: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """``operation`` of something that needs the trainer's process, and the further refusals of it."""
+    refusals = {"409": "No trainer has attached, or it has ended.", **(others or {})}
+    operation["get"]["responses"] |= {status: _error(text) for status, text in refusals.items()}
+    return operation
+
+
 _JSON, _BYTES, _TEXT = "application/json", "application/octet-stream", "text/plain"
 
 DOCUMENT: dict[str, Any] = {
@@ -97,8 +105,15 @@ DOCUMENT: dict[str, Any] = {
     "paths": {
         "/healthz": _get("The process answers.", _JSON, is_open=True),
         "/metrics": _get("Prometheus' text format.", _TEXT, is_open=True),
-        "/openapi.json": _get("This document.", _JSON, is_open=True),
-        "/v1/state": _get("The trainer, and every slot of shared memory.", _JSON),
+        "/openapi.json": _get("This document.", _JSON),
+        "/debug/state": _get("The trainer, the pulse, and every slot of shared memory.", _JSON),
+        "/debug/stacks": _of_the_trainer(
+            _get("The stacks of all threads of the trainer, and what the kernel says of them.", _JSON)
+        ),
+        "/debug/flight": _of_the_trainer(
+            _get("Torch's recording of the trainer's collectives.", _JSON),
+            {"404": "The trainer has no recording.", "504": "The trainer did not answer in time."},
+        ),
         "/v1/snapshots": _get("The snapshots held, oldest first.", _JSON),
         "/v1/snapshots/{step}/manifest": _get("A snapshot's manifest.", _JSON, _STEP, _GENERATION),
         "/v1/snapshots/{step}/data": _get(

@@ -72,6 +72,13 @@ class PulseSender:
         self._timing = timing or Timing()
         self._number = 0
         self._said = ""
+        self._at: URL | None = None
+        self._problem = ""
+
+    def describe(self) -> dict[str, object]:
+        """To whom it beats (empty: nobody at the moment), how often it has, and what is in its way."""
+        at = str(self._at.origin()) if self._at is not None else ""
+        return {"lighthouse": at, "beats": self._number, "problem": self._problem}
 
     async def run(self) -> None:
         """Connect, beat, and connect again, for ever."""
@@ -85,8 +92,10 @@ class PulseSender:
                     async with asyncio.timeout(2 * self._timing.connect_s):
                         socket = await self._connect(client, target)
                     try:
+                        self._at, self._problem = target, ""
                         await self._beat(socket)
                     finally:
+                        self._at = None
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(self._timing.send_s):
                                 await socket.close()
@@ -140,6 +149,7 @@ class PulseSender:
 
     def _say(self, target: URL, why: str) -> None:
         """Log a reason when it is another than last time."""
+        self._problem = f"{target.origin()}: {why}"
         if why != self._said:
             self._said = why
             log.warning("the pulse to %s is interrupted: %s", target.origin(), why)

@@ -16,15 +16,16 @@ from aiohttp import web
 from fabric.ckpt_server import openapi
 from fabric.ckpt_server.conditions import PreconditionFailed, Unsatisfiable
 from fabric.ckpt_server.content import Content
+from fabric.ckpt_server.insight import Insight, Silent, parse_flight
 from fabric.ckpt_server.layout import TensorSpan
 from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory, Slot
 from fabric.ckpt_server.metrics import Metrics
 from fabric.ckpt_server.trainer import Trainer
 from fabric.ckpt_server.transfer import send
-from fabric.errors import ProtocolError
+from fabric.errors import ProtocolError, Refused
 from fabric.runtime.web import bearer_required, errors_as_json, json_error, query_integer, query_seconds
 
-OPEN_PATHS = frozenset({"/healthz", "/metrics", "/openapi.json"})
+OPEN_PATHS = frozenset({"/healthz", "/metrics"})
 MAX_WAIT_S = 60.0
 _MAX_NUMBER = 2**62
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,6 +39,7 @@ class Parts:
     memory: Memory
     trainer: Trainer
     metrics: Metrics
+    insight: Insight
 
 
 def make_app(parts: Parts, token: str | None) -> web.Application:
@@ -50,7 +52,9 @@ def make_app(parts: Parts, token: str | None) -> web.Application:
     app.router.add_get("/healthz", routes.health)
     app.router.add_get("/metrics", routes.metrics)
     app.router.add_get("/openapi.json", routes.openapi)
-    app.router.add_get("/v1/state", routes.state)
+    app.router.add_get("/debug/state", routes.state)
+    app.router.add_get("/debug/stacks", routes.stacks)
+    app.router.add_get("/debug/flight", routes.flight)
     app.router.add_get("/v1/snapshots", routes.snapshots)
     app.router.add_get("/v1/snapshots/{step}/manifest", routes.manifest)
     app.router.add_get("/v1/snapshots/{step}/data", routes.data)
@@ -147,20 +151,44 @@ class Routes:
         return self._not_held(GRADIENT, f"the gradient of step {step} {why}", gone)
 
     async def state(self, request: web.Request) -> web.Response:
-        """For debugging: every slot, its readers, the trainer."""
-        trainer = self._parts.trainer
+        """The trainer by its own word and the kernel's, the pulse, and every slot with its readers."""
+        parts, pulse = self._parts, self._parts.insight.pulse
+        trainer, said, why = parts.trainer, None, ""
+        try:
+            parts.insight.require_process()
+            said = {k: v for k, v in (await parts.insight.ask("state")).items() if k != "ok"}
+        except (Silent, Refused) as error:
+            why = str(error)
         return web.json_response(
             {
-                **self._parts.name,
+                **parts.name,
                 "trainer": {
                     "state": trainer.state,
                     "pid": trainer.pid,
                     "incarnation": trainer.incarnation,
                     "attached": trainer.is_attached,
+                    "says": said,
+                    "silent": why,
                 },
-                "slots": [_describe_slot(slot) for slot in self._parts.memory.slots()],
+                "pulse": None if pulse is None else pulse.describe(),
+                "slots": [_describe_slot(slot) for slot in parts.memory.slots()],
             }
         )
+
+    async def stacks(self, request: web.Request) -> web.Response:
+        """What every thread of the trainer is at, stuck or not."""
+        return web.json_response(await self._parts.insight.stacks())
+
+    async def flight(self, request: web.Request) -> web.Response:
+        """Torch's recording of the trainer's collectives."""
+        self._parts.insight.require_process()
+        try:
+            answer = await self._parts.insight.ask("flight")
+        except Silent as error:
+            return json_error(504, str(error))
+        except Refused as error:
+            return json_error(404, str(error))
+        return web.json_response(await asyncio.to_thread(parse_flight, answer.get("recording")))
 
     def _snapshot(self, request: web.Request) -> Slot | web.Response:
         step = _step(request)

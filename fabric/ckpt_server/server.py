@@ -22,6 +22,7 @@ from pathlib import Path
 
 from fabric.ckpt_server.channel import Channel, Identity
 from fabric.ckpt_server.deaths import Deaths
+from fabric.ckpt_server.insight import Insight
 from fabric.ckpt_server.lifetime import Lifetime
 from fabric.ckpt_server.lines import LOCK_NAME, SOCKET_NAME, socket_path
 from fabric.ckpt_server.memory import Memory
@@ -118,7 +119,8 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
     memory, trainer = Memory(), Trainer()
     with own_folder(settings.run_dir):
         try:
-            async with _http(settings, token, memory, trainer) as identity:
+            insight = Insight(settings.run_dir, trainer)
+            async with _http(settings, token, memory, trainer, insight) as identity:
                 with listening_socket(settings.run_dir) as listener, _signals(lifetime):
                     tell_ready(ready_fd, {"ok": True, "url": identity.url})
                     log.info("replica %s of job %s: %s", settings.replica, settings.job, identity.url)
@@ -128,8 +130,8 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
                         tasks = [group.create_task(channel.accept(listener))]
                         if settings.lighthouse:
                             tasks.append(group.create_task(trainer.watch()))
-                            pulse = _pulse(settings, token, identity, memory, trainer)
-                            tasks.append(group.create_task(pulse.run()))
+                            insight.pulse = _pulse(settings, token, identity, memory, trainer)
+                            tasks.append(group.create_task(insight.pulse.run()))
                         await lifetime.ended.wait()
                         for task in tasks:
                             task.cancel()
@@ -150,10 +152,10 @@ def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
 
 @asynccontextmanager
 async def _http(
-    settings: ServerSettings, token: str | None, memory: Memory, trainer: Trainer
+    settings: ServerSettings, token: str | None, memory: Memory, trainer: Trainer, insight: Insight
 ) -> AsyncIterator[Identity]:
     name = {"job": settings.job, "replica": settings.replica, "instance": secrets.token_hex(8)}
-    app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer)), token)
+    app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer), insight), token)
     runner, port = await serve(
         app, settings.bind, settings.port, shutdown_s=_SHUTDOWN_S, cancel_abandoned=True
     )

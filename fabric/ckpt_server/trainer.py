@@ -9,6 +9,7 @@ A process that runs is never called anything else, however busy it may be.
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -99,6 +100,12 @@ class Trainer:
         except ProcessLookupError:
             self._dead = True
             return GONE
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, and never another process of its number. ProcessLookupError where it is gone."""
+        if self._pidfd < 0:
+            raise ProcessLookupError(f"process {self.pid} is gone")
+        signal.pidfd_send_signal(self._pidfd, number)
 
     async def watch(self) -> None:
         """Set ``changed`` within LOOK_S of every change that only a look can tell, until cancelled."""

@@ -111,7 +111,9 @@ def _attach(
         rank=place.rank,
     )
     parts = _parts(found, place, handle, (gradients, averaged), objects, (journal, points))
-    return Session(found, place, objects, gradients, parts, ModelWatch(model, parameters))
+    session = Session(found, place, objects, gradients, parts, ModelWatch(model, parameters))
+    session.let_look_in()
+    return session
 
 
 def _parts(

@@ -121,6 +121,38 @@ class Engine:
         """Of the state in memory."""
         return self.member.state.step if self.member is not None else 0
 
+    def describe(self) -> dict[str, object]:
+        """Where this trainer stands, for people; from any thread, so parts of it may be a moment apart."""
+        member, parts = self.member, self._parts
+        told: dict[str, object] = {
+            "epoch": self.current.epoch if self.current is not None else 0,
+            "newest_epoch": self.newest.epoch if self.newest is not None else 0,
+            "roster": list(self.current.names) if self.current is not None else [],
+            "generation": self.generation,
+            "step": self.step,
+            "lighthouse": {"url": parts.leader.url, "connected": parts.leader.is_connected},
+            "peers": parts.peers.linked,
+            "ring_waits_for": parts.plane.waiting_for,
+        }
+        if member is not None:
+            round_ = member.round
+            told |= {
+                "phase": member.phase,
+                "busy": member.busy,
+                "catching_up": member.fetch.doing,
+                "round": None
+                if round_ is None
+                else {
+                    "epoch": round_.record.epoch,
+                    "step": round_.step,
+                    "share": list(round_.share),
+                    "contributed": round_.contributed,
+                    "exchanging": round_.exchanging,
+                    "missing": list(round_.missing()),
+                },
+            }
+        return told
+
     # --- from the main thread -----------------------------------------------------------------------
 
     def listen(self, bind: str, ports: str) -> int:

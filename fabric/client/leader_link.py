@@ -37,6 +37,16 @@ class LeaderLink:
         self._problem = ""
         self._reached = False
 
+    @property
+    def url(self) -> str:
+        """Which lighthouse is spoken to, or tried next."""
+        return self._urls[0]
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a session with it is open."""
+        return self._outbox is not None
+
     def send(self, message: MemberMessage) -> None:
         """Queue one message for the leader."""
         if self._outbox is not None:

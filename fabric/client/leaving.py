@@ -1,4 +1,5 @@
-"""How a trainer's process leaves the job: finished, told to stop, or because the user's loop has raised."""
+"""How a trainer's process leaves the job (finished, told to stop, or because the user's loop has raised), and
+how it can be looked into until then."""
 
 import atexit
 import contextlib
@@ -10,6 +11,7 @@ from typing import NoReturn
 from fabric.client import mistakes
 from fabric.client.engine import Engine, Parts
 from fabric.client.failure import TELL_S, describe, is_device_fault
+from fabric.client.insight import Insight, flight, stacks
 from fabric.client.start import Place
 from fabric.errors import FabricError
 from fabric.protocol import member_io as io
@@ -25,6 +27,15 @@ class Leaving:
     _engine: Engine
     _samples: dict[int, list[int]]
     _at: tuple[int, int] | None = None
+    _insight: Insight | None = None
+
+    def let_look_in(self) -> None:
+        """Answer the checkpoint server's questions from now until the end."""
+
+        def state() -> dict[str, object]:
+            return {"at": list(self._at or ()), **self._engine.describe()}
+
+        self._insight = Insight(self.settings.home, {"stacks": stacks, "flight": flight, "state": state})
 
     @property
     def epoch(self) -> int:
@@ -61,6 +72,8 @@ class Leaving:
 
     def _end(self, finished: bool) -> None:
         """Detach; a server that is gone already needs no goodbye."""
+        if self._insight is not None:
+            self._insight.close()
         if finished:
             with contextlib.suppress(FabricError):
                 self._parts.handle.finish()

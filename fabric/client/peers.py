@@ -71,6 +71,11 @@ class Peers:
         """Whose links these are."""
         return self._me[0]
 
+    @property
+    def linked(self) -> list[str]:
+        """Peers to which a control link stands."""
+        return sorted(replica for replica, _ in self._links)
+
     async def start(self, bind: str, ports: str, feed: Callable[[io.Event], None]) -> int:
         """Listen; returns the port."""
         self._feed = feed

@@ -301,7 +301,7 @@ def test_metrics_count_and_describe(url):
 
 
 def test_the_debug_view(url, served):
-    state = fetch(url, "/v1/state").json
+    state = fetch(url, "/debug/state").json
     assert (state["job"], state["replica"]) == ("job", "r0")
     assert state["trainer"]["attached"] is True
     by_slot = {(s["kind"], s["slot"]): s for s in state["slots"]}
@@ -348,12 +348,12 @@ def test_without_the_token_nothing_but_health_and_metrics_is_told(attach, tmp_pa
     paths = ["/v1/snapshots", "/v1/snapshots/latest/data", "/v1/snapshots/7/manifest", "/v1/gradients"]
     paths += [
         "/v1/gradients/7",
-        "/v1/state",
+        "/debug/state",
         "/v1/nothing",
         "/",
         "/healthz/",
         "/metrics/x",
-        "/healthz/../v1/state",
+        "/healthz/../debug/state",
     ]
     for path in paths:
         for given_token in ("", "Bearer", "Bearer x", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xff"):

@@ -53,7 +53,7 @@ class SlowReader:
 
 
 def active(url: str) -> int:
-    return sum(slot["readers"] for slot in fetch(url, "/v1/state").json["slots"])
+    return sum(slot["readers"] for slot in fetch(url, "/debug/state").json["slots"])
 
 
 def test_a_withdrawn_slot_ends_its_readers_and_they_never_see_what_is_written_next(attach):

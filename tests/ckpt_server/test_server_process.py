@@ -79,13 +79,13 @@ def test_a_killed_trainer_leaves_its_snapshots_and_the_next_one_finds_them(run_d
         first.do("begin", slot=0)
         first.signal(signal.SIGKILL)
         url = first.hello["url"]
-        wait_for(lambda: fetch(url, "/v1/state").json["trainer"]["state"] == "gone", "gone")
+        wait_for(lambda: fetch(url, "/debug/state").json["trainer"]["state"] == "gone", "gone")
         assert fetch(url, "/v1/snapshots/latest/data").body == snapshot_file(NBYTES, 50)
         assert fetch(url, "/v1/gradients/50").body == bytes(1000)
         assert fetch(url, "/v1/snapshots/40/data").status == 409
     with trainer_process(options(run_dir, incarnation=2)) as second:
         assert second.hello == {"url": url, "pid": first.hello["pid"], "snapshots": [50]}
-        assert fetch(url, "/v1/state").json["trainer"]["incarnation"] == 2
+        assert fetch(url, "/debug/state").json["trainer"]["incarnation"] == 2
         second.do("publish", slot=0, nbytes=NBYTES, step=60)
         assert [s["step"] for s in fetch(url, "/v1/snapshots").json] == [50, 60]
 
@@ -96,20 +96,20 @@ def test_a_second_living_trainer_is_refused_even_when_the_first_is_stopped(run_d
             attach(incarnation=2)
         first.signal(signal.SIGSTOP)
         wait_for(
-            lambda: fetch(first.hello["url"], "/v1/state").json["trainer"]["state"] == "stopped", "stopped"
+            lambda: fetch(first.hello["url"], "/debug/state").json["trainer"]["state"] == "stopped", "stopped"
         )
         with pytest.raises(Refused, match=r"\(stopped\): stop that one"):
             attach(incarnation=2)
         first.signal(signal.SIGCONT)
         first.do("publish", slot=0, nbytes=NBYTES, step=1)
-        assert fetch(first.hello["url"], "/v1/state").json["trainer"]["pid"] == first.pid
+        assert fetch(first.hello["url"], "/debug/state").json["trainer"]["pid"] == first.pid
 
 
 def test_a_trainer_that_closed_its_handle_makes_room(run_dir, attach):
     with trainer_process(options(run_dir)) as first:
         first.do("close")
         url = first.hello["url"]
-        wait_for(lambda: not fetch(url, "/v1/state").json["trainer"]["attached"], "detached")
+        wait_for(lambda: not fetch(url, "/debug/state").json["trainer"]["attached"], "detached")
         assert attach(incarnation=2).url == url
 
 

@@ -1,0 +1,251 @@
+"""/debug: a real trainer process that is well, keeps the interpreter's lock in C, is stopped, is dead."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server_support import ROOT, end, fetch, wait_for
+
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.insight import catches, kernel_threads, parse_dump
+from fabric.ckpt_server.lines import INSIGHT_NAME, STACKS_SIGNAL, socket_path
+
+TRAINER = """
+import ctypes, json, os, sys, threading
+sys.path[:0] = [sys.argv[2], sys.argv[3]]
+from pathlib import Path
+import torch
+import torch.distributed
+from server_support import options
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.client.insight import Insight, flight, stacks
+
+folder = Path(sys.argv[1])
+handle = ServerHandle.start_or_attach(**options(folder))
+
+def state():
+    return {"step": 7}
+
+def broken():
+    raise ValueError("a defect")
+
+insight = Insight(folder, {"stacks": stacks, "flight": flight, "state": state, "broken": broken})
+
+def in_a_thread():
+    threading.Event().wait()
+
+threading.Thread(target=in_a_thread, name="the-other", daemon=True).start()
+
+def stuck_in_c():
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # PyDLL keeps the interpreter's lock: nothing of Python runs any more
+
+print(json.dumps({"url": handle.url}), flush=True)
+for line in sys.stdin:
+    if line == "stick\\n":
+        print("sticking", flush=True)
+        stuck_in_c()
+    elif line == "close\\n":
+        insight.close()
+    elif line == "gloo\\n":
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    elif line == "reduce\\n":
+        torch.distributed.all_reduce(torch.ones(4))
+    print("done", flush=True)
+"""
+
+
+class Trainer:
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TRAINER, str(folder), str(ROOT), str(Path(__file__).parent)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TORCH_FR_BUFFER_SIZE": "100"},
+        )
+        self.pid = self.process.pid
+        line = self.process.stdout.readline()
+        assert line, f"the trainer ended with {self.process.wait()}"
+        self.url = json.loads(line)["url"]
+
+    def do(self, what: str) -> str:
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+
+@contextmanager
+def _trainer(folder: Path):
+    trainer = Trainer(folder)
+    try:
+        yield trainer
+    finally:
+        trainer.process.kill()
+        trainer.process.wait()
+        trainer.process.stdin.close()
+        trainer.process.stdout.close()
+        server = (folder / "ckpt.lock").read_text().strip()
+        end(int(server))
+
+
+def frames(thread: dict) -> str:
+    return " ".join(thread["stack"])
+
+
+def test_a_trainer_that_is_well_sticks_in_c_is_stopped_and_dies(tmp_path):
+    folder = tmp_path / "run"
+    with _trainer(folder) as trainer:
+        url = trainer.url
+
+        well = fetch(url, "/debug/stacks").json
+        assert (well["pid"], well["how"], well["why"]) == (trainer.pid, "interpreter", "")
+        assert well["threads"][0]["name"] == "MainThread" and well["threads"][0]["tid"] == trainer.pid
+        other = next(t for t in well["threads"] if t["name"] == "the-other")
+        assert "in_a_thread" in frames(other)
+        tids = {t["tid"] for t in well["kernel"]}
+        assert {t["tid"] for t in well["threads"]} <= tids and well["kernel"][0]["tid"] == trainer.pid
+        assert {"tid", "name", "state", "wchan", "syscall", "cpu_s"} == set(well["kernel"][0])
+        assert fetch(url, "/debug/state").json["trainer"]["says"] == {"step": 7}
+
+        told = fetch(url, "/debug/flight")
+        assert told.status == 404 and "no process group" in told.error
+        assert trainer.do("gloo") == "done"
+        told = fetch(url, "/debug/flight")
+        assert told.status == 404 and "TORCH_FR_BUFFER_SIZE" in told.error
+        assert trainer.do("reduce") == "done"
+        told = fetch(url, "/debug/flight").json
+        assert [e["profiling_name"] for e in told["entries"]] == ["gloo:all_reduce"]
+
+        assert trainer.do("stick") == "sticking"
+
+        def by_signal() -> dict | None:
+            told = fetch(url, "/debug/stacks").json
+            return told if told["how"] == "signal" else None
+
+        stuck = wait_for(by_signal, "the lock to be held")
+        assert "did not answer within 1 s" in stuck["why"]
+        [main] = [t for t in stuck["threads"] if "stuck_in_c" in frames(t)]
+        assert main["stack"][0].endswith(" stuck_in_c")
+        assert any("in_a_thread" in frames(t) for t in stuck["threads"]), "all threads are shown"
+        assert stuck["kernel"][0]["state"] == "S", "the signal has not ended it"
+        assert fetch(url, "/debug/stacks").json["threads"] == stuck["threads"], "one dump, not two in a row"
+        assert fetch(url, "/debug/flight").status == 504
+        state = fetch(url, "/debug/state").json["trainer"]
+        assert (state["state"], state["says"]) == ("running", None) and "did not answer" in state["silent"]
+
+        os.kill(trainer.pid, signal.SIGSTOP)
+        wait_for(lambda: fetch(url, "/debug/state").json["trainer"]["state"] == "stopped", "the stop")
+        stopped = fetch(url, "/debug/stacks").json
+        assert (stopped["how"], stopped["threads"]) == ("kernel", []) and "is stopped" in stopped["why"]
+        assert stopped["kernel"][0]["state"] == "T"
+
+        os.kill(trainer.pid, signal.SIGKILL)
+        wait_for(lambda: fetch(url, "/debug/state").json["trainer"]["state"] == "gone", "the death")
+        for path in ("/debug/stacks", "/debug/flight"):
+            told = fetch(url, path)
+            assert told.status == 409 and f"process {trainer.pid}, has ended" in told.error
+
+
+def test_a_trainer_that_answers_no_more_is_never_sent_a_signal_that_would_kill_it(tmp_path, attach, run_dir):
+    """This process attaches as a trainer and is not made ready to be looked into."""
+    handle: ServerHandle = attach()
+    assert not catches(os.getpid(), STACKS_SIGNAL), "it would end this test"
+    told = fetch(handle.url, "/debug/stacks").json
+    assert told["how"] == "kernel" and "made ready" in told["why"]
+    assert told["kernel"][0]["tid"] == os.getpid()
+    (run_dir / "trainer.stacks").touch()
+    assert fetch(handle.url, "/debug/stacks").json["how"] == "kernel", "a file alone is no handler"
+
+
+def test_without_a_trainer_there_is_nothing_to_look_at(tmp_path):
+    run_dir = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "fabric.ckpt_server",
+        "--job=job",
+        "--replica=r0",
+        f"--run-dir={run_dir}",
+    ]
+    reader, writer = os.pipe()
+    process = subprocess.Popen([*command, f"--ready-fd={writer}"], pass_fds=(writer,), cwd=ROOT)
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as ready:
+            url = json.loads(ready.readline())["url"]
+        for path in ("/debug/stacks", "/debug/flight"):
+            told = fetch(url, path)
+            assert told.status == 409 and "no trainer has attached" in told.error
+    finally:
+        process.kill()
+        process.wait()
+
+
+NONSENSE = [
+    b"",
+    b"no JSON\n",
+    b'["a list"]\n',
+    b'{"ok": false, "error": "a sentence"}\n',
+    b'{"ok": true}\n',
+    b'{"ok": true, "threads": 3}\n',
+    b"x" * 100_000,
+]
+
+
+def test_whatever_answers_on_the_socket_the_kernel_is_asked_at_last(attach, run_dir):
+    handle = attach()
+
+    def answer(listener: socket.socket) -> None:
+        for said in NONSENSE:
+            asking, _ = listener.accept()
+            with asking:
+                asking.recv(4096)
+                asking.sendall(said)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        with socket_path(run_dir, INSIGHT_NAME) as path:
+            listener.bind(path)
+        listener.listen(8)
+        thread = threading.Thread(target=answer, args=(listener,), daemon=True)
+        thread.start()
+        for said in NONSENSE:
+            told = fetch(handle.url, "/debug/stacks")
+            assert told.status == 200, said
+            assert told.json["how"] == "kernel" and told.json["why"]
+        thread.join()
+
+
+def test_a_process_that_ends_while_it_is_looked_at():
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert kernel_threads(child.pid) == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text())
+def test_no_dump_breaks_the_parser(text):
+    assert all(isinstance(t["stack"], list) for t in parse_dump(text))
+
+
+def test_a_dump_of_faulthandler():
+    text = (
+        "Thread 0x00007f01 (most recent call first):\n"
+        '  File "/a b/c.py", line 3 in wait\n  File "<string>", line ??? in run\n\n'
+        "Current thread 0x00007f02 [main] (most recent call first):\n"
+        '  File "d.py", line 9 in <module>\n  ...\n'
+    )
+    assert parse_dump(text) == [
+        {"name": "0x00007f01", "current": False, "stack": ["/a b/c.py:3 wait", "<string>:??? run"]},
+        {"name": "0x00007f02", "current": True, "stack": ["d.py:9 <module>"]},
+    ]

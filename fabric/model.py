@@ -1,7 +1,9 @@
 """Value types that every part shares: who is in the job, which epoch is in force, and the fence."""
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from operator import attrgetter
 
 # Version of every message and of the stored record. A reader accepts its own version and the one
 # before, and ignores fields it does not know; a writer only ever adds optional fields.
@@ -59,6 +61,9 @@ class Member:
     def addresses(self) -> tuple[Address, ...]:
         """Of every rank, in rank order."""
         return (Address(self.link, self.ckpt), *self.ranks)
+
+
+_ENTRY = attrgetter(*(f.name for f in fields(Member)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +155,13 @@ class Record:
     @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(m.replica for m in self.roster)
+
+    @cached_property
+    def roster_digest(self) -> str:
+        """Of every entry and their order, 32 hexadecimal digits: two records with the same one have the same
+        roster. Never stored: versions with other fields have other digests."""
+        entries = "\n".join(repr(_ENTRY(member)) for member in self.roster)
+        return hashlib.blake2b(entries.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def _members(self) -> dict[str, Member]:

@@ -96,7 +96,7 @@ def _checked_session(session: m.Session) -> m.Session:
     check_name("replica", session.replica)
     for name in ("link", "ckpt"):
         _check_length(name, getattr(session, name), MAX_ADDRESS)
-    for name in ("digest", "layout", "data"):
+    for name in ("digest", "layout", "data", "roster"):
         _check_length(name, getattr(session, name), MAX_DIGEST)
     _check_snapshots(session)
     if sum(map(len, session.tensors)) > MAX_DESCRIPTION:

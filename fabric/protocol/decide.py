@@ -16,6 +16,9 @@ from fabric.model import Record
 from fabric.protocol.assignment import Work, hand_round, share_out
 from fabric.protocol.messages import Assignment, Report, Resume
 
+# So many members are named in a reason, more are counted.
+_NAMED = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Evict:
@@ -89,11 +92,19 @@ def _witnesses(record: Record, reports: Mapping[str, Report], step: int) -> dict
     if not entered:
         return {}
     newest = max(entered, key=lambda x: x.round_epoch)
+    names = _in_round(newest, record)
     return {
         name: x if x.round_epoch == newest.round_epoch else replace(x, holds=False)
         for name, x in reports.items()
-        if name in newest.round_roster
+        if name in names
     }
+
+
+def _in_round(report: Report, record: Record) -> frozenset[str]:
+    """Which members of this epoch were in the round that the report stands for."""
+    if report.round_lacked is None:
+        return frozenset(report.round_roster)
+    return frozenset(record.names) - frozenset(report.round_lacked)
 
 
 def _commit(record: Record, witnesses: Mapping[str, Report], step: int, work: Work) -> Resume:
@@ -102,7 +113,9 @@ def _commit(record: Record, witnesses: Mapping[str, Report], step: int, work: Wo
     shares = share_out(work, record.roster, able, record.poisoned(step + 1))
     table = tuple(Assignment(m.replica, shares.get(m.replica, ())) for m in record.roster)
     digest = next(iter(witnesses.values())).gradient_digest
-    reason = f"all of {', '.join(sorted(witnesses))} hold step {step}"
+    names = sorted(witnesses)
+    who = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} members"
+    reason = f"all of {who} hold step {step}"
     return Resume(record.fence, step + 1, table, digest, reason)
 
 

@@ -8,6 +8,7 @@ Nothing is announced before the store has committed it (rule 1).
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -112,7 +113,7 @@ class Leader(Joins):
         self.liveness.elected = self._now
         self.epoch = EpochState()
         if event.record is not None:
-            self._announce(event.record)
+            self._announce(event.record, None)
 
     def on_tick(self, _: io.Tick) -> None:
         pass
@@ -135,8 +136,8 @@ class Leader(Joins):
             self._tell("session opened", session.replica, f"incarnation {session.incarnation}")
         if session.finished and self.record is not None and session.generation == self.record.generation:
             self.finished[session.replica] = session.step
-        if self.record is not None:
-            self._send(session.replica, m.Epoch(self.record))
+        if self.record is not None and self.news is not None:
+            self._send(session.replica, self.news.told_to(session))
             self._serve_again(session.replica)
             if self.record.complete:
                 self._send(session.replica, m.Complete(self.record.fence, self.record.base.step))
@@ -274,7 +275,7 @@ class Leader(Joins):
             return
         self.epoch.reports.setdefault(peer.session.replica, message)
         if self.epoch.decision is not None:
-            self._send(peer.session.replica, self.epoch.decision)
+            self._send(peer.session.replica, self._row(peer.session.replica))
 
     def on_finished(self, peer: Peer, message: m.Finished) -> None:
         if self.record is not None and message.fence.generation == self.record.generation:
@@ -396,9 +397,18 @@ class Leader(Joins):
             self._stop_job(record, decision.reason)
         else:
             self.epoch.decision, self.epoch.decided_at = decision, self._now
+            self.epoch.rows = {
+                a.replica: replace(decision, table=(a,)) for a in decision.table if a.drop or a.micro_batches
+            }
+            self.epoch.no_row = replace(decision, table=())
             self._tell("resume", "", f"step {decision.step}: {decision.reason}")
             for member in record.roster:
-                self._send(member.replica, decision)
+                self._send(member.replica, self._row(member.replica))
+
+    def _row(self, replica: str) -> m.Resume:
+        """The decision as this member is told it: most have nothing to add, and are told the same object."""
+        assert self.epoch.no_row is not None
+        return self.epoch.rows.get(replica, self.epoch.no_row)
 
     def _stop_job(self, record: Record, reason: str) -> None:
         """A person is needed: said once to everybody."""
@@ -455,6 +465,7 @@ _FROM_MEMBER: dict[type, Callable[[Leader, Peer, Any], None]] = {
     m.Running: Leader.on_running,
     m.Aborted: Leader.on_aborted,
     m.Report: Leader.on_report,
+    m.NeedRoster: Leader.on_need_roster,
     m.NeedState: Leader.on_need_state,
     m.Taken: Leader.on_taken,
     m.Missed: Leader.on_missed,

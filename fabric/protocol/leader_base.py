@@ -9,9 +9,9 @@ import random
 from dataclasses import dataclass, field, replace
 
 from fabric.model import Death, Fence, Member, Poison, Policy, Record
+from fabric.protocol import changes, poison
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
-from fabric.protocol import poison
 from fabric.protocol.assignment import seated
 from fabric.protocol.liveness import Liveness, LivenessConfig, Peer
 from fabric.protocol.waits import Lateness, Reforms
@@ -52,6 +52,8 @@ class EpochState:
 
     reports: dict[str, m.Report] = field(default_factory=dict)
     decision: m.Resume | None = None
+    rows: dict[str, m.Resume] = field(default_factory=dict)  # the decision as each is told it, where it adds
+    no_row: m.Resume | None = None  # and as all others are told it
     stopped: str = ""  # why nobody can decide it: the job needs a person
     running: dict[str, int] = field(default_factory=dict)  # replica -> a round of it that it entered
     aborted: dict[str, m.Aborted] = field(default_factory=dict)
@@ -93,6 +95,22 @@ class Setback:
     until: float = 0.0
 
 
+class News:
+    """The record in force as the messages that tell it, made once: all members get the same objects."""
+
+    def __init__(self, record: Record, before: Record | None) -> None:
+        self.whole = m.Epoch(record, changes=True)
+        self._again = changes.change(record, record)
+        self.change = self.whole if before is None else changes.change(before, record)
+
+    def told_to(self, session: m.Session) -> m.Epoch | m.Change:
+        """What a session that begins is told: no more of the roster than it lacks."""
+        for told in (self._again, self.change):
+            if isinstance(told, m.Change) and told.before == session.roster:
+                return told
+        return self.whole
+
+
 class LeaderBase:
     """Knowledge and writes. Rule 1: at most one write in flight, announced only when committed."""
 
@@ -103,6 +121,7 @@ class LeaderBase:
         self.store_id = ""
         self.leading = False
         self.record: Record | None = None
+        self.news: News | None = None
         self.writing: Record | None = None
         self.reading = False
         self.liveness = Liveness(config.liveness, now)
@@ -187,13 +206,13 @@ class LeaderBase:
         if record.failed:
             self.finished.clear()
         self.failure, self.retried, self.told = "", False, {}
-        self.record, self.writing = record, None
+        before, self.record, self.writing = self.record, record, None
         self.epoch = EpochState()
         for serving in self.serving.values():
             if not serving.told:
                 serving.asked.clear()
         self._tell("complete" if record.complete else "epoch", "", record.reason)
-        self._announce(record)
+        self._announce(record, before)
 
     def _note_setbacks(self, record: Record) -> None:
         """Who is evicted waits before it is admitted again, longer every time: its return stops nobody,
@@ -208,16 +227,24 @@ class LeaderBase:
                 wait_s = max(wait_s, READMIT_STALLS * self._join_stall_s(member.replica))
             self.setbacks[key] = Setback(times, self._now + wait_s)
 
-    def _announce(self, record: Record) -> None:
+    def _announce(self, record: Record, before: Record | None) -> None:
+        """To everybody, as the difference to what was announced ``before`` where that is understood."""
+        self.news = News(record, before)
+        rejected = m.Rejected(record.failed, poison=record.poison)
+        complete = m.Complete(record.fence, record.base.step)
         for replica, peer in self.liveness.peers.items():
             if record.failed:
                 if peer.connected and not self._doubt(peer):
                     self.told[replica] = peer.incarnation
-                self._send(replica, m.Rejected(record.failed, poison=record.poison))
+                self._send(replica, rejected)
                 continue
-            self._send(replica, m.Epoch(record))
+            self._send(replica, self.news.change if peer.session.roster else self.news.whole)
             if record.complete:
-                self._send(replica, m.Complete(record.fence, record.base.step))
+                self._send(replica, complete)
+
+    def on_need_roster(self, peer: Peer, message: m.NeedRoster) -> None:
+        if self._is_mine(message.fence) and self.news is not None:
+            self._send(peer.session.replica, self.news.whole)
 
     # --- small questions and moves ---------------------------------------------------------------------
 

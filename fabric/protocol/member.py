@@ -7,10 +7,12 @@ leader announces. After every event ``_advance`` starts whatever has become poss
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fabric.errors import IllegalTransition
 from fabric.model import Record, SnapshotRef
+from fabric.protocol import changes
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.member_rounds import Rounds
@@ -94,6 +96,7 @@ class Member(Rounds):
     def on_connected(self, _: io.LeaderConnected) -> None:
         """Every session begins with who I am; what else the leader must know is said again."""
         self.contact.connected = True
+        self.contact.changes = False
         self.contact.next_beat = self._now
         me, state = self.identity, self.state
         self._do(
@@ -121,6 +124,7 @@ class Member(Rounds):
                     replay=self.config.replay,
                     exchange_s=self.config.exchange_s,
                     user_code_s=self.config.user_code_s,
+                    roster=self.newest.roster_digest if self.newest is not None else "none",
                 )
             )
         )
@@ -152,7 +156,21 @@ class Member(Rounds):
     # --- epochs ----------------------------------------------------------------------------------------
 
     def on_epoch(self, message: m.Epoch) -> None:
-        record, newest = message.record, self.newest
+        self.contact.changes = self.contact.changes or message.changes
+        self._hear_of(message.record)
+
+    def on_change(self, message: m.Change) -> None:
+        """The same for who holds the roster before it; else it is asked for, unless it is of the past."""
+        self.contact.changes = True
+        record = changes.applied(message, self.newest)
+        if record is not None:
+            self._hear_of(record)
+        elif self.newest is None or message.record.fence >= self.newest.fence:
+            self._do(io.Note("roster", message.record.epoch, self.state.step, "it is asked for whole"))
+            self._do(io.SendLeader(m.NeedRoster(message.record.fence)))
+
+    def _hear_of(self, record: Record) -> None:
+        newest = self.newest
         if newest is not None and record.fence <= newest.fence:
             if record.fence == newest.fence:
                 self._repeat_answer()
@@ -219,7 +237,7 @@ class Member(Rounds):
         if self.mode is not Mode.OUTSIDE and self.newest.epoch not in self.links.up:
             self._do(io.LinkUp(self.newest))
         if self.report is not None and self.report.fence == self.newest.fence:
-            self._do(io.SendLeader(self.report))
+            self._send_report(self.report, self.newest)
         if self.mode is Mode.ABORTED:
             self._repeat_aborted()
         elif self.mode is Mode.RUN and self.current is not None and self.pend[0] == self.current.epoch:
@@ -249,8 +267,16 @@ class Member(Rounds):
             have=() if self.kept.stale else tuple(sorted(self.kept.have)),
             committed_digest=self.state.committed_digest,
         )
-        self._do(io.SendLeader(self.report))
+        self._send_report(self.report, record)
         self._do(io.LinkUp(record))
+
+    def _send_report(self, report: m.Report, record: Record) -> None:
+        """In short where the leader understands that: whom of this epoch the round lacked."""
+        if self.contact.changes:
+            there = frozenset(report.round_roster)
+            lacked = tuple(n for n in record.names if n not in there) if report.round_epoch else ()
+            report = replace(report, round_roster=(), round_lacked=lacked)
+        self._do(io.SendLeader(report))
 
     def on_resume(self, message: m.Resume) -> None:
         """Rule 8."""
@@ -333,6 +359,7 @@ _HANDLERS: dict[type, Callable[[Member, Any], None]] = {
 
 _FROM_LEADER: dict[type, Callable[[Member, Any], None]] = {
     m.Epoch: Member.on_epoch,
+    m.Change: Member.on_change,
     m.Resume: Member.on_resume,
     m.Serve: Member.on_serve,
     m.ServeEnd: Member.on_serve_end,

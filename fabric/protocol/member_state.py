@@ -115,7 +115,7 @@ class Fetch:
 class Contact:
     """The session with the leader: ``last`` is when the newest answered beat was sent, ``beaten`` when any
     was, and ``beaten_epoch`` what it said of the newest epoch. ``asked`` is when a newcomer last needed to
-    know my step."""
+    know my step. ``changes``: this leader understands short reports, see ``messages.Epoch``."""
 
     last: float
     next_beat: float
@@ -123,6 +123,7 @@ class Contact:
     beaten_epoch: int = -1
     asked: float = -math.inf
     connected: bool = False
+    changes: bool = False
     number: int = 0
     sent: dict[int, float] = field(default_factory=dict)
     aborted: m.Aborted | None = None

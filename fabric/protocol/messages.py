@@ -5,7 +5,18 @@ All carry the fence of the epoch they speak about; a receiver drops what is olde
 
 from dataclasses import dataclass
 
-from fabric.model import EVERYTHING, Address, Death, Fence, Poison, Record, Sharing, SnapshotRef, StepTimes
+from fabric.model import (
+    EVERYTHING,
+    Address,
+    Death,
+    Fence,
+    Member,
+    Poison,
+    Record,
+    Sharing,
+    SnapshotRef,
+    StepTimes,
+)
 
 # --- member to member ---------------------------------------------------------------------------
 
@@ -49,9 +60,27 @@ PeerMessage = Contribution | Bar
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A committed record. Announced to everybody with a session, never before it is committed."""
+    """A committed record. Announced to everybody with a session, never before it is committed.
+
+    ``changes``: this leader understands ``NeedRoster`` and reports that say whom their round lacked.
+    """
 
     record: Record
+    changes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The same for who holds the roster with digest ``before``: ``record`` has an empty one, ``joined`` are
+    the entries that are new or differ, ``left`` the names that are gone, ``order`` all names where it is not
+    the old order with the new ones at the end. ``after`` is the digest of the roster that results."""
+
+    record: Record
+    before: str
+    after: str
+    joined: tuple[Member, ...] = ()
+    left: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +94,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The decision of forced epoch ``fence.epoch``: go on at ``step`` with this table.
+    """The decision of forced epoch ``fence.epoch``: go on at ``step`` with this table, of which a member is
+    told its own row; without one there is nothing to add.
 
     Who is one step behind and holds a gradient of digest ``commit_digest`` commits it first.
     """
@@ -132,7 +162,7 @@ class BeatReply:
     number: int
 
 
-LeaderMessage = Epoch | Resume | Serve | ServeEnd | Sources | Complete | Rejected | BeatReply
+LeaderMessage = Epoch | Change | Resume | Serve | ServeEnd | Sources | Complete | Rejected | BeatReply
 
 # --- member to leader ---------------------------------------------------------------------------
 
@@ -151,6 +181,7 @@ class Session:
     ``finished``: the user's loop has ended at this step. ``replay``: whether it catches up by published
     gradients; else the others wait for its state. ``exchange_s`` and ``user_code_s`` are its time budget.
     ``tensors`` are the parameters in order, for people: "name dtype[shape]"; empty where they are very many.
+    ``roster``: digest of the newest roster I hold; empty from a version that understands no ``Change``.
     """
 
     replica: str
@@ -175,6 +206,7 @@ class Session:
     exchange_s: float = 60.0
     user_code_s: float = 1800.0
     tensors: tuple[str, ...] = ()
+    roster: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +257,8 @@ class Report:
     ``round_epoch``, ``round_step``, ``round_roster`` describe the newest round I entered (epoch 0:
     none); ``holds`` whether I hold it; ``have`` the micro-batches of step ``step`` in my kept gradient;
     ``committed_digest`` is of the gradient that led to ``step``, empty where there was none.
+    ``round_lacked`` stands for ``round_roster`` where it is not None: the members of this epoch that were not
+    in that round, which is short where the rosters are long.
     """
 
     fence: Fence
@@ -238,6 +272,14 @@ class Report:
     gradient_digest: str
     have: tuple[int, ...]
     committed_digest: str = ""
+    round_lacked: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NeedRoster:
+    """I do not hold the roster that your change of this epoch starts from: tell me the whole."""
+
+    fence: Fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +337,18 @@ class Failed:
 
 
 MemberMessage = (
-    Session | Beat | Running | Aborted | Report | NeedState | Taken | Missed | Finished | Fallen | Failed
+    Session
+    | Beat
+    | Running
+    | Aborted
+    | Report
+    | NeedRoster
+    | NeedState
+    | Taken
+    | Missed
+    | Finished
+    | Fallen
+    | Failed
 )
 
 # --- checkpoint server to leader ------------------------------------------------------------------

@@ -19,8 +19,8 @@ from lighthouse_support import (
 
 from fabric.lighthouse.connection import MALFORMED, REFUSED, REPLACED
 from fabric.model import Fence
+from fabric.protocol import changes, wire
 from fabric.protocol import messages as m
-from fabric.protocol import wire
 
 
 async def test_a_job_starts_when_all_its_replicas_have_a_session(lighthouse, http, job):
@@ -40,9 +40,9 @@ async def test_a_job_starts_when_all_its_replicas_have_a_session(lighthouse, htt
         assert record.is_forced
         await member.report()
     resumes = [await member.next(m.Resume) for member in (first, second, third)]
-    assert len({r.table for r in resumes}) == 1
-    given = [i for row in resumes[0].table for i in row.micro_batches]
-    assert sorted(given) == list(range(6))
+    rows = [row for resume in resumes for row in resume.table]
+    assert [row.replica for row in rows] == ["r0", "r1", "r2"], "each is told its own"
+    assert sorted(i for row in rows for i in row.micro_batches) == list(range(6))
     await close_all([first, second, third])
 
 
@@ -72,8 +72,8 @@ async def test_a_killed_member_is_evicted_and_the_others_go_on(lighthouse, http,
         assert record.names == ("r0", "r2") and record.is_forced
         assert "r1" in record.reason and "gone" in record.reason
         await member.report()
-    tables = [await member.next(m.Resume) for member in (members[0], members[2])]
-    assert tables[0] == tables[1]
+    told = [await member.next(m.Resume) for member in (members[0], members[2])]
+    assert told[0].step == told[1].step and told[0].reason == told[1].reason
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
     assert [x["replica"] for x in body["members"]] == ["r0", "r2"]
     async with http.get(f"{lighthouse.url}/metrics") as answer:
@@ -275,6 +275,28 @@ async def test_a_drained_member_leaves_at_a_boundary(lighthouse, http, job):
     assert not record.is_forced and [x.leaving for x in record.roster] == [False, False, True]
     assert [e["kind"] for e in await events(http, lighthouse.url, job)].count("drain asked") == 1
     await close_all(members)
+
+
+async def test_who_understands_changes_is_told_those_and_the_whole_roster_when_it_asks(lighthouse, http, job):
+    others = {"job": job, "replicas": "2"}
+    first = await WireMember(http, lighthouse.url, "r0", roster="none", **others).open()
+    second = await WireMember(http, lighthouse.url, "r1", **others).open()
+    before = await first.epoch(1)
+    for member in (first, second):
+        await member.epoch(1)
+        await member.report()
+    for member in (first, second):
+        await member.next(m.Resume)
+        await member.run()
+    url = f"{lighthouse.url}/v1/jobs/{job}/evict"
+    assert (await post(http, url, {"replica": "r1", "who": "me", "why": "a test"}))[0] == 202
+    told = await first.next(m.Change)
+    assert told.left == ("r1",) and told.before == before.roster_digest
+    assert "r1" not in told.record.names and first.newest == before
+    await first.say(m.NeedRoster(told.record.fence))
+    whole = await first.epoch(2)
+    assert changes.applied(told, before) == whole and whole.names == ("r0",)
+    await close_all([first, second])
 
 
 async def test_an_evicted_member_is_left_out(lighthouse, http, job):

@@ -3,6 +3,7 @@ store was told. Nothing here looks into the cores to decide what is right.
 """
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sim.server import FLIPPED
@@ -124,6 +125,17 @@ class Checks:
         """Rule 1: nothing is announced before it is committed."""
         if record not in self.records:
             raise Violation(f"epoch {record.epoch} was announced before the store had it")
+
+    def announced_change(self, told: m.Change) -> None:
+        """The same of a change: what it ends in is committed."""
+        ends_in = (told.record, told.after)
+        if ends_in not in [(replace(r, roster=()), r.roster_digest) for r in self.records]:
+            raise Violation(f"epoch {told.record.epoch} was announced before the store had it")
+
+    def believed(self, trainer: "Trainer", record: Record) -> None:
+        """A member takes part in epochs as the store has them, however it was told."""
+        if record not in self.records:
+            raise Violation(f"{trainer.name} believes in a roster {record.names} that nobody committed")
 
     def decided(self, resume: m.Resume) -> None:
         """Every leader decides the same, and nothing committed is lost."""

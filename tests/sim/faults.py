@@ -254,6 +254,10 @@ class Faults:
         for word in words:
             trainer.feed(FromLeader(word))
 
+    def _missed_word(self, name: str, _: str) -> None:
+        """The next epoch is not heard here, though the session lasts; the one after it tells of that."""
+        self.world.network.unheard[name] = True
+
     def _flip_on_the_wire(self, name: str, _: str) -> None:
         """The next chunk that this host sends is damaged on the way."""
         self.world.network.flips[name] = True
@@ -309,6 +313,7 @@ class Faults:
         self.waiting.clear()
         world.network.heal()
         world.network.flips.clear()
+        world.network.unheard.clear()
         for trainer in world.living():
             trainer.ring.flip = False
         world.store.restart()

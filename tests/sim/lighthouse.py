@@ -159,8 +159,11 @@ class Lighthouse(Process):
     def _send(self, effect: io.SendMember) -> None:
         if isinstance(effect.message, m.Epoch):
             self.store.checks.announced(effect.message.record)
-        if isinstance(effect.message, m.Resume):
-            self.store.checks.decided(effect.message)
+        if isinstance(effect.message, m.Change):
+            self.store.checks.announced_change(effect.message)
+        if isinstance(effect.message, m.Resume) and self.core is not None:
+            assert self.core.epoch.decision is not None
+            self.store.checks.decided(self.core.epoch.decision)
         self._refused = self._refused or isinstance(effect.message, m.Rejected)
         incarnation, connection = self.sessions.get(effect.replica, (0, None))
         if connection is not None and incarnation == effect.incarnation:

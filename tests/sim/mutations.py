@@ -11,6 +11,7 @@ from sim.faults import Aims
 from sim.store import Store
 
 from fabric.model import Record
+from fabric.protocol import changes
 from fabric.protocol import decide as deciding
 from fabric.protocol import leader as leader_core
 from fabric.protocol import member as member_core
@@ -123,7 +124,7 @@ def announce_before_the_store_has_it(patch: Patch) -> None:
 
     def written(leader: Leader, record: Record) -> None:
         write(leader, record)
-        leader._announce(record)
+        leader._announce(record, leader.record)
 
     patch.setattr(Leader, "_write", written)
 
@@ -153,21 +154,21 @@ def start_again_without_waiting(patch: Patch) -> None:
 
 
 def forget_the_promise_of_a_report(patch: Patch) -> None:
-    on_epoch = Member.on_epoch
+    hear_of = Member._hear_of
 
-    def heard(member: Member, message: m.Epoch) -> None:
+    def heard(member: Member, record: Record) -> None:
         """Answers a forced epoch, and goes on in the old one."""
-        record, newest = message.record, member.newest
+        newest = member.newest
         newer = newest is not None and record.fence > newest.fence
         if newer and record.is_forced and member._runs(member._epoch()) and member.round is not None:
             mode, round_ = member.mode, member.round
-            on_epoch(member, message)
+            hear_of(member, record)
             if member.mode.value == "reported":
                 member.mode, member.round, member.report = mode, round_, None
         else:
-            on_epoch(member, message)
+            hear_of(member, record)
 
-    patch.setitem(member_core._FROM_LEADER, m.Epoch, heard)
+    patch.setattr(Member, "_hear_of", heard)
 
 
 def resume_by_the_maximum_committed(patch: Patch) -> None:
@@ -247,15 +248,15 @@ def commit_whatever_is_held(patch: Patch) -> None:
 
 
 def accept_a_lower_epoch(patch: Patch) -> None:
-    on_epoch = Member.on_epoch
+    hear_of = Member._hear_of
 
-    def heard(member: Member, message: m.Epoch) -> None:
+    def heard(member: Member, record: Record) -> None:
         newest = member.newest
-        if newest is not None and message.record.fence < newest.fence:
+        if newest is not None and record.fence < newest.fence:
             member.newest = None
-        on_epoch(member, message)
+        hear_of(member, record)
 
-    patch.setitem(member_core._FROM_LEADER, m.Epoch, heard)
+    patch.setattr(Member, "_hear_of", heard)
 
 
 def accept_a_decision_of_a_lower_epoch(patch: Patch) -> None:
@@ -267,6 +268,39 @@ def accept_a_decision_of_a_lower_epoch(patch: Patch) -> None:
         on_resume(member, message)
 
     patch.setitem(member_core._FROM_LEADER, m.Resume, heard)
+
+
+def apply_a_change_to_whatever_is_known(patch: Patch) -> None:
+    def applied(told: m.Change, known: Record | None) -> Record:
+        return replace(told.record, roster=changes._merged(known.roster if known is not None else (), told))
+
+    patch.setattr(changes, "applied", applied)
+
+
+def take_a_change_without_its_joiners(patch: Patch) -> None:
+    merged = changes._merged
+    patch.setattr(changes, "_merged", lambda roster, told: merged(roster, replace(told, joined=())))
+    patch.setattr(Record, "roster_digest", "blind")
+
+
+def never_ask_for_the_whole_roster(patch: Patch) -> None:
+    on_change = Member.on_change
+
+    def heard(member: Member, message: m.Change) -> None:
+        on_change(member, message)
+        member._effects = [x for x in member._effects if not is_ask(x)]
+
+    def is_ask(effect: io.Effect) -> bool:
+        return isinstance(effect, io.SendLeader) and isinstance(effect.message, m.NeedRoster)
+
+    patch.setitem(member_core._FROM_LEADER, m.Change, heard)
+
+
+def say_that_the_round_lacked_nobody(patch: Patch) -> None:
+    def send(member: Member, report: m.Report, record: Record) -> None:
+        member._do(io.SendLeader(replace(report, round_roster=(), round_lacked=())))
+
+    patch.setattr(Member, "_send_report", send)
 
 
 def let_a_deposed_leader_write(patch: Patch) -> None:
@@ -304,6 +338,8 @@ FLIPPED: Aims = (("bar", "flip in a result"), ("install", "flip in a state"))
 ON_THE_WIRE: Aims = (("bar", "flip on the wire"), ("resume", "flip on the wire"))
 OLD_WORDS: Aims = (("bar", "reset link"), ("resume", "old words"), ("bar", "old words"))
 LATE_RESULT: Aims = (("commit", "slow digest"), ("bar", "kill trainer"))
+# An epoch that one member does not hear of, and another in which that shows.
+MISSED_WORDS: Aims = (("bar", "missed word"), ("bar", "kill trainer"), ("decided", "kill trainer"))
 OLD_DECISIONS: Aims = (("bar", "reset link"), ("abort", "old words"), ("bar", "reset link"))
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
@@ -334,6 +370,10 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (commit_whatever_is_held, AT_THE_BARRIER),
         (accept_a_lower_epoch, OLD_WORDS),
         (accept_a_decision_of_a_lower_epoch, OLD_DECISIONS),
+        (apply_a_change_to_whatever_is_known, MISSED_WORDS),
+        (take_a_change_without_its_joiners, ()),
+        (never_ask_for_the_whole_roster, MISSED_WORDS),
+        (say_that_the_round_lacked_nobody, BESIDE_A_NEWCOMER),
         (let_a_deposed_leader_write, DEPOSED),
         (commit_whatever_the_digests_say, FLIPPED),
         (believe_every_chunk, ON_THE_WIRE),

@@ -153,6 +153,7 @@ class Network:
         self.connections: dict[Connection, None] = {}
         self.blocked: dict[tuple[str, str], None] = {}
         self.flips: dict[str, bool] = {}  # hosts whose next chunk is damaged on the way
+        self.unheard: dict[str, bool] = {}  # hosts that do not hear of the next epoch
         self.slow = 0.03  # how often a packet takes long
 
     def delay(self) -> float:

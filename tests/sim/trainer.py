@@ -51,6 +51,7 @@ class Trainer(Process):
         self.pending_dials: dict[tuple[str, int], None] = {}
         self.listening = False
         self._session: Connection | None = None
+        self._missed = False
         self._armed: float | None = None
         self._feeding = False
         self._inbox: list[io.Event] = []
@@ -70,7 +71,7 @@ class Trainer(Process):
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: lambda e: self.send_peer(e),
             io.SendLeader: lambda e: self.send_leader(e.message),
-            io.LinkUp: lambda e: self.links.link_up(e.record),
+            io.LinkUp: self._link_up,
             io.Switch: lambda e: self.links.switch(e.record),
             io.StartExchange: lambda e: self.ring.start(e),
             io.AbortExchange: lambda e: self.ring.abort(e.epoch, e.why),
@@ -154,6 +155,10 @@ class Trainer(Process):
         self.world.checks.published(self, effect, gradient)
         self.after(self.clockwork.between(0.0, 0.003), publish)
 
+    def _link_up(self, effect: io.LinkUp) -> None:
+        self.world.checks.believed(self, effect.record)
+        self.links.link_up(effect.record)
+
     def _listen(self, effect: io.Listen) -> None:
         self.listening = effect.on
 
@@ -200,7 +205,18 @@ class Trainer(Process):
         self.feed(io.LeaderConnected())
 
     def _from_leader(self, data: object) -> None:
-        self.feed(io.FromLeader(cast(m.LeaderMessage, decode(data))))
+        message = cast(m.LeaderMessage, decode(data))
+        if isinstance(message, m.Epoch | m.Change):
+            self._missed = self.world.network.unheard.pop(self.host, False)
+            if self._missed:
+                self.after(1.0, self._say_again)
+                return
+        self.feed(io.FromLeader(message))
+
+    def _say_again(self) -> None:
+        """Nothing else tells it of the epoch that it missed if no other one comes."""
+        if self._missed and self._session is not None:
+            self._session.reset("reset after a word that was not heard")
 
     def exit(self, code: int, reason: str) -> None:
         """The process ends by itself."""

@@ -1,0 +1,191 @@
+"""Rosters told as differences: whatever happened between two records, the receiver ends with the same roster
+or asks for the whole."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from protocol.makers import member_of, record_of, report_of, session_of
+from protocol.test_leader import runs, started
+from protocol.test_member import FIRST, SECOND, running
+
+from fabric.protocol import changes, member_io, wire
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.decide import decide
+from fabric.protocol.leader import MANY
+
+MEMBERS = st.builds(member_of, st.sampled_from("abcdef"), st.integers(1, 2), fresh=st.booleans())
+RECORDS = st.lists(MEMBERS, unique_by=lambda x: x.replica, max_size=6).map(
+    lambda roster: replace(record_of(""), roster=tuple(roster))
+)
+
+
+@given(RECORDS, RECORDS)
+def test_a_change_leads_from_any_roster_to_any_other(before, after):
+    told = wire.decode(wire.encode(changes.change(before, after)))
+    assert told.record.roster == ()
+    assert changes.applied(told, before) == after
+    assert changes.applied(told, after) == after  # heard again
+
+
+@given(RECORDS, RECORDS, RECORDS)
+def test_a_change_is_never_applied_to_another_roster(before, after, other):
+    told = changes.change(before, after)
+    fits = other.roster in (before.roster, after.roster)
+    assert changes.applied(told, other) == (after if fits else None)
+    assert changes.applied(told, None) is None
+
+
+@given(RECORDS, RECORDS, st.sampled_from(["joined", "left", "order"]), st.data())
+def test_a_change_that_is_wrong_gives_the_right_roster_or_none(before, after, name, data):
+    wrong = data.draw(st.lists(MEMBERS if name == "joined" else st.sampled_from("abcxyz"), max_size=3))
+    told = replace(changes.change(before, after), **{name: tuple(wrong)})
+    assert changes.applied(told, before) in (after, None)
+
+
+@given(RECORDS, RECORDS)
+def test_equal_digests_are_equal_rosters(one, other):
+    assert (one.roster_digest == other.roster_digest) == (one.roster == other.roster)
+
+
+def test_what_is_told_of_a_death_among_thousands_is_short():
+    before = record_of(" ".join(f"r{i}" for i in range(10_000)))
+    after = replace(before, epoch=3, roster=before.roster[:5000] + before.roster[5001:])
+    told = changes.change(before, after)
+    assert (told.joined, told.left, told.order) == ((), ("r5000",), ())
+    assert len(wire.encode(told)) < 1000
+
+
+# --- the leader -------------------------------------------------------------------------------------------
+
+
+def evicted(*knowing):
+    """c has died; the sessions of those named say that they understand changes."""
+    lighthouse = started("a b c")
+    for name in knowing:
+        digest = lighthouse.record.roster_digest
+        lighthouse.open(name, generation=1, step=5, epoch=1, roster=digest)
+        lighthouse.beat(name, 5)
+    runs(lighthouse, "a b c", 5)
+    lighthouse.effects.clear()
+    lighthouse.pulse("c", "gone")
+    lighthouse.wait(0.02)
+    assert lighthouse.record.names == ("a", "b")
+    return lighthouse
+
+
+def test_members_are_told_what_changed_and_older_versions_the_whole():
+    lighthouse = evicted("a")
+    assert [name for name, _ in lighthouse.sent(m.Change)] == ["a"]
+    assert "b" in [name for name, _ in lighthouse.sent(m.Epoch)]
+    (_, told), *_ = lighthouse.sent(m.Change)
+    assert told.left == ("c",) and told.after == lighthouse.record.roster_digest
+
+
+def test_all_are_told_by_the_same_object_so_that_it_is_serialised_once():
+    lighthouse = evicted("a", "b")
+    (_, one), (_, other) = lighthouse.sent(m.Change)
+    assert one is other
+
+
+def test_whoever_asks_gets_the_whole_roster_of_the_epoch_in_force():
+    lighthouse = evicted("a")
+    lighthouse.effects.clear()
+    lighthouse.say("a", m.NeedRoster(replace(lighthouse.record.fence, epoch=1)))
+    assert not lighthouse.sent(m.Epoch)
+    lighthouse.say("a", m.NeedRoster(lighthouse.record.fence))
+    assert [message.record for _, message in lighthouse.sent(m.Epoch)] == [lighthouse.record]
+
+
+@pytest.mark.parametrize("held", ["in force", "before", "another"])
+def test_a_session_that_begins_again_is_told_only_what_it_lacks(held):
+    before = started("a b c").record
+    lighthouse = evicted()
+    after = lighthouse.record
+    digests = {"in force": after.roster_digest, "before": before.roster_digest, "another": "0" * 32}
+    lighthouse.effects.clear()
+    lighthouse.do(io.SessionOpened(session_of("a", generation=1, step=5, epoch=1, roster=digests[held])))
+    changed, whole = lighthouse.sent(m.Change), lighthouse.sent(m.Epoch)
+    if held == "another":
+        assert not changed and whole[0][1].record == after
+    else:
+        known = {"in force": after, "before": before}[held]
+        assert not whole and changes.applied(changed[0][1], known) == after
+
+
+def test_everybody_is_told_its_own_row_of_the_decision():
+    lighthouse = evicted()
+    lighthouse.effects.clear()
+    lighthouse.say("a", report_of(lighthouse.record, 5, have=(0, 1, 2)))
+    lighthouse.say("b", report_of(lighthouse.record, 5, have=()))
+    told = dict(lighthouse.sent(m.Resume))
+    assert told["a"].table == ()
+    assert [(row.replica, row.micro_batches) for row in told["b"].table] == [("b", (3,))]
+
+
+# --- the member -------------------------------------------------------------------------------------------
+
+
+def test_a_member_applies_a_change_and_reports_in_short():
+    trainer = running()
+    trainer.leader(changes.change(FIRST, SECOND))
+    assert trainer.core.newest == SECOND
+    (report,) = trainer.said(m.Report)
+    assert report.round_roster == () and report.round_lacked == ()
+
+
+def test_a_member_that_missed_an_epoch_asks_for_the_roster_and_changes_nothing():
+    trainer = running()
+    third = record_of("a c", epoch=3)
+    trainer.leader(changes.change(SECOND, third))
+    assert trainer.said(m.NeedRoster) == [m.NeedRoster(third.fence)]
+    assert trainer.core.newest == FIRST and not trainer.found(member_io.LinkUp)
+    trainer.leader(m.Epoch(third, changes=True))
+    assert trainer.core.newest == third
+
+
+def test_a_change_of_the_past_is_not_asked_about():
+    trainer = running()
+    trainer.leader(m.Epoch(record_of("a", epoch=7)))
+    trainer.leader(changes.change(record_of("a x", epoch=4), record_of("a b x", epoch=5)))
+    assert not trainer.said(m.NeedRoster) and trainer.core.newest.epoch == 7
+
+
+def test_a_leader_that_knows_no_changes_is_told_the_roster_of_the_round():
+    trainer = running()
+    trainer.leader(m.Epoch(SECOND))
+    (report,) = trainer.said(m.Report)
+    assert report.round_lacked is None and report.round_roster == FIRST.names
+
+
+def test_a_session_names_the_roster_that_it_holds():
+    trainer = running()
+    trainer.do(member_io.LeaderConnected())
+    (session,) = trainer.said(m.Session)
+    assert session.roster == FIRST.roster_digest
+
+
+# --- the decision -----------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_long_and_short_reports_decide_alike(data):
+    record = record_of("a b c", epoch=3, forced=3)
+    reports, short = {}, {}
+    for name in record.names:
+        epoch = data.draw(st.sampled_from([0, 1, 2]))
+        roster = data.draw(st.sets(st.sampled_from(["a", "b", "c", "gone"]))) if epoch else set()
+        held = data.draw(st.sampled_from(["", "g"])) if epoch else ""
+        reports[name] = report_of(record, 5, (epoch, 5 if epoch else 0, " ".join(sorted(roster))), held)
+        lacked = tuple(n for n in record.names if n not in roster) if epoch else ()
+        short[name] = replace(reports[name], round_roster=(), round_lacked=lacked)
+    assert decide(record, reports, 4) == decide(record, short, 4)
+
+
+def test_a_reason_counts_the_members_it_does_not_name():
+    names = " ".join(f"r{i}" for i in range(MANY))
+    record = record_of(names, epoch=2)
+    reports = {n: report_of(record, 5, (1, 5, names), "g") for n in record.names}
+    assert decide(record, reports, MANY).reason == f"all of {MANY} members hold step 5"

@@ -1,4 +1,4 @@
-"""Which bytes a request wants: Range, If-Range and If-Match by RFC 9110, for one strong ETag.
+"""Which bytes a request wants: Range, If-Range, If-Match and If-None-Match by RFC 9110, for one strong ETag.
 
 One range per request is served; a set of ranges is refused with a sentence rather than answered in
 parts that no reader of ours understands. Pure functions of header texts.
@@ -34,6 +34,14 @@ def check_if_match(header: str | None, tag: str) -> None:
         return
     if tag not in (entry.strip() for entry in header.split(",")):
         raise PreconditionFailed(f"what is held has the tag {tag}, not the one in If-Match: ask anew")
+
+
+def is_unchanged(header: str | None, tag: str) -> bool:
+    """Whether If-None-Match (``header``) says that the reader has what is held: then the answer is 304."""
+    if header is None:
+        return False
+    listed = (entry.strip().removeprefix("W/") for entry in header.split(","))
+    return header.strip() == "*" or tag in listed
 
 
 def wanted_range(header: str | None, if_range: str | None, tag: str, nbytes: int) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fabric.ckpt_server.digest import SEAL, seal
 from fabric.ckpt_server.layout import Header, TensorSpan, read_header
 from fabric.ckpt_server.manifest import check_manifest, state_digest
 from fabric.errors import ProtocolError, Refused
@@ -118,19 +119,20 @@ def gradient_content(body: Mapping[str, Any], capacity: int) -> Content:
     meta_text = _dump(meta)
     if len(meta_text) > MAX_META_BYTES:
         raise Refused(f"the gradient's meta has {len(meta_text)} bytes: at most {MAX_META_BYTES} are served")
+    headers = {
+        **_headers(note.generation, note.step, note.digest),
+        "X-Fabric-Epoch": str(note.epoch),
+        "X-Fabric-Weight": repr(note.weight),
+        "X-Fabric-Layout": note.layout,
+        "X-Fabric-Meta": meta_text.decode("ascii"),
+    }
     return Content(
         generation=note.generation,
         step=note.step,
         digest=note.digest,
         nbytes=note.nbytes,
         entry={name: getattr(note, name) for name in GradientNote.__slots__ if name != "slot"},
-        headers={
-            **_headers(note.generation, note.step, note.digest),
-            "X-Fabric-Epoch": str(note.epoch),
-            "X-Fabric-Weight": repr(note.weight),
-            "X-Fabric-Layout": note.layout,
-            "X-Fabric-Meta": meta_text.decode("ascii"),
-        },
+        headers={**headers, SEAL: seal(headers.get)},
         published=time.monotonic(),
     )
 

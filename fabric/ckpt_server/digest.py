@@ -7,13 +7,16 @@ Blocks of 4 MiB cut the *file* and carry an XXH3-64 each: the unit that a transf
 These digests find damage and divergence. They do not authenticate: that is the token's business.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import xxhash
 
 from fabric.ckpt_server.layout import read_header
 
 BLOCK_BYTES = 4 << 20
+# What a reader of a gradient acts on, and its digest does not cover.
+SEAL = "X-Fabric-Seal"
+_SEALED = ("Generation", "Step", "Epoch", "Weight", "Layout", "Digest", "Meta")
 
 
 def combine(preamble: bytes | memoryview, tensor_digests: Iterable[int]) -> str:
@@ -39,3 +42,9 @@ def block_digest(block: memoryview) -> str:
 def bytes_digest(data: memoryview) -> str:
     """The 32 hex digits that go with a gradient or any other run of bytes."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def seal(header: Callable[[str], str | None]) -> str:
+    """The digest of a gradient's headers, each of which ``header`` gives by its name: goes as SEAL."""
+    text = "\n".join(header(f"X-Fabric-{name}") or "" for name in _SEALED)
+    return xxhash.xxh3_128_hexdigest(text.encode("latin-1", "replace"))

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from fabric.ckpt_server.digest import bytes_digest, file_digest
+from fabric.ckpt_server.digest import SEAL, bytes_digest, file_digest, seal
 from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count, parse_json
 from fabric.ckpt_server.manifest import DIGEST_DIGITS, check_manifest, is_hex, same_content, state_digest
 from fabric.ckpt_server.source import (
@@ -382,8 +382,13 @@ def _number(text: str | None) -> int:
 def _gradient_meta(response: Any, generation: int, step: int, url: str) -> GradientMeta:
     """The headers of a gradient, checked. Raises SourceRefused."""
     header = response.getheader
+    # Servers of the version before this one send no seal.
+    if header(SEAL) is not None and header(SEAL) != seal(header):
+        raise IntegrityError("its gradient's headers are not what it sealed")
     if _number(header("X-Fabric-Generation")) != generation:
         raise SourceRefused("its gradient is of another generation")
+    if _number(header("X-Fabric-Step")) != step:
+        raise SourceRefused("its gradient is of another step")
     try:
         weight = float(header("X-Fabric-Weight") or "nan")
         text = header("X-Fabric-Meta") or "{}"

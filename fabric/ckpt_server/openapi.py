@@ -35,12 +35,19 @@ _IF_MATCH = {
     "schema": {"type": "string"},
     "description": "Only if it is still the state with this ETag.",
 }
+_IF_NONE_MATCH = {
+    "name": "If-None-Match",
+    "in": "header",
+    "schema": {"type": "string"},
+    "description": "Not if it is the state with this ETag: 304 then.",
+}
 _WAIT = {
     "name": "wait_s",
     "in": "query",
     "schema": {"type": "number", "minimum": 0, "maximum": 60},
     "description": "Wait so long for one that is yet to come.",
 }
+_TAGS = (_IF_MATCH, _IF_NONE_MATCH)
 
 
 def _error(description: str) -> dict[str, Any]:
@@ -63,8 +70,11 @@ def _get(summary: str, kind: str, *parameters: dict[str, Any], is_open: bool = F
         responses["404"] = _error("The state has no tensor of that name.")
     if _RANGE in parameters:
         responses["206"] = {"description": "The range.", "content": {kind: {}}}
-        responses["412"] = _error("It is another state by now.")
         responses["416"] = _error("The range begins behind the last byte.")
+    if _IF_MATCH in parameters:
+        responses["412"] = _error("It is another state by now.")
+    if _IF_NONE_MATCH in parameters:
+        responses["304"] = {"description": "It is the state that the reader has."}
     operation: dict[str, Any] = {"summary": summary, "parameters": list(parameters), "responses": responses}
     if is_open:
         operation["security"] = []
@@ -115,19 +125,19 @@ DOCUMENT: dict[str, Any] = {
             {"404": "The trainer has no recording.", "504": "The trainer did not answer in time."},
         ),
         "/v1/snapshots": _get("The snapshots held, oldest first.", _JSON),
-        "/v1/snapshots/{step}/manifest": _get("A snapshot's manifest.", _JSON, _STEP, _GENERATION),
+        "/v1/snapshots/{step}/manifest": _get("A snapshot's manifest.", _JSON, _STEP, _GENERATION, *_TAGS),
         "/v1/snapshots/{step}/data": _get(
-            "The whole state, a safetensors file.", _BYTES, _STEP, _GENERATION, _RANGE, _IF_MATCH
+            "The whole state, a safetensors file.", _BYTES, _STEP, _GENERATION, _RANGE, *_TAGS
         ),
         "/v1/snapshots/{step}/tensors/{tensor}": _get(
-            "One tensor's bytes, little-endian.", _BYTES, _STEP, _TENSOR, _GENERATION, _RANGE, _IF_MATCH
+            "One tensor's bytes, little-endian.", _BYTES, _STEP, _TENSOR, _GENERATION, _RANGE, *_TAGS
         ),
         "/v1/snapshots/{step}/statistics/{tensor}": _get(
             "Summary statistics of one tensor.", _JSON, _STEP, _TENSOR, _GENERATION
         ),
         "/v1/gradients": _get("The reduced gradients held, oldest first.", _JSON),
         "/v1/gradients/{step}": _get(
-            "One step's reduced gradient.", _BYTES, _STEP, _GENERATION, _WAIT, _RANGE, _IF_MATCH
+            "One step's reduced gradient.", _BYTES, _STEP, _GENERATION, _WAIT, _RANGE, *_TAGS
         ),
     },
 }

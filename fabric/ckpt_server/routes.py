@@ -14,8 +14,15 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from fabric.ckpt_server import openapi
-from fabric.ckpt_server.conditions import PreconditionFailed, Unsatisfiable
+from fabric.ckpt_server.conditions import (
+    PreconditionFailed,
+    Unsatisfiable,
+    check_if_match,
+    etag,
+    is_unchanged,
+)
 from fabric.ckpt_server.content import Content
+from fabric.ckpt_server.digest import bytes_digest
 from fabric.ckpt_server.insight import Insight, Silent, parse_flight
 from fabric.ckpt_server.layout import TensorSpan
 from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory, Slot
@@ -93,9 +100,16 @@ class Routes:
         if isinstance(found, web.Response):
             return found
         assert found.content is not None
-        return web.Response(
-            body=found.content.manifest, content_type="application/json", headers=found.content.headers
-        )
+        body = found.content.manifest
+        tag = etag(bytes_digest(memoryview(body)))
+        try:
+            check_if_match(request.headers.get("If-Match"), tag)
+        except PreconditionFailed as error:
+            return json_error(412, str(error))
+        if is_unchanged(request.headers.get("If-None-Match"), tag):
+            return web.Response(status=304, headers={"ETag": tag})
+        headers = {**found.content.headers, "ETag": tag, "Cache-Control": "no-store"}
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def data(self, request: web.Request) -> web.StreamResponse:
         """The snapshot's bytes: a whole safetensors file, or a range of it."""

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from fabric.errors import ConfigError, Gone, StateError
+from fabric.ckpt_server.conditions import etag
+from fabric.ckpt_server.digest import bytes_digest
+from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 
 CONNECT_S = 5.0
 _MAX_ERROR_BYTES = 64 << 10
@@ -193,12 +195,16 @@ def read_exactly(response: http.client.HTTPResponse, into: memoryview) -> None:
 
 
 def read_json(response: http.client.HTTPResponse, most: int) -> Any:
-    """The JSON body of at most ``most`` bytes. Raises SourceRefused for a larger or malformed one."""
+    """The JSON body of at most ``most`` bytes. Raises SourceRefused for a larger or malformed one, and
+    IntegrityError for one that is not what its ETag says."""
     body = response.read(most + 1)
     if len(body) > most:
         raise SourceRefused(f"its answer is larger than {most} bytes")
     if response.length:
         raise ConnectionError("its answer ended too early")
+    tag = response.getheader("ETag")
+    if tag is not None and tag != etag(bytes_digest(memoryview(body))):
+        raise IntegrityError("its answer is not what its ETag says")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@ import asyncio
 from aiohttp import web
 from prometheus_client import Counter
 
-from fabric.ckpt_server.conditions import check_if_match, etag, wanted_range
+from fabric.ckpt_server.conditions import check_if_match, etag, is_unchanged, wanted_range
 from fabric.ckpt_server.layout import TensorSpan
 from fabric.ckpt_server.memory import Slot
 from fabric.ckpt_server.metrics import Metrics
@@ -38,6 +38,8 @@ async def send(
     first, nbytes = (0, content.nbytes) if part is None else (part.begin, part.end - part.begin)
     tag = etag(content.digest if part is None else f"{content.digest}-{part.begin}")
     check_if_match(request.headers.get("If-Match"), tag)
+    if is_unchanged(request.headers.get("If-None-Match"), tag):
+        return web.Response(status=304, headers={"ETag": tag})
     span = None
     if request.method == "GET":
         headers = request.headers

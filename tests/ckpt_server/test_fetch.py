@@ -551,6 +551,7 @@ def test_tls_with_a_context_and_cancelled(origins, certificate: Path) -> None:
 def with_gradient(origin: Origin, step: int, body: bytes, **headers: str) -> None:
     default = {
         "X-Fabric-Generation": "1",
+        "X-Fabric-Step": str(step),
         "X-Fabric-Epoch": "4",
         "X-Fabric-Weight": repr(0.1 + 0.2),
         "X-Fabric-Digest": xxhash.xxh3_128_hexdigest(body),
@@ -605,6 +606,8 @@ def test_gradient_that_is_gone_late_or_wrong(origins) -> None:
     assert not isinstance(caught.value, Gone)
     for headers, match in (
         ({"X_Fabric_Generation": "2"}, "another generation"),
+        ({"X_Fabric_Step": "3"}, "another step"),
+        ({"X_Fabric_Seal": "0" * 32}, "not what it sealed"),
         ({"X_Fabric_Weight": "nan"}, "incomplete"),
         ({"X_Fabric_Weight": "-1"}, "incomplete"),
         ({"X_Fabric_Epoch": "x"}, "incomplete"),

@@ -1,9 +1,8 @@
 """One copy of a state into memory, as units that any thread may take, digests included.
 
-Blocks cut the file at multiples of 4 MiB, tensors wherever they end; both want a digest of bytes
-that were just written and are still in the cache. So a unit is a run of whole tensors (a large one
-alone), a tensor's digest is streamed by the one thread that has its unit, and a block is digested by
-whoever writes its last byte. What is digested is the target: the digests describe what is stored.
+Blocks cut the file at multiples of 4 MiB, tensors wherever they end. So a unit is a run of whole tensors
+(a large one alone), and a block is digested by whoever writes its last byte, while most of it is still in
+the cache. What is digested is the target: the digests describe what is stored.
 """
 
 import itertools
@@ -15,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
-from fabric.ckpt_server.digest import BLOCK_BYTES, block_digest, combine
+from fabric.ckpt_server.digest import BLOCK_BYTES, block_digest, digest_of_blocks
 from fabric.ckpt_server.encoding import bytes_of
 from fabric.ckpt_server.state import StateView
 from fabric.errors import StateError
@@ -82,8 +80,6 @@ class Copying:
 
     def __init__(self, view: StateView, target: memoryview) -> None:
         self.memory = as_bytes(target, view.nbytes)
-        self._header = view.header
-        self._tensor_digests: list[int] = [0] * len(view.tensors)
         sizes = [BLOCK_BYTES] * (view.nbytes // BLOCK_BYTES)
         rest = view.nbytes % BLOCK_BYTES
         self._missing = [*sizes, rest] if rest else sizes
@@ -106,18 +102,15 @@ class Copying:
         """The result, once every tensor was taken. Raises StateError when the copy ended before that."""
         if any(self._missing):
             raise StateError("The snapshot ended half-way and is not usable; take another one.")
-        return SnapshotDigests(combine(self._header, self._tensor_digests), tuple(self._blocks))
+        return SnapshotDigests(digest_of_blocks(self.memory.nbytes, self._blocks), tuple(self._blocks))
 
     def _take(self, part: Slice, *, copy: bool) -> None:
         source: Bytes | None = part.tensor.numpy() if copy else None
-        hasher = xxhash.xxh3_64()
         cuts = range(part.begin // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES, part.end, BLOCK_BYTES)
         for begin, end in itertools.pairwise((part.begin, *cuts, part.end)):
             if source is not None:
                 self.memory[begin:end] = source[begin - part.begin : end - part.begin]
-            hasher.update(self.memory[begin:end].data)
             self._written(begin, end)
-        self._tensor_digests[part.index] = hasher.intdigest()
 
     def _written(self, begin: int, end: int) -> None:
         while begin < end:

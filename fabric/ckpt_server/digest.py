@@ -1,42 +1,72 @@
-"""What equal states have in common: one digest of the whole, and one per block for the wire.
+"""What equal states have in common: one digest per block, and one of those for the whole.
 
-The digest of a state is XXH3-128 over the preamble and then, in file order, the XXH3-64 of every
-tensor (eight bytes, big-endian). So it can be computed from live tensors without copying the state,
-while a snapshot is copied, or from a received file, by several threads, and is the same each time.
-Blocks of 4 MiB cut the *file* and carry an XXH3-64 each: the unit that a transfer verifies.
-These digests find damage and divergence. They do not authenticate: that is the token's business.
+Blocks of 4 MiB cut the snapshot *file* and carry an XXH3-64 each: the unit that a transfer verifies. The
+digest of a state is the XXH3-128 of the file's size, the blocks' size and the blocks' digests. So a manifest
+is checked against the digest that was asked for before a byte is fetched, two manifests with one digest
+promise the same bytes, and who has verified every block has verified the state. It can be computed from live
+tensors without copying the state, while a snapshot is copied, or from a received file, by several threads,
+and is the same each time. These digests find damage and divergence. They do not authenticate: that is the
+token's business.
 """
 
+import struct
 from collections.abc import Callable, Iterable
 
 import xxhash
 
-from fabric.ckpt_server.layout import read_header
-
 BLOCK_BYTES = 4 << 20
+_SIZES = struct.Struct(">QQ")
 # What a reader of a gradient acts on, and its digest does not cover.
 SEAL = "X-Fabric-Seal"
 _SEALED = ("Generation", "Step", "Epoch", "Weight", "Layout", "Digest", "Meta")
 
 
-def combine(preamble: bytes | memoryview, tensor_digests: Iterable[int]) -> str:
-    """The state's digest (32 hex) from its preamble and its tensors' XXH3-64 values in file order."""
-    hasher = xxhash.xxh3_128(preamble)
-    for value in tensor_digests:
-        hasher.update(value.to_bytes(8, "big"))
-    return hasher.hexdigest()
-
-
-def file_digest(file: memoryview) -> str:
-    """The digest (32 hex) of the state in ``file``. Raises StateError where its header is damaged."""
-    header = read_header(file)
-    digests = (xxhash.xxh3_64_intdigest(file[span.begin : span.end]) for span in header.tensors)
-    return combine(file[: header.nbytes], digests)
-
-
 def block_digest(block: memoryview) -> str:
     """The 16 hex digits that a manifest lists for this block."""
     return xxhash.xxh3_64_hexdigest(block)
+
+
+def digest_of_blocks(nbytes: int, blocks: Iterable[str], block_bytes: int = BLOCK_BYTES) -> str:
+    """The digest (32 hex) of a file of ``nbytes`` whose blocks have these digests, in order."""
+    return xxhash.xxh3_128_hexdigest(_SIZES.pack(nbytes, block_bytes) + bytes.fromhex("".join(blocks)))
+
+
+class BlockDigests:
+    """The digests of a file's blocks, from its bytes in order and in pieces of any size."""
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._hasher = xxhash.xxh3_64()
+        self._room = block_bytes
+        self._found: list[str] = []
+
+    def update(self, data: bytes | memoryview) -> None:
+        """The next bytes of the file (flat)."""
+        data = memoryview(data)
+        while len(data) >= self._room:
+            self._hasher.update(data[: self._room])
+            data = data[self._room :]
+            self._end_block()
+        self._hasher.update(data)
+        self._room -= len(data)
+
+    def blocks(self) -> list[str]:
+        """The digests of all blocks, the last of which may be short: nothing can be added afterwards."""
+        if self._room < self._block_bytes:
+            self._end_block()
+        return self._found
+
+    def _end_block(self) -> None:
+        self._found.append(self._hasher.hexdigest())
+        self._hasher.reset()
+        self._room = self._block_bytes
+
+
+def file_digest(file: memoryview) -> str:
+    """The digest (32 hex) of the state in ``file``."""
+    digests = BlockDigests()
+    digests.update(file)
+    return digest_of_blocks(len(file), digests.blocks())
 
 
 def bytes_digest(data: memoryview) -> str:

@@ -1,11 +1,10 @@
 """Fetching state and gradients from checkpoint servers, over as many of them as there are.
 
-A newcomer asks every source for the manifest at once, takes the state from all that promise the same
-bytes, verifies each block as it arrives and the whole state in the end. Sources that disagree are not
-believed over one another: the larger group is tried first, and what decides is the digest that was
-asked for. Nothing is allocated before a manifest was checked, and nothing is kept twice: bytes go
-from the socket to their place. A fetch that failed is resumed by the next one for the same state, by
-looking which blocks are in place.
+A newcomer asks every source for the manifest at once and takes the state from all whose blocks give the
+digest that was asked for, so each block that is verified as it arrives is verified against that digest.
+Nothing is allocated before a manifest was checked, and nothing is kept twice: bytes go from the socket to
+their place. A fetch that failed is resumed by the next one for the same state, by looking which blocks are
+in place.
 
 Everything here blocks and belongs into a thread; ``cancel`` may come from any other. This module
 needs no torch.
@@ -21,9 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from fabric.ckpt_server.digest import SEAL, bytes_digest, file_digest, seal
+from fabric.ckpt_server.digest import SEAL, bytes_digest, seal
 from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count, parse_json
-from fabric.ckpt_server.manifest import DIGEST_DIGITS, check_manifest, is_hex, same_content, state_digest
+from fabric.ckpt_server.manifest import DIGEST_DIGITS, check_manifest, is_hex, state_digest
 from fabric.ckpt_server.source import (
     TRANSIENT,
     Access,
@@ -145,18 +144,13 @@ class StateFetcher:
             raise StateError(
                 f"There is no source for step {state.step}; somebody must hold a snapshot of it."
             )
-        groups = self._groups(sources, state)
-        for manifest, group in groups:
-            target = _allocated(allocate, manifest["nbytes"])
-            try:
-                self._stripe(manifest, group, target)
-            except StateError:
-                self._require_running()
-                continue
-            received = {source.url: source.nbytes for source in sources}
-            seconds = time.monotonic() - begun_s
-            return Fetched(manifest["nbytes"], seconds, received, manifest, tuple(self.warnings))
-        raise all_failed(f"step {state.step}", sources)
+        manifest, good = self._holders(sources, state)
+        if manifest is None:
+            raise all_failed(f"step {state.step}", sources)
+        self._stripe(manifest, good, _allocated(allocate, manifest["nbytes"]))
+        received = {source.url: source.nbytes for source in sources}
+        seconds = time.monotonic() - begun_s
+        return Fetched(manifest["nbytes"], seconds, received, manifest, tuple(self.warnings))
 
     def fetch_gradient(
         self, urls: Sequence[str], *, generation: int, step: int, into: memoryview, wait_s: float = 0.0
@@ -202,23 +196,14 @@ class StateFetcher:
             striping.run(self._streams, self._range_bytes, self._progress, resume=resume)
         finally:
             self.warnings += striping.warnings
-        found = _digest_or_reason(target)
-        if found == manifest["digest"]:
-            self._unfinished = ""
-        else:
-            names = ", ".join(source.url for source in group)
-            error = IntegrityError(
-                f"The state that {names} agree on has the digest {found} and not"
-                f" {manifest['digest']}; nothing was loaded."
-            )
-            self.warnings.append(str(error))
-            for source in group:
-                source.error = error
-            raise error
+        self._unfinished = ""
 
-    def _groups(self, sources: list[Source], state: SnapshotRef) -> list[tuple[dict[str, Any], list[Source]]]:
-        """Sources by what they promise, the largest group first; only what fits ``state``."""
-        groups: list[tuple[dict[str, Any], list[Source]]] = []
+    def _holders(
+        self, sources: list[Source], state: SnapshotRef
+    ) -> tuple[dict[str, Any] | None, list[Source]]:
+        """The manifest of ``state`` and who holds it; None where nobody does, with reasons in the sources."""
+        promised: dict[str, Any] | None = None
+        good: list[Source] = []
         for source, manifest in self._manifests(sources, state):
             if state_digest(manifest) != state.digest or manifest.get("rank", 0) != self._rank:
                 source.error = IntegrityError(f"it holds the digest {state_digest(manifest)} for this step")
@@ -226,15 +211,9 @@ class StateFetcher:
                     f"{source.url} is not used: {source.error}, and {state.digest} is asked for."
                 )
                 continue
-            for promised, group in groups:
-                if same_content(promised, manifest):
-                    group.append(source)
-                    break
-            else:
-                groups.append((manifest, [source]))
-        if len(groups) > 1:
-            self.warnings.append(f"The sources of step {state.step} promise {len(groups)} different files.")
-        return sorted(groups, key=lambda group: -len(group[1]))
+            promised = manifest  # any of them: those with the same digest promise the same bytes
+            good.append(source)
+        return promised, good
 
     def _manifests(self, sources: list[Source], state: SnapshotRef) -> list[tuple[Source, dict[str, Any]]]:
         """The manifests of those that answer in time, asked all at once."""
@@ -275,7 +254,7 @@ class StateFetcher:
                 if (manifest["step"], manifest["generation"]) != (step, generation):
                     raise SourceRefused("it answers with another step or generation")
                 return manifest
-            except (Gone, SourceRefused) as error:
+            except (Gone, IntegrityError, SourceRefused) as error:
                 source.error = error
                 return None
             except (*TRANSIENT, StateError) as error:
@@ -339,14 +318,6 @@ class _Idle:
             connections, self._connections = list(self._connections.values()), {}
         for connection in connections:
             connection.close()
-
-
-def _digest_or_reason(file: memoryview) -> str:
-    """The digest of the state in ``file``, or why it has none."""
-    try:
-        return file_digest(file)
-    except StateError as error:
-        return f"none ({error})"
 
 
 def _get_again(connection: Connection, path: str, wait_s: float) -> http.client.HTTPResponse:

@@ -1,17 +1,18 @@
 """What a checkpoint server says about a snapshot, and how little of it is believed.
 
 A manifest names the state (job, generation, step, digest) and cuts its file into blocks with a
-digest each, so that a transfer can be striped over many sources and verified as it arrives. It
-comes from outside: every number is bounded before anything is allocated for it.
+digest each, so that a transfer can be striped over many sources and verified as it arrives; the
+state's digest is made of the blocks', so two manifests with one digest promise the same bytes. It comes
+from outside: every number is bounded before anything is allocated for it.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fabric.ckpt_server.digest import BLOCK_BYTES
+from fabric.ckpt_server.digest import BLOCK_BYTES, digest_of_blocks
 from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count
-from fabric.errors import StateError
+from fabric.errors import IntegrityError, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.rank_orders import replica_digest
 
@@ -107,9 +108,6 @@ def _check_blocks(manifest: Mapping[str, Any], expected: int) -> None:
         raise StateError(f"The manifest lists {found} blocks where its size needs {expected}.")
     if not all(is_hex(block, BLOCK_DIGITS) for block in blocks):
         raise StateError(f"The manifest has a block digest that is not {BLOCK_DIGITS} hex digits.")
-
-
-def same_content(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two well-formed manifests promise the very same bytes."""
-    keys = ("generation", "step", "digest", "nbytes", "block_bytes", "blocks")
-    return all(one[key] == other[key] for key in keys)
+    digest = digest_of_blocks(manifest["nbytes"], blocks, manifest["block_bytes"])
+    if digest != manifest["digest"]:
+        raise IntegrityError(f"The manifest's blocks give the digest {digest} and not {manifest['digest']}.")

@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
-from fabric.ckpt_server.digest import combine
+from fabric.ckpt_server.digest import BlockDigests, digest_of_blocks
 from fabric.ckpt_server.encoding import (
     FILE_DTYPE,
     TORCH_DTYPE,
@@ -67,7 +66,12 @@ class StateView:
 
         Tensors on a device come down piece by piece, so memory on the host stays bounded.
         """
-        return combine(self.header, (_tensor_digest(tensor) for _, tensor in self.tensors))
+        digests = BlockDigests()
+        digests.update(self.header)
+        for _, tensor in self.tensors:
+            for piece in _host_pieces(tensor):
+                digests.update(piece)
+        return digest_of_blocks(self.nbytes, digests.blocks())
 
 
 def capture(objects: Mapping[str, object], step: int) -> StateView:
@@ -211,15 +215,11 @@ def _tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
     return torch.from_numpy(raw).view(dtype).reshape(span.shape)
 
 
-def _tensor_digest(tensor: torch.Tensor) -> int:
+def _host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes on the host, not all of a device's at once."""
     if tensor.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(host_bytes(tensor))
-    hasher = xxhash.xxh3_64()
-    for piece in _pieces(bytes_of(tensor)):
-        hasher.update(piece.cpu().numpy().data)
-    return hasher.intdigest()
-
-
-def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield host_bytes(tensor)
+        return
+    flat = bytes_of(tensor)
     for begin in range(0, flat.numel(), _PIECE_BYTES):
-        yield flat[begin : begin + _PIECE_BYTES]
+        yield flat[begin : begin + _PIECE_BYTES].cpu().numpy().data

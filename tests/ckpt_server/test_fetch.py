@@ -22,7 +22,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fabric.ckpt_server.digest import file_digest
+from fabric.ckpt_server.digest import digest_of_blocks
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.layout import build_preamble
 from fabric.ckpt_server.ranges import Lease, RangeQueue
@@ -40,18 +40,18 @@ def make_file(nbytes: int, seed: int = 0) -> bytes:
 
 
 def manifest_of(file: bytes, step: int = 5, block_bytes: int = BLOCK) -> dict[str, Any]:
+    cuts = range(0, len(file), block_bytes)
+    blocks = [xxhash.xxh3_64_hexdigest(file[i : i + block_bytes]) for i in cuts]
     return {
         "format": 1,
         "job": "j",
         "replica": "r",
         "generation": 1,
         "step": step,
-        "digest": file_digest(memoryview(file)),
+        "digest": digest_of_blocks(len(file), blocks, block_bytes),
         "nbytes": len(file),
         "block_bytes": block_bytes,
-        "blocks": [
-            xxhash.xxh3_64_hexdigest(file[i : i + block_bytes]) for i in range(0, len(file), block_bytes)
-        ],
+        "blocks": blocks,
         "created": 0.0,
         "tensors": {},
     }
@@ -182,7 +182,7 @@ def origins() -> Iterator[Callable[..., list[Origin]]]:
 
 
 def ref(origin: Origin) -> SnapshotRef:
-    return SnapshotRef(1, 5, file_digest(memoryview(origin.file)))
+    return SnapshotRef(1, 5, manifest_of(origin.file)["digest"])
 
 
 class Memory:
@@ -352,23 +352,26 @@ def test_wrong_digest_is_refused_before_memory_is_taken(origins) -> None:
     assert memory.asked == []
 
 
-def test_the_whole_state_is_checked_when_blocks_lie_consistently(origins) -> None:
+def test_blocks_that_lie_consistently_are_noticed_before_a_byte_is_fetched(origins) -> None:
     liars = origins(2)
     truth = liars[0].file
     fake = bytearray(truth)
     fake[-1] ^= 1
     for liar in liars:
         liar.file = bytes(fake)
-        liar.manifest = manifest_of(bytes(fake)) | {"digest": file_digest(memoryview(truth))}
-    wanted = SnapshotRef(1, 5, file_digest(memoryview(truth)))
-    with pytest.raises(IntegrityError, match="agree on has the digest"):
-        fetcher().fetch_state([liar.url for liar in liars], wanted, Memory())
+        liar.manifest = manifest_of(bytes(fake)) | {"digest": manifest_of(truth)["digest"]}
+    wanted = SnapshotRef(1, 5, manifest_of(truth)["digest"])
+    memory = Memory()
+    with pytest.raises(IntegrityError, match="blocks give the digest"):
+        fetcher().fetch_state([liar.url for liar in liars], wanted, memory)
+    assert memory.asked == []
     (honest,) = origins(1)
     memory = Memory()
     done = fetcher().fetch_state([liar.url for liar in liars] + [honest.url], wanted, memory)
     assert memory.buffer == truth
-    assert done.sources[honest.url] > 0
-    assert any("promise 2 different files" in warning for warning in done.warnings)
+    assert [done.sources[liar.url] for liar in liars] == [0, 0]
+    for liar in liars:
+        assert any(liar.url in warning and "blocks give" in warning for warning in done.warnings)
 
 
 @pytest.mark.parametrize(
@@ -411,9 +414,10 @@ def test_a_manifest_that_promises_more_than_there_is(origins) -> None:
     (origin,) = origins(1)
     longer = origin.file + bytes(5 * BLOCK)
     blocks = [xxhash.xxh3_64_hexdigest(longer[i : i + BLOCK]) for i in range(0, len(longer), BLOCK)]
-    origin.manifest |= {"nbytes": len(longer), "blocks": blocks}
+    digest = digest_of_blocks(len(longer), blocks, BLOCK)
+    origin.manifest |= {"nbytes": len(longer), "blocks": blocks, "digest": digest}
     with pytest.raises(StateError, match=r"it offers 'bytes \d+-\d+/"):
-        fetcher().fetch_state([origin.url], ref(origin), Memory())
+        fetcher().fetch_state([origin.url], SnapshotRef(1, 5, digest), Memory())
 
 
 @pytest.mark.parametrize(

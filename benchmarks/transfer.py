@@ -1,0 +1,358 @@
+"""A state over the network: our fetching client against raw TCP and against torchft's HTTPTransport.
+
+    python benchmarks/transfer.py
+
+The state is a snapshot file of mixed tensors (matrices of 8 and 16 MB in float32 and bfloat16, biases of 4
+KB, scalars), all on loopback. A measure is the time until every tensor is usable in the receiver's memory.
+
+- one, three: our client with its default settings from one checkpoint server and from three: manifest,
+  opening the streams, verification of every block, and opening every tensor are in the time;
+- raw: two TCP connections that are open, ``recv_into`` straight to the place, every 4 MiB block digested;
+- bare: the same without digests;
+- torchft: its HTTPTransport as it comes, in one piece and into memory that it allocates;
+- torchft_best: with the number of chunks that was the fastest in a try, and an allocator that keeps what it
+  freed, so that its memory too is present (pre-faulted), as it is for all other sides.
+
+What torchft returns counts as usable: nothing is copied into live tensors. A ratio is the other side's time
+over ours, and of one source and three the worse counts. Every figure is printed with the processor time of
+all processes of that side, which on a busy machine says more than the clock. Blocks are made wrong before
+every round and checked after it, outside of the time. The three servers map one memory; they are the
+checkpoint server's routes and memory in processes of their own. Memory is the peak of private memory
+(RssAnon) above that of the idle process: shared memory, the state's and the destination's, is printed apart.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import common
+import numpy as np
+from transfer_workers import BLOCK, GENERATION, KEEP_HEAP, STEP, Worker
+
+from fabric.ckpt_server.digest import block_digest, file_digest
+from fabric.ckpt_server.layout import ELEMENT_BYTES, build_preamble, canonical_json, file_order, read_header
+from fabric.ckpt_server.manifest import make_manifest
+from fabric.model import SnapshotRef
+
+SIZES = {"256MB": 256 << 20, "1GB": 1 << 30, "4GB": 4 << 30}
+ROUNDS = {"256MB": 9, "1GB": 9, "4GB": 3}
+WARM_UP = {"256MB": 2, "1GB": 2, "4GB": 1}
+PEER_SIZES = ("1GB", "4GB")
+SMALL_TENSORS, SMALL_ROUNDS = 5000, 21
+STREAMS = 2  # of raw TCP
+CHUNKS = (0, 2, 4, 8, 16)  # of torchft; 0 is what its manager uses
+OURS = ("one", "three")
+NEEDED = {"vs_raw_tcp": 0.9, "vs_bare_tcp": 0.8, "vs_torchft": 3.0, "vs_torchft_best": 2.0}
+PEER_OF = {
+    "vs_raw_tcp": "raw",
+    "vs_bare_tcp": "bare",
+    "vs_torchft": "torchft",
+    "vs_torchft_best": "torchft_best",
+}
+SMALL_S, EXTRA_MB = 0.030, 64.0
+# What a run needs beside the state itself and its destination.
+SPARE_BYTES = 2 << 30
+
+Entry = tuple[str, str, tuple[int, ...], int]
+
+
+def mixed(nbytes: int) -> list[Entry]:
+    """(name, dtype, shape, bytes) of a model with optimizer state, ``nbytes`` in all."""
+    layer = [
+        ("F32", (2048, 2048)),
+        ("F32", (2048, 1024)),
+        ("BF16", (4096, 1024)),
+        ("BF16", (2048, 4096)),
+        ("F32", (1024,)),
+        ("BF16", (2048,)),
+        ("I64", (1,)),
+    ]
+    entries: list[Entry] = []
+    left = nbytes
+    while left:
+        for dtype, shape in layer:
+            size = ELEMENT_BYTES[dtype] * int(np.prod(shape))
+            name = f"layer{len(entries):05d}.weight"
+            entries.append((name, dtype, shape, size) if size <= left else (name, "U8", (left,), left))
+            left -= entries[-1][3]
+            if not left:
+                break
+    return sorted(entries, key=lambda entry: file_order(entry[0], entry[1]))
+
+
+def small(count: int) -> list[Entry]:
+    """``count`` tensors of 4 KB."""
+    return [(f"layer{i:05d}.weight", "F32", (1024,), 4096) for i in range(count)]
+
+
+class State:
+    """A snapshot file in a memfd, and its manifest in a file."""
+
+    def __init__(self, entries: list[Entry], folder: str) -> None:
+        preamble = build_preamble(entries, canonical_json({"format": 1, "step": STEP, "state": {}}))
+        self.tensors, self.data_bytes = len(entries), sum(entry[3] for entry in entries)
+        self.nbytes = len(preamble) + self.data_bytes
+        self.fd = os.memfd_create("transfer-state")
+        os.posix_fallocate(self.fd, 0, self.nbytes)
+        with mmap.mmap(self.fd, self.nbytes) as memory, memoryview(memory) as view:
+            self._fill(view, preamble)
+            blocks = [block_digest(view[i : i + BLOCK]) for i in range(0, self.nbytes, BLOCK)]
+            ref = SnapshotRef(GENERATION, STEP, file_digest(view))
+            manifest = make_manifest(ref, self.nbytes, blocks, job="job", replica="r0", created=1.5e9)
+            manifest["tensors"] = [span.name for span in read_header(view).tensors]
+        self.manifest = str(Path(folder) / f"manifest-{self.nbytes}.json")
+        Path(self.manifest).write_text(json.dumps(manifest))
+
+    @staticmethod
+    def _fill(view: memoryview, preamble: bytes) -> None:
+        """Random bytes, every block another."""
+        noise = np.random.default_rng(7).integers(0, 2**64, BLOCK // 8, np.uint64)
+        for number, begin in enumerate(range(0, len(view), BLOCK)):
+            part = view[begin : begin + BLOCK]
+            part[:] = (
+                (noise ^ np.uint64(number * 0x9E3779B97F4A7C15 % 2**64)).view(np.uint8).data[: len(part)]
+            )
+            part.release()
+        view[: len(preamble)] = preamble
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+@dataclass
+class Measures:
+    """By side, per round: seconds, and processor seconds of all processes that took part."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    processor: dict[str, list[float]] = field(default_factory=dict)
+    best_chunks: int = 0
+    client_rss: int = 0
+    server_rss: int = 0
+
+    def ratio(self, peer: str, ours: str) -> float:
+        return common.paired(self.seconds[peer], self.seconds[ours])
+
+    def worse(self, peer: str) -> float:
+        return min(self.ratio(peer, ours) for ours in OURS)
+
+
+class Fleet:
+    """All processes that hold or take one state; ``peer``: whether torchft is among them."""
+
+    def __init__(self, state: State, peer: bool) -> None:
+        self._stack = contextlib.ExitStack()
+        self._state = state
+        self.sources = [self._start("source", [state.fd, state.manifest], [state.fd]) for _ in range(3)]
+        self.receiver = self._start("receiver", [state.nbytes, state.manifest, STREAMS], [])
+        self._sender = self._start("sender", [state.fd, state.nbytes], [state.fd])
+        self._chunks = 0
+        self._torchft: list[Worker] = []  # the sender, who receives as it comes, who keeps its memory
+        if peer:
+            self._torchft.append(self._start("torchft_sender", [state.fd, state.nbytes, CHUNKS], [state.fd]))
+            for settings, environment in (((0,), {}), (CHUNKS, KEEP_HEAP)):
+                what = [settings, state.tensors, state.data_bytes]
+                self._torchft.append(self._start("torchft_receiver", what, [], **environment))
+
+    def _start(self, role: str, arguments: list[object], fds: list[int], **environment: str) -> Worker:
+        worker = Worker(role, arguments, fds, **environment)
+        self._stack.callback(worker.close)
+        return worker
+
+    def ours(self, count: int) -> float:
+        return self.receiver.ask("ours", [source.hello for source in self.sources[:count]])
+
+    def take(self, receiving: Worker, num_chunks: int) -> float:
+        """torchft's seconds."""
+        return receiving.ask("take", num_chunks, self._torchft[0].hello[str(num_chunks)])
+
+    def best_chunks(self) -> int:
+        """The number of chunks that torchft is fastest with, each tried twice after a first time."""
+        keeping = self._torchft[2]
+        times = {}
+        for num_chunks in CHUNKS:
+            self.take(keeping, num_chunks)
+            times[num_chunks] = min(self.take(keeping, num_chunks) for _ in range(2))
+        self._chunks = min(times, key=lambda n: times[n])
+        return self._chunks
+
+    def sides(self) -> dict[str, tuple[Callable[[], float], list[Worker]]]:
+        """What is measured, and the processes that take part in it."""
+        raw = [self.receiver, self._sender]
+        sides: dict[str, tuple[Callable[[], float], list[Worker]]] = {
+            "one": (lambda: self.ours(1), [self.receiver, self.sources[0]]),
+            "three": (lambda: self.ours(3), [self.receiver, *self.sources]),
+            "raw": (lambda: self.receiver.ask("raw", self._sender.hello, True), raw),
+            "bare": (lambda: self.receiver.ask("raw", self._sender.hello, False), raw),
+        }
+        if self._torchft:
+            sending, fresh, keeping = self._torchft
+            sides["torchft"] = (lambda: self.take(fresh, 0), [sending, fresh])
+            sides["torchft_best"] = (lambda: self.take(keeping, self._chunks), [sending, keeping])
+        return sides
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def peaks(workers: list[Worker]) -> Iterator[dict[int, int]]:
+    """By process: the largest private memory seen while the block lasts."""
+    highest = {worker.pid: worker.rss_anon for worker in workers}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            for worker in workers:
+                highest[worker.pid] = max(highest[worker.pid], worker.rss_anon)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield highest
+    finally:
+        over.set()
+        watcher.join()
+
+
+def measure(size: str, folder: str, rounds: int, peer: bool) -> Measures:
+    found = Measures()
+    state = State(mixed(SIZES[size]), folder)
+    with contextlib.closing(state), contextlib.closing(Fleet(state, peer)) as fleet:
+        workers = [fleet.receiver, *fleet.sources]
+        idle = {worker.pid: worker.rss_anon for worker in workers}
+        with peaks(workers) as highest:  # outside of the rounds, which the watching would disturb
+            for count in (1, 3):
+                fleet.ours(count)
+        extra = {pid: highest[pid] - idle[pid] for pid in idle}
+        found.client_rss = extra.pop(fleet.receiver.pid)
+        found.server_rss = max(extra.values())
+        if peer:
+            found.best_chunks = fleet.best_chunks()
+        sides = fleet.sides()
+        found.processor = {side: [] for side in sides}
+
+        def run(side: str) -> float:
+            do, those = sides[side]
+            before = sum(worker.processor_s for worker in those)
+            seconds = do()
+            found.processor[side].append(sum(worker.processor_s for worker in those) - before)
+            return seconds
+
+        timed = {side: (lambda side=side: run(side)) for side in sides}
+        found.seconds = common.interleave(timed, rounds, WARM_UP[size])
+        found.processor = {side: values[-rounds:] for side, values in found.processor.items()}
+    return found
+
+
+def measure_small(folder: str) -> dict[str, list[float]]:
+    """Seconds for 5,000 tensors of 4 KB, by number of sources."""
+    state = State(small(SMALL_TENSORS), folder)
+    with contextlib.closing(state), contextlib.closing(Fleet(state, False)) as fleet:
+        return common.interleave({"one": lambda: fleet.ours(1), "three": lambda: fleet.ours(3)}, SMALL_ROUNDS)
+
+
+def has_room(size: str, peer: bool) -> bool:
+    """Whether the state, its destination and torchft's fit into what memory is left."""
+    needed = SIZES[size] * (3 if peer else 2) + SPARE_BYTES
+    available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    if available >= needed:
+        return True
+    common.say(
+        f"\n{size} is left out: it needs {needed / 2**30:.0f} GiB and {available / 2**30:.1f} are free"
+    )
+    return False
+
+
+def report(found: dict[str, Measures]) -> dict[str, dict[str, float]]:
+    rows = []
+    for size, measures in found.items():
+        for side, seconds in measures.seconds.items():
+            name = f"torchft in {measures.best_chunks} chunks" if side == "torchft_best" else side
+            gb_per_s = SIZES[size] / statistics.median(seconds) / 1e9
+            processor = statistics.median(measures.processor[side]) / SIZES[size] * 1e9
+            cells = [common.describe(seconds), f"{gb_per_s:.2f}", f"{processor:.2f}", len(seconds)]
+            rows.append([f"{size} {name}", *cells])
+    columns = ["state, side", "time: median (lowest-highest)", "GB/s", "processor s/GB", "rounds"]
+    common.table("Until every tensor is usable", columns, rows)
+    ratios: dict[str, dict[str, float]] = {}
+    rows = []
+    for key, peer in PEER_OF.items():
+        for size, measures in found.items():
+            if peer in measures.seconds:
+                ratios.setdefault(key, {})[size] = measures.worse(peer)
+                both = [f"{measures.ratio(peer, ours):.2f}" for ours in OURS]
+                spent = [
+                    f"{common.paired(measures.processor[peer], measures.processor[o]):.2f}" for o in OURS
+                ]
+                rows.append([f"{key} {size}", *both, *spent])
+    columns = ["times as fast", *OURS, *(f"{side}: processor" for side in OURS)]
+    common.table("The other side's time over ours, median of paired ratios", columns, rows)
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="state transfer against raw TCP and torchft")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="for a quick look")
+    parser.add_argument("--rounds", type=int, default=0, help="for a quick look; 0: as many as needed")
+    arguments = parser.parse_args()
+    common.need("torch", "every side")
+    common.say(common.machine())
+    peer = importlib.util.find_spec("torchft") is not None
+    if not peer:
+        common.say(
+            "torchft is not installed: no figures of it (pip install torchft, in an environment of its own)"
+        )
+    began = time.monotonic()
+    found: dict[str, Measures] = {}
+    with tempfile.TemporaryDirectory(prefix="transfer-") as folder:
+        small_tensors = measure_small(folder)
+        for size in arguments.sizes.split(","):
+            wanted = peer and size in PEER_SIZES
+            if has_room(size, wanted):
+                found[size] = measure(size, folder, arguments.rounds or ROUNDS[size], wanted)
+                common.say(f"{size} measured after {time.monotonic() - began:.0f} s")
+    ratios = report(found)
+    rows = [[side, common.describe(seconds)] for side, seconds in small_tensors.items()]
+    common.table(f"{SMALL_TENSORS:,} tensors of 4 KB, {SMALL_ROUNDS} rounds", ["sources", "time"], rows)
+    rows = [
+        [size, f"{m.client_rss / 2**20:.1f}", f"{m.server_rss / 2**20:.1f}", f"{SIZES[size] / 2**20:.0f}"]
+        for size, m in found.items()
+    ]
+    columns = ["private MB above idle", "client", "server", "shared: the state, and again its destination"]
+    common.table("Memory", columns, rows)
+    judge(ratios, small_tensors, found)
+
+
+def judge(
+    ratios: dict[str, dict[str, float]], small_tensors: dict[str, list[float]], found: dict[str, Measures]
+) -> None:
+    small_s = max(statistics.median(seconds) for seconds in small_tensors.values())
+    client = max((m.client_rss for m in found.values()), default=0) / 2**20
+    server = max((m.server_rss for m in found.values()), default=0) / 2**20
+    common.say("")
+    for key, by_size in ratios.items():
+        for size, value in by_size.items():
+            common.verdict(f"{key} {size}", value, at_least=NEEDED[key])
+    common.verdict("small_tensors_s", small_s, at_most=SMALL_S)
+    common.verdict("client_extra_rss_mb", client, at_most=EXTRA_MB)
+    common.verdict("server_extra_rss_mb", server, at_most=EXTRA_MB)
+    others = {
+        "small_tensors_s": round(small_s, 5),
+        "client_extra_rss_mb": client,
+        "server_extra_rss_mb": server,
+    }
+    common.finish({**ratios, **others})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""The processes of ``transfer.py``: holders of a state and takers, told what to do line by line.
+
+Started as ``python transfer_workers.py ROLE ARGUMENTS``; a request is a JSON list on standard input, an answer
+a JSON value on standard output. The state lies in one memfd that every holder maps: it is paid for once.
+"""
+
+import asyncio
+import json
+import mmap
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+BLOCK = 4 << 20
+STEP, GENERATION = 1, 1
+_ASK = struct.Struct("<QQ")
+_TORCHFT_TIMEOUT = timedelta(seconds=120)
+# A process that gives no memory back to the kernel: what torchft receives into was faulted in before.
+KEEP_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_ARENA_MAX": "1"}
+
+
+class Worker:
+    """One of those processes, seen from outside."""
+
+    def __init__(self, role: str, arguments: list[object], fds: list[int], **environment: str) -> None:
+        self._role = role
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, role, json.dumps(arguments)],
+            pass_fds=fds,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+        self.hello = self._hear()
+
+    def ask(self, *request: object) -> Any:
+        """Have it do something; what it answers. Ends the benchmark if it failed."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the {self._role} ended early: see its error above")
+        return json.loads(line)
+
+    @property
+    def processor_s(self) -> float:
+        """Processor time of the whole process so far, threads that have ended included."""
+        return time.clock_gettime((~self.pid << 3) | 2)  # the kernel's clock of that process
+
+    @property
+    def rss_anon(self) -> int:
+        """Bytes of private memory that are resident now."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def say(value: object) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def obey(actions: dict[str, Callable[..., object]]) -> None:
+    """Answer requests until standard input ends."""
+    for line in sys.stdin:
+        action, *arguments = json.loads(line)
+        say(actions[action](*arguments))
+
+
+def mapped(fd: int, nbytes: int) -> memoryview:
+    """Shared memory, every page of it present in this process."""
+    return memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE))
+
+
+def tensors_of(file: memoryview) -> dict[str, Any]:
+    """Every tensor of a snapshot file, in place."""
+    import torch
+
+    from fabric.ckpt_server.encoding import TORCH_DTYPE
+    from fabric.ckpt_server.layout import read_header
+
+    return {
+        span.name: torch.frombuffer(
+            file, dtype=TORCH_DTYPE[span.dtype], count=max(1, _product(span.shape)), offset=span.begin
+        ).view(span.shape)
+        for span in read_header(file).tensors
+    }
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def source(fd: int, manifest: str) -> None:
+    """A checkpoint server: its own routes on its own loop, over memory that was there before."""
+    import secrets
+
+    import uvloop
+
+    from fabric.ckpt_server.content import snapshot_content
+    from fabric.ckpt_server.memory import SNAPSHOT, Memory
+    from fabric.ckpt_server.metrics import Metrics
+    from fabric.ckpt_server.region import Region
+    from fabric.ckpt_server.routes import Parts, make_app
+    from fabric.ckpt_server.trainer import Trainer
+    from fabric.runtime.web import serve
+
+    told = json.loads(Path(manifest).read_text())
+
+    async def run() -> None:
+        memory, trainer = Memory(), Trainer()
+        slot = memory.slot(SNAPSHOT, 0)
+        slot.region = Region("snapshot slot 0")
+        os.dup2(fd, slot.region.fd)
+        slot.region.grow(told["nbytes"])  # the pages are there: it only maps them
+        name = {"job": told["job"], "replica": "r0", "instance": secrets.token_hex(8)}
+        app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer)), None)
+        runner, port = await serve(app, "127.0.0.1", "0", cancel_abandoned=True)
+        content = snapshot_content(told, slot.region.view, told["job"], f"http://127.0.0.1:{port}")
+        memory.publish(slot, content)
+        say(f"http://127.0.0.1:{port}")
+        await asyncio.to_thread(sys.stdin.read)
+        await runner.cleanup()
+
+    uvloop.run(run())
+
+
+def sender(fd: int, nbytes: int) -> None:
+    """The other end of raw TCP: each connection asks for a range and gets it, again and again."""
+    view = mapped(fd, nbytes)
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while ask := connection.recv(_ASK.size, socket.MSG_WAITALL):
+            begin, end = _ASK.unpack(ask)
+            connection.sendall(view[begin:end])
+
+    say(listening.getsockname()[1])
+    while True:
+        threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
+
+
+class Receiver:
+    """Takes a state into memory of its own that is present before the first byte comes."""
+
+    def __init__(self, nbytes: int, manifest: str, streams: int) -> None:
+        from fabric.ckpt_server.fetch import StateFetcher
+
+        self._manifest = json.loads(Path(manifest).read_text())
+        fd = os.memfd_create("transfer-destination")
+        os.posix_fallocate(fd, 0, nbytes)
+        self._target = mapped(fd, nbytes)
+        self._fetcher = StateFetcher()
+        self._raw: list[socket.socket] = []
+        self._streams = streams
+        self._pool = ThreadPoolExecutor(streams)
+
+    def ours(self, urls: list[str]) -> float:
+        """Seconds until every tensor is there, verified."""
+        from fabric.model import SnapshotRef
+
+        self._spoil()
+        state = SnapshotRef(GENERATION, STEP, self._manifest["digest"])
+        began = time.perf_counter()
+        fetched = self._fetcher.fetch_state(urls, state, lambda nbytes: self._target[:nbytes])
+        tensors = tensors_of(self._target)
+        seconds = time.perf_counter() - began
+        assert not fetched.warnings, fetched.warnings
+        assert len(tensors) == len(self._manifest["tensors"])
+        self._check()
+        return seconds
+
+    def raw(self, port: int, verify: bool) -> float:
+        """Seconds over two connections that are open, each for one half of the blocks."""
+        while len(self._raw) < self._streams:
+            self._raw.append(socket.create_connection(("127.0.0.1", port)))
+            self._raw[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._spoil()
+        blocks = len(self._manifest["blocks"])
+        cuts = [blocks * i // self._streams for i in range(self._streams + 1)]
+        began = time.perf_counter()
+        parts = zip(self._raw, cuts, cuts[1:], strict=False)
+        for future in [self._pool.submit(self._stream, s, a, b, verify) for s, a, b in parts]:
+            future.result()
+        seconds = time.perf_counter() - began
+        self._check()
+        return seconds
+
+    def _stream(self, connection: socket.socket, first: int, last: int, verify: bool) -> None:
+        nbytes = len(self._target)
+        connection.sendall(_ASK.pack(first * BLOCK, min(last * BLOCK, nbytes)))
+        for block in range(first, last):
+            part = self._target[block * BLOCK : min((block + 1) * BLOCK, nbytes)]
+            filled = 0
+            while filled < len(part):
+                filled += connection.recv_into(part[filled:])
+            if verify and xxhash.xxh3_64_hexdigest(part) != self._manifest["blocks"][block]:
+                raise AssertionError(f"block {block} is wrong")
+
+    def _spoil(self) -> None:
+        """Make every block wrong, so that what is found later has come since."""
+        for begin in range(0, len(self._target), BLOCK):
+            self._target[begin] ^= 0xFF
+
+    def _check(self) -> None:
+        for block, digest in enumerate(self._manifest["blocks"]):
+            part = self._target[block * BLOCK : (block + 1) * BLOCK]
+            assert xxhash.xxh3_64_hexdigest(part) == digest, f"block {block} is wrong"
+
+
+def receiver(nbytes: int, manifest: str, streams: int) -> None:
+    """Takes the state by our client or over raw TCP."""
+    import torch
+
+    torch.set_num_threads(1)
+    taking = Receiver(nbytes, manifest, streams)
+    say("ready")
+    obey({"ours": taking.ours, "raw": taking.raw})
+
+
+def _transport(num_chunks: int) -> Any:
+    from torchft.checkpointing.http_transport import HTTPTransport
+
+    return HTTPTransport(timeout=_TORCHFT_TIMEOUT, num_chunks=num_chunks)
+
+
+def torchft_sender(fd: int, nbytes: int, settings: list[int]) -> None:
+    """torchft's transport with the same tensors, one server per number of chunks."""
+    import torch
+
+    torch.set_num_threads(1)
+    BaseHTTPRequestHandler.log_message = lambda *_: None  # a line per request on standard error
+    state = tensors_of(mapped(fd, nbytes))
+    addresses = {}
+    for num_chunks in settings:
+        transport = _transport(num_chunks)
+        transport.send_checkpoint([1], STEP, state, _TORCHFT_TIMEOUT)
+        host = transport.metadata().split("//")[1].split(":")[0]
+        addresses[num_chunks] = transport.metadata().replace(host, "localhost", 1)
+    say(addresses)
+    obey({})
+
+
+def torchft_receiver(settings: list[int], tensors: int, nbytes: int) -> None:
+    """Takes the state by torchft's transport."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transports = {num_chunks: _transport(num_chunks) for num_chunks in settings}
+
+    def take(num_chunks: int, metadata: str) -> float:
+        began = time.perf_counter()
+        state = transports[num_chunks].recv_checkpoint(0, metadata, STEP, _TORCHFT_TIMEOUT)
+        seconds = time.perf_counter() - began
+        assert len(state) == tensors and sum(x.nbytes for x in state.values()) == nbytes
+        return seconds
+
+    say("ready")
+    obey({"take": take})
+
+
+ROLES: dict[str, Callable[..., None]] = {
+    "source": source,
+    "sender": sender,
+    "receiver": receiver,
+    "torchft_sender": torchft_sender,
+    "torchft_receiver": torchft_receiver,
+}
+
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](*json.loads(sys.argv[2]))

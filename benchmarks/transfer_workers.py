@@ -1,7 +1,8 @@
 """The processes of ``transfer.py``: holders of a state and takers, told what to do line by line.
 
 Started as ``python transfer_workers.py ROLE ARGUMENTS``; a request is a JSON list on standard input, an
-answer a JSON value on standard output. The state lies in one memfd that every holder maps: it is paid for once.
+answer a JSON value on standard output. The state lies in one memfd that every holder maps: it is paid for
+once.
 """
 
 import asyncio

@@ -205,12 +205,10 @@ def manifest(job: Job) -> dict:
 
 def state_digest(file: bytes) -> str:
     """As the page says it is made."""
-    data_begins = 8 + int.from_bytes(file[:8], "little")
-    header = json.loads(file[8:data_begins])
-    header.pop("__metadata__", None)
-    hasher = xxhash.xxh3_128(file[:data_begins])
-    for begin, end in sorted(entry["data_offsets"] for entry in header.values()):
-        hasher.update(xxhash.xxh3_64_digest(file[data_begins + begin : data_begins + end]))
+    size = 4 << 20
+    hasher = xxhash.xxh3_128(len(file).to_bytes(8, "big") + size.to_bytes(8, "big"))
+    for begin in range(0, len(file), size):
+        hasher.update(xxhash.xxh3_64_digest(file[begin : begin + size]))
     return hasher.hexdigest()
 
 

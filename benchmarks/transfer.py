@@ -63,6 +63,7 @@ SMALL_S, EXTRA_MB = 0.030, 64.0
 # What a run needs beside the state itself and its destination.
 SPARE_BYTES = 2 << 30
 
+Spent = tuple[float, float]  # seconds of the clock, and of the taker's processors
 Entry = tuple[str, str, tuple[int, ...], int]
 
 
@@ -168,11 +169,11 @@ class Fleet:
         self._stack.callback(worker.close)
         return worker
 
-    def ours(self, count: int) -> float:
+    def ours(self, count: int) -> Spent:
         return self.receiver.ask("ours", [source.hello for source in self.sources[:count]])
 
-    def take(self, receiving: Worker, num_chunks: int) -> float:
-        """torchft's seconds."""
+    def take(self, receiving: Worker, num_chunks: int) -> Spent:
+        """One transfer by torchft."""
         return receiving.ask("take", num_chunks, self._torchft[0].hello[str(num_chunks)])
 
     def best_chunks(self) -> int:
@@ -181,23 +182,23 @@ class Fleet:
         times = {}
         for num_chunks in CHUNKS:
             self.take(keeping, num_chunks)
-            times[num_chunks] = min(self.take(keeping, num_chunks) for _ in range(2))
+            times[num_chunks] = min(self.take(keeping, num_chunks)[0] for _ in range(2))
         self._chunks = min(times, key=lambda n: times[n])
         return self._chunks
 
-    def sides(self) -> dict[str, tuple[Callable[[], float], list[Worker]]]:
-        """What is measured, and the processes that take part in it."""
-        raw = [self.receiver, self._sender]
-        sides: dict[str, tuple[Callable[[], float], list[Worker]]] = {
-            "one": (lambda: self.ours(1), [self.receiver, self.sources[0]]),
-            "three": (lambda: self.ours(3), [self.receiver, *self.sources]),
+    def sides(self) -> dict[str, tuple[Callable[[], Spent], list[Worker]]]:
+        """What is measured, and the processes that give (who takes says itself what it spent)."""
+        raw = [self._sender]
+        sides: dict[str, tuple[Callable[[], Spent], list[Worker]]] = {
+            "one": (lambda: self.ours(1), self.sources[:1]),
+            "three": (lambda: self.ours(3), self.sources),
             "raw": (lambda: self.receiver.ask("raw", self._sender.hello, True), raw),
             "bare": (lambda: self.receiver.ask("raw", self._sender.hello, False), raw),
         }
         if self._torchft:
             sending, fresh, keeping = self._torchft
-            sides["torchft"] = (lambda: self.take(fresh, 0), [sending, fresh])
-            sides["torchft_best"] = (lambda: self.take(keeping, self._chunks), [sending, keeping])
+            sides["torchft"] = (lambda: self.take(fresh, 0), [sending])
+            sides["torchft_best"] = (lambda: self.take(keeping, self._chunks), [sending])
         return sides
 
     def close(self) -> None:
@@ -226,7 +227,7 @@ def peaks(workers: list[Worker]) -> Iterator[dict[int, int]]:
 
 def measure(size: str, folder: str, rounds: int, peer: bool) -> Measures:
     found = Measures()
-    state = State(mixed(SIZES[size]), folder)
+    state = State(mixed(nbytes_of(size)), folder)
     with contextlib.closing(state), contextlib.closing(Fleet(state, peer)) as fleet:
         workers = [fleet.receiver, *fleet.sources]
         idle = {worker.pid: worker.rss_anon for worker in workers}
@@ -242,14 +243,15 @@ def measure(size: str, folder: str, rounds: int, peer: bool) -> Measures:
         found.processor = {side: [] for side in sides}
 
         def run(side: str) -> float:
-            do, those = sides[side]
-            before = sum(worker.processor_s for worker in those)
-            seconds = do()
-            found.processor[side].append(sum(worker.processor_s for worker in those) - before)
+            do, giving = sides[side]
+            before = sum(worker.processor_s for worker in giving)
+            seconds, processor = do()
+            given = sum(worker.processor_s for worker in giving) - before
+            found.processor[side].append(given + processor)
             return seconds
 
         timed = {side: (lambda side=side: run(side)) for side in sides}
-        found.seconds = common.interleave(timed, rounds, WARM_UP[size])
+        found.seconds = common.interleave(timed, rounds, WARM_UP.get(size, 1))
         found.processor = {side: values[-rounds:] for side, values in found.processor.items()}
     return found
 
@@ -258,12 +260,18 @@ def measure_small(folder: str) -> dict[str, list[float]]:
     """Seconds for 5,000 tensors of 4 KB, by number of sources."""
     state = State(small(SMALL_TENSORS), folder)
     with contextlib.closing(state), contextlib.closing(Fleet(state, False)) as fleet:
-        return common.interleave({"one": lambda: fleet.ours(1), "three": lambda: fleet.ours(3)}, SMALL_ROUNDS)
+        sides = {"one": lambda: fleet.ours(1)[0], "three": lambda: fleet.ours(3)[0]}
+        return common.interleave(sides, SMALL_ROUNDS)
+
+
+def nbytes_of(size: str) -> int:
+    """Of a size in words, such as 16MB."""
+    return SIZES.get(size) or int(size.removesuffix("MB")) * common.MB
 
 
 def has_room(size: str, peer: bool) -> bool:
     """Whether the state, its destination and torchft's fit into what memory is left."""
-    needed = SIZES[size] * (3 if peer else 2) + SPARE_BYTES
+    needed = nbytes_of(size) * (3 if peer else 2) + SPARE_BYTES
     available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
     if available >= needed:
         return True
@@ -278,8 +286,8 @@ def report(found: dict[str, Measures]) -> dict[str, dict[str, float]]:
     for size, measures in found.items():
         for side, seconds in measures.seconds.items():
             name = f"torchft in {measures.best_chunks} chunks" if side == "torchft_best" else side
-            gb_per_s = SIZES[size] / statistics.median(seconds) / 1e9
-            processor = statistics.median(measures.processor[side]) / SIZES[size] * 1e9
+            gb_per_s = nbytes_of(size) / statistics.median(seconds) / 1e9
+            processor = statistics.median(measures.processor[side]) / nbytes_of(size) * 1e9
             cells = [common.describe(seconds), f"{gb_per_s:.2f}", f"{processor:.2f}", len(seconds)]
             rows.append([f"{size} {name}", *cells])
     columns = ["state, side", "time: median (lowest-highest)", "GB/s", "processor s/GB", "rounds"]
@@ -319,13 +327,13 @@ def main() -> None:
         for size in arguments.sizes.split(","):
             wanted = peer and size in PEER_SIZES
             if has_room(size, wanted):
-                found[size] = measure(size, folder, arguments.rounds or ROUNDS[size], wanted)
+                found[size] = measure(size, folder, arguments.rounds or ROUNDS.get(size, 1), wanted)
                 common.say(f"{size} measured after {time.monotonic() - began:.0f} s")
     ratios = report(found)
     rows = [[side, common.describe(seconds)] for side, seconds in small_tensors.items()]
     common.table(f"{SMALL_TENSORS:,} tensors of 4 KB, {SMALL_ROUNDS} rounds", ["sources", "time"], rows)
     rows = [
-        [size, f"{m.client_rss / 2**20:.1f}", f"{m.server_rss / 2**20:.1f}", f"{SIZES[size] / 2**20:.0f}"]
+        [size, f"{m.client_rss / 2**20:.1f}", f"{m.server_rss / 2**20:.1f}", f"{nbytes_of(size) / 2**20:.0f}"]
         for size, m in found.items()
     ]
     columns = ["private MB above idle", "client", "server", "shared: the state, and again its destination"]

@@ -85,6 +85,16 @@ class Worker:
         self._process.wait()
 
 
+class Watch:
+    """Time from here on: of the clock, and of this process's processors."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        return time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+
+
 def say(value: object) -> None:
     print(json.dumps(value), flush=True)
 
@@ -109,18 +119,9 @@ def tensors_of(file: memoryview) -> dict[str, Any]:
     from fabric.ckpt_server.layout import read_header
 
     return {
-        span.name: torch.frombuffer(
-            file, dtype=TORCH_DTYPE[span.dtype], count=max(1, _product(span.shape)), offset=span.begin
-        ).view(span.shape)
-        for span in read_header(file).tensors
+        name: torch.frombuffer(file[begin:end], dtype=TORCH_DTYPE[dtype]).view(shape)
+        for name, dtype, shape, begin, end in read_header(file).tensors
     }
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def source(fd: int, manifest: str) -> None:
@@ -130,6 +131,7 @@ def source(fd: int, manifest: str) -> None:
     import uvloop
 
     from fabric.ckpt_server.content import snapshot_content
+    from fabric.ckpt_server.insight import Insight
     from fabric.ckpt_server.memory import SNAPSHOT, Memory
     from fabric.ckpt_server.metrics import Metrics
     from fabric.ckpt_server.region import Region
@@ -146,7 +148,8 @@ def source(fd: int, manifest: str) -> None:
         os.dup2(fd, slot.region.fd)
         slot.region.grow(told["nbytes"])  # the pages are there: it only maps them
         name = {"job": told["job"], "replica": "r0", "instance": secrets.token_hex(8)}
-        app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer)), None)
+        insight = Insight(Path(manifest).parent, trainer)
+        app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer), insight), None)
         runner, port = await serve(app, "127.0.0.1", "0", cancel_abandoned=True)
         content = snapshot_content(told, slot.region.view, told["job"], f"http://127.0.0.1:{port}")
         memory.publish(slot, content)
@@ -188,36 +191,36 @@ class Receiver:
         self._streams = streams
         self._pool = ThreadPoolExecutor(streams)
 
-    def ours(self, urls: list[str]) -> float:
-        """Seconds until every tensor is there, verified."""
+    def ours(self, urls: list[str]) -> tuple[float, float]:
+        """Seconds until every tensor is there, verified, and processor seconds of this process."""
         from fabric.model import SnapshotRef
 
         self._spoil()
         state = SnapshotRef(GENERATION, STEP, self._manifest["digest"])
-        began = time.perf_counter()
+        watch = Watch()
         fetched = self._fetcher.fetch_state(urls, state, lambda nbytes: self._target[:nbytes])
         tensors = tensors_of(self._target)
-        seconds = time.perf_counter() - began
+        spent = watch.read()
         assert not fetched.warnings, fetched.warnings
         assert len(tensors) == len(self._manifest["tensors"])
         self._check()
-        return seconds
+        return spent
 
-    def raw(self, port: int, verify: bool) -> float:
-        """Seconds over two connections that are open, each for one half of the blocks."""
+    def raw(self, port: int, verify: bool) -> tuple[float, float]:
+        """The same over two connections that are open, each for one half of the blocks."""
         while len(self._raw) < self._streams:
             self._raw.append(socket.create_connection(("127.0.0.1", port)))
             self._raw[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._spoil()
         blocks = len(self._manifest["blocks"])
         cuts = [blocks * i // self._streams for i in range(self._streams + 1)]
-        began = time.perf_counter()
+        watch = Watch()
         parts = zip(self._raw, cuts, cuts[1:], strict=False)
         for future in [self._pool.submit(self._stream, s, a, b, verify) for s, a, b in parts]:
             future.result()
-        seconds = time.perf_counter() - began
+        spent = watch.read()
         self._check()
-        return seconds
+        return spent
 
     def _stream(self, connection: socket.socket, first: int, last: int, verify: bool) -> None:
         nbytes = len(self._target)
@@ -282,12 +285,12 @@ def torchft_receiver(settings: list[int], tensors: int, nbytes: int) -> None:
     warnings.simplefilter("ignore")
     transports = {num_chunks: _transport(num_chunks) for num_chunks in settings}
 
-    def take(num_chunks: int, metadata: str) -> float:
-        began = time.perf_counter()
+    def take(num_chunks: int, metadata: str) -> tuple[float, float]:
+        watch = Watch()
         state = transports[num_chunks].recv_checkpoint(0, metadata, STEP, _TORCHFT_TIMEOUT)
-        seconds = time.perf_counter() - began
+        spent = watch.read()
         assert len(state) == tensors and sum(x.nbytes for x in state.values()) == nbytes
-        return seconds
+        return spent
 
     say("ready")
     obey({"take": take})

@@ -26,8 +26,9 @@ _WORD = re.compile(r"[\x21-\x7e]{0,200}")
 @dataclass(frozen=True, slots=True)
 class Content:
     """Published bytes. ``entry`` describes them in a listing, ``headers`` beside the bytes themselves;
-    ``manifest`` is a snapshot's, as JSON, and ``state`` the digest of the state that it is (a part of).
-    ``tensors`` is where a snapshot's lie. ``published`` is monotonic seconds."""
+    ``manifest`` is a snapshot's, as JSON, ``manifest_without_tensors`` a short one, and ``state`` the digest
+    of the state that it is (a part of). ``tensors`` is where a snapshot's lie. ``published`` is monotonic
+    seconds."""
 
     generation: int
     step: int
@@ -37,6 +38,7 @@ class Content:
     headers: Mapping[str, str]
     published: float
     manifest: bytes = b""
+    manifest_without_tensors: bytes = b""
     state: str = ""
     tensors: Mapping[str, TensorSpan] = field(default_factory=dict)
 
@@ -80,7 +82,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         )
     header = read_header(view[:nbytes])
     url = f"{base_url}/v1/snapshots/{step}/data?generation={generation}"
-    told = {**checked, "url": url, "tensors": _tensors(header)}
+    told = {key: value for key, value in checked.items() if key != "tensors"} | {"url": url}
     return Content(
         generation=generation,
         step=step,
@@ -96,7 +98,8 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         },
         headers=_headers(generation, step, checked["digest"]),
         published=time.monotonic(),
-        manifest=_dump(told),
+        manifest=_dump({**told, "tensors": _tensors(header)}),
+        manifest_without_tensors=_dump(told),
         state=state_digest(checked),
         tensors={span.name: span for span in header.tensors},
     )

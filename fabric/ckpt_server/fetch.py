@@ -77,7 +77,7 @@ class GradientMeta:
 class StateFetcher:
     """Fetches from checkpoint servers until it is cancelled; one fetch at a time.
 
-    ``token`` empty means none. Ranges of ``range_bytes`` go to ``streams_per_source`` connections per
+    ``token`` empty means none. Ranges of at most ``range_bytes`` go to ``streams_per_source`` connections per
     source, none of which waits longer than ``timeout_s`` for bytes. ``progress(received, nbytes)`` is
     called in the fetching thread. States larger than ``max_nbytes`` are refused. Of a replica of several
     ranks it fetches the part of ``rank``, from servers of that rank; digests asked for are of the whole.
@@ -88,7 +88,7 @@ class StateFetcher:
         token: str = "",
         *,
         streams_per_source: int = 2,
-        range_bytes: int = 8 << 20,
+        range_bytes: int = 64 << 20,
         timeout_s: float = 30.0,
         progress: Progress | None = None,
         ssl_context: ssl.SSLContext | None = None,
@@ -247,7 +247,7 @@ class StateFetcher:
         line = connection or Connection(source.address, self._access)
         for _ in range(_MANIFEST_TRIES):
             try:
-                response = line.get(f"/v1/snapshots/{step}/manifest?generation={generation}")
+                response = line.get(f"/v1/snapshots/{step}/manifest?generation={generation}&tensors=0")
                 if response.status != 200:
                     raise refusal(response)
                 manifest = check_manifest(read_json(response, _MAX_MANIFEST_BYTES), self._max_nbytes)

@@ -15,7 +15,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fabric.errors import StateError
 
@@ -46,8 +46,7 @@ ELEMENT_BYTES: Mapping[str, int] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpan:
+class TensorSpan(NamedTuple):
     """One tensor's place: ``begin`` and ``end`` count bytes from the first byte of the *file*."""
 
     name: str
@@ -169,32 +168,33 @@ def is_count(value: object, most: int) -> bool:
 
 
 def _span(name: str, entry: object, data_begin: int) -> TensorSpan:
-    label = f"Tensor {name[:200]!r} of the state"
+    # Once for each of perhaps a hundred thousand tensors, before a newcomer can load any.
     if not name or len(name) > _MAX_NAME_CHARACTERS or not isinstance(entry, dict):
-        raise StateError(f"{label} has no usable name or description; the state is damaged.")
+        raise _bad(name, "has no usable name or description; the state is damaged")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
-        raise StateError(f"{label} has the unknown dtype {str(dtype)[:40]!r}.")
-    if (
-        not isinstance(shape, list)
-        or len(shape) > _MAX_DIMENSIONS
-        or not all(is_count(n, 1 << 62) for n in shape)
-    ):
-        raise StateError(f"{label} has an impossible shape.")
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(is_count(n, MAX_FILE_BYTES) for n in offsets)
-    ):
-        raise StateError(f"{label} has impossible offsets.")
-    nbytes = ELEMENT_BYTES[dtype]
+    nbytes = ELEMENT_BYTES.get(dtype, 0) if isinstance(dtype, str) else 0
+    if not nbytes or not isinstance(dtype, str):
+        raise _bad(name, f"has the unknown dtype {str(dtype)[:40]!r}")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+        raise _bad(name, "has an impossible shape")
     for size in shape:
+        if not is_count(size, 1 << 62):
+            raise _bad(name, "has an impossible shape")
         nbytes *= size
-        if nbytes > MAX_FILE_BYTES and 0 not in shape:
-            raise StateError(f"{label} has an impossible shape.")
-    if offsets[1] - offsets[0] != nbytes:
-        raise StateError(f"{label} has {offsets[1] - offsets[0]} bytes where its shape needs {nbytes}.")
-    return TensorSpan(name, dtype, tuple(shape), data_begin + offsets[0], data_begin + offsets[1])
+    if nbytes > MAX_FILE_BYTES:
+        raise _bad(name, "has an impossible shape")
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise _bad(name, "has impossible offsets")
+    begin, end = offsets
+    if not is_count(begin, MAX_FILE_BYTES) or not is_count(end, MAX_FILE_BYTES):
+        raise _bad(name, "has impossible offsets")
+    if end - begin != nbytes:
+        raise _bad(name, f"has {end - begin} bytes where its shape needs {nbytes}")
+    return TensorSpan(name, dtype, tuple(shape), data_begin + begin, data_begin + end)
+
+
+def _bad(name: str, what: str) -> StateError:
+    return StateError(f"Tensor {name[:200]!r} of the state {what}.")
 
 
 def _check_cover(spans: list[TensorSpan], begin: int, end: int) -> None:

@@ -16,6 +16,12 @@ _GENERATION = {
     "schema": {"type": "integer", "minimum": 0},
     "description": "Steps of this generation only.",
 }
+_TENSORS = {
+    "name": "tensors",
+    "in": "query",
+    "schema": {"type": "integer", "minimum": 0, "maximum": 1},
+    "description": "0: without the list of tensors, which may be long.",
+}
 _TENSOR = {
     "name": "tensor",
     "in": "path",
@@ -125,7 +131,9 @@ DOCUMENT: dict[str, Any] = {
             {"404": "The trainer has no recording.", "504": "The trainer did not answer in time."},
         ),
         "/v1/snapshots": _get("The snapshots held, oldest first.", _JSON),
-        "/v1/snapshots/{step}/manifest": _get("A snapshot's manifest.", _JSON, _STEP, _GENERATION, *_TAGS),
+        "/v1/snapshots/{step}/manifest": _get(
+            "A snapshot's manifest.", _JSON, _STEP, _GENERATION, _TENSORS, *_TAGS
+        ),
         "/v1/snapshots/{step}/data": _get(
             "The whole state, a safetensors file.", _BYTES, _STEP, _GENERATION, _RANGE, *_TAGS
         ),

@@ -1,9 +1,10 @@
 """Which blocks of a file are still to be fetched, by whom, and when somebody else should try.
 
-One queue of ranges for all streams of all sources: who is fast takes more. What a stream could not
-finish goes back, marked with the source to avoid unless nobody else is left. A stream with nothing
-to do may reclaim a range that another source has had for several times as long as ranges take: so a
-source that trickles cannot hold up the end.
+One queue of ranges for all streams of all sources: who is fast takes more. A request costs as much time as
+some hundred kilobytes, so ranges are large at first; they get smaller towards the end, so that all streams
+end together. What a stream could not finish goes back, marked with the source to avoid unless nobody else is
+left. A stream with nothing to do may reclaim a range that another source has had for several times as long as
+its blocks take: so a source that trickles cannot hold up the end.
 """
 
 import threading
@@ -15,6 +16,7 @@ _PATIENCE_MIN_S = 0.5
 _PATIENCE_UNKNOWN_S = 2.0
 _PATIENCE_FACTOR = 4.0
 _LOOK_S = 0.05
+_FEWEST_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Lease:
 
 @dataclass(slots=True)
 class _Pace:
-    ranges: int = 0
+    blocks: int = 0
     seconds: float = 0.0
 
 
@@ -55,18 +57,20 @@ class _Shared:
 
 
 class RangeQueue:
-    """The blocks of one file. All methods may be called from any thread."""
+    """The blocks of one file, for ``streams`` streams. All methods may be called from any thread."""
 
     def __init__(
-        self, done: list[bool], blocks_per_range: int, sources: set[str], clock: Callable[[], float]
+        self, done: list[bool], most_blocks: int, streams: int, sources: set[str], clock: Callable[[], float]
     ) -> None:
         self._done = list(done)
         self._left = done.count(False)
+        self._most_blocks = most_blocks
+        self._streams = streams
         self._alive = set(sources)
         self._clock = clock
         self._changed = threading.Condition()
         self._stopped = False
-        self._shared = _Shared(deque(_runs(done, blocks_per_range)))
+        self._shared = _Shared(deque(_runs(done)))
 
     @property
     def complete(self) -> bool:
@@ -96,17 +100,18 @@ class RangeQueue:
             if not self._done[block]:
                 self._done[block] = True
                 self._left -= 1
-                self._changed.notify_all()
+                if not self._left:
+                    self._changed.notify_all()
 
     def release(self, lease: Lease, *, failed: bool) -> None:
         """Gives a range back; what of it is not finished is fetched again, elsewhere if it failed."""
         with self._changed:
             self._shared.leases.discard(lease)
             pace = self._shared.pace.setdefault(lease.source, _Pace())
-            pace.ranges += 1
-            pace.seconds += self._clock() - lease.since_s
             avoid = lease.taken.avoid | ({lease.source} if failed else frozenset())
             rest = [block for block in lease.taken.blocks if not self._done[block]]
+            pace.blocks += lease.taken.count - len(rest)
+            pace.seconds += self._clock() - lease.since_s
             self._shared.pending.extendleft(BlockRange(block, 1, avoid) for block in reversed(rest))
             self._changed.notify_all()
 
@@ -135,29 +140,35 @@ class RangeQueue:
         for index, candidate in enumerate(pending):
             if source not in candidate.avoid or self._alive <= candidate.avoid:
                 del pending[index]
-                return candidate
+                most = max(_FEWEST_BLOCKS, self._left // (2 * self._streams))
+                size = min(candidate.count, self._most_blocks, most)
+                if size < candidate.count:
+                    rest = replace(candidate, first=candidate.first + size, count=candidate.count - size)
+                    pending.insert(index, rest)
+                return replace(candidate, count=size)
         return None
 
     def _reclaim(self, source: str) -> None:
         pace = self._shared.pace.get(source)
-        patience = _PATIENCE_UNKNOWN_S
-        if pace is not None and pace.ranges:
-            patience = max(_PATIENCE_MIN_S, _PATIENCE_FACTOR * pace.seconds / pace.ranges)
         now = self._clock()
         for lease in self._shared.leases:
+            patience = _PATIENCE_UNKNOWN_S
+            if pace is not None and pace.blocks:
+                expected_s = lease.taken.count * pace.seconds / pace.blocks
+                patience = max(_PATIENCE_MIN_S, _PATIENCE_FACTOR * expected_s)
             due = patience * 2 ** len(lease.taken.avoid)  # a range that nobody is fast with ends somewhere
             if lease.source != source and not lease.reclaimed and now - lease.since_s > due:
                 lease.reclaimed = True
                 lease.end()
 
 
-def _runs(done: list[bool], most: int) -> list[BlockRange]:
+def _runs(done: list[bool]) -> list[BlockRange]:
     runs: list[BlockRange] = []
     for block, is_done in enumerate(done):
         if is_done:
             continue
         last = runs[-1] if runs else None
-        if last is not None and last.first + last.count == block and last.count < most:
+        if last is not None and last.first + last.count == block:
             runs[-1] = replace(last, count=last.count + 1)
         else:
             runs.append(BlockRange(block, 1))

@@ -95,12 +95,14 @@ class Routes:
         return web.json_response(self._listing(GRADIENT))
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        """The snapshot's manifest, with the URL of its data and its tensors."""
+        """The snapshot's manifest, with the URL of its data and, unless ``tensors=0``, its tensors."""
         found = self._snapshot(request)
         if isinstance(found, web.Response):
             return found
-        assert found.content is not None
-        body = found.content.manifest
+        content = found.content
+        assert content is not None
+        whole = query_integer(request, "tensors", low=0, high=1) != 0
+        body = content.manifest if whole else content.manifest_without_tensors
         tag = etag(bytes_digest(memoryview(body)))
         try:
             check_if_match(request.headers.get("If-Match"), tag)
@@ -108,7 +110,7 @@ class Routes:
             return json_error(412, str(error))
         if is_unchanged(request.headers.get("If-None-Match"), tag):
             return web.Response(status=304, headers={"ETag": tag})
-        headers = {**found.content.headers, "ETag": tag, "Cache-Control": "no-store"}
+        headers = {**content.headers, "ETag": tag, "Cache-Control": "no-store"}
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def data(self, request: web.Request) -> web.StreamResponse:

@@ -10,6 +10,7 @@ import http.client
 import json
 import socket
 import ssl
+import struct
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +132,11 @@ class Connection:
         sock.settimeout(self._access.timeout_s)
         return response
 
+    def body(self, response: http.client.HTTPResponse) -> "Body":
+        """Where the bytes of the response of the last ``get`` come from."""
+        assert self._sock is not None
+        return Body(response, self._sock, self._access.timeout_s)
+
     @property
     def is_open(self) -> bool:
         """Whether the next request goes over a connection that was used before."""
@@ -182,6 +188,49 @@ class Connection:
         self._access.sockets.add(wrapped)
         self._access.sockets.close(sock)
         return wrapped
+
+
+class Body:
+    """A response's bytes, from the socket to their place in as few wake-ups as the kernel allows: it waits
+    for a whole piece, and not the interpreter for whatever has come. Over TLS the interpreter has to read.
+    """
+
+    def __init__(self, response: http.client.HTTPResponse, sock: socket.socket, timeout_s: float) -> None:
+        self._response = response
+        self._sock = None if isinstance(sock, ssl.SSLSocket) else sock
+        self._buffered = 0
+        self._timeout_s = timeout_s
+        if self._sock is not None and response.length:
+            # What came with the head lies in the response's buffer and goes first.
+            self._buffered = len(response.fp.peek(1))
+            seconds = int(timeout_s)
+            limit = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._sock.settimeout(None)
+
+    def read(self, into: memoryview) -> None:
+        """Fills ``into``. Raises ConnectionError where the body ends too early, TimeoutError."""
+        if self._buffered:
+            first = min(self._buffered, len(into))
+            self._buffered -= first
+            read_exactly(self._response, into[:first])
+            into = into[first:]
+        length = self._response.length
+        if self._sock is None or length is None or length <= len(into):
+            if self._sock is not None:
+                self._sock.settimeout(self._timeout_s)
+            read_exactly(self._response, into)  # to the end: the response learns of it
+            return
+        filled = 0
+        while filled < len(into):
+            try:
+                count = self._sock.recv_into(into[filled:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise TimeoutError from None
+            if not count:
+                raise ConnectionError(f"the body ended {len(into) - filled} bytes too early")
+            filled += count
+        self._response.length = length - filled
 
 
 def read_exactly(response: http.client.HTTPResponse, into: memoryview) -> None:

@@ -13,15 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from fabric.ckpt_server.digest import block_digest
 from fabric.ckpt_server.ranges import Lease, RangeQueue
 from fabric.ckpt_server.source import (
     TRANSIENT,
     Access,
     Address,
+    Body,
     Connection,
     SourceRefused,
-    read_exactly,
     refusal,
 )
 from fabric.errors import Gone, IntegrityError, StateError
@@ -31,6 +33,7 @@ Progress = Callable[[int, int], None]
 _MAX_FAILURES = 3
 _MAX_LIES = 2
 _WAIT_S = 0.1
+_PIECE_BYTES = 512 << 10  # is digested while it is in the core's own cache
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
 
@@ -70,9 +73,10 @@ class Striping:
         """
         done = [resume and self._holds(block) for block in range(len(self._manifest["blocks"]))]
         held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
-        per_range = max(1, range_bytes // int(self._manifest["block_bytes"]))
-        queue = RangeQueue(done, per_range, {source.url for source in self._sources}, time.monotonic)
-        with ThreadPoolExecutor(len(self._sources) * streams, "fabric-fetch", lower_priority) as pool:
+        most = max(1, range_bytes // int(self._manifest["block_bytes"]))
+        workers = len(self._sources) * streams
+        queue = RangeQueue(done, most, workers, {source.url for source in self._sources}, time.monotonic)
+        with ThreadPoolExecutor(workers, "fabric-fetch", lower_priority) as pool:
             running = [
                 pool.submit(self._stream, queue, source) for source in self._sources for _ in range(streams)
             ]
@@ -141,10 +145,10 @@ class Striping:
         etag = response.getheader("ETag")
         if etag is not None and etag.strip('W/"') != self._manifest["digest"]:
             raise SourceRefused("it holds another state by now")
+        body = connection.body(response)
         for block in lease.taken.blocks:
             part = self._block(block)
-            read_exactly(response, part)
-            if block_digest(part) != self._manifest["blocks"][block]:
+            if _receive(body, part) != self._manifest["blocks"][block]:
                 raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
             with self._lock:
                 source.nbytes += len(part)
@@ -185,6 +189,16 @@ class Striping:
 
     def _holds(self, block: int) -> bool:
         return bool(block_digest(self._block(block)) == self._manifest["blocks"][block])
+
+
+def _receive(body: Body, part: memoryview) -> str:
+    """Fills ``part``; returns its digest."""
+    hasher = xxhash.xxh3_64()
+    for begin in range(0, len(part), _PIECE_BYTES):
+        piece = part[begin : begin + _PIECE_BYTES]
+        body.read(piece)
+        hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def check_range(response: Any, begin: int, end: int, nbytes: int) -> None:

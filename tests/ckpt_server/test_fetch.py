@@ -655,7 +655,7 @@ def test_gradient_published_while_waiting(origins) -> None:
 
 def test_ranges_are_reclaimed_from_the_slow_and_kept_from_the_failed() -> None:
     now = [0.0]
-    queue = RangeQueue([False] * 4, 2, {"slow", "fast"}, lambda: now[0])
+    queue = RangeQueue([False] * 4, 2, 1, {"slow", "fast"}, lambda: now[0])
     ended = threading.Event()
     slow = queue.take("slow", ended.set)
     fast = queue.take("fast", lambda: None)
@@ -683,7 +683,7 @@ def test_ranges_are_reclaimed_from_the_slow_and_kept_from_the_failed() -> None:
 def test_every_block_is_finished_whatever_fails(seed: int) -> None:
     chance = random.Random(seed)
     fetched = [chance.random() < 0.3 for _ in range(chance.randint(1, 20))]
-    queue = RangeQueue(fetched, chance.randint(1, 6), {"a", "b"}, lambda: 0.0)
+    queue = RangeQueue(fetched, chance.randint(1, 6), chance.randint(1, 4), {"a", "b"}, lambda: 0.0)
     while not queue.complete:
         with queue._changed:
             found = queue._pick(source := chance.choice("ab"))

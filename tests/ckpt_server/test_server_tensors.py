@@ -46,6 +46,14 @@ def test_a_tensor_by_name(url, name):
     assert answer.headers["X-Fabric-Shape"] == ",".join(map(str, TENSORS[name].shape))
 
 
+def test_the_manifest_without_the_tensors_says_the_same_otherwise(url):
+    whole = fetch(url, "/v1/snapshots/latest/manifest").json
+    short = fetch(url, "/v1/snapshots/latest/manifest?tensors=0").json
+    assert set(whole.pop("tensors")) == set(SHAPES)
+    assert short == whole
+    assert fetch(url, "/v1/snapshots/latest/manifest?tensors=2").status == 400
+
+
 def test_a_range_of_a_tensor_counts_from_its_own_first_byte(url):
     whole = TENSORS["w"].numpy().tobytes()
     answer = fetch(url, "/v1/snapshots/latest/tensors/w", Range="bytes=400-799")

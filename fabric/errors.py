@@ -33,12 +33,14 @@ class Unreachable(FabricError):
 class RoundAborted(FabricError):
     """An exchange ended without a result; the local gradient is untouched and the round is redone.
 
-    ``about`` names the peer that it failed on, empty where nobody in particular is to blame.
+    ``about`` names the peer that it failed on, empty where nobody in particular is to blame. ``waited_for``
+    names the peer whose bytes were due when it ended, whoever ended it; empty where nothing was awaited.
     """
 
-    def __init__(self, message: str, about: str = "") -> None:
+    def __init__(self, message: str, about: str = "", waited_for: str = "") -> None:
         super().__init__(message)
         self.about = about
+        self.waited_for = waited_for
 
 
 class StoreError(FabricError):

@@ -165,6 +165,7 @@ class CpuRing:
             elif source.numel():
                 self._exchange(links, round_, tensors, reduction, waiting)
         except RoundAborted as error:
+            error.waited_for = waiting.last
             # The first cause wins: an abort that came while this one unwound is not overwritten.
             links.abort(str(error), error.about)
             raise

@@ -29,10 +29,11 @@ from fabric.ftar.shared_stream import PlaceReceiver, PlaceSender
 
 @dataclass(slots=True)
 class Waiting:
-    """Whom the exchange waits for now, and for how long it has waited for each in this step."""
+    """Whom the exchange waits for now and last, and for how long it has waited for each in this step."""
 
     peer: str
     seconds: dict[str, float]
+    last: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class Exchange:
             )
         if not nap:
             return
-        waiting.peer = peer
+        waiting.peer = waiting.last = peer
         try:
             ready = self._poll(poll, deadline_s - started_s)
         finally:

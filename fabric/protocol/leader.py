@@ -73,6 +73,7 @@ class Leader(Joins):
         if self.record is None:
             return self._now + 0.5
         epoch, dues = self.epoch, [self.liveness.next_check(self.record.roster, self._now)]
+        dues.append(self._now + DEAF_S / 2)
         if epoch.condemned:
             dues.append(epoch.condemned_at + self.config.coalesce_s)
         if epoch.aborted:
@@ -87,6 +88,7 @@ class Leader(Joins):
         if record.complete:
             return
         self._expire_awaited(record)
+        self._expire_mute(record)
         if self._complete(record):
             return
         if self._fail(record):
@@ -111,7 +113,7 @@ class Leader(Joins):
         if event.record is not None:
             self.seats = {x.replica: x.seat for x in event.record.roster}
         self.liveness.elected = self._now
-        self.epoch = EpochState()
+        self.epoch = EpochState(self._now)
         if event.record is not None:
             self._announce(event.record, None)
 
@@ -249,9 +251,8 @@ class Leader(Joins):
             if late is None or not self._lists(other) or self._is_awaited(other):
                 continue
             waited_s = self.lateness.waited_s(other, beat.step, self._now)
-            busy = late.beat.busy if late.beat is not None else ""
-            limit_s = late.beat.busy_s if late.beat is not None and busy else late.session.user_code_s
-            if waited_s >= limit_s and self._is_spared_by(other):
+            if waited_s >= self._patience_s(late) and self._is_spared_by(other):
+                busy = late.beat.busy if late.beat is not None else ""
                 doing = f"busy with {busy}" if busy else "in user code"
                 self._condemn(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
 
@@ -381,6 +382,25 @@ class Leader(Joins):
 
     def _reform_delay(self) -> float:
         return float(min(self.config.reform_s * 2**self.reforms.tries, self.config.reform_limit_s))
+
+    def _expire_mute(self, record: Record) -> None:
+        """Who lives and does not answer a forced epoch has as long as its user code, which may hold the
+        interpreter's lock and so keep its control thread from answering; then the others go on."""
+        reports, condemned = self.epoch.reports, self.epoch.condemned
+        if not record.is_forced or self.epoch.decision is not None:
+            return
+        answered = [x for x in record.roster if x.replica in reports and x.replica not in condemned]
+        if not any(self._knows(x) for x in answered):
+            return
+        # Since this leader could hear it: not while it was itself stopped, or another led.
+        waited_s = self._now - max(self.epoch.since, self.liveness.elected)
+        for member in record.roster:
+            peer = self.liveness.peers.get(member.replica)
+            if member.replica in reports or peer is None or waited_s < self._patience_s(peer):
+                continue
+            self._condemn(
+                member.replica, f"it lives, but did not answer epoch {record.epoch} for {waited_s:.0f} s"
+            )
 
     def _decide(self, record: Record) -> None:
         """Rule 5."""

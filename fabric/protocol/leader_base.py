@@ -48,8 +48,9 @@ class LeaderConfig:
 
 @dataclass(slots=True)
 class EpochState:
-    """What is known about the epoch in force; begun anew with every record."""
+    """What is known about the epoch in force; begun anew with every record, at ``since``."""
 
+    since: float
     reports: dict[str, m.Report] = field(default_factory=dict)
     decision: m.Resume | None = None
     rows: dict[str, m.Resume] = field(default_factory=dict)  # the decision as each is told it, where it adds
@@ -125,7 +126,7 @@ class LeaderBase:
         self.writing: Record | None = None
         self.reading = False
         self.liveness = Liveness(config.liveness, now)
-        self.epoch = EpochState()
+        self.epoch = EpochState(now)
         self.serving: dict[str, Serving] = {}
         self.finished: dict[str, int] = {}
         self.draining: dict[str, str] = {}
@@ -207,7 +208,7 @@ class LeaderBase:
             self.finished.clear()
         self.failure, self.retried, self.told = "", False, {}
         before, self.record, self.writing = self.record, record, None
-        self.epoch = EpochState()
+        self.epoch = EpochState(self._now)
         for serving in self.serving.values():
             if not serving.told:
                 serving.asked.clear()
@@ -284,6 +285,11 @@ class LeaderBase:
         """How long the others wait for this newcomer's state when it comes in by the fallback."""
         peer = self.liveness.peers.get(replica)
         return peer.session.exchange_s if peer is not None else 0.0
+
+    def _patience_s(self, peer: Peer) -> float:
+        """How long the others wait for this member's user code: as agreed, or as it has announced."""
+        busy = peer.beat is not None and peer.beat.busy
+        return peer.beat.busy_s if busy and peer.beat is not None else peer.session.user_code_s
 
     def _is_of_generation(self, peer: Peer) -> bool:
         return self.record is not None and peer.generation == self.record.generation

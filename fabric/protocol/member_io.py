@@ -126,12 +126,14 @@ class Exchanged:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeFailed:
-    """The exchange of round (epoch, step) ended without a result."""
+    """The exchange of round (epoch, step) ended without a result. ``waited_for``: whose bytes were due then,
+    whoever ended it."""
 
     epoch: int
     step: int
     about: str
     why: str
+    waited_for: str = ""
 
 
 # --- events: messages -------------------------------------------------------------------------------

@@ -75,7 +75,10 @@ class Rounds(CatchingUp):
 
     def on_exchange_failed(self, event: io.ExchangeFailed) -> None:
         if self._is_round(event.epoch, event.step):
+            # The exchange is over by now; what it waited for then tells who held it up.
+            self.ring_waits_for = event.waited_for
             self._abort(event.why, event.about)
+            self.ring_waits_for = ""
 
     def on_peer(self, event: io.FromPeer) -> None:
         message, fence = event.message, event.message.fence
@@ -221,11 +224,15 @@ class Rounds(CatchingUp):
         return first and any(x.fresh for x in round_.record.roster)
 
     def stall_deadline(self) -> float | None:
-        """When the round is given up, once everybody is in it; None while somebody has an excuse."""
+        """When the round is given up, once everybody is in it; None while somebody has an excuse. What was
+        learned says nothing of a newcomer's first; its updates, before it can hold, are user code."""
         round_ = self.round
-        if round_ is None or round_.begun < 0 or self._newcomers_first(round_):
+        if round_ is None or round_.begun < 0:
             return None
-        return round_.begun + self.learned.bound_s
+        if not self._newcomers_first(round_):
+            return round_.begun + self.learned.bound_s
+        updates_s = self.config.user_code_s if round_.gradient_digest else 0.0
+        return round_.begun + self.config.exchange_s + updates_s
 
     def _abort_when_stalled(self) -> None:
         round_ = self.round

@@ -271,10 +271,12 @@ def test_the_cause_of_one_abort_reaches_everybody_in_the_exchange():
         for i in (0, 1, 2, 4, 5):
             wait_until(lambda i=i: members.planes[i].waiting_for)
         members.planes[2].abort(1, "m3 is evicted", about="m3")
-        for future in futures.values():
+        for i, future in futures.items():
             with pytest.raises(RoundAborted, match="m3 is evicted") as aborted:
                 future.result(WAIT_S)
             assert aborted.value.about == "m3"
+            # Whoever ended it: each knows for whom it had waited itself.
+            assert aborted.value.waited_for == f"m{(i - 1) % 6}"
 
 
 def test_a_late_member_passes_on_the_abort_that_it_finds():

@@ -1,4 +1,4 @@
-"""User code has a bound of its own: who exceeds it is left out, and comes back when it is done."""
+"""User code, and an answer to the lighthouse, have a bound: who exceeds it is left out, and comes back."""
 
 from job import Job
 from test_corruption import events
@@ -18,4 +18,22 @@ def test_who_stays_away_too_long_is_evicted_and_comes_back(zygote, tmp_path):
         assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
         told = [e for e in events(job, "condemned") if e["about"] == "r1"]
         assert "it was in user code while the others waited for" in told[0]["why"]
+        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 10], "it works again"
+
+
+def test_a_stuck_control_thread_is_left_out_and_comes_back(zygote, tmp_path):
+    """r2 dies; on hearing of it r1's control thread is stuck. Its process runs, its session stands, and it
+    neither answers the epoch without r2 nor links up for it."""
+    environment = {"TINY_STEPS": "60", "FABRIC_EXCHANGE_S": "3", "FABRIC_USER_CODE_S": "3"}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        back = job.folder / "back"
+        job.start_all({"r1": f"abort=wait:{back}", "r2": "before-ring@8=kill"})
+        job.wait_for(
+            lambda: [e for e in job.events("r0", "epoch") if "r1" not in e["roster"]], "its eviction"
+        )
+        told = [e for e in events(job, "condemned") if e["about"] == "r1"]
+        assert "peers could not reach it" in told[0]["why"] or "did not answer epoch" in told[0]["why"]
+        back.touch()
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 1, "r2": 2}
         assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 10], "it works again"

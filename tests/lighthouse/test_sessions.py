@@ -114,6 +114,19 @@ async def test_a_member_whose_trainer_runs_may_reconnect(lighthouse, http, job):
     await close_all([members[0], again, members[2]])
 
 
+async def test_a_member_that_lives_and_does_not_answer_a_forced_epoch_is_evicted(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, job=job)
+    mute = await WireMember(http, lighthouse.url, "r1", job=job, generation=1, user_code_s=0.5).open()
+    body = {"replica": "r2", "who": "me", "why": "to begin a forced epoch"}
+    assert (await post(http, f"{lighthouse.url}/v1/jobs/{job}/evict", body))[0] == 202
+    assert (await members[0].epoch(2)).names == (await mute.epoch(2)).names == ("r0", "r1")
+    await members[0].report()
+    record = await members[0].epoch(3)
+    assert record.names == ("r0",) and "r1 evicted: it lives, but did not answer epoch 2" in record.reason
+    assert (await mute.epoch(3)).names == ("r0",), "it is told, and may come back"
+    await close_all([*members, mute])
+
+
 async def test_a_second_socket_of_the_same_process_replaces_the_first(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=2, job=job)
     again = await WireMember(http, lighthouse.url, "r0", job=job, generation=1).open()

@@ -6,6 +6,7 @@ import pytest
 from protocol.makers import report_of
 from protocol.test_leader import started
 
+from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.decide import Resume
 
@@ -145,3 +146,43 @@ def test_a_failure_counts_although_no_beat_has_come_since_the_generation_began()
     lighthouse.say("a", m.Failed(lighthouse.record.fence, 0, "ValueError: no such sample"))
     lighthouse.wait(0.1)
     assert "a failed at step 0: ValueError: no such sample" in lighthouse.record.failed
+
+
+def forced_without_d(**sessions):
+    """a, b and c are in a forced epoch, for d has died; c has the bounds of ``sessions``."""
+    lighthouse = started("a b c d")
+    lighthouse.open("c", generation=1, step=5, **sessions)
+    lighthouse.beat("c", 5)
+    lighthouse.say("a", m.Running(lighthouse.record.fence, 5))
+    lighthouse.do(io.Operator("evict", "d", "me", "a test"))
+    lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a", "b", "c") and lighthouse.record.is_forced
+    return lighthouse
+
+
+def test_who_lives_and_does_not_answer_is_waited_for_up_to_its_bound():
+    lighthouse = forced_without_d(user_code_s=100.0)
+    for name in "ab":
+        lighthouse.say(name, report_of(lighthouse.record, 5))
+    lighthouse.wait(99.0)
+    assert lighthouse.record.names == ("a", "b", "c")
+    lighthouse.wait(2.0)
+    assert lighthouse.record.names == ("a", "b")
+    assert "c evicted: it lives, but did not answer epoch 2 for 100 s" in lighthouse.record.reason
+
+
+def test_who_answers_nothing_while_busy_has_the_time_that_it_announced():
+    lighthouse = forced_without_d(user_code_s=100.0)
+    lighthouse.say("c", m.Beat(2, lighthouse.record.epoch, 1, 5, busy="evaluation", busy_s=300.0))
+    for name in "ab":
+        lighthouse.say(name, report_of(lighthouse.record, 5))
+    lighthouse.wait(290.0)
+    assert "c" in lighthouse.record.names
+    lighthouse.wait(11.0)
+    assert lighthouse.record.names == ("a", "b")
+
+
+def test_nobody_is_given_up_for_silence_while_nobody_who_knows_the_state_has_answered():
+    lighthouse = forced_without_d(user_code_s=100.0)
+    lighthouse.wait(500.0)
+    assert lighthouse.record.names == ("a", "b", "c")

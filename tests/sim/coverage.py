@@ -43,6 +43,8 @@ MOMENTS = ("a join", "a drain", "a recovery", "a cold start", "the end")
 STALL_REASONS = {
     "all others waited for it": "stall: evicted the unexcused",
     "while the others waited for": "stall: evicted for user code",
+    "it lives, but did not answer": "stall: evicted for no answer",
+    "for its state, which did not arrive": "stall: evicted while awaited",
 }
 
 REQUIRED = (

@@ -39,6 +39,11 @@ def late_world(seed: int) -> World:
     return world
 
 
+def play(seed: int) -> None:
+    """Play one; raises what it finds."""
+    late_world(seed).run()
+
+
 def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
     """Play seeds ``first`` to ``last`` (exclusive): the counters, and a line per failure."""
     counts: Counter[str] = Counter()

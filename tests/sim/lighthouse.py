@@ -3,7 +3,6 @@
 import random
 from typing import TYPE_CHECKING, cast
 
-from sim import coverage
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection, decode, encode
 from sim.store import LEASE_S
@@ -141,7 +140,7 @@ class Lighthouse(Process):
         else:
             if self.clockwork.tracing:
                 self.clockwork.trace(self.name, f"> {effect}")
-            coverage.told(self.clockwork.counts, effect)
+            self.world.told(effect)
             self._happened(effect.kind)
 
     def _happened(self, kind: str) -> None:

@@ -72,6 +72,9 @@ class MainThread:
         self._busy = True
 
         def done() -> None:
+            if self.trainer.host in self.trainer.world.lingering:
+                self.trainer.after(0.1, done)
+                return
             self._busy = False
             then()  # type: ignore[operator]
             self._obey()
@@ -97,8 +100,6 @@ class MainThread:
             clockwork.counts["path: what was given away is computed again"] += 1
         seconds = [speed * clockwork.between(0.7, 1.5) for _ in order.micro_batches]
         self._stream(order, sum(seconds[:-1]))
-        if self.trainer.host in self.trainer.world.lingering:
-            seconds.append(4.0)
         if self.trainer.world.settings.poison:
             self._walk_through(order, seconds)
         self._work(sum(seconds), computed)

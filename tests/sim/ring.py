@@ -182,21 +182,27 @@ class Ring:
             connection.send(side, (why, about))
         running = self._running
         if running is not None and running.links is links:
-            self._running = None
-            self._failed(running.order, why, about)
+            waited_for = self.trainer.core.ring_waits_for
+            self._stop()
+            self._failed(running.order, why, about, waited_for)
         awaited = self.awaited
         if awaited is not None and awaited.fence.epoch == links.record.epoch:
             self.awaited = None
             self.trainer.clockwork.counts["path: aborted while streaming"] += 1
             self._failed(awaited, why, about)
 
+    def _stop(self) -> None:
+        """Nothing is under way here any more, and nobody's bytes are waited for."""
+        self._running = None
+        self.trainer.core.ring_waits_for = ""
+
     def _close(self, links: RingLinks, why: str) -> None:
         for found in (links.next, links.previous):
             if found is not None:
                 found[0].close(found[1], why)
 
-    def _failed(self, order: io.StartExchange, why: str, about: str) -> None:
-        event = io.ExchangeFailed(order.fence.epoch, order.step, about, why)
+    def _failed(self, order: io.StartExchange, why: str, about: str, waited_for: str = "") -> None:
+        event = io.ExchangeFailed(order.fence.epoch, order.step, about, why, waited_for)
         self.trainer.after(0.0, lambda: self.trainer.feed(event))
 
     # --- an exchange -------------------------------------------------------------------------------
@@ -303,7 +309,7 @@ class Ring:
         return True
 
     def _finish(self, running: Running) -> None:
-        self._running = None
+        self._stop()
         step, epoch = running.order.step, running.order.fence.epoch
         gradient = result_of(step, running.segments)
         if self.flip and len(running.segments) > 2:

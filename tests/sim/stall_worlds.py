@@ -1,35 +1,90 @@
 """Worlds in which somebody holds the others up without dying: a data plane that hangs in a living process,
-or user code that does not come back in time."""
+user code that does not come back in time, a control thread that is stuck, a newcomer whose state does not
+arrive. Where nothing else goes wrong, the others must step on while it lasts."""
 
 from collections import Counter
 from dataclasses import replace
 
+from sim.checkers import demand
 from sim.coverage import STALL_REASONS
 from sim.world import World
 
-REQUIRED = (*STALL_REASONS.values(), "stall: round given up", "stall: hung", "stall: slow user code")
+from fabric.protocol import leader_io
+from fabric.protocol import member_io as io
+
+KINDS = ("hung", "slow user code", "mute", "starving")
+REQUIRED = (
+    *STALL_REASONS.values(),
+    "stall: round given up",
+    *(f"stall: {kind}" for kind in KINDS),
+    "stall: the others went on",
+)
 
 EXCHANGE_S, USER_CODE_S = 0.5, 1.5
+# Within so many seconds of a stall the others are free of whoever causes it.
+FREE_S = 4.0
 
 
-def stall_world(seed: int) -> World:
-    """One world: a hung data plane, or slow user code, in one replica, for some seconds."""
-    world = World(seed, faultless=seed % 3 == 0)
-    clockwork, settings = world.clockwork, world.settings
-    settings.member = replace(settings.member, exchange_s=EXCHANGE_S, user_code_s=USER_CODE_S)
-    world.blackout = False
-    world.faults.not_before = 9.0
-    world.faults.over = False
-    name = clockwork.random.choice(sorted(world.hosts))
-    affected, kind = (world.hung, "hung") if seed % 2 else (world.lingering, "slow user code")
+class StallWorld(World):
+    """One of the kinds in one replica, for some seconds; no other faults in half of them."""
 
-    def begin() -> None:
-        affected.add(name)
-        clockwork.counts[f"stall: {kind}"] += 1
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        self.alone = seed % 2 == 0  # nothing else goes wrong
+        self.culprit = ""
+        super().__init__(seed, tracing, faultless=self.alone)
+        clockwork, settings = self.clockwork, self.settings
+        settings.member = replace(settings.member, exchange_s=EXCHANGE_S, user_code_s=USER_CODE_S)
+        self.kind = KINDS[seed // 2 % len(KINDS)]
+        if self.kind == "starving":
+            settings.member = replace(settings.member, replay=False, digest_every=0)
+        self.blackout = False
+        self.faults.not_before = 11.0
+        self.faults.over = False
+        self.culprit = clockwork.random.choice(sorted(self.hosts))
+        began, ended = clockwork.between(1.0, 2.0), clockwork.between(9.0, 10.0)
+        clockwork.at(began, self._begin)
+        clockwork.at(began + FREE_S, lambda: self._end_later(ended - clockwork.now))
 
-    clockwork.at(clockwork.between(1.0, 2.0), begin)
-    clockwork.at(clockwork.between(6.0, 8.0), affected.clear)
-    return world
+    def _affected(self) -> set[str]:
+        return (self.hung, self.lingering, self.mute, self.starving)[KINDS.index(self.kind)]
+
+    def _begin(self) -> None:
+        self._affected().add(self.culprit)
+        self.clockwork.counts[f"stall: {self.kind}"] += 1
+        if self.kind == "starving":
+            self.kill_trainer(self.culprit)
+
+    def _end_later(self, seconds: float) -> None:
+        free = self._others()
+        self.clockwork.at(seconds, lambda: self._end(free))
+
+    def _end(self, free: list[int]) -> None:
+        if self.alone and self.settings.replicas > max(self.settings.min_replicas, 1):
+            others, who = self._others(), f"{self.culprit} is {self.kind}"
+            demand(min(others) > max(free), f"the others stand at {others} while {who}")
+            self.clockwork.counts["stall: the others went on"] += 1
+        self._affected().clear()
+        for trainer in self.living():
+            trainer.feed(io.Tick())
+
+    def _others(self) -> list[int]:
+        return [t.main.step for t in self.living() if t.host != self.culprit]
+
+    def told(self, effect: leader_io.Tell) -> None:
+        super().told(effect)
+        if self.alone and effect.kind == "condemned":
+            fair = effect.about == self.culprit
+            demand(fair, f"{effect.about} is blamed ({effect.why}) while {self.culprit} is {self.kind}")
+
+
+def play(seed: int) -> None:
+    """Play one; raises what it finds."""
+    StallWorld(seed).run()
+
+
+def play_alone(kind: str, number: int) -> None:
+    """Play the world of this number among those in which nothing but ``kind`` goes wrong."""
+    play(2 * (number * len(KINDS) + KINDS.index(kind)))
 
 
 def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
@@ -37,7 +92,7 @@ def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
     counts: Counter[str] = Counter()
     failures = []
     for seed in range(first, last):
-        world = stall_world(seed)
+        world = StallWorld(seed)
         try:
             world.run()
         except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)

@@ -1,8 +1,11 @@
 """Newcomers that replay too slowly, or not at all: the others wait for them, and everybody returns."""
 
-from sim import late_worlds
+import pytest
+from sim import late_worlds, noticing
+from sim.stall_mutations import JOINS
 
 SEEDS = 180
+MUTATION_SEEDS = 100
 
 
 def test_slow_newcomers_come_in_while_the_others_wait():
@@ -12,3 +15,8 @@ def test_slow_newcomers_come_in_while_the_others_wait():
     assert not failures, "\n".join(failures)
     missing = [name for name in late_worlds.REQUIRED if not counts[name]]
     assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+
+
+@pytest.mark.parametrize("name", sorted(JOINS))
+def test_the_simulator_notices_a_wrong_fallback(name):
+    noticing.find(JOINS[name], late_worlds.play, MUTATION_SEEDS)

@@ -96,7 +96,7 @@ class Trainer(Process):
             self.run(lambda: self.feed(event))
             return
         self._inbox.append(event)
-        if self._feeding:
+        if self._feeding or self.host in self.world.mute:
             return
         self._feeding = True
         try:

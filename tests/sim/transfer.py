@@ -26,6 +26,9 @@ class Transfer:
         self._ticket = 0
 
     def fetch_state(self, order: io.FetchState) -> None:
+        if self.trainer.host in self.trainer.world.starving:
+            self.trainer.after(0.1, lambda: self.fetch_state(order))
+            return
         self.trainer.world.happened("fetch", self.trainer.host)
         delay = self.trainer.clockwork.between(0.01, 0.1)
         if self.trainer.clockwork.chance(0.2):

@@ -17,6 +17,7 @@ from sim.store import Store
 from sim.trainer import Trainer
 
 from fabric.model import EVERYTHING, Death, Policy, Sharing
+from fabric.protocol import leader_io
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.member import Member
 from fabric.protocol.member_state import MemberConfig
@@ -97,7 +98,9 @@ class World:
         self.ends_early = not faultless and self.clockwork.chance(0.15)
         self.until = self.clockwork.random.randrange(3, 25) if self.ends_early else 10**9
         self.hung: set[str] = set()  # hosts whose data plane does nothing
-        self.lingering: set[str] = set()  # hosts whose user code takes for ever
+        self.lingering: set[str] = set()  # hosts whose main thread does not get on
+        self.starving: set[str] = set()  # hosts at which no state arrives
+        self.mute: set[str] = set()  # hosts whose control thread is stuck, while all else of them runs
         self.servers: dict[str, Server] = {}
         self.hosts: dict[str, Host] = {}
         self.lighthouses: dict[str, Lighthouse] = {}
@@ -268,6 +271,10 @@ class World:
         """Of every host; -1 where nothing runs."""
         found = [h.trainer for h in self.hosts.values()]
         return [t.main.step if t is not None and t.alive else -1 for t in found]
+
+    def told(self, effect: leader_io.Tell) -> None:
+        """What a leader says of its decisions."""
+        coverage.told(self.clockwork.counts, effect)
 
     def struck(self, kind: str) -> None:
         coverage.struck(self, kind)

@@ -106,7 +106,7 @@ class Exchange:
             )
         if not nap:
             return
-        waiting.peer = peer
+        waiting.peer = waiting.last = peer
         try:
             ready = self._sleep(deadline_s - started_s)
         finally:

@@ -170,6 +170,7 @@ class DeviceRing:
                 Exchange(job, links, space, pieces).run(self._bounds, waiting)
                 compute.wait(space.up.record())
         except RoundAborted as error:
+            error.waited_for = waiting.last
             # The first cause wins: an abort that came while this one unwound is not overwritten.
             links.abort(str(error), error.about)
             compute.wait(space.abandon())

@@ -1,0 +1,67 @@
+"""A member whose round does not end: when it gives it up, and whom it says that it waited for."""
+
+from protocol.makers import record_of
+from protocol.test_member import FIRST, Trainer, contribution, outside, running
+
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+
+
+def everybody_in() -> Trainer:
+    """a and b are in the exchange of step 0."""
+    trainer = running()
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    trainer.peer("b", contribution(FIRST, 0, (2, 3)))
+    return trainer
+
+
+def later(trainer: Trainer, seconds: float) -> None:
+    trainer.now += seconds
+    trainer.do(io.Tick())
+
+
+def test_a_round_is_given_up_when_its_bound_is_over():
+    trainer = everybody_in()
+    trainer.core.ring_waits_for = "b"
+    later(trainer, 59.0)
+    assert not trainer.said(m.Aborted)
+    later(trainer, 2.0)
+    (aborted,) = trainer.said(m.Aborted)
+    assert (aborted.about, aborted.waiting_for, aborted.stalled) == ("b", ("b",), True)
+
+
+def test_who_is_told_of_an_abort_says_whom_it_had_waited_for():
+    """Another member's bound was over first: without a word of its own it would pass for idle."""
+    trainer = everybody_in()
+    trainer.do(io.ExchangeFailed(1, 0, "", "round 0 stalled", waited_for="b"))
+    (aborted,) = trainer.said(m.Aborted)
+    assert (aborted.waiting_for, aborted.stalled) == (("b",), False)
+    assert trainer.core.ring_waits_for == "", "the next round has not begun to wait"
+
+
+def newcomer() -> Trainer:
+    """c takes part in its first round, one step behind."""
+    trainer = outside()
+    joined = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    trainer.leader(m.Epoch(joined))
+    trainer.do(io.Linked(2))
+    trainer.peer("a", contribution(joined, 6, (0, 1)))
+    trainer.peer("b", contribution(joined, 6, (2, 3)))
+    return trainer
+
+
+def test_a_newcomers_first_exchange_has_the_whole_bound():
+    trainer = newcomer()
+    later(trainer, 59.0)
+    assert not trainer.said(m.Aborted)
+    later(trainer, 2.0)
+    assert trainer.said(m.Aborted)
+
+
+def test_a_newcomers_updates_have_the_time_of_user_code_on_top():
+    trainer = newcomer()
+    trainer.do(io.Exchanged(2, 6, "g6"))
+    later(trainer, 60.0 + 1790.0)
+    assert not trainer.said(m.Aborted)
+    later(trainer, 20.0)
+    assert trainer.said(m.Aborted)

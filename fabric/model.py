@@ -22,6 +22,12 @@ class Fence:
     epoch: int
 
 
+def cause_of(epoch: int) -> str:
+    """The name of whatever epoch ``epoch`` answers: a failure, a newcomer, a drain. Nobody hands it out:
+    a member that aborts and a lighthouse that notices a death name it alike, before there is an answer."""
+    return f"e{epoch}"
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where one rank of a replica is reached: ``host:port`` of its links, base URL of its checkpoint server
@@ -125,7 +131,9 @@ class Record:
     report before they may run in it. ``cold`` is the epoch of the last cold start, ``base`` where that
     one began. ``nonce`` lets a writer recognise its own write after an indefinite outcome. ``sharing`` is as
     the sessions had it when the generation began. ``poison`` is what nobody computes any more; it changes in
-    forced records alone. ``failed``: why the job has stopped for a person to mend, or empty.
+    forced records alone. ``failed``: why the job has stopped for a person to mend, or empty. ``cause``: what
+    this epoch answers (``cause_of`` its number, or the loss of the replica that it lets in again); empty
+    where the writer was of an older release.
     """
 
     store_id: str
@@ -141,6 +149,7 @@ class Record:
     sharing: Sharing = EVERYTHING
     poison: tuple[Poison, ...] = ()
     failed: str = ""
+    cause: str = ""
 
     # Asked for with every message, so found once. They are no fields: not compared, stored or sent.
 

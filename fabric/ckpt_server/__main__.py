@@ -5,7 +5,6 @@ no torch, so it starts in a fraction of a second and stays small.
 """
 
 import argparse
-import logging
 import math
 import sys
 from pathlib import Path
@@ -14,10 +13,11 @@ import uvloop
 
 from fabric.ckpt_server.server import AlreadyServed, ServerSettings, run, tell_ready
 from fabric.errors import ConfigError, FabricError
+from fabric.runtime import logs
 
 
-def parse(arguments: list[str]) -> tuple[ServerSettings, int]:
-    """The settings on the command line, and the descriptor to report to (-1: none)."""
+def parse(arguments: list[str]) -> tuple[ServerSettings, str, int]:
+    """The settings on the command line, how to log, and the descriptor to report to (-1: none)."""
     parser = argparse.ArgumentParser(prog="python -m fabric.ckpt_server", description="Checkpoint server")
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument("--replica", required=True, help="name of this replica")
@@ -29,6 +29,9 @@ def parse(arguments: list[str]) -> tuple[ServerSettings, int]:
     parser.add_argument("--lighthouse", default="", help="base URLs, separated by commas")
     parser.add_argument("--orphan-s", type=float, default=600.0, help="seconds to live without a trainer")
     parser.add_argument("--rank", type=int, default=0, help="rank of the trainer within its replica")
+    parser.add_argument(
+        "--log", default="text", choices=logs.FORMATS, help="how to log: text, or a JSON object per line"
+    )
     parser.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
     found = parser.parse_args(arguments)
     settings = ServerSettings(
@@ -43,7 +46,7 @@ def parse(arguments: list[str]) -> tuple[ServerSettings, int]:
         orphan_s=found.orphan_s,
         rank=found.rank,
     )
-    return settings, found.ready_fd
+    return settings, found.log, found.ready_fd
 
 
 def check(settings: ServerSettings) -> None:
@@ -64,8 +67,9 @@ def check(settings: ServerSettings) -> None:
 
 def main() -> int:
     """Run the server; returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings, ready_fd = parse(sys.argv[1:])
+    settings, form, ready_fd = parse(sys.argv[1:])
+    logs.set_up("checkpoint server", form)
+    logs.describe(job=settings.job, replica=settings.replica, rank=settings.rank or None)
     try:
         check(settings)
         uvloop.run(run(settings, ready_fd))

@@ -142,6 +142,7 @@ class ServerHandle:
         orphan_s: float = 600.0,
         deadline_s: float = 20.0,
         rank: int = 0,
+        log: str = "text",
     ) -> "ServerHandle":
         """Attach to the server that lives in ``run_dir``, or start one there and wait for it.
 
@@ -159,6 +160,7 @@ class ServerHandle:
             lighthouse=tuple(lighthouse),
             orphan_s=orphan_s,
             rank=rank,
+            log=log,
         )
         return cls(spec, incarnation, deadline_s)
 

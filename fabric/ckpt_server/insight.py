@@ -25,6 +25,7 @@ from fabric.ckpt_server.lines import (
     encode_line,
     socket_path,
 )
+from fabric.ckpt_server.news import News
 from fabric.ckpt_server.pulse import PulseSender
 from fabric.ckpt_server.trainer import ABSENT, GONE, STOPPED, Trainer
 from fabric.errors import FabricError, Refused
@@ -47,10 +48,11 @@ class Silent(FabricError):
 
 class Insight:
     """Asks the process that ``trainer`` watches, whose folder is ``run_dir``. ``pulse``: what tells the
-    lighthouse of it, where anything does."""
+    lighthouse of it, where anything does. ``news``: what the lighthouse tells of the job's epochs."""
 
     def __init__(self, run_dir: Path, trainer: Trainer) -> None:
         self.pulse: PulseSender | None = None
+        self.news = News(trainer)
         self._run_dir = run_dir
         self._trainer = trainer
         self._one_dump = asyncio.Lock()

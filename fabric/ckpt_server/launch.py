@@ -41,6 +41,7 @@ class ServerSpec:
     lighthouse: tuple[str, ...]
     orphan_s: float
     rank: int = 0
+    log: str = "text"
 
     def arguments(self) -> list[str]:
         """What follows the name of the module."""
@@ -55,6 +56,7 @@ class ServerSpec:
             f"--lighthouse={','.join(self.lighthouse)}",
             f"--orphan-s={self.orphan_s}",
             f"--rank={self.rank}",
+            f"--log={self.log}",
         ]
         if self.token_file is not None:
             arguments.append(f"--token-file={self.token_file.absolute()}")

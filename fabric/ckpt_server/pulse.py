@@ -19,8 +19,9 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
-from fabric.protocol.messages import Pulse
-from fabric.protocol.wire import encode
+from fabric.errors import ProtocolError
+from fabric.protocol.messages import Notice, Pulse
+from fabric.protocol.wire import decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +46,12 @@ class Timing:
 @dataclass(frozen=True, slots=True)
 class Vitals:
     """What a pulse tells: ``compose`` makes the beat with this number (reading the trainer's state),
-    ``changed`` is set when the state may have changed between two beats."""
+    ``changed`` is set when the state may have changed between two beats. ``heard`` takes what the lighthouse
+    says of the epoch in force."""
 
     compose: Callable[[int], Pulse]
     changed: asyncio.Event
+    heard: Callable[[Notice], None] = lambda _: None
 
 
 class PulseSender:
@@ -126,7 +129,7 @@ class PulseSender:
 
     async def _beat(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Send beats on ``socket`` until it ends."""
-        replies = asyncio.create_task(_drain(socket))
+        replies = asyncio.create_task(_listen(socket, self._vitals.heard))
         loop = asyncio.get_running_loop()
         try:
             while not replies.done():
@@ -155,7 +158,10 @@ class PulseSender:
             log.warning("the pulse to %s is interrupted: %s", target.origin(), why)
 
 
-async def _drain(socket: aiohttp.ClientWebSocketResponse) -> None:
-    """Read replies, which only have to be read; returns when the connection ends."""
-    async for _ in socket:
-        pass
+async def _listen(socket: aiohttp.ClientWebSocketResponse, heard: Callable[[Notice], None]) -> None:
+    """Hear notices until the connection ends. Anything else, a newer lighthouse's, only has to be read."""
+    async for message in socket:
+        with contextlib.suppress(ProtocolError):
+            said = decode(message.data) if message.type is aiohttp.WSMsgType.TEXT else None
+            if isinstance(said, Notice):
+                heard(said)

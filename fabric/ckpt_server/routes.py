@@ -178,6 +178,8 @@ class Routes:
         return web.json_response(
             {
                 **parts.name,
+                "epoch": parts.insight.news.epoch,
+                "cause": parts.insight.news.cause,
                 "trainer": {
                     "state": trainer.state,
                     "pid": trainer.pid,

@@ -27,6 +27,7 @@ from fabric.ckpt_server.lifetime import Lifetime
 from fabric.ckpt_server.lines import LOCK_NAME, SOCKET_NAME, socket_path
 from fabric.ckpt_server.memory import Memory
 from fabric.ckpt_server.metrics import Metrics
+from fabric.ckpt_server.news import News
 from fabric.ckpt_server.pulse import PulseSender, Vitals
 from fabric.ckpt_server.routes import Parts, make_app
 from fabric.ckpt_server.trainer import Trainer
@@ -130,7 +131,7 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
                         tasks = [group.create_task(channel.accept(listener))]
                         if settings.lighthouse:
                             tasks.append(group.create_task(trainer.watch()))
-                            insight.pulse = _pulse(settings, token, identity, memory, trainer)
+                            insight.pulse = _pulse(settings, token, identity, memory, trainer, insight.news)
                             tasks.append(group.create_task(insight.pulse.run()))
                         await lifetime.ended.wait()
                         for task in tasks:
@@ -173,7 +174,12 @@ def _url_host(settings: ServerSettings) -> str:
 
 
 def _pulse(
-    settings: ServerSettings, token: str | None, identity: Identity, memory: Memory, trainer: Trainer
+    settings: ServerSettings,
+    token: str | None,
+    identity: Identity,
+    memory: Memory,
+    trainer: Trainer,
+    news: News,
 ) -> PulseSender:
     deaths = Deaths(memory, trainer)
 
@@ -191,7 +197,7 @@ def _pulse(
         )
 
     chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
-    vitals = Vitals(compose, trainer.changed)
+    vitals = Vitals(compose, trainer.changed, news.hear)
     return PulseSender(settings.lighthouse, settings.job, settings.replica, token, vitals, chance)
 
 

@@ -64,6 +64,7 @@ class Trainer:
         self.is_attached = False
         self.changed = asyncio.Event()
         self.on_death: Callable[[], None] = _nothing
+        self.on_change: Callable[[str], None] = _nothing_of_it  # with the new state, seen by a look
         self.on_attach: Callable[[], None] = _nothing  # before another process takes this one's place
         # Both stay with this process, whoever is given its number later.
         self._stat = self._pidfd = -1
@@ -115,6 +116,7 @@ class Trainer:
             if (state := self.state) != said:
                 said = state
                 self.changed.set()
+                self.on_change(state)
 
     def close(self) -> None:
         """Watch no more."""
@@ -137,4 +139,8 @@ class Trainer:
 
 
 def _nothing() -> None:
+    """Nobody else cares."""
+
+
+def _nothing_of_it(_: str) -> None:
     """Nobody else cares."""

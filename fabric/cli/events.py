@@ -61,7 +61,15 @@ def _print(event: dict[str, Any], as_json: bool) -> None:
         click.echo(json.dumps(event))
         return
     when = datetime.fromtimestamp(float(event["t"])).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-    words = [when, f"epoch {event['epoch']}", str(event["kind"]), str(event["about"]), str(event["why"])]
+    cause = f"[{event['cause']}]" if event.get("cause") else ""
+    words = [
+        when,
+        f"epoch {event['epoch']}",
+        cause,
+        str(event["kind"]),
+        str(event["about"]),
+        str(event["why"]),
+    ]
     # Others wrote some of it: nothing of that may steer the terminal.
     text = "  ".join(word for word in words if word)
     click.echo("".join(c if c.isprintable() else "?" for c in text))

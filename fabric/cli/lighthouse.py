@@ -1,6 +1,5 @@
 """``fabric lighthouse``: run one lighthouse in the foreground."""
 
-import logging
 from pathlib import Path
 
 import click
@@ -10,6 +9,7 @@ from fabric.lighthouse.service import LighthouseSettings, run
 from fabric.model import Policy
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.liveness import LivenessConfig
+from fabric.runtime import logs
 from fabric.store import EtcdAccess
 
 _FILE = click.Path(path_type=Path)
@@ -52,7 +52,16 @@ _LIVENESS = LivenessConfig()
     show_default=True,
     help="The trainers' FABRIC_AUTONOMY_S: how long they step without any lighthouse.",
 )
+@click.option(
+    "--log",
+    "form",
+    envvar="FABRIC_LOG",
+    default="text",
+    type=click.Choice(logs.FORMATS),
+    help="How to log: text, or a JSON object per line (FABRIC_LOG).",
+)
 def lighthouse(
+    form: str,
     silence_s: float,
     reconnect_s: float,
     start_wait_s: float,
@@ -61,7 +70,7 @@ def lighthouse(
     **others: Path | None,
 ) -> None:
     """Decide who takes part in each job, until SIGTERM. Start several on one store: one of them leads."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.set_up("lighthouse", form)
     leader = LeaderConfig(
         policy=Policy(start_wait_s=start_wait_s),
         liveness=LivenessConfig(silence_s=silence_s, reconnect_s=reconnect_s),

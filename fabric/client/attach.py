@@ -36,6 +36,7 @@ from fabric.client.worker import Worker
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
 from fabric.protocol.budget import Budget
+from fabric.runtime import logs
 from fabric.runtime.config import Settings, parse_replicas, settings
 from fabric.runtime.points import Points
 from fabric.transport.tcp import Identity
@@ -95,6 +96,15 @@ def _attach(
     place = _take_place(found, group)
     found = found.of_rank(place.rank)
     incarnation = place.incarnation
+    logs.set_up("trainer", found.log, whole_process=False)
+    logs.describe(
+        job=found.job,
+        replica=found.replica,
+        incarnation=incarnation,
+        rank=place.rank or None,
+        epoch=None,
+        cause="",
+    )
     points = Points(found.points)
     journal = Journal(found.journal, found.replica, incarnation)
     handle = ServerHandle.start_or_attach(
@@ -109,6 +119,7 @@ def _attach(
         lighthouse=found.lighthouse,
         orphan_s=found.orphan_s,
         rank=place.rank,
+        log=found.log,
     )
     parts = _parts(found, place, handle, (gradients, averaged), objects, (journal, points))
     session = Session(found, place, objects, gradients, parts, ModelWatch(model, parameters))

@@ -27,11 +27,12 @@ from fabric.client.transfer import Transfer
 from fabric.client.worker import Worker
 from fabric.errors import FabricError
 from fabric.ftar.plane import DataPlane
-from fabric.model import Fence, Record
+from fabric.model import Fence, Record, cause_of
 from fabric.protocol import member_io as io
 from fabric.protocol.member import Member
 from fabric.protocol.messages import Bar, Contribution
 from fabric.protocol.rank_orders import NameSnapshot, RankEvent
+from fabric.runtime import logs
 from fabric.runtime.driver import Core, Driver
 from fabric.runtime.points import Points
 
@@ -293,6 +294,7 @@ class Engine:
         # Links of an epoch may be made more than once: one line each.
         if record.fence != self._heard:
             self._heard = record.fence
+            logs.describe(epoch=record.epoch, cause=record.cause)
             self._parts.journal.write(
                 "epoch",
                 epoch=record.epoch,
@@ -301,6 +303,7 @@ class Engine:
                 roster=list(record.names),
                 seats={x.replica: x.seat for x in record.roster},
                 reason=record.reason,
+                cause=record.cause,
             )
         self._parts.peers.link_up(record)
 
@@ -341,10 +344,19 @@ class Engine:
     def _listen(self, effect: io.Listen) -> None:
         self._parts.slots.listening = effect.on
 
+    def _cause(self, note: io.Note) -> str:
+        """What an abort belongs to: the forced epoch that ended the round, else the next one, which will."""
+        newest = self.newest
+        if newest is None:
+            return ""
+        answered = note.kind != "abort" or note.epoch < newest.forced
+        return newest.cause if answered else cause_of(newest.epoch + 1)
+
     def _note(self, note: io.Note) -> None:
         if note.kind == "resume":
             self._parts.points.reach("recovery", note.step)
-        extra = {"micro_batches": list(note.micro_batches)} if note.micro_batches else {}
+        extra: dict[str, Any] = {"micro_batches": list(note.micro_batches)} if note.micro_batches else {}
+        extra["cause"] = self._cause(note)
         self._parts.journal.write(
             note.kind.replace(" ", "-"),
             epoch=note.epoch,

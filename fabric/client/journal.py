@@ -1,10 +1,13 @@
 """What this replica did, one JSON line per event: the independent record that a run is verified from.
 
+The transitions among them are logged too, whether there is a journal or not.
+
 Each line is one ``write`` on a file opened for appending, so that a SIGKILL loses at most the line being
 written; every incarnation of the replica appends to the same file. Written only where FABRIC_JOURNAL says.
 """
 
 import json
+import logging
 import os
 import threading
 import time
@@ -14,6 +17,14 @@ from typing import Any
 
 from fabric.errors import ConfigError
 from fabric.protocol.member_io import Hold
+from fabric.runtime.logs import fields
+
+log = logging.getLogger(__name__)
+
+# What is logged: what happens once per start, failure or epoch, and nothing that happens at every step.
+_TOLD = frozenset(
+    ("start", "epoch", "abort", "resume", "outside", "installed", "join", "joined", "catch-up-failed")
+) | {"awaited", "poison", "skipped", "finish"}
 
 
 class Journal:
@@ -44,6 +55,11 @@ class Journal:
 
     def write(self, event: str, **values: Any) -> None:
         """Append one line; safe from any thread."""
+        if event in _TOLD:
+            known = {name: values[name] for name in ("epoch", "step", "cause") if name in values}
+            why = values.get("why") or values.get("reason") or ""
+            text = ": ".join(str(part) for part in (event, values.get("about"), why) if part)
+            log.info("%s", text, extra=fields(**known))
         if not self.on:
             return
         with self._lock:  # the clock is read and the line written as one, or lines go back in time

@@ -51,9 +51,13 @@ class Connection:
 
     def send(self, message: LeaderMessage) -> None:
         """Queue one message; a connection that has fallen too far behind is cut."""
+        if not self.is_ending:
+            self.post(wire.encode(message).decode())
+
+    def post(self, text: str) -> None:
+        """Queue what was encoded once for many."""
         if self.is_ending:
             return
-        text = wire.encode(message).decode()
         self._queued_bytes += len(text)
         if self._queued_bytes > MAX_QUEUED_BYTES:
             self.is_ending = True

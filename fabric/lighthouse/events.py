@@ -17,7 +17,8 @@ _MAX_WHY = 2000
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``t`` is Unix time in seconds, ``about`` a replica or empty, ``why`` a sentence."""
+    """``t`` is Unix time in seconds, ``about`` a replica or empty, ``why`` a sentence, ``cause`` the id of
+    what it belongs to, which replicas and checkpoint servers log too (empty: to nothing)."""
 
     id: int
     t: float
@@ -25,6 +26,7 @@ class Event:
     epoch: int
     about: str
     why: str
+    cause: str = ""
 
 
 class EventLog:
@@ -37,10 +39,10 @@ class EventLog:
         self._changed = asyncio.Event()
         self._round = 0
 
-    def add(self, kind: str, epoch: int, about: str, why: str) -> Event:
+    def add(self, kind: str, epoch: int, about: str, why: str, cause: str = "") -> Event:
         t = self._clock()
         self._last = max(self._last + 1, int(t * 1e6))
-        event = Event(self._last, t, kind, epoch, about, why[:_MAX_WHY])
+        event = Event(self._last, t, kind, epoch, about, why[:_MAX_WHY], cause)
         self._kept.append(event)
         self._wake()
         return event

@@ -27,8 +27,10 @@ from fabric.lighthouse.recovery import Recoveries, Recovery
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
+from fabric.protocol import wire
 from fabric.protocol.leader import Leader, LeaderConfig
 from fabric.runtime.driver import Driver
+from fabric.runtime.logs import fields
 from fabric.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -177,6 +179,8 @@ class Job:
         """One beat; many that say the same are told to the core at ``PULSE_S``."""
         key = (pulse.replica, pulse.rank)
         known, now = self.pulses.get(key), self.now
+        if (known is None or known.connection is not connection) and self.core.record is not None:
+            connection.post(_notice(self.core.record))
         same = known is not None and known.connection is connection and now - known.told < PULSE_S
         if same and known is not None and replace(known.pulse, number=pulse.number) == pulse:
             return
@@ -204,7 +208,15 @@ class Job:
         if self.core.record is not self._record:
             self._count_evictions(self._record, self.core.record)
             self._record = self.core.record
+            self._notify_servers()
         self._note_recoveries()
+
+    def _notify_servers(self) -> None:
+        """Checkpoint servers log which epoch is in force and why, as the replicas do."""
+        if self._record is not None:
+            text = _notice(self._record)
+            for connection in {source.connection for source in self.pulses.values()}:
+                connection.post(text)
 
     def _perform(self, effect: io.Effect) -> None:
         if isinstance(effect, io.SendMember):
@@ -216,7 +228,7 @@ class Job:
         elif isinstance(effect, io.StepDown):
             self._around.term.resign(f"job {self.name}: {effect.reason}")
         else:
-            self._note(effect.kind, effect.about, effect.why, effect.epoch)
+            self._note(effect.kind, effect.about, effect.why, effect.epoch, effect.cause)
 
     def _send(self, effect: io.SendMember) -> None:
         for connection in (self._opening, self.sessions.get(effect.replica)):
@@ -295,12 +307,17 @@ class Job:
 
     # --- the rest ----------------------------------------------------------------------------------------
 
-    def _note(self, kind: str, about: str, why: str, epoch: int | None = None) -> None:
+    def _note(self, kind: str, about: str, why: str, epoch: int | None = None, cause: str = "") -> None:
+        core = self.core
         if epoch is None:
-            epoch = self.core.record.epoch if self.core.record else 0
-        event = self.events.add(kind, epoch, about, why)
+            epoch = core.record.epoch if core.record else 0
+        event = self.events.add(kind, epoch, about, why, cause)
         self._around.metrics.event(self.name, kind)
-        log.info("job %s epoch %d: %s", self.name, epoch, ": ".join(filter(None, (kind, about, event.why))))
+        peer = core.liveness.peers.get(about)
+        incarnation = peer.incarnation if peer is not None else None
+        where = {"job": self.name, "replica": about, "incarnation": incarnation, "epoch": epoch}
+        text = ": ".join(filter(None, (kind, about, event.why)))
+        log.info("%s", text, extra=fields(**where, step=top_step(core), cause=cause))
 
     def _count_evictions(self, before: Record | None, now: Record | None) -> None:
         if before is None or now is None or now.generation != before.generation or not now.is_forced:
@@ -322,6 +339,10 @@ class Job:
         if self._driver is None and self._around.term.in_force():
             self.core = Leader(self.name, self._around.config, _entropy(), self._around.clock())
             self.begin(record)
+
+
+def _notice(record: Record) -> str:
+    return wire.encode(m.Notice(record.fence, record.cause, record.reason)).decode()
 
 
 def _entropy() -> random.Random:

@@ -5,12 +5,12 @@ every replica that was lost is a member again. Times are Unix seconds as the lig
 include the way of the news to it: of the first step after a failure it hears by a member's next beat.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.progress import top_step
-from fabric.model import Record
+from fabric.model import Record, cause_of
 from fabric.protocol.leader import Leader
 
 # So many of the newest are kept, in memory and in the store.
@@ -33,7 +33,8 @@ class Return:
 class Recovery:
     """``id`` is that of the event that began it. ``kind``: death, abort or cold start. ``lost``: the replicas
     that it cost, ``step`` the newest one known then. Times are 0.0 until they come. ``steps_lost`` and
-    ``micro_batches_lost`` count committed work that only dead memory held."""
+    ``micro_batches_lost`` count committed work that only dead memory held. ``cause``: the id that events,
+    replicas and checkpoint servers give to it."""
 
     id: int
     kind: str
@@ -48,6 +49,7 @@ class Recovery:
     step_committed: float = 0.0
     steps_lost: int = 0
     micro_batches_lost: int = 0
+    cause: str = ""
 
     @property
     def is_open(self) -> bool:
@@ -58,13 +60,18 @@ class Recovery:
         return asdict(self)
 
 
+_FIELDS = frozenset(f.name for f in fields(Recovery))
+
+
 def from_json(body: Any) -> Recovery:
-    """The inverse of ``to_json``. Raises ProtocolError for what no lighthouse wrote."""
+    """The inverse of ``to_json``; fields of a later release are left out. Raises ProtocolError for what no
+    lighthouse wrote."""
     try:
         lost = {
             str(name): Return(**{k: float(v) for k, v in back.items()}) for name, back in body["lost"].items()
         }
-        recovery = Recovery(**{**body, "lost": lost})
+        known = {name: value for name, value in body.items() if name in _FIELDS}
+        recovery = Recovery(**{**known, "lost": lost})
         recovery.id, recovery.step, recovery.epoch = int(recovery.id), int(recovery.step), int(recovery.epoch)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ProtocolError(f"this is no recovery record: {error}") from error
@@ -91,18 +98,18 @@ class Recoveries:
         """A term begins with this record: it is no news."""
         self._record = record
 
-    def observe(self, core: Leader, cause: int, now: float) -> list[Recovery]:
-        """Look at the core as it is; returns what changed. ``cause``: id of the newest event."""
+    def observe(self, core: Leader, event: int, now: float) -> list[Recovery]:
+        """Look at the core as it is; returns what changed. ``event``: id of the newest one told."""
         record = core.record
         changed: dict[int, Recovery] = {}
         if record is not None and record is not self._record:
-            for recovery in self._on_record(core, record, cause, now):
+            for recovery in self._on_record(core, record, event, now):
                 changed[recovery.id] = recovery
             self._record = record
         elif (
             record is not None and (core.epoch.condemned or core.epoch.aborted) and self._unanswered() is None
         ):
-            recovery = self._open(core, cause, now)
+            recovery = self._open(core, event, now)
             changed[recovery.id] = recovery
         few = record is None or len(record.roster) <= _MANY
         if few or changed or now - self._looked >= _LOOK_S:
@@ -121,20 +128,21 @@ class Recoveries:
         newest = self.kept[-1] if self.kept else None
         return newest if newest is not None and not newest.epoch_committed else None
 
-    def _open(self, core: Leader, cause: int, now: float) -> Recovery:
+    def _open(self, core: Leader, event: int, now: float) -> Recovery:
         condemned = core.epoch.condemned
         reasons = condemned or {name: aborted.why for name, aborted in core.epoch.aborted.items()}
         why = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
-        recovery = Recovery(cause, "death" if condemned else "abort", why[:1000], top_step(core), now)
+        kind, name = "death" if condemned else "abort", cause_of(core.record.epoch + 1 if core.record else 1)
+        recovery = Recovery(event, kind, why[:1000], top_step(core), now, cause=name)
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 
-    def _on_record(self, core: Leader, record: Record, cause: int, now: float) -> list[Recovery]:
+    def _on_record(self, core: Leader, record: Record, event: int, now: float) -> list[Recovery]:
         before = self._record
         if before is None or not record.is_forced or before.epoch == record.epoch:
             return []
-        recovery = self._unanswered() or self._open_late(core, record, cause, now)
-        recovery.epoch, recovery.generation = record.epoch, record.generation
+        recovery = self._unanswered() or self._open_late(core, record, event, now)
+        recovery.epoch, recovery.generation, recovery.cause = record.epoch, record.generation, record.cause
         recovery.epoch_committed = now
         for member in before.roster:
             if not record.lists(member.replica, member.incarnation) and not member.leaving:
@@ -147,9 +155,9 @@ class Recoveries:
             recovery.step = record.base.step
         return [recovery]
 
-    def _open_late(self, core: Leader, record: Record, cause: int, now: float) -> Recovery:
+    def _open_late(self, core: Leader, record: Record, event: int, now: float) -> Recovery:
         """Condemned and evicted within one event: the epoch is the first that is seen of it."""
-        recovery = Recovery(cause, "abort", record.reason[:1000], top_step(core), now)
+        recovery = Recovery(event, "abort", record.reason[:1000], top_step(core), now, cause=record.cause)
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 

@@ -194,7 +194,9 @@ class Leader(Joins):
             return
         same = known is not None and (known.incarnation, known.trainer) == (pulse.incarnation, pulse.trainer)
         if not same and pulse.trainer in ("gone", "stopped"):
-            self._tell("trainer " + pulse.trainer, pulse.replica, "seen by its checkpoint server")
+            listed = self.record is not None and self.record.lists(key, pulse.incarnation)
+            cause = self._pending() if listed else ""
+            self._tell("trainer " + pulse.trainer, pulse.replica, "seen by its checkpoint server", cause)
         pulses[key] = PulseState(
             incarnation=pulse.incarnation,
             trainer=pulse.trainer,
@@ -269,7 +271,7 @@ class Leader(Joins):
         if not self.epoch.aborted:
             self.epoch.aborted_at = self._now
         self.epoch.aborted[name] = message
-        self._tell("aborted", name, message.why)
+        self._tell("aborted", name, message.why, self._pending())
 
     def on_report(self, peer: Peer, message: m.Report) -> None:
         if not self._is_mine(message.fence) or not self._in_force(peer):
@@ -421,7 +423,7 @@ class Leader(Joins):
                 a.replica: replace(decision, table=(a,)) for a in decision.table if a.drop or a.micro_batches
             }
             self.epoch.no_row = replace(decision, table=())
-            self._tell("resume", "", f"step {decision.step}: {decision.reason}")
+            self._tell("resume", "", f"step {decision.step}: {decision.reason}", record.cause)
             for member in record.roster:
                 self._send(member.replica, self._row(member.replica))
 
@@ -435,7 +437,7 @@ class Leader(Joins):
         if self.epoch.stopped:
             return
         self.epoch.stopped = reason
-        self._tell("stopped", "", reason)
+        self._tell("stopped", "", reason, record.cause)
         for member in record.roster:
             self._send(member.replica, m.Rejected(reason))
 

@@ -8,7 +8,7 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 
-from fabric.model import Death, Fence, Member, Poison, Policy, Record
+from fabric.model import Death, Fence, Member, Poison, Policy, Record, cause_of
 from fabric.protocol import changes, poison
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
@@ -136,6 +136,7 @@ class LeaderBase:
         self.waiting_since: float | None = None
         self.seats: dict[str, int] = {}  # replica -> where it sits, or sat when it was last a member
         self.failure = ""  # why the job must stop, until the record says it
+        self.losses: dict[str, str] = {}  # replica that was left out -> the cause; until it is back
         self.told: dict[str, int] = {}  # replica -> the incarnation that heard of the failure
         self.retried = False  # a process came after its replica had heard
         self.excused: set[tuple[str, Death]] = set()
@@ -172,7 +173,9 @@ class LeaderBase:
         base = replace(record.base, step=step)
         self._write(replace(record, complete=True, base=base, reason=f"finished at step {step}"))
 
-    def _write_epoch(self, record: Record, roster: tuple[Member, ...], forced: bool, why: str) -> None:
+    def _write_epoch(
+        self, record: Record, roster: tuple[Member, ...], forced: bool, why: str, cause: str = ""
+    ) -> None:
         epoch = record.epoch + 1
         proven = tuple(self._proven(x) for x in roster)
         self._write(
@@ -183,6 +186,7 @@ class LeaderBase:
                 nonce=self._nonce(),
                 roster=seated(proven, self.seats),
                 reason=why[:MAX_REASON_CHARACTERS],
+                cause=cause or cause_of(epoch),
                 poison=self._known_poison(record) if forced else record.poison,
             )
         )
@@ -212,7 +216,8 @@ class LeaderBase:
         for serving in self.serving.values():
             if not serving.told:
                 serving.asked.clear()
-        self._tell("complete" if record.complete else "epoch", "", record.reason)
+        self._note_losses(record)
+        self._tell("complete" if record.complete else "epoch", "", record.reason, record.cause)
         self._announce(record, before)
 
     def _note_setbacks(self, record: Record) -> None:
@@ -221,12 +226,19 @@ class LeaderBase:
         for member in self.record.roster if self.record is not None else ():
             if record.lists(member.replica, member.incarnation) or member.leaving:
                 continue
+            self.losses[member.replica] = record.cause
             key = (member.replica, member.incarnation)
             times = self.setbacks.get(key, Setback()).times + 1
             wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
             if member.replica in self.epoch.too_slow:
                 wait_s = max(wait_s, READMIT_STALLS * self._join_stall_s(member.replica))
             self.setbacks[key] = Setback(times, self._now + wait_s)
+
+    def _note_losses(self, record: Record) -> None:
+        """What is told of a replica that was left out belongs to that loss, until it is back."""
+        for member in record.roster:
+            if not member.fresh:
+                self.losses.pop(member.replica, None)
 
     def _announce(self, record: Record, before: Record | None) -> None:
         """To everybody, as the difference to what was announced ``before`` where that is understood."""
@@ -255,15 +267,20 @@ class LeaderBase:
         if not self.epoch.condemned:
             self.epoch.condemned_at = self._now
         self.epoch.condemned[replica] = reason
-        self._tell("condemned", replica, reason)
+        self._tell("condemned", replica, reason, self._pending())
 
     def _send(self, replica: str, message: m.LeaderMessage) -> None:
         peer = self.liveness.peers.get(replica)
         if peer is not None and peer.connected:
             self._do(io.SendMember(replica, peer.incarnation, message))
 
-    def _tell(self, kind: str, about: str, why: str) -> None:
-        self._do(io.Tell(kind, self.record.epoch if self.record else 0, about, why))
+    def _tell(self, kind: str, about: str, why: str, cause: str = "") -> None:
+        cause = cause or self.losses.get(about, "")
+        self._do(io.Tell(kind, self.record.epoch if self.record else 0, about, why, cause))
+
+    def _pending(self) -> str:
+        """The cause of what no epoch has answered yet."""
+        return cause_of((self.record.epoch if self.record else 0) + 1)
 
     def _do(self, effect: io.Effect) -> None:
         self._effects.append(effect)

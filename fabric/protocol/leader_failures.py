@@ -46,7 +46,8 @@ class Failures(LeaderBase):
         if not self.failure:
             return False
         failed = self.failure[:MAX_REASON_CHARACTERS]
-        self._write(replace(record, failed=failed, reason=f"failed: {failed}", poison=known))
+        reason = f"failed: {failed}"
+        self._write(replace(record, failed=failed, reason=reason, cause=self._pending(), poison=known))
         return True
 
     def _refused_as_failed(self, session: m.Session) -> m.Rejected | None:

@@ -132,12 +132,14 @@ class StepDown:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """A transition worth a line for people: ``kind``, who it is about, and why in a sentence."""
+    """A transition worth a line for people: ``kind``, who it is about, why in a sentence, and the id of what
+    it belongs to (empty: to nothing that changes the roster)."""
 
     kind: str
     epoch: int
     about: str = ""
     why: str = ""
+    cause: str = ""
 
 
 Effect = SendMember | WriteRecord | ReadRecord | StepDown | Tell

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from fabric.model import Base, Member, Record, SnapshotRef
+from fabric.model import Base, Member, Record, SnapshotRef, cause_of
 from fabric.protocol import messages as m
 from fabric.protocol.assignment import seated
 from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, Setback, as_member
@@ -158,7 +158,8 @@ class Joins(Failures):
                 f"{name} joins while the others wait for its state, at most "
                 f"{self._join_stall_s(name):g} s: {serving.fallback}"
             )
-            self._write_epoch(record, (*record.roster, newcomer), forced=True, why=why)
+            cause = self.losses.get(name, "")
+            self._write_epoch(record, (*record.roster, newcomer), forced=True, why=why, cause=cause)
             return True
         return False
 
@@ -181,7 +182,11 @@ class Joins(Failures):
         newcomers = tuple(replace(as_member(p.session), fresh=True, since=since) for p in ready)
         names = ", ".join(x.replica for x in newcomers)
         self._write_epoch(
-            record, record.roster + newcomers, forced=self._is_parked(record), why=f"{names} joins"
+            record,
+            record.roster + newcomers,
+            forced=self._is_parked(record),
+            why=f"{names} joins",
+            cause=next((self.losses[x.replica] for x in newcomers if x.replica in self.losses), ""),
         )
         return True
 
@@ -273,6 +278,7 @@ class Joins(Failures):
                 roster=seated([replace(as_member(p.session), since=epoch) for p in peers], self.seats),
                 base=base,
                 reason=self._start_reason(record, base),
+                cause=cause_of(epoch),
                 sharing=peers[0].session.sharing,
                 poison=self._known_poison(record) if record is not None else (),
             )

@@ -374,4 +374,16 @@ class Pulse:
     rank: int = 0
 
 
-Message = PeerMessage | LeaderMessage | MemberMessage | Pulse
+# --- leader to checkpoint server ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The epoch in force and what it answers, for the server's log and state: nothing is decided by it."""
+
+    fence: Fence
+    cause: str = ""
+    why: str = ""
+
+
+Message = PeerMessage | LeaderMessage | MemberMessage | Pulse | Notice

@@ -14,6 +14,7 @@ from typing import Any
 
 from fabric.errors import ConfigError
 from fabric.protocol.budget import problem
+from fabric.runtime.logs import FORMATS
 from fabric.runtime.web import read_token
 
 
@@ -30,7 +31,8 @@ class Settings:
     ``snapshot_share``: part of the step time that snapshots may cost. ``reproducible``: whether equal
     gradients give bitwise equal states; off, digests and replay are, and newcomers get their state while the
     others wait. ``on_nan``: what becomes of a step whose averaged gradient is not finite: "pass" it on,
-    "stop" the job, or "skip" its update. ``disable``: plain training, no services."""
+    "stop" the job, or "skip" its update. ``log``: how this replica and its checkpoint server log, as "text"
+    or as "json", a line each. ``disable``: plain training, no services."""
 
     job: str = "job"
     replica: str = ""
@@ -54,6 +56,7 @@ class Settings:
     snapshot_share: float = 0.02
     retain_gradients: bool = True
     orphan_s: float = 600.0
+    log: str = "text"
     points: str = ""
 
     @property
@@ -142,6 +145,8 @@ def _checked(found: Settings) -> Settings:
     parse_replicas(found.replicas)
     if found.on_nan not in ("pass", "stop", "skip"):
         raise ConfigError(f'FABRIC_ON_NAN is "{found.on_nan}": it must be "pass", "stop" or "skip"')
+    if found.log not in FORMATS:
+        raise ConfigError(f'FABRIC_LOG is "{found.log}": it must be "text" or "json"')
     if found.disable:
         return found
     if not found.lighthouse:

@@ -116,6 +116,7 @@ def test_only_the_newest_are_kept_and_a_loss_is_waited_for_once():
 def test_a_record_survives_the_store_and_nothing_else_is_taken_for_one():
     recovery = Recovery(5, "death", "why", 3, 1.5, lost={"r1": Return(2.0, 3.0, 0.0)})
     assert from_json(json.loads(json.dumps(recovery.to_json()))) == recovery
-    for wrong in ({}, [], {"lost": 1}, {"lost": {"r": {"x": 1}}}, {**recovery.to_json(), "more": 1}):
+    assert from_json({**recovery.to_json(), "of_a_later_release": 1}) == recovery
+    for wrong in ({}, [], {"lost": 1}, {"lost": {"r": {"x": 1}}}, {**recovery.to_json(), "id": "x"}):
         with pytest.raises(ProtocolError):
             from_json(wrong)

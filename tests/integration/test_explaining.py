@@ -1,0 +1,60 @@
+"""A job that explains itself: one cause through all services' logs, the events and the recovery record."""
+
+import json
+import urllib.request
+
+from job import Job
+from test_corruption import events
+from test_failures import finish_and_check
+
+
+def recoveries(job: Job) -> list[dict]:
+    request = urllib.request.Request(
+        f"{job.url}/v1/jobs/test/recoveries", headers={"Authorization": "Bearer a-test-token"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return [json.loads(line) for line in answer.read().splitlines()]
+
+
+def logged(job: Job, name: str) -> list[dict]:
+    """The structured lines of one log; what else is in it (the trainers' own output) is left out."""
+    lines = (job.folder / name).read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def test_one_cause_runs_through_all_services(zygote, tmp_path, monkeypatch):
+    monkeypatch.setenv("FABRIC_LOG", "json")  # of the lighthouse; the trainers get it with their settings
+    with Job(zygote, tmp_path, environment={"FABRIC_LOG": "json", "TINY_STEPS": "40"}) as job:
+        job.start_all({"r1": "ring@8=kill"})
+        finish_and_check(job, 40)
+        [recovery] = [r for r in recoveries(job) if "r1" in r["lost"]]
+        cause = recovery["cause"]
+        assert cause == f"e{recovery['epoch']}"
+        assert {e["kind"] for e in events_of(job, cause)} >= {
+            "condemned",
+            "epoch",
+            "resume",
+            "session opened",
+        }
+        [condemned] = [e for e in events(job, "condemned") if e["about"] == "r1"]
+        assert condemned["cause"] == cause and recovery["id"] in {e["id"] for e in events_of(job, cause)}
+        died = logged(job, "run/r1/ckpt-server.log")
+        gone = next(x for x in died if "is gone" in x["message"])
+        assert (gone["cause"], gone["replica"], gone["job"]) == (cause, "r1", "test")
+        assert gone["incarnation"] == job.events("r1", "start")[0]["incarnation"]
+        for name in ("r0.log", "run/r0/ckpt-server.log", "lighthouse.log"):
+            epoch = next(x for x in logged(job, name) if x.get("cause") == cause and "epoch" in x["message"])
+            assert (epoch["job"], epoch["level"]) == ("test", "info"), name
+        said = [x for x in logged(job, "r0.log") if x.get("cause") == cause]
+        resume = next(x for x in said if x["message"].startswith("resume"))
+        assert (resume["service"], resume["replica"], resume["epoch"]) == ("trainer", "r0", recovery["epoch"])
+        assert resume["step"] in (8, 9)
+        assert [x for x in said if x["message"].startswith("abort")], "it was in the ring with r1"
+
+
+def events_of(job: Job, cause: str) -> list[dict]:
+    request = urllib.request.Request(
+        f"{job.url}/v1/jobs/test/events", headers={"Authorization": "Bearer a-test-token"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return [e for e in json.loads(answer.read()) if e["cause"] == cause]

@@ -23,6 +23,7 @@ from fabric.ckpt_server.lines import MAX_LINE_BYTES, LineBuffer, decode_line, en
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import SnapshotRef
 from fabric.protocol.wire import decode_as
+from fabric.runtime import logs
 
 _ANSWER_S = 30.0
 # The kernel clears shared memory at more than this, on the slowest machines too.
@@ -142,7 +143,6 @@ class ServerHandle:
         orphan_s: float = 600.0,
         deadline_s: float = 20.0,
         rank: int = 0,
-        log: str = "text",
     ) -> "ServerHandle":
         """Attach to the server that lives in ``run_dir``, or start one there and wait for it.
 
@@ -160,7 +160,7 @@ class ServerHandle:
             lighthouse=tuple(lighthouse),
             orphan_s=orphan_s,
             rank=rank,
-            log=log,
+            log=logs.form(),
         )
         return cls(spec, incarnation, deadline_s)
 

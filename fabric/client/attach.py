@@ -119,7 +119,6 @@ def _attach(
         lighthouse=found.lighthouse,
         orphan_s=found.orphan_s,
         rank=place.rank,
-        log=found.log,
     )
     parts = _parts(found, place, handle, (gradients, averaged), objects, (journal, points))
     session = Session(found, place, objects, gradients, parts, ModelWatch(model, parameters))

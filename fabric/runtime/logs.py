@@ -16,6 +16,7 @@ FORMATS = ("text", "json")
 _NAME = "fabric"
 _process: dict[str, Any] = {}
 _service = ""
+_form = "text"
 
 
 def fields(**known: Any) -> dict[str, dict[str, Any]]:
@@ -28,22 +29,27 @@ def describe(**known: Any) -> None:
     _process.update(known)
 
 
-def set_up(service: str, form: str, *, stream: TextIO | None = None, whole_process: bool = True) -> None:
-    """Write what fabric logs (INFO and up) to ``stream`` (standard error) as ``form``: text or json.
+def set_up(service: str, how: str, *, stream: TextIO | None = None, whole_process: bool = True) -> None:
+    """Write what fabric logs (INFO and up) to ``stream`` (standard error) as ``how``: text or json.
 
     ``whole_process`` False, in somebody else's program: its own loggers stay as they are, and text is left to
     what it has set up (nothing, as a rule: the end of a trainer is one sentence on standard error).
     """
-    global _service
-    _service = service
+    global _service, _form
+    _service, _form = service, how
     logger = logging.getLogger() if whole_process else logging.getLogger(_NAME)
-    if not whole_process and form == "text":
+    if not whole_process and how == "text":
         return
     logger.propagate = whole_process
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    handler.setFormatter(JsonLines() if how == "json" else TextLines())
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
+
+
+def form() -> str:
+    """How this process logs, for the processes that it starts."""
+    return _form
 
 
 def known_fields(record: logging.LogRecord) -> dict[str, Any]:

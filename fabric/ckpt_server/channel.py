@@ -266,7 +266,10 @@ class Channel:
         slot = self._memory.slot(GRADIENT, index if type(index) is int else -1)
         view, _ = self._published_view(slot)
         self._memory.publish(slot, gradient_content(body, len(view)))
-        return _success()
+        following = body.get("then_begin", -1)
+        if following == -1:
+            return _success()
+        return await self._begin({"kind": GRADIENT, "slot": following})
 
     def _published_view(self, slot: Slot) -> tuple[memoryview, int]:
         if slot.region is None:

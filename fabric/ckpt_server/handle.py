@@ -213,8 +213,10 @@ class ServerHandle:
         weight: float,
         layout: str,
         meta: Mapping[str, object],
+        then_begin: int = -1,
     ) -> None:
-        """Serve the slot's first ``nbytes`` as the reduced gradient that leads on from ``step``."""
+        """Serve the slot's first ``nbytes`` as the reduced gradient that leads on from ``step``; then begin
+        gradient slot ``then_begin``, where it is not negative, as ``begin`` does, in the same request."""
         self._ask(
             {
                 "op": "publish_gradient",
@@ -227,6 +229,7 @@ class ServerHandle:
                 "weight": weight,
                 "layout": layout,
                 "meta": dict(meta),
+                "then_begin": then_begin,
             }
         )
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import uvloop
+
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.client.buffers import AveragedBuffers
 from fabric.client.exchange import Exchange
@@ -160,7 +162,7 @@ class Engine:
         """Start the control thread; returns the port. Raises ConfigError where the listener cannot bind."""
         ready: queue.SimpleQueue[BaseException | int] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._main((bind, ports), ready)),
+            target=lambda: uvloop.run(self._main((bind, ports), ready)),
             name="fabric-control",
             daemon=True,
         )

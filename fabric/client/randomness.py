@@ -2,6 +2,7 @@
 whoever computes the micro-batch draws the same dropout masks and augmentations."""
 
 import random
+from functools import cache
 
 import numpy as np
 import torch
@@ -16,6 +17,15 @@ def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
 def seed_everything(seed: int, step: int, micro_batch: int) -> None:
     """Seed torch (CUDA too), numpy's legacy generator and ``random`` for one micro-batch."""
     value = micro_batch_seed(seed, step, micro_batch)
-    torch.manual_seed(value)
+    if _has_devices():
+        torch.manual_seed(value)
+    else:
+        # torch.manual_seed would keep a stack trace per kind of device for the day on which it appears.
+        torch.default_generator.manual_seed(value)
     np.random.seed(value & 0xFFFFFFFF)  # users draw from the legacy generator
     random.seed(value)
+
+
+@cache
+def _has_devices() -> bool:
+    return torch.accelerator.is_available()

@@ -69,15 +69,12 @@ class GradientSlots:
                 self._prepared = self._next()
 
     def _next(self) -> Slot:
-        least, most = _LISTENING
-        listening = max(least, min(most, self.limit_bytes // max(self.nbytes, 1)))
-        if len(self._slots) < (listening if self.listening else _ALWAYS):
+        if not self._is_full():
             used = {s.index for s in self._slots}
             slot = self._allocate(next(i for i in range(len(used) + 1) if i not in used))
             self._slots.append(slot)
             return slot
-        # By use and not by step: a cold start goes back to lower steps.
-        oldest = min(range(len(self._slots)), key=lambda i: self._slots[i].used)
+        oldest = self._oldest()
         slot = self._slots[oldest]
         if slot.shared:
             try:
@@ -88,6 +85,16 @@ class GradientSlots:
         else:
             slot = self._slots[oldest] = self._allocate(slot.index, slot.buffer)
         return slot
+
+    def _is_full(self) -> bool:
+        """Whether the next slot is one that exists."""
+        least, most = _LISTENING
+        listening = max(least, min(most, self.limit_bytes // max(self.nbytes, 1)))
+        return len(self._slots) >= (listening if self.listening else _ALWAYS)
+
+    def _oldest(self) -> int:
+        """By use and not by step: a cold start goes back to lower steps."""
+        return min(range(len(self._slots)), key=lambda i: self._slots[i].used)
 
     def _allocate(self, index: int, private: torch.Tensor | None = None) -> Slot:
         """A slot in the server's memory, or in ``private`` (made where None) while there is no server."""
@@ -105,14 +112,25 @@ class GradientSlots:
         return Slot(index, buffer)
 
     def publish(self, generation: int, held: Hold) -> None:
-        """Serve the committed gradient that lies in the slot of its step; raises FabricError."""
+        """Serve the committed gradient that lies in the slot of its step; raises FabricError.
+
+        The slot of the next round is withdrawn with it, where that takes nothing but the one request.
+        """
         with self._lock:
             slot = self._newest(held.step)
             if slot is None:
                 return
             slot.published = True
-        if not slot.shared:
-            raise StateError(f"the gradient of step {held.step} is not published: there was no server")
+            if not slot.shared:
+                raise StateError(f"the gradient of step {held.step} is not published: there was no server")
+            following = self._slots[self._oldest()]
+            ahead = slot.used == self._uses and self._prepared is None and self._is_full()
+            ahead = ahead and following.shared and following is not slot
+            self._publish(slot, generation, held, following.index if ahead else -1)
+            if ahead:
+                self._prepared = following
+
+    def _publish(self, slot: Slot, generation: int, held: Hold, then_begin: int) -> None:
         self.handle.publish_gradient(
             slot.index,
             generation=generation,
@@ -127,18 +145,20 @@ class GradientSlots:
                 "metrics": dict(held.metrics),
                 **({"nonfinite": held.nonfinite} if held.nonfinite else {}),
             },
+            then_begin=then_begin,
         )
 
     def find(self, step: int) -> torch.Tensor:
         """The buffer of the newest round of ``step``."""
-        with self._lock:
-            slot = self._newest(step)
-            assert slot is not None, f"no round of step {step} was reduced here"
-            return slot.buffer
+        # Without the lock, which is held while the server answers: the main thread asks for the step that it is
+        # about to apply, and no later round takes that slot before it has.
+        slot = self._newest(step)
+        assert slot is not None, f"no round of step {step} was reduced here"
+        return slot.buffer
 
     def _newest(self, step: int) -> Slot | None:
         """The slot that was last used for ``step``."""
-        return max((s for s in self._slots if s.step == step), key=lambda s: s.used, default=None)
+        return max((s for s in tuple(self._slots) if s.step == step), key=lambda s: s.used, default=None)
 
     def reset(self) -> None:
         """A new server: allocate everything anew. What the newest steps lie in is still read by this

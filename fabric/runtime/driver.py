@@ -50,6 +50,7 @@ class Driver(Generic[EventT, EffectT]):
         self._busy = False
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0  # when the timer goes off
 
     def feed(self, event: EventT) -> None:
         """Hand one event to the core and perform what it orders; nothing happens after ``close``."""
@@ -77,10 +78,13 @@ class Driver(Generic[EventT, EffectT]):
         self._disarm()
 
     def _arm(self) -> None:
-        self._disarm()
+        """A timer that is due before the deadline stays: deadlines mostly move away, and it looks again."""
         deadline = None if self._closed else self._core.next_deadline()
-        if deadline is not None:
-            self._timer = self._loop.call_later(max(0.0, deadline - self._clock()), self._on_timer)
+        if deadline is None or (self._timer is not None and self._due <= deadline):
+            return
+        self._disarm()
+        self._due = deadline
+        self._timer = self._loop.call_later(max(0.0, deadline - self._clock()), self._on_timer)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -89,4 +93,8 @@ class Driver(Generic[EventT, EffectT]):
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.feed(self._tick)
+        deadline = None if self._closed else self._core.next_deadline()
+        if deadline is not None and deadline <= self._clock():
+            self.feed(self._tick)
+        else:
+            self._arm()

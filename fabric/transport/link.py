@@ -42,7 +42,9 @@ class Link:
         self._inbox = _Inbox(frame_limit_bytes)
         self._reason = ""
         self._leaving = False
-        self._changed = asyncio.Event()
+        self._on_message: OnMessage | None = None
+        self._error: Exception | None = None
+        self._writing = False
         self._ended = asyncio.Event()
         sock.setblocking(False)
 
@@ -75,16 +77,11 @@ class Link:
         """Deliver messages until the link closes: see MessageLink."""
         try:
             self._start_reading()
-            while True:
-                # No await between the check and the wait: nothing can change in between.
-                while self._inbox.messages and not self._leaving:
-                    on_message(self._inbox.messages.popleft())
-                if self._reason:
-                    break
-                self._changed.clear()
-                await self._changed.wait()
-        except ProtocolError as error:
-            self.abort(f"{self._peer} sent what cannot be used: {error}")
+            self._on_message = on_message
+            self._deliver()
+            await self._ended.wait()
+            if self._error is not None:
+                raise self._error
         finally:
             self.abort(f"the link to {self._peer} was dropped here")
             on_closed(self._reason)
@@ -108,9 +105,9 @@ class Link:
             return
         self._reason = reason
         self._loop.remove_reader(self._sock)
-        self._loop.remove_writer(self._sock)
+        if self._writing:
+            self._loop.remove_writer(self._sock)
         self._sock.close()
-        self._changed.set()
         self._ended.set()
 
     def _start_reading(self) -> None:
@@ -120,8 +117,10 @@ class Link:
     def _flush(self) -> None:
         if self._outbox.flush():
             self._loop.add_writer(self._sock, self._flush)
-        else:
+            self._writing = True
+        elif self._writing:
             self._loop.remove_writer(self._sock)
+            self._writing = False
 
     def _readable(self) -> None:
         try:
@@ -141,7 +140,21 @@ class Link:
             return
         if self._leaving:
             self._inbox.messages.clear()
-        self._changed.set()
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """At once, in the callback of the event loop: a task in between would cost a turn of the loop."""
+        messages = self._inbox.messages
+        try:
+            while messages and self._on_message is not None and not self._leaving:
+                self._on_message(messages.popleft())
+        except ProtocolError as error:
+            messages.clear()
+            self.abort(f"{self._peer} sent what cannot be used: {error}")
+        except Exception as error:  # noqa: BLE001  (raised where ``run`` is awaited)
+            messages.clear()
+            self._error = error
+            self.abort(f"the link to {self._peer} was dropped here")
 
     def _end_sentence(self) -> str:
         if self._leaving:

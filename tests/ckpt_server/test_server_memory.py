@@ -253,6 +253,28 @@ def test_gradients_that_cannot_be_told_in_headers_are_refused(served, others, se
     assert fetch(handle.url, "/v1/gradients/1").body == b""
 
 
+def test_a_gradient_may_be_published_and_the_slot_of_the_next_begun_in_one_request(attach):
+    handle = attach()
+    for slot in (0, 1):
+        publish_gradient(handle, slot, b"abc", slot)
+    publish_gradient(handle, 2, b"abc", 2, then_begin=0)
+    assert [row["step"] for row in fetch(handle.url, "/v1/gradients").json] == [1, 2]
+    with pytest.raises(Refused, match="begin the slot before writing to it"):
+        handle.publish_gradient(
+            1,
+            generation=1,
+            step=3,
+            epoch=1,
+            nbytes=1,
+            digest="d",
+            weight=1,
+            layout="l",
+            meta={},
+            then_begin=2,
+        )
+    assert [row["step"] for row in fetch(handle.url, "/v1/gradients").json] == [1, 2]
+
+
 def test_a_waiting_reader_gets_the_gradient_when_it_is_published(attach):
     handle = attach()
     publish_gradient(handle, 0, b"one", 1)

@@ -150,8 +150,8 @@ class GradientSlots:
 
     def find(self, step: int) -> torch.Tensor:
         """The buffer of the newest round of ``step``."""
-        # Without the lock, which is held while the server answers: the main thread asks for the step that it is
-        # about to apply, and no later round takes that slot before it has.
+        # Without the lock, which is held while the server answers: the main thread asks for the step that it
+        # is about to apply, and no later round takes that slot before it has.
         slot = self._newest(step)
         assert slot is not None, f"no round of step {step} was reduced here"
         return slot.buffer

@@ -2,7 +2,8 @@
 
 A failure test must hit an exact place, and sleeping does not. ``FABRIC_TEST_POINTS="ring@7=kill"`` makes
 the process SIGKILL itself the first time it reaches the point ``ring`` in step 7 (``@`` omitted: any step).
-Actions: ``kill``, ``stop`` (SIGSTOP, goes on when continued), ``wait:PATH`` (until that file exists).
+Actions: ``kill``, ``stop`` (SIGSTOP, goes on when continued), ``wait:PATH`` (until that file exists;
+meanwhile ``PATH.awaited`` does).
 Without the variable every point is one dictionary look-up.
 """
 
@@ -61,4 +62,5 @@ class Points:
         elif action is not None and action.startswith("wait:"):
             path = Path(action.removeprefix("wait:"))
             while not path.exists():
+                path.with_name(f"{path.name}.awaited").touch()
                 time.sleep(0.005)

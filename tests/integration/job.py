@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -174,6 +174,19 @@ class Job:
     def kill(self, replica: str) -> None:
         """SIGKILL the trainer of one replica."""
         _signal(self.pids[replica], signal.SIGKILL)
+
+    def kill_together(self, step: int, replicas: Sequence[str]) -> None:
+        """Start everybody; kill these in one moment, each at the first micro-batch of its share of ``step``.
+
+        Were each to kill itself there, a slow one might be given the micro-batch at which another died.
+        """
+        gate = self.folder / "gate"
+        awaited = [gate / f"{replica}.awaited" for replica in replicas]
+        gate.mkdir()
+        self.start_all({replica: f"forward@{step}=wait:{gate / replica}" for replica in replicas})
+        self.wait_for(lambda: all(path.exists() for path in awaited), f"{replicas} to be in step {step}")
+        for replica in replicas:
+            self.kill(replica)
 
     def is_stopped(self, replica: str) -> bool:
         """Whether the kernel says that the trainer is stopped."""

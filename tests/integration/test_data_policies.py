@@ -129,7 +129,7 @@ def test_poison_is_skipped_by_all_and_recorded(zygote, tmp_path):
 def test_two_unrelated_deaths_are_no_poison(zygote, tmp_path):
     """Two die in the same step, each at a micro-batch of its own: the third computes them all."""
     with Job(zygote, tmp_path, environment=environment()) as job:
-        job.start_all({"r1": "forward@8=kill", "r2": "forward@8=kill"})
+        job.kill_together(8, ("r1", "r2"))
         summary = finish(job)
         assert (summary.samples_skipped, summary.samples_repeated) == (0, 0)
 

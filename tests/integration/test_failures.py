@@ -146,7 +146,7 @@ def test_everybody_dies_and_the_job_resumes_from_host_memory(zygote, tmp_path):
     """Cold start: the checkpoint servers' memory outlives all trainers; what is lost is said."""
     environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "40"}
     with Job(zygote, tmp_path, environment=environment) as job:
-        job.start_all({f"r{i}": "forward@15=kill" for i in range(3)})
+        job.kill_together(15, ("r0", "r1", "r2"))
         job.finish()
         assert set(job.codes.values()) == {0}, job.logs()
         assert len(set(finals(job).values())) == 1

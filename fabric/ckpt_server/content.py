@@ -28,7 +28,7 @@ class Content:
     """Published bytes. ``entry`` describes them in a listing, ``headers`` beside the bytes themselves;
     ``manifest`` is a snapshot's, as JSON, ``manifest_without_tensors`` a short one, and ``state`` the digest
     of the state that it is (a part of). ``tensors`` is where a snapshot's lie. ``published`` is monotonic
-    seconds."""
+    seconds, and so is ``taken``: when the state was its trainer's, when the gradient was published."""
 
     generation: int
     step: int
@@ -37,6 +37,7 @@ class Content:
     entry: Mapping[str, object]
     headers: Mapping[str, str]
     published: float
+    taken: float
     manifest: bytes = b""
     manifest_without_tensors: bytes = b""
     state: str = ""
@@ -80,7 +81,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         raise Refused(
             f"the manifest promises {nbytes} bytes and the slot has {len(view)}: allocate it larger"
         )
-    header = read_header(view[:nbytes])
+    header, now = read_header(view[:nbytes]), time.monotonic()
     url = f"{base_url}/v1/snapshots/{step}/data?generation={generation}"
     told = {key: value for key, value in checked.items() if key != "tensors"} | {"url": url}
     return Content(
@@ -97,7 +98,9 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
             **({"rank": checked["rank"], "ranks": checked["ranks"]} if "ranks" in checked else {}),
         },
         headers=_headers(generation, step, checked["digest"]),
-        published=time.monotonic(),
+        published=now,
+        # From here on the age grows by a clock that nobody sets.
+        taken=now - max(0.0, time.time() - created),
         manifest=_dump({**told, "tensors": _tensors(header)}),
         manifest_without_tensors=_dump(told),
         state=state_digest(checked),
@@ -119,7 +122,7 @@ def gradient_content(body: Mapping[str, Any], capacity: int) -> Content:
     meta = body.get("meta", {})
     if not isinstance(meta, dict):
         raise ProtocolError("the gradient's meta is not a JSON object")
-    meta_text = _dump(meta)
+    meta_text, now = _dump(meta), time.monotonic()
     if len(meta_text) > MAX_META_BYTES:
         raise Refused(f"the gradient's meta has {len(meta_text)} bytes: at most {MAX_META_BYTES} are served")
     headers = {
@@ -136,7 +139,8 @@ def gradient_content(body: Mapping[str, Any], capacity: int) -> Content:
         nbytes=note.nbytes,
         entry={name: getattr(note, name) for name in GradientNote.__slots__ if name != "slot"},
         headers={**headers, SEAL: seal(headers.get)},
-        published=time.monotonic(),
+        published=now,
+        taken=now,
     )
 
 

@@ -162,6 +162,12 @@ class Memory:
         contents = [slot.content for slot in self.held(SNAPSHOT)]
         return tuple(SnapshotRef(c.generation, c.step, c.state) for c in contents if c is not None)
 
+    def snapshot_ages_s(self) -> tuple[float, ...]:
+        """How long ago each of ``snapshot_refs`` was the trainer's state."""
+        now = time.monotonic()
+        contents = [slot.content for slot in self.held(SNAPSHOT)]
+        return tuple(round(now - c.taken, 3) for c in contents if c is not None)
+
     def gradient_is_gone(self, step: int, generation: int | None) -> bool:
         """Whether a gradient that is not held will not come any more, as far as this worker can tell."""
         if self._last_gradient is None:

@@ -78,7 +78,7 @@ class _Held(Collector):
                 step.add_metric([], held[-1].step)
                 yield step
                 age = GaugeMetricFamily(f"fabric_ckpt_{kind}_age_seconds", f"Age of the newest {kind}.")
-                age.add_metric([], time.monotonic() - held[-1].published)
+                age.add_metric([], time.monotonic() - held[-1].taken)
                 yield age
 
     def _bytes(self) -> Metric:

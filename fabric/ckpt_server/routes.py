@@ -239,7 +239,7 @@ class Routes:
 
     def _listing(self, kind: str) -> list[dict[str, object]]:
         now = time.monotonic()
-        return [{**c.entry, "age_s": round(now - c.published, 3)} for c in self._contents(kind)]
+        return [{**c.entry, "age_s": round(now - c.taken, 3)} for c in self._contents(kind)]
 
 
 def _step(request: web.Request) -> int | None:

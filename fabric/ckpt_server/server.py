@@ -194,6 +194,7 @@ def _pulse(
             snapshots=memory.snapshot_refs(),
             deaths=deaths.seen(state),
             rank=settings.rank,
+            ages_s=memory.snapshot_ages_s(),
         )
 
     chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing

@@ -86,9 +86,20 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
         table.add_row(*_row(entry, role, wide))
     lighthouse, store = job["lighthouse"], job["store"]
     led = f"led by {lighthouse['url']} over store {store['id']}"
-    return Group(
-        Text(title + because), Text(f"waiting for {job['waiting_for']}"), table, Text(led, style="dim")
-    )
+    waiting = f"waiting for {job['waiting_for']}"
+    lines = (title + because, waiting, f"recoverable: {recoverable(job['recoverable'])}")
+    return Group(*map(Text, lines), table, Text(led, style="dim"))
+
+
+def recoverable(state: dict[str, Any] | None) -> str:
+    """What would be left if all trainers died now."""
+    if state is None:
+        return "nothing: nobody holds a whole snapshot"
+    behind, age_s = state["steps_behind"], state["age_s"]
+    said = [f"step {state['step']} of generation {state['generation']}"]
+    said += [f"{age_s:.1f} s old"] if age_s is not None else []
+    said += [f"{behind} steps behind"] if behind is not None else []
+    return ", ".join(said)
 
 
 def _role(member: dict[str, Any]) -> str:

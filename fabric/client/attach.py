@@ -28,7 +28,8 @@ from fabric.client.placement import device_of, place_gradients
 from fabric.client.rank_group import RankGroup
 from fabric.client.session import Session
 from fabric.client.slots import GradientSlots
-from fabric.client.snapshots import OverheadBudget, Snapshots
+from fabric.client.snapshot_policy import SnapshotPolicy, policy_of
+from fabric.client.snapshots import Snapshots
 from fabric.client.solo import SoloSession
 from fabric.client.start import Place
 from fabric.client.transfer import Transfer
@@ -53,6 +54,7 @@ def attach(
     *,
     state: Mapping[str, Any] | None = None,
     buffers: str = "refuse",
+    snapshots: SnapshotPolicy | None = None,
     **arguments: Any,
 ) -> "Session | SoloSession":
     """Join this process to the job that the environment (or ``arguments``) names.
@@ -61,13 +63,14 @@ def attach(
     ``state``: further objects with ``state_dict`` and ``load_state_dict`` that are part of the shared state.
     ``buffers``: what to do with buffers that forward changes (BatchNorm): ``refuse``, ``average`` (by weight,
     at the commit: they are shared state) or ``ignore`` (each replica keeps its own, and they are not part of
-    the shared state). ``arguments`` are the fields of
+    the shared state). ``snapshots``: when to take one, instead of what the settings say.
+    ``arguments`` are the fields of
     ``fabric.runtime.config.Settings``. A mistake that a person can mend ends the process with one sentence
     and exit code 1; with FABRIC_DISABLE=1 a session without any service is returned.
     """
     tell_uncaught_mistakes()
     try:
-        return _attach(model, optimizer, dict(state or {}), buffers, arguments)
+        return _attach(model, optimizer, dict(state or {}), (buffers, snapshots), arguments)
     except FabricError as error:
         sys.stderr.write(f"fabric: {error}\n")
         raise SystemExit(1) from None
@@ -77,9 +80,10 @@ def _attach(
     model: torch.nn.Module,
     optimizer: Optimizers,
     state: dict[str, Any],
-    buffers: str,
+    choices: tuple[str, SnapshotPolicy | None],
     arguments: Mapping[str, Any],
 ) -> "Session | SoloSession":
+    buffers, snapshots = choices
     found = settings(**arguments)
     refuse_optimizers(_by_name(optimizer).values())
     group = RankGroup.find()
@@ -120,7 +124,8 @@ def _attach(
         orphan_s=found.orphan_s,
         rank=place.rank,
     )
-    parts = _parts(found, place, handle, (gradients, averaged), objects, (journal, points))
+    policy = snapshots or policy_of(found)
+    parts = _parts(found, place, handle, (gradients, averaged), (objects, policy), (journal, points))
     session = Session(found, place, objects, gradients, parts, ModelWatch(model, parameters))
     session.let_look_in()
     return session
@@ -131,10 +136,11 @@ def _parts(
     place: Place,
     handle: ServerHandle,
     model_parts: tuple[FlatGradients, AveragedBuffers],
-    objects: Mapping[str, object],
+    state: tuple[Mapping[str, object], SnapshotPolicy],
     records: tuple[Journal, Points],
 ) -> Parts:
     token, rank = found.token, place.rank
+    objects, policy = state
     journal, points = records
     gradients, averaged = model_parts
     mark = Mark(handle)
@@ -145,7 +151,6 @@ def _parts(
     where = device_of(gradients.parameters)
     on_device = where.type == "cuda"
     copier = CudaCopier(CudaLane(where)) if on_device else CpuCopier()
-    budget = OverheadBudget(found.snapshot_share)
 
     def recover() -> None:
         """The checkpoint server is gone: start another one, with new memory for the rounds to come."""
@@ -156,7 +161,7 @@ def _parts(
 
     who = (found.job, found.replica)
     snapshots = Snapshots(
-        handle, objects, copier, budget, who, on_device, recover, rank if place.group else None
+        handle, objects, copier, policy, who, on_device, recover, rank if place.group else None
     )
     plane.set_bounds(time_budget.exchange_s, time_budget.entry_s)
     slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)

@@ -310,7 +310,7 @@ class Session(Leaving):
     def _ready(self) -> io.Ready:
         """The user's update has run (or nothing has yet): the state stands at ``_state_step``."""
         self._clock.optimizer_s += self._clock.lap()
-        if self._engine.generation > 0 and self._snapshots.is_due():
+        if self._engine.generation > 0 and self._snapshots.is_due(self._state_step):
             self._snapshot_by_policy()
         digest = self._digest_when_due(self._digest_wanted)
         self._digest_wanted = False

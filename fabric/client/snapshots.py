@@ -1,10 +1,10 @@
 """When this replica snapshots its state, and how: into two slots of the server's memory, in turn.
 
-The copy starts at a step boundary and is joined before the user's update code may change anything. The
-policy keeps the cost under a share of the step time, and no snapshot older than ten minutes; a newcomer's
-request is served on top of either.
+The copy starts at a step boundary and is joined before the user's update code may change anything. When one
+is due a policy says (``snapshot_policy``); a newcomer's request is served on top of it.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,30 +15,25 @@ from fabric.ckpt_server.handle import ServerHandle
 from fabric.ckpt_server.manifest import of_rank
 from fabric.ckpt_server.snapshot import Copier, build_manifest
 from fabric.ckpt_server.state import StateView, capture
+from fabric.client.snapshot_policy import SnapshotPolicy
 from fabric.errors import FabricError
 from fabric.protocol.member_io import Snapshotted
 from fabric.protocol.rank_orders import NameSnapshot, SnapshotNamed
 
-MAX_AGE_S = 600.0
 _SLOTS = 2
+_PAUSE_S = 1.0  # after one that failed
+_log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class OverheadBudget:
-    """Due when the last copy's cost is at most ``share`` of the time since, or after MAX_AGE_S."""
+@dataclass(frozen=True, slots=True)
+class _Taking:
+    """One snapshot under way: where the state stood when, in monotonic seconds and as Unix time."""
 
-    share: float
-    taken: float = -1.0
-    cost_s: float = 0.0
-
-    def is_due(self, now: float) -> bool:
-        if self.taken < 0:
-            return True
-        age = now - self.taken
-        return age >= MAX_AGE_S or (self.share > 0 and self.cost_s <= self.share * age)
-
-    def record(self, now: float, cost_s: float) -> None:
-        self.taken, self.cost_s = now, cost_s
+    step: int
+    generation: int
+    slot: int
+    started: float
+    created: float
 
 
 class Snapshots:
@@ -51,7 +46,7 @@ class Snapshots:
         handle: ServerHandle,
         objects: Mapping[str, object],
         copier: Copier,
-        budget: OverheadBudget,
+        policy: SnapshotPolicy,
         who: tuple[str, str],
         on_device: bool,
         recover: Callable[[], None],
@@ -60,7 +55,9 @@ class Snapshots:
         self._handle = handle
         self._objects = objects
         self._copier = copier
-        self._budget = budget
+        self._policy = policy
+        self._again_at: float | None = None  # after one that failed, whatever the policy says
+        self._said = ""
         self._job, self._replica = who
         # What the server still holds from before stays as long as it can: the newest is overwritten last.
         self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
@@ -73,9 +70,13 @@ class Snapshots:
         self._unnamed: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
         self._slots_lock = threading.Lock()
 
-    def is_due(self) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether the policy wants one at this boundary."""
-        return self._copied.is_set() and self._budget.is_due(time.monotonic())
+        now = time.monotonic()
+        wanted = self._policy.is_due(step, now)
+        if self._again_at is not None:
+            wanted = now >= self._again_at
+        return wanted and self._copied.is_set()
 
     def start(
         self,
@@ -86,18 +87,27 @@ class Snapshots:
     ) -> None:
         """Begin to copy the state at ``step``, which must not change until ``wait_copied`` returns."""
         self._copied.wait()
-        started = time.monotonic()
+        started, created = time.monotonic(), time.time()
         view = capture(self._objects, step)
         try:
             slot = self._take_slot()
             target = self._handle.allocate("snapshot", slot, view.nbytes)
             self._copier.start(view, target)
-        except FabricError:
+        except FabricError as error:
+            self._failed(step, error)
             submit(self._recover)
             post(Snapshotted(step, "", generation))
             return
         self._copied.clear()
-        submit(lambda: self._finish(view, slot, (step, generation), started, post))
+        taking = _Taking(step, generation, slot, started, created)
+        submit(lambda: self._finish(view, taking, post))
+
+    def _failed(self, step: int, error: FabricError) -> None:
+        """Say it, once as long as it goes on, and try again in a while."""
+        self._again_at = time.monotonic() + _PAUSE_S
+        if str(error) != self._said:
+            self._said = str(error)
+            _log.warning("fabric: %s: no snapshot of step %d: %s", self._replica, step, error)
 
     def _take_slot(self) -> int:
         """The slot to overwrite: the older one, unless somebody reads it and nobody reads the other."""
@@ -125,21 +135,14 @@ class Snapshots:
                     self._recover()
         post(SnapshotNamed(order.step, order.generation, done))
 
-    def _finish(
-        self,
-        view: StateView,
-        slot: int,
-        when: tuple[int, int],
-        started: float,
-        post: Callable[[Snapshotted], None],
-    ) -> None:
-        step, generation = when
+    def _finish(self, view: StateView, taking: _Taking, post: Callable[[Snapshotted], None]) -> None:
+        step, generation, slot = taking.step, taking.generation, taking.slot
         digest = ""
         try:
             try:
                 digests = self._copier.join()
             finally:
-                self._budget.record(time.monotonic(), time.monotonic() - started)
+                self._policy.taken(step, taking.started, time.monotonic() - taking.started)
                 self._copied.set()
             manifest = build_manifest(
                 view,
@@ -147,15 +150,17 @@ class Snapshots:
                 job=self._job,
                 replica=self._replica,
                 generation=generation,
-                created=time.time(),
+                created=taking.created,
             )
             if self._rank is None:
                 self._handle.publish_snapshot(slot, manifest)
             else:
                 self._unnamed[generation, step] = (slot, manifest)
             digest = digests.digest
-        except FabricError:
+            self._again_at, self._said = None, ""
+        except FabricError as error:
             # The server died under us: the newcomer is told that this replica missed the step.
+            self._failed(step, error)
             self._recover()
             digest = ""
         post(Snapshotted(step, digest, generation))

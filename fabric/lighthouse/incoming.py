@@ -78,6 +78,8 @@ def decode_pulse(data: str) -> m.Pulse:
     check_name("replica", message.replica)
     _check_length("ckpt", message.ckpt, MAX_ADDRESS)
     _check_snapshots(message)
+    if len(message.ages_s) not in (0, len(message.snapshots)) or any(age_s < 0 for age_s in message.ages_s):
+        raise ProtocolError("Pulse.ages_s must have one number from 0 for each of snapshots, or none")
     if not 0 <= message.rank < MAX_RANKS:
         raise ProtocolError(f"Pulse.rank must be from 0 to {MAX_RANKS - 1}")
     if len(message.deaths) > MAX_DEATHS:

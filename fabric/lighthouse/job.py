@@ -21,7 +21,7 @@ from fabric.lighthouse.connection import Connection
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.metrics import JobGauges, Metrics
-from fabric.lighthouse.progress import top_step
+from fabric.lighthouse.progress import recoverable, top_step
 from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recovery import Recoveries, Recovery
 from fabric.model import Policy, Record
@@ -105,13 +105,15 @@ class Job:
     @property
     def gauges(self) -> JobGauges:
         core = self.core
-        record = core.record
+        record, state = core.record, recoverable(core, self.now)
         return JobGauges(
             job=self.name,
             epoch=record.epoch if record else 0,
             step=top_step(core),
             members=len(record.roster) if record else 0,
             sessions=len(self.sessions),
+            recoverable_step=None if state is None else state["step"],
+            recoverable_age_s=None if state is None else state["age_s"],
         )
 
     def begin(self, record: Record | None) -> None:
@@ -176,13 +178,13 @@ class Job:
             self._feed(io.SessionClosed(connection.replica, connection.incarnation))
 
     def pulse(self, connection: Connection, pulse: m.Pulse) -> None:
-        """One beat; many that say the same are told to the core at ``PULSE_S``."""
+        """One beat; many that say the same are told at ``PULSE_S``; that states age says nothing new."""
         key = (pulse.replica, pulse.rank)
         known, now = self.pulses.get(key), self.now
         if (known is None or known.connection is not connection) and self.core.record is not None:
             connection.post(_notice(self.core.record))
         same = known is not None and known.connection is connection and now - known.told < PULSE_S
-        if same and known is not None and replace(known.pulse, number=pulse.number) == pulse:
+        if same and known is not None and _same(known.pulse, pulse):
             return
         self.pulses[key] = PulseSource(connection, pulse, now)
         self._feed(io.PulseSeen(pulse))
@@ -343,6 +345,10 @@ class Job:
 
 def _notice(record: Record) -> str:
     return wire.encode(m.Notice(record.fence, record.cause, record.reason)).decode()
+
+
+def _same(one: m.Pulse, other: m.Pulse) -> bool:
+    return replace(one, number=other.number, ages_s=other.ages_s) == other
 
 
 def _entropy() -> random.Random:

@@ -21,13 +21,15 @@ _PREFIX = "fabric_lighthouse_"
 
 @dataclass(frozen=True, slots=True)
 class JobGauges:
-    """One job, as it is now."""
+    """One job, as it is now; ``recoverable``: the freshest state that checkpoint servers hold, None: none."""
 
     job: str
     epoch: int
     step: int
     members: int
     sessions: int
+    recoverable_step: int | None = None
+    recoverable_age_s: float | None = None
 
 
 class Metrics:
@@ -118,12 +120,21 @@ class _Gauges(Collector):
         members = GaugeMetricFamily(_PREFIX + "members", "Members of the roster.", labels=["job"])
         epoch = GaugeMetricFamily(_PREFIX + "epoch", "The epoch in force.", labels=["job"])
         steps = GaugeMetricFamily(_PREFIX + "steps", "The highest committed step.", labels=["job"])
+        held = GaugeMetricFamily(
+            _PREFIX + "recoverable_step", "Step of the freshest recoverable state.", labels=["job"]
+        )
+        age = GaugeMetricFamily(
+            _PREFIX + "recoverable_age_seconds", "Age of the freshest recoverable state.", labels=["job"]
+        )
         for job in self._jobs():
             for family, value in (
                 (sessions, job.sessions),
                 (members, job.members),
                 (epoch, job.epoch),
                 (steps, job.step),
+                (held, job.recoverable_step),
+                (age, job.recoverable_age_s),
             ):
-                family.add_metric([job.job], value)
-        yield from (sessions, members, epoch, steps)
+                if value is not None:
+                    family.add_metric([job.job], value)
+        yield from (sessions, members, epoch, steps, held, age)

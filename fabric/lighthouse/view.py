@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fabric.lighthouse.job import Job
-from fabric.lighthouse.progress import top_step
+from fabric.lighthouse.progress import recoverable, top_step
 from fabric.model import Member, Record
 from fabric.protocol.leader import Leader
 from fabric.protocol.liveness import Peer, PulseState
@@ -45,7 +45,7 @@ def job_view(job: Job) -> dict[str, Any]:
             {"replica": name, "rank": rank, "incarnation": pulse.incarnation, **_pulse_view(pulse, now)}
             for name, rank, pulse in _servers(core)
         ],
-        "recoverable": _recoverable(core),
+        "recoverable": recoverable(core, now),
     }
 
 
@@ -54,17 +54,6 @@ def _servers(core: Leader) -> list[tuple[str, int, PulseState]]:
     ranks = {0: core.liveness.pulses, **core.liveness.rank_pulses}
     found = [(name, rank, pulse) for rank, pulses in ranks.items() for name, pulse in pulses.items()]
     return sorted(found, key=lambda entry: entry[:2])
-
-
-def _recoverable(core: Leader) -> dict[str, Any] | None:
-    """The freshest state that checkpoint servers hold between them, every lane of it, and how old that is in
-    committed steps."""
-    roster = core.record.roster if core.record is not None else ()
-    ref = core.liveness.freshest(max((len(x.addresses) for x in roster), default=1))
-    if ref is None:
-        return None
-    same = core.record is not None and core.record.generation == ref.generation
-    return {**asdict(ref), "steps_behind": max(0, top_step(core) - ref.step) if same else None}
 
 
 def waiting_for(core: Leader, now: float) -> str:

@@ -205,6 +205,7 @@ class Leader(Joins):
             ckpt=pulse.ckpt,
             snapshots=pulse.snapshots,
             deaths=pulse.deaths,
+            taken=tuple(self._now - age_s for age_s in pulse.ages_s),
         )
 
     def on_pulse_closed(self, event: io.PulseClosed) -> None:

@@ -49,7 +49,8 @@ class Peer:
 
 @dataclass(slots=True)
 class PulseState:
-    """One replica's checkpoint server: what it last said of the trainer, and since when."""
+    """One replica's checkpoint server: what it last said of the trainer, and since when. ``taken``: when the
+    state of each of ``snapshots`` was its trainer's."""
 
     incarnation: int
     trainer: str
@@ -59,6 +60,7 @@ class PulseState:
     ckpt: str = ""
     snapshots: tuple[SnapshotRef, ...] = ()
     deaths: tuple[Death, ...] = ()
+    taken: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -79,11 +81,25 @@ class Liveness:
     def held(self) -> dict[SnapshotRef, set[str]]:
         """Every snapshot that a checkpoint server which is heard holds, and where: URLs of all ranks."""
         found: dict[SnapshotRef, set[str]] = {}
-        for pulses in (self.pulses, *self.rank_pulses.values()):
-            for pulse in pulses.values():
-                for ref in pulse.snapshots if pulse.connected and pulse.ckpt else ():
-                    found.setdefault(ref, set()).add(pulse.ckpt)
+        for pulse in self._holders():
+            for ref in pulse.snapshots:
+                found.setdefault(ref, set()).add(pulse.ckpt)
         return found
+
+    def age_s(self, state: SnapshotRef, now: float) -> float | None:
+        """How long ago that state was the trainers', by who says the most; None where nobody says."""
+        taken = [
+            when
+            for pulse in self._holders()
+            for ref, when in zip(pulse.snapshots, pulse.taken, strict=False)
+            if ref == state
+        ]
+        return now - min(taken) if taken else None
+
+    def _holders(self) -> list[PulseState]:
+        """Checkpoint servers that are heard and say where they are, of all ranks."""
+        every = (p for pulses in (self.pulses, *self.rank_pulses.values()) for p in pulses.values())
+        return [pulse for pulse in every if pulse.connected and pulse.ckpt]
 
     def freshest(self, ranks: int) -> SnapshotRef | None:
         """The newest state that could be recovered now: every one of ``ranks`` lanes has a living holder,

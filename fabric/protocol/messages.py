@@ -359,9 +359,9 @@ class Pulse:
     """The second source of liveness: what the kernel says of the trainer, and what memory holds.
 
     ``trainer`` is ``running``, ``stopped``, ``gone`` or ``absent`` (none has attached yet). ``deaths``: which
-    micro-batches the replica's processes died at, said again in every pulse until the job is past them.
-    ``trainer`` is ``running``, ``stopped``, ``gone`` or ``absent`` (none has attached yet). In a replica of
-    several ranks every rank has its checkpoint server, and ``rank`` says whose this is.
+    micro-batches the replica's processes died at, said again in every pulse until the job is past them. In a
+    replica of several ranks every rank has its checkpoint server, and ``rank`` says whose this is.
+    ``ages_s``: how many seconds ago the state of each of ``snapshots`` was its trainer's, in the same order.
     """
 
     replica: str
@@ -372,6 +372,7 @@ class Pulse:
     snapshots: tuple[SnapshotRef, ...] = ()
     deaths: tuple[Death, ...] = ()
     rank: int = 0
+    ages_s: tuple[float, ...] = ()
 
 
 # --- leader to checkpoint server ------------------------------------------------------------------

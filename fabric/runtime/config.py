@@ -28,11 +28,13 @@ class Settings:
     exchange follows; ``user_code_s``: how long the others wait for a member in user code. ``autonomy_s``:
     how long to step without any lighthouse. ``data_plane``: "auto" (members on one host share memory), "tcp"
     or "nccl". ``digest_every``: steps between digests of the state.
-    ``snapshot_share``: part of the step time that snapshots may cost. ``reproducible``: whether equal
-    gradients give bitwise equal states; off, digests and replay are, and newcomers get their state while the
-    others wait. ``on_nan``: what becomes of a step whose averaged gradient is not finite: "pass" it on,
-    "stop" the job, or "skip" its update. ``log``: how this replica and its checkpoint server log, as "text"
-    or as "json", a line each. ``disable``: plain training, no services."""
+    ``snapshot_share``: part of the step time that snapshots may cost, but none is older than
+    ``snapshot_max_age_s``; ``snapshot_every``: a snapshot every so many steps instead (0: no).
+    ``reproducible``: whether equal gradients give bitwise equal states; off, digests and replay are, and
+    newcomers get their state while the others wait. ``on_nan``: what becomes of a step whose averaged
+    gradient is not finite: "pass" it on, "stop" the job, or "skip" its update. ``log``: how this replica and
+    its checkpoint server log, as "text" or as "json", a line each. ``disable``: plain training, no
+    services."""
 
     job: str = "job"
     replica: str = ""
@@ -54,6 +56,8 @@ class Settings:
     data_plane: str = "auto"
     digest_every: int = 10
     snapshot_share: float = 0.02
+    snapshot_max_age_s: float = 600.0
+    snapshot_every: int = 0
     retain_gradients: bool = True
     orphan_s: float = 600.0
     log: str = "text"
@@ -165,6 +169,8 @@ def _checked(found: Settings) -> Settings:
         "autonomy_s",
         "digest_every",
         "snapshot_share",
+        "snapshot_max_age_s",
+        "snapshot_every",
         "orphan_s",
     ):
         value = getattr(found, name)

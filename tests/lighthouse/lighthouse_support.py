@@ -229,11 +229,10 @@ class WirePulse:
         self.socket = await connect(self._http, self._url, self._job, f"pulse?replica={self.replica}")
         return self
 
-    async def beat(self, trainer: str = "running", incarnation: int = 1) -> None:
+    async def beat(self, trainer: str = "running", incarnation: int = 1, **more: object) -> None:
         self.number += 1
-        pulse = m.Pulse(
-            self.replica, incarnation, trainer, self.number, f"http://127.0.0.1:9999/{self.replica}"
-        )
+        url = f"http://127.0.0.1:9999/{self.replica}"
+        pulse = m.Pulse(self.replica, incarnation, trainer, self.number, url, **more)
         await self.socket.send_str(wire.encode(pulse).decode())
 
     async def keep_beating(self, trainer: str = "running") -> None:

@@ -25,6 +25,7 @@ from lighthouse_support import (
 
 from fabric.cli.asking import Lighthouses
 from fabric.cli.main import main
+from fabric.cli.status import recoverable
 from fabric.errors import Unreachable
 from fabric.protocol import messages as m
 
@@ -168,6 +169,11 @@ def test_an_end_while_waiting_for_the_store_is_clean_too(tmp_path):
 
 
 class TestStatus:
+    def test_what_would_be_left_if_all_trainers_died(self):
+        state = {"generation": 2, "step": 7, "digest": "d", "steps_behind": 3, "age_s": 90.04}
+        assert recoverable(state) == "step 7 of generation 2, 90.0 s old, 3 steps behind"
+        assert recoverable({**state, "steps_behind": None, "age_s": None}) == "step 7 of generation 2"
+
     async def test_the_list_and_one_job(self, lighthouse, http, job):
         members = await start_job(http, lighthouse.url, count=2, job=job)
         joiner = await WireMember(http, lighthouse.url, "late", job=job, replicas="2").open()
@@ -180,6 +186,7 @@ class TestStatus:
         for text in (
             f"job {job}: generation 1, epoch 1",
             "waiting for",
+            "recoverable: nothing",
             "r0",
             "r1",
             "late",

@@ -5,7 +5,9 @@ import subprocess
 
 import aiohttp
 import pytest
-from lighthouse_support import TOKEN, close_all, get, post, start_job
+from lighthouse_support import TOKEN, WirePulse, close_all, eventually, get, post, start_job
+
+from fabric.model import SnapshotRef
 
 
 async def test_health_and_metrics_are_open(lighthouse, http):
@@ -33,6 +35,40 @@ async def test_metrics_of_a_job(lighthouse, http, job):
         assert line in text
     assert 'fabric_lighthouse_store_write_seconds_bucket{le="5.0"}' in text
     await close_all(members)
+
+
+async def test_how_old_the_freshest_recoverable_state_is(lighthouse, http, job):
+    """Shown by the job's view, its gauges and the command; of nothing nothing is said."""
+    members = await start_job(http, lighthouse.url, job=job)
+    _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
+    assert body["recoverable"] is None
+    pulses = [await WirePulse(http, lighthouse.url, f"r{i}", job).open() for i in range(2)]
+    old, new = SnapshotRef(1, 5, "a"), SnapshotRef(1, 9, "b")
+    await pulses[0].beat(snapshots=(old,), ages_s=(70.0,))
+    await pulses[1].beat(snapshots=(old, new), ages_s=(60.0, 30.0))
+    await eventually(lambda: state_is(http, lighthouse.url, job, 9), "the newest snapshot to be known")
+    _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
+    state = body["recoverable"]
+    assert (state["digest"], state["steps_behind"]) == ("b", 0) and 30 <= state["age_s"] < 60
+    async with http.get(f"{lighthouse.url}/metrics") as answer:
+        text = await answer.text()
+    assert f'fabric_lighthouse_recoverable_step{{job="{job}"}} 9.0' in text
+    (line,) = [
+        x
+        for x in text.splitlines()
+        if x.startswith(f'fabric_lighthouse_recoverable_age_seconds{{job="{job}"')
+    ]
+    assert 30 <= float(line.split()[-1]) < 60
+    await pulses[1].socket.close()
+    await eventually(lambda: state_is(http, lighthouse.url, job, 5), "the one that is left to count")
+    _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
+    assert 70 <= body["recoverable"]["age_s"] < 100
+    await close_all(members)
+
+
+async def state_is(http, url, job, step) -> bool:
+    _, body = await get(http, f"{url}/v1/jobs/{job}")
+    return body["recoverable"] is not None and body["recoverable"]["step"] == step
 
 
 PATHS = ["/v1/jobs", "/v1/jobs/x", "/v1/jobs/x/events", "/v1/jobs/x/session", "/v1/jobs/x/pulse", "/nowhere"]

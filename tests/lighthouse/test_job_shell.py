@@ -6,6 +6,7 @@ from lighthouse_support import WireMember, close_all, eventually, get, start_job
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connection import DEFECT
+from fabric.model import SnapshotRef
 from fabric.protocol import messages as m
 from fabric.protocol.liveness import LivenessConfig
 from fabric.store.memory import MemorySpace
@@ -157,9 +158,9 @@ async def test_an_unchanged_pulse_is_not_told_every_time(instance, http):
     told = []
     handle = job.core.handle
     job.core.handle = lambda event, now: told.append(event) or handle(event, now)
-    connection = job.sessions["r0"]
+    connection, held = job.sessions["r0"], SnapshotRef(1, 5, "d")
     for number in range(100):
-        job.pulse(connection, m.Pulse("r0", 1, "running", number))
+        job.pulse(connection, m.Pulse("r0", 1, "running", number, snapshots=(held,), ages_s=(number / 20,)))
     job.pulse(connection, m.Pulse("r0", 1, "stopped", 100))
     beats = [event.pulse for event in told if hasattr(event, "pulse")]
     assert beats[0].number == 0 and beats[-1].trainer == "stopped" and len(beats) < 20

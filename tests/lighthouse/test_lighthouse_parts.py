@@ -8,10 +8,10 @@ import pytest
 
 from fabric.errors import ConfigError, ProtocolError
 from fabric.lighthouse.events import EventLog
-from fabric.lighthouse.incoming import check_name, decode_member, parse_policy
+from fabric.lighthouse.incoming import check_name, decode_member, decode_pulse, parse_policy
 from fabric.lighthouse.records import job_of, record_key
 from fabric.lighthouse.view import waiting_for
-from fabric.model import Fence
+from fabric.model import Fence, SnapshotRef
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol import wire
@@ -74,6 +74,14 @@ class TestIncoming:
             with pytest.raises(ProtocolError):
                 decode_member(wire.encode(message).decode())
         assert decode_member(wire.encode(m.Running(fence, 1)).decode()) == m.Running(fence, 1)
+
+    @pytest.mark.parametrize("ages_s", [(1.0, 2.0), (-0.1,)])
+    def test_ages_of_snapshots_fit_them(self, ages_s):
+        pulse = m.Pulse("r0", 1, "running", 1, "", (SnapshotRef(1, 5, "d"),))
+        for good in ((), (0.5,)):
+            assert decode_pulse(wire.encode(replace(pulse, ages_s=good)).decode()).ages_s == good
+        with pytest.raises(ProtocolError, match="ages_s"):
+            decode_pulse(wire.encode(replace(pulse, ages_s=ages_s)).decode())
 
     def test_sentences_are_cut_and_printable(self):
         aborted = decode_member(wire.encode(m.Aborted(Fence("s", 1, 1), 1, "a\nb" + "x" * 999)).decode())

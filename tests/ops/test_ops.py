@@ -185,7 +185,7 @@ class StillTrainer:
 def known_metrics() -> set[str]:
     """Every sample's name, of both services, with something of each kind counted."""
     lighthouse = LighthouseMetrics()
-    lighthouse.observe(lambda: True, lambda: [JobGauges("job", 1, 1, 1, 1)])
+    lighthouse.observe(lambda: True, lambda: [JobGauges("job", 1, 1, 1, 1, 1, 1.0)])
     lighthouse.event("job", "epoch")
     lighthouse.evicted("job", 1)
     lighthouse.record_write("job", "written", 0.1)

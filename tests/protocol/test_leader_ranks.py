@@ -61,6 +61,19 @@ def test_the_freshest_state_is_the_newest_with_a_living_holder_of_each_lane():
     assert liveness.freshest(2) is None
 
 
+def test_a_state_is_as_old_as_the_holder_says_that_says_the_most():
+    liveness = Liveness(LivenessConfig(), 0.0)
+    assert liveness.age_s(NEW, 100.0) is None
+    liveness.pulses["a"] = PulseState(1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW), (), (50.0, 90.0))
+    other = liveness.pulses_of(1)["b"] = PulseState(
+        1, "running", 0.0, 0.0, True, "http://b#1", (NEW,), (), (88.0,)
+    )
+    liveness.pulses["c"] = PulseState(1, "running", 0.0, 0.0, True, "http://c", (NEW,))  # of an older release
+    assert (liveness.age_s(OLD, 100.0), liveness.age_s(NEW, 100.0)) == (50.0, 12.0)
+    other.connected = False
+    assert liveness.age_s(NEW, 100.0) == 10.0
+
+
 def test_a_rank_that_is_gone_takes_its_replica_out():
     lighthouse = started()
     pulse(lighthouse, "b", 0)

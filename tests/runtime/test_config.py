@@ -32,6 +32,9 @@ def test_arguments_come_before_environment_before_defaults():
         ({"FABRIC_CONTACT_S": "-1"}, "FABRIC_CONTACT_S"),
         ({"FABRIC_DIGEST_EVERY": "-2"}, "FABRIC_DIGEST_EVERY"),
         ({"FABRIC_SNAPSHOT_SHARE": "inf"}, "FABRIC_SNAPSHOT_SHARE"),
+        ({"FABRIC_SNAPSHOT_EVERY": "-1"}, "FABRIC_SNAPSHOT_EVERY"),
+        ({"FABRIC_SNAPSHOT_EVERY": "often"}, "FABRIC_SNAPSHOT_EVERY"),
+        ({"FABRIC_SNAPSHOT_MAX_AGE_S": "nan"}, "FABRIC_SNAPSHOT_MAX_AGE_S"),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_it(more, words):

@@ -1,0 +1,86 @@
+"""Snapshot policies as pure functions of steps and times."""
+
+import itertools
+
+import pytest
+
+from fabric.client import EverySteps, OverheadBudget
+from fabric.client.snapshot_policy import policy_of
+from fabric.errors import ConfigError
+from fabric.runtime.config import Settings
+
+
+def play(policy, step_s, cost_s, steps, now=1000.0):
+    """Steps of ``step_s`` whose snapshots take ``cost_s``, all of it beside them: (time, step) of each."""
+    found = []
+    for step in range(steps):
+        if policy.is_due(step, now):
+            found.append((now, step))
+            policy.taken(step, now, cost_s)
+        now += step_s
+    return found
+
+
+def intervals(found):
+    return [b - a for (a, _), (b, _) in itertools.pairwise(found)]
+
+
+@pytest.mark.parametrize(("step_s", "cost_s"), [(0.1, 0.1), (1.0, 0.3), (7.0, 0.01), (0.01, 2.0)])
+def test_the_budget_is_kept_and_used(step_s, cost_s):
+    found = play(OverheadBudget(0.02), step_s, cost_s, 20_000)
+    assert found[0] == (1000.0, 0)
+    for interval in intervals(found):
+        assert cost_s <= 0.02 * interval + 1e-6
+        # No rarer than the budget asks for: the first boundary at which it is paid.
+        assert interval <= max(cost_s / 0.02 + step_s, step_s) + 1e-6
+
+
+@pytest.mark.parametrize(("step_s", "cost_s"), [(1.0, 100.0), (45.0, 30.0), (90.0, 0.5)])
+@pytest.mark.parametrize("share", [0.0, 0.02])
+def test_nothing_recoverable_is_ever_older_than_the_limit(step_s, cost_s, share):
+    """Until the next copy is complete, the state before is what could be recovered."""
+    found = play(OverheadBudget(share, 600.0), step_s, cost_s, 2000)
+    assert len(found) > 3
+    assert all(interval + cost_s <= 600.0 + 1e-6 for interval in intervals(found))
+
+
+def test_a_share_of_zero_waits_for_the_age():
+    assert min(intervals(play(OverheadBudget(0.0, 600.0), 1.0, 0.0, 2000))) > 590
+
+
+def test_a_snapshot_for_a_newcomer_counts():
+    policy = OverheadBudget(0.02)
+    assert policy.is_due(0, 0.0)
+    policy.taken(0, 0.0, 0.1)
+    assert not policy.is_due(1, 4.0) and policy.is_due(2, 6.0)
+    policy.taken(2, 6.0, 0.1)  # somebody asked
+    assert not policy.is_due(3, 10.0)
+
+
+def test_every_n_steps_are_the_same_steps_on_all_replicas():
+    assert [step for _, step in play(EverySteps(7), 0.1, 5.0, 30)] == [0, 7, 14, 21, 28]
+    late = EverySteps(7)
+    assert [step for step in range(11, 30) if late.is_due(step, 0.0)] == [14, 21, 28]
+    late.taken(28, 0.0, 0.0)
+    assert not late.is_due(28, 0.0), "a boundary that is met again has its snapshot"
+
+
+def test_settings_choose():
+    assert policy_of(Settings()) == OverheadBudget(0.02, 600.0)
+    assert policy_of(Settings(snapshot_share=0.5, snapshot_max_age_s=9.0)) == OverheadBudget(0.5, 9.0)
+    assert policy_of(Settings(snapshot_every=5)) == EverySteps(5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OverheadBudget(-0.1),
+        lambda: OverheadBudget(float("nan")),
+        lambda: OverheadBudget(0.02, 0.0),
+        lambda: EverySteps(0),
+        lambda: policy_of(Settings(snapshot_max_age_s=0.0)),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make):
+    with pytest.raises(ConfigError):
+        make()

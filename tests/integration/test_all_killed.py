@@ -1,0 +1,55 @@
+"""All trainers are killed at once: the job resumes from host memory, from a state as young as was shown."""
+
+import json
+import time
+import urllib.request
+
+from job import Job
+
+from fabric.cli.demo.journal import read_run
+from fabric.cli.demo.verify import judge
+
+EVERY, STEPS = 4, 24
+
+
+def ask(job: Job, url: str) -> dict:
+    headers = {"Authorization": f"Bearer {job.token.read_text().strip()}"}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+        return json.load(answer)
+
+
+def recoverable(job: Job) -> dict:
+    return ask(job, f"{job.url}/v1/jobs/test")["recoverable"] or {"step": -1, "age_s": 0.0}
+
+
+def test_all_killed_at_once_resume_from_the_state_that_was_shown(zygote, tmp_path):
+    environment = {"FABRIC_SNAPSHOT_EVERY": str(EVERY), "TINY_STEPS": str(STEPS)}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        job.start_all()
+        job.wait_for(lambda: job.events("r0", "commit"), "a step")
+        job.wait_for(lambda: recoverable(job)["step"] >= 2 * EVERY, "snapshots")
+        servers = [member["ckpt"] for member in ask(job, f"{job.url}/v1/jobs/test")["members"]]
+        for replica in job.pids:
+            job.kill(replica)
+        job.wait_for(lambda: all(job.ended(r) is not None for r in job.pids), "everybody's death")
+        # The trainers are gone and their memory is not: the same state, older and older.
+        job.wait_for(lambda: recoverable(job)["age_s"] > 0.3, "the state to age")
+        left = recoverable(job)
+        entries = [s for url in servers for s in ask(job, f"{url}/v1/snapshots")]
+        taken = [s["created"] for s in entries if s["step"] == left["step"]]
+        assert taken and left["step"] == max(s["step"] for s in entries) and left["step"] % EVERY == 0
+        assert left["age_s"] <= time.time() - min(taken) + 0.001
+        job.finish()
+        assert set(job.codes.values()) == {0}, job.logs()
+
+        commits = {
+            g: [e for r in job.pids for e in job.events(r, "commit") if e["generation"] == g] for g in (1, 2)
+        }
+        assert {e["step"] for e in commits[2]} == set(range(left["step"], STEPS))
+        # What has to be done again was committed after that state was taken: within its age.
+        lost = [e for e in commits[1] if e["step"] >= left["step"]]
+        assert all(e["t"] >= min(taken) for e in lost)
+        assert len({e["step"] for e in lost}) <= EVERY + 1, "every fourth step, and the one being copied"
+        verdict = judge(read_run(job.folder))
+        assert not verdict.broken, verdict.broken[:5]
+        assert verdict.summary.steps_lost == len({e["step"] for e in lost})

@@ -304,7 +304,8 @@ class Session(Leaving):
         data_hash = f"{data_hash} on_nan {settings.on_nan}"
         layout = self._gradients.layout
         tensors = self._gradients.described
-        work = Work(micro_batches, data_hash, layout, digest, part, sharing, seat, tensors)
+        plane = parts.plane.kind
+        work = Work(micro_batches, data_hash, layout, digest, part, sharing, seat, tensors, plane)
         begin(self._engine, parts, settings, self._place, work)
 
     def _ready(self) -> io.Ready:

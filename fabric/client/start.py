@@ -35,8 +35,8 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Work:
     """What this process brings: how its data is cut (``part``: which slice of a micro-batch is its own) and
-    shared out, the layout of its parameters (``tensors``: the same for people), and the digest of its initial
-    state (empty: none was taken)."""
+    shared out, the layout of its parameters (``tensors``: the same for people), the digest of its initial
+    state (empty: none was taken), and how its gradients are exchanged (``DataPlane.kind``)."""
 
     micro_batches: int
     data: str
@@ -46,6 +46,7 @@ class Work:
     sharing: Sharing = EVERYTHING
     seat: int = -1
     tensors: tuple[str, ...] = ()
+    plane: str = ""
 
 
 def make_engine(parts: Parts, place: Place) -> Engine:
@@ -141,6 +142,7 @@ def _identity(
         sharing=work.sharing,
         seat=work.seat,
         tensors=work.tensors,
+        plane=work.plane,
     )
 
 

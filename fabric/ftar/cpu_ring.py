@@ -67,6 +67,8 @@ class CpuRing:
         self._turn = Turn()
         self._waiting = Waiting("", {})
 
+    kind = "host"
+
     @property
     def shares_memory(self) -> bool:
         """Whether links on one host should be of shared memory: see DataPlane."""

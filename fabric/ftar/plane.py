@@ -49,6 +49,10 @@ class DataPlane(Protocol):
     """Sums over the members of an epoch. One thread reduces; any thread installs, aborts, retires."""
 
     @property
+    def kind(self) -> str:
+        """What all members of a job must have in common: ``host``, ``device`` or ``nccl``."""
+
+    @property
     def shares_memory(self) -> bool:
         """Whether links between members on one host should come as unix sockets."""
 

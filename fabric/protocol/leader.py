@@ -9,12 +9,12 @@ Nothing is announced before the store has committed it (rule 1).
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 from fabric.model import Member, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
+from fabric.protocol.alike import difference
 from fabric.protocol.decide import Evict, Undecidable, decide
 from fabric.protocol.leader_base import DEAF_S, EpochState, LeaderConfig
 from fabric.protocol.leader_joins import Joins
@@ -169,13 +169,9 @@ class Leader(Joins):
                     f"{name} and {other.session.replica} both ask for seat {session.seat}: give every "
                     "replica a seat of its own"
                 )
-            difference = _difference(session, other.session)
-            if difference:
-                tensor = _different_tensor(session.tensors, other.session.tensors)
-                return m.Rejected(
-                    f"{name} has other {difference} than {other.session.replica}{tensor}: start every "
-                    "replica with the same model, data set, batch sizes and number of steps"
-                )
+            apart = difference(session, other.session)
+            if apart:
+                return m.Rejected(apart)
             if session.seat < 0:
                 break  # the others are like this one: they were let in
         return None
@@ -447,26 +443,6 @@ class Leader(Joins):
         if self.epoch.aborted or (record.is_forced and self.epoch.decision is None):
             return False
         return all(x.replica in self.epoch.running for x in record.roster) or self._is_parked(record)
-
-
-def _difference(a: m.Session, b: m.Session) -> str:
-    if len(a.ranks) != len(b.ranks):
-        return f"ranks ({1 + len(a.ranks)} and not {1 + len(b.ranks)})"
-    if a.layout != b.layout:
-        return "parameters (names, shapes, dtypes or their order)"
-    if (a.micro_batches, a.data, a.sharing) != (b.micro_batches, b.data, b.sharing):
-        return "data settings"
-    return ""
-
-
-def _different_tensor(mine: tuple[str, ...], theirs: tuple[str, ...]) -> str:
-    """The first parameter that differs, for people; empty when nobody described them, or all are alike."""
-    if not mine or not theirs:
-        return ""
-    for number, (one, other) in enumerate(zip_longest(mine, theirs, fillvalue="missing")):
-        if one != other:
-            return f" (parameter {number} is {one} here, and {other} there)"
-    return ""
 
 
 _HANDLERS: dict[type, Callable[[Leader, Any], None]] = {

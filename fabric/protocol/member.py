@@ -113,6 +113,7 @@ class Member(Rounds):
                     micro_batches=me.micro_batches,
                     layout=me.layout,
                     tensors=me.tensors,
+                    plane=me.plane,
                     data=me.data,
                     shares=me.shares,
                     snapshots=self.snapshots,

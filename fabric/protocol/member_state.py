@@ -51,6 +51,7 @@ class Identity:
     seat: int = -1
     ranks: tuple[Address, ...] = ()
     tensors: tuple[str, ...] = ()
+    plane: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,7 @@ class Session:
     gradients; else the others wait for its state. ``exchange_s`` and ``user_code_s`` are its time budget.
     ``tensors`` are the parameters in order, for people: "name dtype[shape]"; empty where they are very many.
     ``roster``: digest of the newest roster I hold; empty from a version that understands no ``Change``.
+    ``plane``: how gradients are exchanged (``host``, ``device``, ``nccl``); empty: not said.
     """
 
     replica: str
@@ -207,6 +208,7 @@ class Session:
     user_code_s: float = 1800.0
     tensors: tuple[str, ...] = ()
     roster: str = ""
+    plane: str = ""
 
 
 @dataclass(frozen=True, slots=True)

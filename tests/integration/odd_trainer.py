@@ -11,6 +11,7 @@ import torch
 from tiny_trainer import Samples, build
 
 import fabric.client
+from fabric.client.model_watch import LOOK_EVERY
 
 ODD_STEP = 5
 
@@ -111,6 +112,39 @@ def plain_loop() -> None:
     session.close()
 
 
+def another_dtype() -> None:
+    """One tensor is of another type than everybody else's."""
+    model, optimizer, scheduler = build(64)
+    model[3].bias.data = model[3].bias.data.double()
+    train(model, optimizer, state={"scheduler": scheduler})
+
+
+def another_order() -> None:
+    """The same tensors, registered in another order."""
+    model, optimizer, scheduler = build(64)
+    model._modules["0"] = model._modules.pop("0")
+    train(model, optimizer, state={"scheduler": scheduler})
+
+
+def change_the_model(change: Callable[[torch.nn.Module], object], when: int) -> None:
+    """What tiny_trainer trains, until ``change`` in step ``when``."""
+    model, optimizer, scheduler = build(64)
+    train(
+        model,
+        optimizer,
+        state={"scheduler": scheduler},
+        in_batch=lambda step: change(model) if step == when else None,
+    )
+
+
+def add_a_parameter(model: torch.nn.Module) -> None:
+    model.register_parameter("late", torch.nn.Parameter(torch.zeros(3)))
+
+
+def remove_a_parameter(model: torch.nn.Module) -> None:
+    model[3].bias = None
+
+
 def raise_at(step: int) -> None:
     if step == ODD_STEP:
         raise ValueError("the user's own mistake")
@@ -152,6 +186,12 @@ ODDITIES: dict[str, Callable[[], None]] = {
     "a state without the scheduler": lambda: train(*build(64)[:2]),
     "the inner loop left early": lambda: train_as_everybody(leave_at),
     "a step iterated twice": iterate_twice,
+    "another dtype": another_dtype,
+    "another order": another_order,
+    "a parameter added": lambda: change_the_model(add_a_parameter, LOOK_EVERY),
+    "a parameter removed": lambda: change_the_model(remove_a_parameter, LOOK_EVERY),
+    "a parameter added between looks": lambda: change_the_model(add_a_parameter, ODD_STEP),
+    "a parameter removed between looks": lambda: change_the_model(remove_a_parameter, ODD_STEP),
     "an exception": lambda: train_as_everybody(raise_at),
     "losses": print_losses,
     "plain": plain_loop,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from corrupting_proxy import CorruptingProxy
 from job import Job
+from test_corruption import events
 from test_failures import finals, finish_and_check
 
 HERE = Path(__file__).parent
@@ -214,6 +215,37 @@ def test_a_joiner_with_another_model_shape(pair):
     forget(pair, "r2")
 
 
+TENSORS = {
+    "another dtype": "(parameter 3 is 3.bias float64[4] here, and 3.bias float32[4] there)",
+    "another order": "(parameter 0 is 3.weight float32[4, 64] here, and 0.weight float32[64, 16] there)",
+}
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_a_joiner_whose_tensors_differ(pair, what):
+    said = refused(pair, "r2", **odd(what))
+    assert re.search(r"r2 has other parameters \(names, shapes, dtypes or their order\) than r[01]", said)
+    assert TENSORS[what] in said
+    # The others are not disturbed; who looks at the job is told.
+    told = [e for e in events(pair, "session refused") if e["about"] == "r2"]
+    assert told and TENSORS[what] in told[0]["why"]
+    forget(pair, "r2")
+
+
+def test_a_joiner_that_exchanges_elsewhere(pair):
+    """A member on a CPU and one on a GPU cannot reduce together: said at the door, not in every round."""
+    pair.start("r2", FABRIC_JOURNAL="", TEST_TRAINER="device_trainer")
+    pair.wait_for(lambda: pair.ended("r2") is not None, "the end of r2")
+    assert pair.ended("r2") == 1, pair.logs()
+    lines = (pair.folder / "r2.log").read_text().splitlines()
+    assert lines[0] == "gradients on HostDevice" and len(lines) == 2, lines
+    assert re.search(
+        r"^fabric: r2: .*r2 exchanges gradients on a GPU and r[01] in host memory: have the parameters",
+        lines[1],
+    ), lines
+    forget(pair, "r2")
+
+
 def test_a_joiner_with_another_data_configuration(pair):
     said = refused(pair, "r2", **odd("other sizes"))
     assert re.search(r"r2 has other data settings than r[01]: start every replica with the same", said)
@@ -264,20 +296,24 @@ def test_a_joiner_whose_state_has_other_parts(zygote, tmp_path):
 # --- one of the replicas makes a mistake on its way -----------------------------------------------------
 
 ON_THE_WAY = {
+    "a parameter added": "the parameter late was added or unfrozen after attach",
+    "a parameter removed": "the parameter 3.bias was removed after attach",
     "the inner loop left early": "the loop left step 5 before its micro-batches ended",
     "a step iterated twice": "is committed already: iterate each step once",
 }
 
 
 def all_fail(job: Job, why: str) -> None:
-    """r2 ended with code 1, and so do the others, who would compute the same; each says why."""
+    """r2 ended with code 1, and so do the others, who would compute the same; each says why, and none has
+    committed the step of the mistake."""
     job.finish()
     assert job.codes == {"r0": 1, "r1": 1, "r2": 1}, job.logs()
     assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
     for replica in ("r0", "r1"):
         said = sentence(job, replica)
-        assert re.search(rf"^fabric: {replica}: r2 failed at step \d+: .*{why}", said), said
-        assert max((e["step"] for e in job.events(replica, "commit")), default=0) <= 5
+        found = re.search(rf"^fabric: {replica}: r2 failed at step (\d+): .*{why}", said)
+        assert found, said
+        assert max((e["step"] for e in job.events(replica, "commit")), default=0) <= int(found[1])
 
 
 @pytest.mark.parametrize("what", ON_THE_WAY)

@@ -245,6 +245,8 @@ class GroupPlane:
         self.set_bounds(exchange_s)
         self._waiting = Waiting("", {})
 
+    kind = "nccl"
+
     @property
     def shares_memory(self) -> bool:
         """Never: a library has its own ways."""

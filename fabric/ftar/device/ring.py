@@ -71,6 +71,8 @@ class DeviceRing:
         self._bounds = Bounds(7200.0, 30.0)
         self.set_bounds(exchange_s)
 
+    kind = "device"
+
     @property
     def shares_memory(self) -> bool:
         """Whether links on one host should come as unix sockets: see DataPlane."""

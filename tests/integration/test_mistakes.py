@@ -326,6 +326,31 @@ def test_a_mistake_on_the_way(zygote, tmp_path, what):
         assert ON_THE_WAY[what] in sentence(job, "r2")
 
 
+# The model's parameters are looked through now and then; what changes between shows in the state's digest.
+BETWEEN = {
+    "a parameter added between looks": "model has the entry 'late' here and the snapshot has not",
+    "a parameter removed between looks": "model has no entry '3.bias' here and the snapshot has",
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_a_model_that_changes_between_looks_is_left_out(zygote, tmp_path, what):
+    """The majority goes on; who is left out is offered its state, which does not fit, and ends."""
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "20", "TINY_STEP_S": "0.005"}) as job:
+        hold = job.folder / "go-on"
+        job.start("r0", f"forward@15=wait:{hold}")
+        job.start("r1")
+        job.start("r2", **odd(what))
+        job.wait_for(lambda: job.ended("r2") is not None, "the end of r2")
+        hold.touch()
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0, "r2": 1}, job.logs()
+        assert re.search(r"^fabric: r2: the state of step \d+ does not fit: ", sentence(job, "r2"))
+        assert BETWEEN[what] in sentence(job, "r2")
+        told = [e["why"] for e in events(job, "condemned")]
+        assert told == ["r2 disagrees with the majority about the state at step 6"]
+
+
 def test_a_state_that_can_no_longer_be_serialised(zygote, tmp_path):
     with Job(zygote, tmp_path, replicas=1) as job:
         said = refused(job, **odd("a state with a function later"))

@@ -14,6 +14,10 @@ class ProtocolError(FabricError):
     """Bytes or a message from outside that do not follow the protocol."""
 
 
+class Mismatch(ProtocolError):
+    """The other side takes part in another operation, or in one of another size: the programs differ."""
+
+
 class IllegalTransition(FabricError):
     """A state machine was asked for a step that its table does not allow: a bug, never a user error."""
 
@@ -35,12 +39,14 @@ class RoundAborted(FabricError):
 
     ``about`` names the peer that it failed on, empty where nobody in particular is to blame. ``waited_for``
     names the peer whose bytes were due when it ended, whoever ended it; empty where nothing was awaited.
+    ``mismatch``: the peer that it failed on takes part in something else.
     """
 
-    def __init__(self, message: str, about: str = "", waited_for: str = "") -> None:
+    def __init__(self, message: str, about: str = "", waited_for: str = "", mismatch: bool = False) -> None:
         super().__init__(message)
         self.about = about
         self.waited_for = waited_for
+        self.mismatch = mismatch
 
 
 class StoreError(FabricError):

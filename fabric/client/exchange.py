@@ -67,7 +67,8 @@ class Exchange:
             with self._placement.round(buffer) as flat:
                 digest = self._exchange(order, stream, buffer, flat)
         except RoundAborted as error:
-            post(io.ExchangeFailed(epoch, step, error.about, str(error), error.waited_for))
+            lost = (error.about, str(error), error.waited_for, error.mismatch)
+            post(io.ExchangeFailed(epoch, step, *lost))
             return
         except ConfigError as error:
             # A gradient of a form that cannot be summed: the user's mistake, met here and not in their loop.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from fabric.errors import ProtocolError
+from fabric.errors import Mismatch, ProtocolError
 from fabric.ftar.chunks import HEADER_BYTES, Header, digest, pack, unpack
 from fabric.ftar.operands import Operands, raw
 from fabric.ftar.reduce import Piece
@@ -137,7 +137,7 @@ class ByteReceiver:
         expected = self._expect(piece)
         self._stale = header.round.order < expected.round.order
         if header.size == 0 or header.size > self._scratch.numel():
-            raise ProtocolError(f"a chunk announces {header.size} bytes: the chunk sizes differ")
+            raise Mismatch(f"a chunk announces {header.size} bytes: the chunk sizes differ")
         if not self._stale:
             check_expected(header, expected)
         if self._stale or not piece.gather:
@@ -178,11 +178,11 @@ def check_expected(got: Header, expected: Header) -> None:
         )
     ours, theirs = expected.round, got.round
     if (theirs.length, theirs.dtype, theirs.operation) != (ours.length, ours.dtype, ours.operation):
-        raise ProtocolError(
+        raise Mismatch(
             f"it reduces {theirs.length} elements of type {theirs.dtype} by operation {theirs.operation}, we "
             f"{ours.length} of type {ours.dtype} by operation {ours.operation}: the replicas' models differ"
         )
-    raise ProtocolError(
+    raise Mismatch(
         f"its chunk {got.sequence} of {got.size} bytes (position {got.source} of {got.round.world}) "
         f"came where chunk {expected.sequence} of {expected.size} bytes (position {expected.source} "
         f"of {expected.round.world}) was due: chunk sizes or rings differ"

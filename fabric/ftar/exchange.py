@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fabric.errors import ConfigError, ProtocolError, RoundAborted
+from fabric.errors import ConfigError, Mismatch, ProtocolError, RoundAborted
 from fabric.ftar.byte_stream import ByteReceiver, ByteSender
 from fabric.ftar.chunks import GATHER, REDUCE, Header, Round
 from fabric.ftar.links import RingLinks, lost
@@ -146,7 +146,10 @@ class Exchange:
         try:
             return self._receiver.pump()
         except ProtocolError as error:
-            raise RoundAborted(f"step {self._round.step} from {peer}: {error}", peer) from error
+            mismatch = isinstance(error, Mismatch)
+            raise RoundAborted(
+                f"step {self._round.step} from {peer}: {error}", peer, mismatch=mismatch
+            ) from error
         except EOFError as error:
             raise lost(peer, None) from error
         except OSError as error:

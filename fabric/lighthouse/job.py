@@ -20,6 +20,7 @@ from fabric.lighthouse import connection as codes
 from fabric.lighthouse.connection import Connection
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
+from fabric.lighthouse.explainer import Explainer
 from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.progress import recoverable, top_step
 from fabric.lighthouse.records import Deposed, StoredRecord
@@ -49,6 +50,7 @@ class Surroundings:
     config: LeaderConfig
     metrics: Metrics
     tasks: Tasks
+    token: str | None = None
     clock: Callable[[], float] = time.monotonic
 
 
@@ -85,6 +87,7 @@ class Job:
         self._failures = 0
         self._record: Record | None = None
         self._unkept: dict[int, Recovery] = {}
+        self._explainer = Explainer(around.token, around.tasks, self._note_cause, self._keep)
 
     @property
     def now(self) -> float:
@@ -231,6 +234,9 @@ class Job:
             self._around.term.resign(f"job {self.name}: {effect.reason}")
         else:
             self._note(effect.kind, effect.about, effect.why, effect.epoch, effect.cause)
+            if effect.kind in ("condemned", "aborted"):
+                # A tick of the driver's own may have brought it, and nothing be heard until it is answered.
+                asyncio.get_running_loop().call_soon(self._note_recoveries)
 
     def _send(self, effect: io.SendMember) -> None:
         for connection in (self._opening, self.sessions.get(effect.replica)):
@@ -285,13 +291,18 @@ class Job:
             self._feed(event)
 
     def _note_recoveries(self) -> None:
-        changed = self.recoveries.observe(self.core, self.events.newest, time.time())
-        if not changed:
+        if self._driver is None:
             return
-        idle = not self._unkept
+        changed = self.recoveries.observe(self.core, self.events.newest, time.time())
         for recovery in changed:
             self._around.metrics.recovery(self.name, recovery)
-            self._unkept[recovery.id] = recovery
+            self._keep(recovery)
+        self._explainer.observe(self.core, changed, self.now)
+
+    def _keep(self, recovery: Recovery) -> None:
+        """Into the store, in a moment."""
+        idle = not self._unkept
+        self._unkept[recovery.id] = recovery
         if idle:
             self._around.tasks.start(f"keep recoveries of {self.name}", self._keep_recoveries())
 
@@ -308,6 +319,9 @@ class Job:
                 )
 
     # --- the rest ----------------------------------------------------------------------------------------
+
+    def _note_cause(self, kind: str, about: str, why: str, cause: str) -> None:
+        self._note(kind, about, why, cause=cause)
 
     def _note(self, kind: str, about: str, why: str, epoch: int | None = None, cause: str = "") -> None:
         core = self.core

@@ -34,7 +34,13 @@ class Jobs:
     """``begin`` and ``end`` follow the election. ``loaded`` is set while requests can be answered."""
 
     def __init__(
-        self, store: Store, namespace: str, config: LeaderConfig, metrics: Metrics, tasks: Tasks
+        self,
+        store: Store,
+        namespace: str,
+        config: LeaderConfig,
+        metrics: Metrics,
+        tasks: Tasks,
+        token: str | None = None,
     ) -> None:
         self.by_name: dict[str, Job] = {}
         self.unreadable: dict[str, str] = {}
@@ -44,13 +50,14 @@ class Jobs:
         self._config = config
         self._metrics = metrics
         self._tasks = tasks
+        self._token = token
         self._around: Surroundings | None = None
         self._logs: dict[str, EventLog] = {}
         self._recoveries: dict[str, Recoveries] = {}
 
     def begin(self, term: Term) -> None:
         """This process leads: read every record and lead its job."""
-        self._around = Surroundings(term, self._config, self._metrics, self._tasks)
+        self._around = Surroundings(term, self._config, self._metrics, self._tasks, self._token)
         self._tasks.start("load the jobs", self._load(self._around))
 
     def end(self, reason: str) -> None:

@@ -34,7 +34,8 @@ class Recovery:
     """``id`` is that of the event that began it. ``kind``: death, abort or cold start. ``lost``: the replicas
     that it cost, ``step`` the newest one known then. Times are 0.0 until they come. ``steps_lost`` and
     ``micro_batches_lost`` count committed work that only dead memory held. ``cause``: the id that events,
-    replicas and checkpoint servers give to it."""
+    replicas and checkpoint servers give to it. ``diagnosis``: why, as ``fabric.lighthouse.diagnosis`` judged
+    from what the ranks concerned showed; None until then, and where nobody could be asked."""
 
     id: int
     kind: str
@@ -50,6 +51,7 @@ class Recovery:
     steps_lost: int = 0
     micro_batches_lost: int = 0
     cause: str = ""
+    diagnosis: dict[str, Any] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -72,6 +74,8 @@ def from_json(body: Any) -> Recovery:
         }
         known = {name: value for name, value in body.items() if name in _FIELDS}
         recovery = Recovery(**{**known, "lost": lost})
+        if not isinstance(recovery.diagnosis, dict | None):
+            raise TypeError("its diagnosis is no object")
         recovery.id, recovery.step, recovery.epoch = int(recovery.id), int(recovery.step), int(recovery.epoch)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ProtocolError(f"this is no recovery record: {error}") from error

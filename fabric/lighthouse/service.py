@@ -110,7 +110,7 @@ async def _serve(
         for warning in store.warnings:
             log.warning("%s", warning)
         tasks = Tasks(on_death)
-        parts, settled = _assemble(store, settings, tasks)
+        parts, settled = _assemble(store, settings, tasks, token)
         runner, port = await serve(
             make_app(parts, token),
             settings.bind,
@@ -129,10 +129,12 @@ async def _serve(
         await asyncio.Event().wait()
 
 
-def _assemble(store: Store, settings: LighthouseSettings, tasks: Tasks) -> tuple[Parts, asyncio.Event]:
+def _assemble(
+    store: Store, settings: LighthouseSettings, tasks: Tasks, token: str | None
+) -> tuple[Parts, asyncio.Event]:
     """The parts, and an event that is set when requests can be answered for the first time."""
     metrics = Metrics()
-    jobs = Jobs(store, settings.namespace, settings.leader, metrics, tasks)
+    jobs = Jobs(store, settings.namespace, settings.leader, metrics, tasks, token)
     settled = asyncio.Event()
 
     def elected(term: Term) -> None:

@@ -250,7 +250,7 @@ class Leader(Joins):
             if late is None or not self._lists(other) or self._is_awaited(other):
                 continue
             waited_s = self.lateness.waited_s(other, beat.step, self._now)
-            if waited_s >= self._patience_s(late) and self._is_spared_by(other):
+            if waited_s >= self.patience_s(late) and self._is_spared_by(other):
                 busy = late.beat.busy if late.beat is not None else ""
                 doing = f"busy with {busy}" if busy else "in user code"
                 self._condemn(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
@@ -395,7 +395,7 @@ class Leader(Joins):
         waited_s = self._now - max(self.epoch.since, self.liveness.elected)
         for member in record.roster:
             peer = self.liveness.peers.get(member.replica)
-            if member.replica in reports or peer is None or waited_s < self._patience_s(peer):
+            if member.replica in reports or peer is None or waited_s < self.patience_s(peer):
                 continue
             self._condemn(
                 member.replica, f"it lives, but did not answer epoch {record.epoch} for {waited_s:.0f} s"

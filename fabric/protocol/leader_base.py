@@ -303,7 +303,7 @@ class LeaderBase:
         peer = self.liveness.peers.get(replica)
         return peer.session.exchange_s if peer is not None else 0.0
 
-    def _patience_s(self, peer: Peer) -> float:
+    def patience_s(self, peer: Peer) -> float:
         """How long the others wait for this member's user code: as agreed, or as it has announced."""
         busy = peer.beat is not None and peer.beat.busy
         return peer.beat.busy_s if busy and peer.beat is not None else peer.session.user_code_s

@@ -77,7 +77,8 @@ class Member(Rounds):
         if self._runs(event.epoch):
             self._abort(event.why, event.about)
         elif self.newest is not None and event.epoch == self.newest.epoch:
-            self._send_aborted(self.newest.fence, event.why, event.about)
+            fence, step = self.newest.fence, self.state.step
+            self._send_aborted(m.Aborted(fence, step, event.why, event.about))
 
     def on_link_lost(self, event: io.LinkLost) -> None:
         for record in (self.current, self.newest):

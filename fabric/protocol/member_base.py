@@ -97,7 +97,7 @@ class MemberBase:
             return (self.ring_waits_for,) if self.ring_waits_for else ()
         return tuple(n for n in round_.missing() if n != self.identity.replica)
 
-    def _abort(self, why: str, about: str, stalled: bool = False) -> None:
+    def _abort(self, why: str, about: str, stalled: bool = False, mismatch: bool = False) -> None:
         """Rule 5: once per round; the kept gradient and the hold stay. Without ``retain`` the gradient was
         reduced where it lay, so that what has begun to be exchanged is gone."""
         assert self.current is not None
@@ -111,12 +111,11 @@ class MemberBase:
         if given_away:
             self._drop_kept()
         self._do(io.Note("abort", self.current.epoch, self.state.step, why, about))
-        self._send_aborted(self.current.fence, why, about, waiting_for, stalled)
+        step = self.state.step
+        self._send_aborted(m.Aborted(self.current.fence, step, why, about, waiting_for, stalled, mismatch))
 
-    def _send_aborted(
-        self, fence: Fence, why: str, about: str, waiting_for: tuple[str, ...] = (), stalled: bool = False
-    ) -> None:
-        self.contact.aborted = m.Aborted(fence, self.state.step, why, about, waiting_for, stalled)
+    def _send_aborted(self, message: m.Aborted) -> None:
+        self.contact.aborted = message
         self._do(io.SendLeader(self.contact.aborted))
 
     def _drop_kept(self) -> None:

@@ -127,13 +127,14 @@ class Exchanged:
 @dataclass(frozen=True, slots=True)
 class ExchangeFailed:
     """The exchange of round (epoch, step) ended without a result. ``waited_for``: whose bytes were due then,
-    whoever ended it."""
+    whoever ended it. ``mismatch``: the peer that it is about takes part in something else."""
 
     epoch: int
     step: int
     about: str
     why: str
     waited_for: str = ""
+    mismatch: bool = False
 
 
 # --- events: messages -------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Rounds(CatchingUp):
         if self._is_round(event.epoch, event.step):
             # The exchange is over by now; what it waited for then tells who held it up.
             self.ring_waits_for = event.waited_for
-            self._abort(event.why, event.about)
+            self._abort(event.why, event.about, mismatch=event.mismatch)
             self.ring_waits_for = ""
 
     def on_peer(self, event: io.FromPeer) -> None:
@@ -128,7 +128,8 @@ class Rounds(CatchingUp):
             round_.bars.setdefault(replica, message)
             return
         if message.layout != self.identity.layout:
-            self._abort(f"{replica} has other parameters (layout {message.layout})", replica)
+            why = f"{replica} has other parameters (layout {message.layout})"
+            self._abort(why, replica, mismatch=True)
             return
         round_.contributions.setdefault(replica, message)
 

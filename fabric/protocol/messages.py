@@ -242,7 +242,8 @@ class Running:
 @dataclass(frozen=True, slots=True)
 class Aborted:
     """My round of this epoch ended without a result. ``about`` is the peer it failed on, or empty;
-    ``waiting_for`` whom I waited for at that moment; ``stalled``: the time budget was over."""
+    ``waiting_for`` whom I waited for at that moment; ``stalled``: the time budget was over; ``mismatch``:
+    that peer takes part in something else (other parameters, other sizes)."""
 
     fence: Fence
     step: int
@@ -250,6 +251,7 @@ class Aborted:
     about: str = ""
     waiting_for: tuple[str, ...] = ()
     stalled: bool = False
+    mismatch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

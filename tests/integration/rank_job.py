@@ -26,12 +26,11 @@ class RankJob(Job):
         for k, name in enumerate(self.groups[replica]):
             environment = self.trainer_environment(
                 replica,
-                TEST_TRAINER="sharded_trainer",
                 SHARDED_RANK=str(k),
                 SHARDED_RANKS=str(self.ranks),
                 SHARDED_STORE=str(self.folder / f"{replica}.world{number}"),
                 FABRIC_TEST_POINTS=points if k == rank else "",
-                **more,
+                **{"TEST_TRAINER": "sharded_trainer", **more},
             )
             self.pids[name] = self.zygote.start(environment, self.folder / f"{name}.log")
         return self.pids[f"{replica}.{rank}"]

@@ -170,13 +170,30 @@ function drawChart(now) {
   $("chart-text").textContent = `Committed steps: ${words.slice(0, 16).join(", ")}${words.length > 16 ? " ..." : ""}`;
 }
 
+function diagnosis(found) {
+  const box = element("details", undefined, "diagnosis");
+  const line = element("summary");
+  line.append(element("strong", found.verdict), ` ${found.why}`);
+  box.append(line);
+  for (const seen of found.seen) {
+    const who = seen.rank ? `${seen.replica} rank ${seen.rank}` : seen.replica;
+    const facts = [`process ${seen.pid} ${seen.process}`, seen.phase, seen.step === null ? "" : `step ${seen.step}`,
+      seen.collective, seen.kernel, seen.problem].filter(Boolean).join(" · ");
+    box.append(element("div", `${who}: ${facts}`));
+    if (seen.main.length) box.append(element("pre", seen.main.join("\n")));
+  }
+  return box;
+}
+
 function showRecoveries(recoveries) {
   const items = recoveries.slice().reverse().map((recovery) => {
     const item = element("li");
     const lost = Object.keys(recovery.lost);
     item.append(element("time", clock(recovery.detected)));
+    if (recovery.cause) item.append(element("span", `${recovery.cause} `, "small"));
     item.append(element("strong", `${recovery.kind}${lost.length ? ` of ${lost.join(", ")}` : ""}`));
     item.append(element("div", recovery.why));
+    if (recovery.diagnosis) item.append(diagnosis(recovery.diagnosis));
     const phases = element("div", undefined, "phases");
     const say = (name, at) => phases.append(element("span", `${name} ${took(recovery.detected, at)}`));
     say(`epoch ${recovery.epoch || ""} committed after`, recovery.epoch_committed);

@@ -1,0 +1,165 @@
+"""The five verdicts, from what a leader may know and what ranks may show; and that little is kept of much."""
+
+import json
+
+import pytest
+
+from fabric.lighthouse.diagnosis import (
+    ABSENT,
+    MISMATCH,
+    SLOW_LINK,
+    STOPPED,
+    UNKNOWN,
+    VERDICTS,
+    Case,
+    Seen,
+    judge,
+)
+from fabric.model import Fence
+from fabric.protocol.messages import Aborted
+
+FENCE = Fence("s", 1, 3)
+NAMES = ("a", "b", "c")
+RUN = dict.fromkeys(NAMES, "running")
+AT = ("/job/train.py:12 forward", "/job/train.py:40 main")
+
+
+def case(condemned=None, aborted=None, **processes):
+    return Case(condemned or {}, aborted or {}, NAMES, {**RUN, **processes})
+
+
+def aborted(about="", waiting_for=(), stalled=False, mismatch=False, why="the round ended"):
+    return Aborted(FENCE, 7, why, about, tuple(waiting_for), stalled, mismatch)
+
+
+def op(number, name="gloo:all_reduce", sizes=((4,),), done=False, **more):
+    return {
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": number,
+        "profiling_name": name,
+        "input_sizes": [list(size) for size in sizes],
+        "input_dtypes": ["Float"],
+        "retired": done,
+        **more,
+    }
+
+
+CIRCLE = {
+    "a": aborted("c", ["c"], stalled=True),
+    "b": aborted("a", ["a"], stalled=True),
+    "c": aborted("b", ["b"], stalled=True),
+}
+
+
+@pytest.mark.parametrize(
+    "about, known, seen, verdict, says",
+    [
+        (
+            "b",
+            case({"b": "stopped"}),
+            [Seen("b", process="stopped", pid=9)],
+            STOPPED,
+            "process 9 of b is stop",
+        ),
+        ("b", case({"b": "stopped"}, b="stopped"), [Seen("b", problem="no answer")], STOPPED, "kernel says"),
+        (
+            "b",
+            case({"b": "gone"}, b="gone"),
+            [Seen("b", process="gone")],
+            ABSENT,
+            "the process of b has ended",
+        ),
+        (
+            "b",
+            case({"b": "silent"}, b="silent"),
+            [Seen("b", problem="none")],
+            ABSENT,
+            "nothing is heard of b",
+        ),
+        (
+            "b",
+            case({"b": "in user code"}),
+            [Seen("b", process="running", how="interpreter", main=AT)],
+            ABSENT,
+            "b runs, and has not come: its main thread is at /job/train.py:12 forward",
+        ),
+        (
+            "b",
+            case({"b": "in user code"}),
+            [Seen("b", process="running", how="signal", main=AT)],
+            ABSENT,
+            "holds the interpreter's lock: its main thread is at /job/train.py:12",
+        ),
+        (
+            "b",
+            case(aborted={"a": aborted("b", ["b"], True), "c": aborted("b", ["b"], True)}),
+            [Seen("b", process="running", how="interpreter", main=AT)],
+            ABSENT,
+            "b runs, and has not come",
+        ),
+        ("a c", case(aborted={"a": aborted("c", mismatch=True, why="c has 5")}), [], MISMATCH, "c has 5"),
+        (
+            "b",
+            case({"b": "in user code"}),
+            [
+                Seen("b", 0, "running", flight=[op(1, done=True), op(2)]),
+                Seen("b", 1, "running", flight=[op(1, done=True), op(2, sizes=((8,),))]),
+            ],
+            MISMATCH,
+            "b is in all_reduce of [[4]] (number 2) where b rank 1 is in all_reduce of [[8]]",
+        ),
+        (
+            "b",
+            case({"b": "in user code"}),
+            [
+                Seen("b", 0, "running", flight=[op(1, done=True), op(2)], main=AT),
+                Seen("b", 1, "running", flight=[op(1, done=True)], main=AT),
+            ],
+            ABSENT,
+            "b rank 1 has not come to all_reduce of [[4]] (number 2), in which b waits: its main",
+        ),
+        (
+            "a b c",
+            case(aborted=CIRCLE),
+            [],
+            SLOW_LINK,
+            "bytes are late on the way from c to a, a to b, b to c",
+        ),
+        ("a b", case(aborted={"a": aborted("b")}), [], SLOW_LINK, "the link from b to a broke"),
+        ("b", case({"b": "evicted by me: hot"}), [], UNKNOWN, "b: evicted by me: hot"),
+        ("", case(), [], UNKNOWN, "nothing that was seen explains it"),
+        ("", case(aborted={"a": aborted("nobody we know")}), [], UNKNOWN, "nothing that was seen"),
+    ],
+)
+def test_verdicts(about, known, seen, verdict, says):
+    found = judge(known, seen)
+    assert found.verdict == verdict and verdict in VERDICTS
+    assert found.about == tuple(about.split())
+    assert says in found.why
+
+
+def test_what_has_ended_well_is_no_mismatch_and_uneven_operations_may_differ():
+    known = case({"b": "in user code"})
+    for one, other in (
+        (op(1, done=True), op(1, sizes=((8,),), done=True)),
+        (op(1, "gloo:all_to_all"), op(1, "gloo:all_to_all", sizes=((8,),))),
+        (op(1, is_p2p=True), op(1, "gloo:send", is_p2p=True)),
+    ):
+        seen = [Seen("b", 0, "running", flight=[one]), Seen("b", 1, "running", flight=[other])]
+        assert judge(known, seen).verdict != MISMATCH
+
+
+def test_a_dead_end_of_a_link_is_no_slow_link():
+    assert judge(case(aborted={"a": aborted("b")}, b="gone"), []).verdict == ABSENT
+    assert judge(case(aborted={"a": aborted("b")}, b="silent"), []).verdict == ABSENT
+
+
+def test_whatever_was_seen_little_is_kept():
+    flight = [op(i, sizes=((4,) * 1000,)) for i in range(200)]
+    says = {"phase": "x" * 10_000, "step": "no step", "ring_waits_for": ["?"] * 1000}
+    loud = [
+        Seen("b", i, "running", 1, says, "signal", ("f" * 10_000,) * 50, "k" * 9999, flight, "p" * 99_999)
+        for i in range(16)
+    ]
+    body = json.dumps(judge(case({"b": "w" * 100_000}), loud).to_json())
+    assert len(body) < 48_000

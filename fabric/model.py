@@ -109,13 +109,18 @@ class Death:
     micro_batch: int
 
 
+# A source of state beside the addresses of checkpoint servers: durable storage, which every replica reaches
+# by its own settings.
+DURABLE = "durable:"
+
+
 @dataclass(frozen=True, slots=True)
 class Base:
     """Where a generation starts: the state that everybody must hold before its first round.
 
     ``digest`` empty means "the initial state of the first roster member", which nobody has vouched for.
-    ``sources`` are base URLs of checkpoint servers that hold it.
-    """
+    ``sources`` are base URLs of checkpoint servers that hold it; DURABLE among them: it lies in durable
+    storage."""
 
     generation: int
     step: int

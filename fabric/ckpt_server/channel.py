@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric.ckpt_server.content import gradient_content, snapshot_content
+from fabric.ckpt_server.durable.dispatch import Dispatch, Persist
 from fabric.ckpt_server.layout import MAX_FILE_BYTES
 from fabric.ckpt_server.lifetime import Lifetime
 from fabric.ckpt_server.lines import (
@@ -95,7 +96,10 @@ class Response:
 class Channel:
     """Accepts trainers, and does for the attached one what it asks."""
 
-    def __init__(self, identity: Identity, memory: Memory, trainer: Trainer, lifetime: Lifetime) -> None:
+    def __init__(
+        self, identity: Identity, memory: Memory, trainer: Trainer, lifetime: Lifetime, durable: Dispatch
+    ) -> None:
+        self._durable = durable
         self._identity = identity
         self._memory = memory
         self._trainer = trainer
@@ -107,6 +111,7 @@ class Channel:
             "begin": self._begin,
             "publish_snapshot": self._publish_snapshot,
             "publish_gradient": self._publish_gradient,
+            "persist": self._persist,
             "void": self._void,
             "finish": self._finish,
         }
@@ -275,6 +280,10 @@ class Channel:
         if slot.region is None:
             raise Refused(f"{slot.kind} slot {slot.index} has no memory: allocate it first")
         return slot.region.view, slot.version
+
+    async def _persist(self, body: dict[str, Any]) -> Response:
+        self._durable.start(decode_as(Persist, {k: v for k, v in body.items() if k != "op"}, "persist"))
+        return _success()
 
     async def _void(self, body: dict[str, Any]) -> Response:
         await self._memory.void()

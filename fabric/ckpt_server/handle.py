@@ -233,6 +233,20 @@ class ServerHandle:
             }
         )
 
+    def persist(self, step: int, generation: int, *, url: str, incarnation: int, keep: int) -> None:
+        """Have the snapshot of ``step`` written to the durable storage ``url``; does not wait for that.
+        Raises Refused while another one is being written."""
+        self._ask(
+            {
+                "op": "persist",
+                "step": step,
+                "generation": generation,
+                "url": url,
+                "incarnation": incarnation,
+                "keep": keep,
+            }
+        )
+
     def void(self) -> None:
         """Withdraw everything that was published: the state behind it is declared invalid."""
         self._ask({"op": "void"})

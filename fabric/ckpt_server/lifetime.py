@@ -12,11 +12,13 @@ log = logging.getLogger(__name__)
 
 
 class Lifetime:
-    """Ends (``ended`` is set, ``reason`` says why) ``orphan_s`` after the last trainer left."""
+    """Ends (``ended`` is set, ``reason`` says why) ``orphan_s`` after the last trainer left. ``at_once``: a
+    signal has ended it, and nothing under way is waited for."""
 
     def __init__(self, orphan_s: float) -> None:
         self.ended = asyncio.Event()
         self.reason = ""
+        self.at_once = False
         self._orphan_s = orphan_s
         self._orphan_timer: asyncio.TimerHandle | None = None
         self._finish_timer: asyncio.TimerHandle | None = None
@@ -42,6 +44,11 @@ class Lifetime:
         loop = asyncio.get_running_loop()
         # Never before the answer to this very request has left.
         self._finish_timer = loop.call_later(max(linger_s, 0.02), self.end, "the job is done")
+
+    def end_at_once(self, reason: str) -> None:
+        """End now, whatever is under way."""
+        self.at_once = True
+        self.end(reason)
 
     def end(self, reason: str) -> None:
         """End now."""

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from fabric.ckpt_server.durable.dispatch import Dispatch
 from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory
 from fabric.ckpt_server.trainer import STATES, Trainer
 
@@ -18,7 +19,7 @@ from fabric.ckpt_server.trainer import STATES, Trainer
 class Metrics:
     """Counts transfers; ``render`` gives the text for a scrape."""
 
-    def __init__(self, memory: Memory, trainer: Trainer) -> None:
+    def __init__(self, memory: Memory, trainer: Trainer, durable: Dispatch) -> None:
         self._registry = CollectorRegistry()
         self._served = Counter(
             "fabric_ckpt_served_bytes", "Bytes of state sent to readers.", ["kind"], registry=self._registry
@@ -35,7 +36,7 @@ class Metrics:
         for kind in (SNAPSHOT, GRADIENT):
             for metric in (self._served, self._aborted, self._active):
                 metric.labels(kind)
-        self._registry.register(_Held(memory, trainer))
+        self._registry.register(_Held(memory, trainer, durable))
 
     @contextmanager
     def transfer(self, kind: str) -> Iterator[Counter]:
@@ -58,14 +59,31 @@ class Metrics:
 class _Held(Collector):
     """Reads what memory holds and what the trainer does, at the time of the scrape."""
 
-    def __init__(self, memory: Memory, trainer: Trainer) -> None:
+    def __init__(self, memory: Memory, trainer: Trainer, durable: Dispatch) -> None:
         self._memory = memory
         self._trainer = trainer
+        self._durable = durable
 
     def collect(self) -> Iterator[Metric]:
         yield from self._content()
         yield self._bytes()
         yield self._state()
+        yield from self._written()
+
+    def _written(self) -> Iterator[Metric]:
+        durable = self._durable
+        if durable.newest is not None:
+            yield GaugeMetricFamily(
+                "fabric_ckpt_durable_step",
+                "Newest durable checkpoint written from here.",
+                durable.newest.step,
+            )
+            yield GaugeMetricFamily(
+                "fabric_ckpt_durable_seconds", "Time that the last durable checkpoint took.", durable.seconds
+            )
+        yield CounterMetricFamily(
+            "fabric_ckpt_durable_failures", "Durable checkpoints that could not be written.", durable.failures
+        )
 
     def _content(self) -> Iterator[Metric]:
         for kind in (SNAPSHOT, GRADIENT):

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from fabric.ckpt_server.channel import Channel, Identity
 from fabric.ckpt_server.deaths import Deaths
+from fabric.ckpt_server.durable.dispatch import Dispatch
 from fabric.ckpt_server.insight import Insight
 from fabric.ckpt_server.lifetime import Lifetime
 from fabric.ckpt_server.lines import LOCK_NAME, SOCKET_NAME, socket_path
@@ -38,6 +39,7 @@ from fabric.runtime.web import check_exposure, read_token, serve
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 0.5
+_State = tuple[Memory, Trainer, Dispatch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +120,27 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
     check_exposure(settings.bind, token)
     lifetime = Lifetime(settings.orphan_s)
     memory, trainer = Memory(), Trainer()
+    durable = Dispatch(settings.job, settings.replica, memory)
     with own_folder(settings.run_dir):
         try:
             insight = Insight(settings.run_dir, trainer)
-            async with _http(settings, token, memory, trainer, insight) as identity:
+            async with _http(settings, token, (memory, trainer, durable), insight) as identity:
                 with listening_socket(settings.run_dir) as listener, _signals(lifetime):
                     tell_ready(ready_fd, {"ok": True, "url": identity.url})
                     log.info("replica %s of job %s: %s", settings.replica, settings.job, identity.url)
-                    channel = Channel(identity, memory, trainer, lifetime)
+                    channel = Channel(identity, memory, trainer, lifetime, durable)
                     lifetime.trainer_left()
                     async with asyncio.TaskGroup() as group:
                         tasks = [group.create_task(channel.accept(listener))]
                         if settings.lighthouse:
                             tasks.append(group.create_task(trainer.watch()))
-                            insight.pulse = _pulse(settings, token, identity, memory, trainer, insight.news)
+                            inside = (memory, trainer, durable)
+                            insight.pulse = _pulse(settings, token, identity, inside, insight.news)
                             tasks.append(group.create_task(insight.pulse.run()))
                         await lifetime.ended.wait()
+                        if not lifetime.at_once:
+                            await durable.finish()
+                        await durable.close()
                         for task in tasks:
                             task.cancel()
         finally:
@@ -153,10 +160,11 @@ def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
 
 @asynccontextmanager
 async def _http(
-    settings: ServerSettings, token: str | None, memory: Memory, trainer: Trainer, insight: Insight
+    settings: ServerSettings, token: str | None, state: _State, insight: Insight
 ) -> AsyncIterator[Identity]:
+    memory, trainer, durable = state
     name = {"job": settings.job, "replica": settings.replica, "instance": secrets.token_hex(8)}
-    app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer), insight), token)
+    app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer, durable), insight), token)
     runner, port = await serve(
         app, settings.bind, settings.port, shutdown_s=_SHUTDOWN_S, cancel_abandoned=True
     )
@@ -174,13 +182,9 @@ def _url_host(settings: ServerSettings) -> str:
 
 
 def _pulse(
-    settings: ServerSettings,
-    token: str | None,
-    identity: Identity,
-    memory: Memory,
-    trainer: Trainer,
-    news: News,
+    settings: ServerSettings, token: str | None, identity: Identity, state: _State, news: News
 ) -> PulseSender:
+    memory, trainer, durable = state
     deaths = Deaths(memory, trainer)
 
     def compose(number: int) -> Pulse:
@@ -195,6 +199,8 @@ def _pulse(
             deaths=deaths.seen(state),
             rank=settings.rank,
             ages_s=memory.snapshot_ages_s(),
+            durable=(durable.newest,) if durable.newest is not None else (),
+            durable_error=durable.error,
         )
 
     chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
@@ -207,7 +213,7 @@ def _signals(lifetime: Lifetime) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
     for number in handled:
-        loop.add_signal_handler(number, lifetime.end, f"signal {number.name}")
+        loop.add_signal_handler(number, lifetime.end_at_once, f"signal {number.name}")
     try:
         yield
     finally:

@@ -122,7 +122,7 @@ def restore(file: memoryview, objects: Mapping[str, object]) -> int:
             raise StateError(
                 f"The state refers to tensor {name[:200]!r}, which it does not contain; it is damaged."
             )
-        return _tensor_at(file, span)
+        return tensor_at(file, span)
 
     def own(name: str) -> torch.Tensor:
         return view(name).clone()
@@ -205,7 +205,8 @@ def _require_names(found: set[str], objects: Mapping[str, object]) -> None:
         )
 
 
-def _tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
+def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
+    """The tensor at ``span``, in the file's own memory where that is writable and aligned, else a copy."""
     dtype = TORCH_DTYPE[span.dtype]
     if span.begin == span.end:
         return torch.empty(span.shape, dtype=dtype)

@@ -36,7 +36,9 @@ def token_of(token_file: Path | None) -> str:
 @_token_option
 @_json_option
 def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
-    """Show what is in STATE: a file, or the URL of a checkpoint server (its newest snapshot) or snapshot."""
+    """Show what is in STATE: a file, the URL of a checkpoint server (its newest snapshot) or of a snapshot,
+    or a durable checkpoint (its folder, or that of its job for the newest; #1 at the end for the part of rank
+    1)."""
     with open_state(state, token_of(token_file)) as found:
         spans = list(found.tensors.values())
         if as_json:

@@ -1,4 +1,5 @@
-"""``fabric pull``: a snapshot from a checkpoint server into a file, verified, resumed where cut off."""
+"""``fabric pull``: a snapshot or durable checkpoint into a safetensors file, verified, resumed where cut
+off."""
 
 import mmap
 import os
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from fabric.ckpt_server.digest import block_digest, file_digest
 from fabric.cli.look import token_of
-from fabric.cli.states import RemoteState
+from fabric.cli.states import DurableState, RemoteState, open_manifested
 from fabric.errors import ConfigError, IntegrityError, Unreachable
 
 _RANGE_BLOCKS = 16
@@ -29,12 +30,13 @@ _TRIES = 5
 )
 def pull(url: str, output: Path, token_file: Path | None) -> None:
     """Fetch the snapshot at URL into a safetensors file: a checkpoint server's newest one, or that of
-    .../v1/snapshots/STEP.
+    .../v1/snapshots/STEP; or a durable checkpoint: its folder, or that of its job for the newest (#1 at the
+    end for rank 1's part).
 
     The file is there when it is whole and verified; until then OUTPUT.part holds what has come, and a later
     call goes on from it.
     """
-    state = RemoteState(url, token_of(token_file))
+    state = open_manifested(url, token_of(token_file))
     part = output.with_name(output.name + ".part")
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -47,10 +49,12 @@ def pull(url: str, output: Path, token_file: Path | None) -> None:
         raise ConfigError(f"{part} cannot be written: {error.strerror or error}") from error
     finally:
         state.close()
-    click.echo(f"{output}: step {state.step}, {state.nbytes:,} bytes, digest {state.digest}")
+    click.echo(f"{output}: step {state.step}, {state.nbytes:,} bytes, digest {state.manifest['digest']}")
 
 
-def fetch_into(part: Path, state: RemoteState, progress: Callable[[int], None] = lambda _: None) -> int:
+def fetch_into(
+    part: Path, state: RemoteState | DurableState, progress: Callable[[int], None] = lambda _: None
+) -> int:
     """Fill ``part`` with the state, keeping the blocks in it that are right; returns the bytes fetched.
 
     ``progress`` is called with a number of bytes as they are there. Raises FabricError or OSError.
@@ -81,7 +85,7 @@ def fetch_into(part: Path, state: RemoteState, progress: Callable[[int], None] =
     return fetched
 
 
-def _fetch(state: RemoteState, first: int, count: int) -> memoryview:
+def _fetch(state: RemoteState | DurableState, first: int, count: int) -> memoryview:
     """Some blocks, verified; what fails is tried again."""
     size = state.manifest["block_bytes"]
     begin, end = first * size, min((first + count) * size, state.nbytes)
@@ -106,8 +110,9 @@ def _runs(missing: list[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _check_whole(descriptor: int, state: RemoteState) -> None:
+def _check_whole(descriptor: int, state: RemoteState | DurableState) -> None:
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as whole, memoryview(whole) as view:
         found = file_digest(view)
-    if found != state.digest:
-        raise IntegrityError(f"what came from {state.name} has the digest {found} and not {state.digest}")
+    wanted = state.manifest["digest"]
+    if found != wanted:
+        raise IntegrityError(f"what came from {state.name} has the digest {found} and not {wanted}")

@@ -1,14 +1,17 @@
-"""A state to look at: a file, or a snapshot on a checkpoint server, read piece by piece."""
+"""A state to look at: a file, a durable checkpoint, or a snapshot on a checkpoint server, read piece by
+piece."""
 
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from fabric.ckpt_server.digest import block_digest, file_digest
+from fabric.ckpt_server.durable.reader import Checkpoint, LaneFile, list_checkpoints, open_checkpoint
+from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.layout import MAX_HEADER_BYTES, TensorSpan, parse_json, read_header, read_preamble
 from fabric.ckpt_server.manifest import check_manifest
 from fabric.ckpt_server.source import TRANSIENT, Access, Address, Connection, read_exactly, read_json, refusal
@@ -41,11 +44,22 @@ class State(Protocol):
 @contextmanager
 def open_state(name: str, token: str) -> Iterator[State]:
     """The state that ``name`` (a path or a URL) stands for. Raises FabricError."""
-    state: State = RemoteState(name, token) if name.startswith(("http://", "https://")) else FileState(name)
+    state: State = FileState(name) if _is_file(name) else open_manifested(name, token)
     try:
         yield state
     finally:
         state.close()
+
+
+def open_manifested(name: str, token: str) -> "RemoteState | DurableState":
+    """A state that comes with a manifest: a checkpoint server's, or a durable one. Raises FabricError."""
+    if name.startswith(("http://", "https://")):
+        return RemoteState(name, token)
+    return DurableState(name)
+
+
+def _is_file(name: str) -> bool:
+    return "://" not in name and not Path(name.partition("#")[0]).is_dir()
 
 
 class FileState:
@@ -80,11 +94,66 @@ class FileState:
         self._map.close()
 
 
+class DurableState:
+    """One rank's part of a durable checkpoint. ``name`` is its folder, or that of a job, whose newest
+    complete one is meant; ``#RANK`` at the end names a rank other than 0. What is read is verified, or
+    refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        url, _, rank = name.partition("#")
+        if rank and not (rank.isascii() and rank.isdecimal() and len(rank) < 10):
+            raise ConfigError(f"{name[:200]} names no rank: write FOLDER#1 for that of rank 1")
+        found = _durable(url)
+        self._stack = ExitStack()
+        try:
+            self._lane = LaneFile(found, int(rank or 0), self._stack)
+            self.manifest = self._lane.manifest
+            self.step, self.nbytes = self._lane.manifest["step"], self._lane.nbytes
+            self.tensors = {span.name: span for span in _spans(self)}
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def digest(self) -> str:
+        """Of all of it, which is read and verified for that."""
+        whole = bytearray(self.nbytes)
+        self._lane.fill(memoryview(whole))
+        return file_digest(memoryview(whole))
+
+    def read(self, begin: int, end: int) -> memoryview:
+        return self._lane.read(begin, end)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _durable(url: str) -> Checkpoint:
+    """The checkpoint in this folder, or the newest complete one in the folder of a job."""
+    storage = Storage(url)
+    job = storage.url.rpartition("/")[2]
+    listing = list_checkpoints(storage, job)
+    if listing.complete:
+        return listing.complete[-1]
+    for warning in listing.warnings:
+        raise StateError(warning)
+    return open_checkpoint(storage)
+
+
 def _step(metadata: str) -> int:
     """The step in the file's own metadata, -1 where it names none."""
     described = parse_json(metadata)
     step = described.get("step") if isinstance(described, dict) else None
     return step if isinstance(step, int) else -1
+
+
+def _spans(state: "RemoteState | DurableState") -> tuple[TensorSpan, ...]:
+    """The tensors that the state's own header describes."""
+    length = int.from_bytes(state.read(0, 8), "little")
+    if length > min(MAX_HEADER_BYTES, state.nbytes - 8):
+        raise StateError(f"{state.name} announces a header of {length} bytes; it is damaged")
+    return read_preamble(state.read(0, 8 + length), state.nbytes).tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +188,7 @@ class RemoteState:
             self.manifest: dict[str, Any] = manifest
             self.step, self.nbytes = manifest["step"], manifest["nbytes"]
             self._path = f"{_SNAPSHOTS}{self.step}/data?generation={manifest['generation']}"
-            self.tensors = {span.name: span for span in self._spans()}
+            self.tensors = {span.name: span for span in _spans(self)}
         except BaseException:
             self.close()
             raise
@@ -127,12 +196,6 @@ class RemoteState:
     @property
     def digest(self) -> str:
         return str(self.manifest["digest"])
-
-    def _spans(self) -> tuple[TensorSpan, ...]:
-        length = int.from_bytes(self.read(0, 8), "little")
-        if length > min(MAX_HEADER_BYTES, self.nbytes - 8):
-            raise StateError(f"{self.name} announces a header of {length} bytes; it is damaged")
-        return read_preamble(self.read(0, 8 + length), self.nbytes).tensors
 
     def read(self, begin: int, end: int) -> memoryview:
         """Whole blocks are fetched and verified; what was asked for is cut out of them."""

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.snapshot import CpuCopier, CudaCopier, CudaLane
+from fabric.ckpt_server.snapshot import Copier, CpuCopier, CudaCopier, CudaLane
 from fabric.ckpt_server.state import check_serialisable
 from fabric.client.buffers import AveragedBuffers, changing_buffers
+from fabric.client.durable import Durable
 from fabric.client.engine import Parts
 from fabric.client.exchange import Exchange
 from fabric.client.journal import Journal
@@ -149,8 +151,6 @@ def _parts(
     crash = _crash(found.replica, mark)
     plane, placement = place_gradients(found, gradients, lambda step: points.reach("ring", step))
     where = device_of(gradients.parameters)
-    on_device = where.type == "cuda"
-    copier = CudaCopier(CudaLane(where)) if on_device else CpuCopier()
 
     def recover() -> None:
         """The checkpoint server is gone: start another one, with new memory for the rounds to come."""
@@ -160,27 +160,27 @@ def _parts(
                 mark.renew()
 
     who = (found.job, found.replica)
+    own_rank = rank if place.group else None
     snapshots = Snapshots(
-        handle, objects, copier, policy, who, on_device, recover, rank if place.group else None
+        handle, objects, _copier(where), policy, who, where.type == "cuda", recover, own_rank
     )
+    snapshots.durable = durable = Durable(found, journal, place.incarnation, rank)
     plane.set_bounds(time_budget.exchange_s, time_budget.entry_s)
     slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
     identity = Identity(found.job, found.replica, rank=rank)
     peers = Peers(identity, place.incarnation, token, plane, time_budget.link_s)
-    leader = LeaderLink(found)
+    make_fetcher = partial(StateFetcher, token.decode(), rank=rank)
     return Parts(
         handle=handle,
         plane=plane,
         peers=peers,
-        leader=leader,
+        leader=LeaderLink(found),
         slots=slots,
         exchange=Exchange(
             plane, gradients, slots, points, crash, placement, found.on_nan != "pass", found.retain_gradients
         ),
         placement=placement,
-        transfer=Transfer(
-            lambda: StateFetcher(token.decode(), rank=rank), snapshots, gradients.nbytes, points, crash
-        ),
+        transfer=Transfer(make_fetcher, snapshots, gradients.nbytes, points, crash, durable),
         keeper=Worker("fabric-keeper", crash),
         recover=recover,
         journal=journal,
@@ -188,7 +188,12 @@ def _parts(
         snapshots=snapshots,
         mark=mark,
         buffers=averaged,
+        durable=durable,
     )
+
+
+def _copier(where: torch.device) -> Copier:
+    return CudaCopier(CudaLane(where)) if where.type == "cuda" else CpuCopier()
 
 
 def _crash(replica: str, mark: Mark) -> Callable[[BaseException], None]:

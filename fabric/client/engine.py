@@ -16,6 +16,7 @@ import uvloop
 
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.client.buffers import AveragedBuffers
+from fabric.client.durable import Durable
 from fabric.client.exchange import Exchange
 from fabric.client.journal import Journal
 from fabric.client.leader_link import LeaderLink
@@ -63,6 +64,7 @@ class Parts:
     snapshots: Snapshots
     mark: Mark
     buffers: AveragedBuffers
+    durable: Durable
 
 
 class Engine:

@@ -311,8 +311,10 @@ class Session(Leaving):
     def _ready(self) -> io.Ready:
         """The user's update has run (or nothing has yet): the state stands at ``_state_step``."""
         self._clock.optimizer_s += self._clock.lap()
-        if self._engine.generation > 0 and self._snapshots.is_due(self._state_step):
-            self._snapshot_by_policy()
+        if self._engine.generation > 0:
+            durable = self._parts.durable.is_due(self._state_step, self._engine.current)
+            if durable or self._snapshots.is_due(self._state_step):
+                self._snapshot_by_policy(durable)
         digest = self._digest_when_due(self._digest_wanted)
         self._digest_wanted = False
         self._note_state(digest)
@@ -442,19 +444,20 @@ class Session(Leaving):
         self._note_state(digest)
         self._engine.post(io.Installed(order.step, digest, last=order.step >= self._until))
 
-    def _snapshot_by_policy(self) -> None:
+    def _snapshot_by_policy(self, durable: bool) -> None:
         """With several ranks all take theirs at the same step, when rank 0 says so."""
         if self._place.group is None:
-            self._snapshot(-1)
+            self._snapshot(-1, durable)
         elif self._place.rank == 0:
-            self._engine.post(SnapshotDue(self._state_step))
+            self._engine.post(SnapshotDue(self._state_step, durable))
 
-    def _snapshot(self, generation: int) -> None:
+    def _snapshot(self, generation: int, durable: bool = False) -> None:
         """Begin one; a negative ``generation`` is the current one."""
         if generation < 0:
             generation = self._engine.generation
         self._parts.points.reach("snapshot", self._state_step)
-        self._snapshots.start(self._state_step, generation, self._parts.keeper.submit, self._engine.post)
+        submit, post = self._parts.keeper.submit, self._engine.post
+        self._snapshots.start(self._state_step, generation, submit, post, durable)
 
     def _drop_gradient(self) -> None:
         for _, parameter in self._gradients.parameters:

@@ -4,6 +4,7 @@ The copy starts at a step boundary and is joined before the user's update code m
 is due a policy says (``snapshot_policy``); a newcomer's request is served on top of it.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ from fabric.ckpt_server.handle import ServerHandle
 from fabric.ckpt_server.manifest import of_rank
 from fabric.ckpt_server.snapshot import Copier, build_manifest
 from fabric.ckpt_server.state import StateView, capture
+from fabric.client.durable import Durable
 from fabric.client.snapshot_policy import SnapshotPolicy
 from fabric.errors import FabricError
 from fabric.protocol.member_io import Snapshotted
@@ -52,6 +54,7 @@ class Snapshots:
         recover: Callable[[], None],
         rank: int | None = None,
     ) -> None:
+        self.durable: Durable | None = None  # set where snapshots may become durable checkpoints
         self._handle = handle
         self._objects = objects
         self._copier = copier
@@ -84,8 +87,10 @@ class Snapshots:
         generation: int,
         submit: Callable[[Callable[[], None]], None],
         post: Callable[[Snapshotted], None],
+        durable: bool = False,
     ) -> None:
-        """Begin to copy the state at ``step``, which must not change until ``wait_copied`` returns."""
+        """Begin to copy the state at ``step``, which must not change until ``wait_copied`` returns.
+        ``durable``: it becomes a durable checkpoint when it is there."""
         self._copied.wait()
         started, created = time.monotonic(), time.time()
         view = capture(self._objects, step)
@@ -101,6 +106,8 @@ class Snapshots:
         self._copied.clear()
         taking = _Taking(step, generation, slot, started, created)
         submit(lambda: self._finish(view, taking, post))
+        if durable and self._rank is None:
+            submit(lambda: self._persist(step, generation))
 
     def _failed(self, step: int, error: FabricError) -> None:
         """Say it, once as long as it goes on, and try again in a while."""
@@ -133,7 +140,15 @@ class Snapshots:
                     done = True
                 except FabricError:
                     self._recover()
+        if done and order.durable:
+            self._persist(order.step, order.generation)
         post(SnapshotNamed(order.step, order.generation, done))
+
+    def _persist(self, step: int, generation: int) -> None:
+        if self.durable is not None:
+            # A server that is lost took the snapshot with it: the next one is written by its successor.
+            with contextlib.suppress(FabricError):
+                self.durable.persist(self._handle, step, generation)
 
     def _finish(self, view: StateView, taking: _Taking, post: Callable[[Snapshotted], None]) -> None:
         step, generation, slot = taking.step, taking.generation, taking.slot

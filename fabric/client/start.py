@@ -64,7 +64,8 @@ def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: 
     port = engine.listen(settings.bind, settings.ports)
     address = Address(f"{advertised_host(settings)}:{port}", _ckpt(parts, place.rank))
     if place.group is None:
-        identity = _identity(settings, place, work, address, work.layout)
+        durable = parts.durable.find(1)
+        identity = _identity(settings, place, work, address, work.layout, durable=durable)
         state = State(0, 0, work.digest)
         engine.begin(Member(identity, config, time.monotonic(), state, parts.handle.snapshots))
         return
@@ -95,7 +96,8 @@ def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: 
     engine.groups = tuple(int(x["part"]) for x in said)
     layout = replica_digest([x["layout"] for x in said])
     ranks = tuple(Address(x["link"], x["ckpt"]) for x in said[1:])
-    identity = _identity(settings, place, work, address, layout, ranks)
+    durable = parts.durable.find(len(said))
+    identity = _identity(settings, place, work, address, layout, ranks, durable)
     state = State(0, 0, replica_digest([x["digest"] for x in said]))
     held = _held_by_all(said)
     engine.begin(Member(identity, config, time.monotonic(), state, held))
@@ -128,6 +130,7 @@ def _identity(
     address: Address,
     layout: str,
     ranks: tuple[Address, ...] = (),
+    durable: tuple[SnapshotRef, ...] = (),
 ) -> Identity:
     return Identity(
         replica=settings.replica,
@@ -139,6 +142,7 @@ def _identity(
         data=work.data,
         predecessors_gone=place.predecessors_gone,
         ranks=ranks,
+        durable=durable,
         sharing=work.sharing,
         seat=work.seat,
         tensors=work.tensors,

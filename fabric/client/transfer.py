@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from fabric.ckpt_server.fetch import Fetched, GradientMeta, StateFetcher
+from fabric.client.durable import Durable
 from fabric.client.snapshots import Snapshots
 from fabric.client.worker import Worker
-from fabric.errors import FabricError, Gone
+from fabric.errors import FabricError, Gone, IntegrityError, StateError
+from fabric.model import DURABLE
 from fabric.protocol import member_io as io
 from fabric.runtime.points import Points
 
@@ -35,7 +37,9 @@ class Transfer:
         gradient_bytes: int,
         points: Points,
         on_crash: Callable[[BaseException], None],
+        durable: Durable,
     ) -> None:
+        self._durable = durable
         # A cancelled fetcher is spent: its sockets are shut down for good.
         self._make_fetcher = make_fetcher
         self._fetcher = make_fetcher()
@@ -64,14 +68,31 @@ class Transfer:
             file = memory[:nbytes]
             return file
 
-        fetcher = self._fetcher
         try:
-            fetched = fetcher.fetch_state(order.urls, order.state, allocate)
+            fetched = self._climb(order, allocate)
         except FabricError as error:
-            post(io.FetchFailed(str(error)))
+            # From durable storage, or whole and wrong: asking again gives the same.
+            unusable = DURABLE in order.urls or isinstance(error, IntegrityError)
+            post(io.FetchFailed(str(error), unusable))
             return
         self.state = Arrived(slot, file, fetched)
         post(io.StateFetched(order.state.step, order.state.digest))
+
+    def _climb(self, order: io.FetchState, allocate: Callable[[int], memoryview]) -> Fetched:
+        """The ladder: from memory, wherever it is, else from durable storage. Raises FabricError."""
+        memory = [url for url in order.urls if url != DURABLE]
+        reasons = []
+        if memory:
+            try:
+                return self._fetcher.fetch_state(memory, order.state, allocate)
+            except FabricError as error:
+                if DURABLE not in order.urls:
+                    raise
+                reasons.append(str(error))
+        try:
+            return self._durable.restore(order.state, allocate)
+        except StateError as error:
+            raise StateError("; ".join([*reasons, str(error)])) from error
 
     def fetch_gradient(self, order: io.FetchGradient, post: Callable[[io.Event], None]) -> None:
         """Queue one gradient's fetch; CancelFetch makes those queued before it void."""

@@ -46,6 +46,7 @@ def job_view(job: Job) -> dict[str, Any]:
             for name, rank, pulse in _servers(core)
         ],
         "recoverable": recoverable(core, now),
+        "durable": _durable(core),
     }
 
 
@@ -54,6 +55,17 @@ def _servers(core: Leader) -> list[tuple[str, int, PulseState]]:
     ranks = {0: core.liveness.pulses, **core.liveness.rank_pulses}
     found = [(name, rank, pulse) for rank, pulses in ranks.items() for name, pulse in pulses.items()]
     return sorted(found, key=lambda entry: entry[:2])
+
+
+def _durable(core: Leader) -> dict[str, Any] | None:
+    """The newest durable checkpoint that anybody has found or written, and how old it is in committed
+    steps."""
+    newest = max(
+        core.liveness.durable(), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None
+    )
+    if newest is None:
+        return None
+    return {**asdict(newest), "steps_behind": max(0, top_step(core) - newest.step)}
 
 
 def waiting_for(core: Leader, now: float) -> str:

@@ -202,7 +202,10 @@ class Leader(Joins):
             snapshots=pulse.snapshots,
             deaths=pulse.deaths,
             taken=tuple(self._now - age_s for age_s in pulse.ages_s),
+            durable=pulse.durable or (known.durable if known is not None else ()),
+            durable_error=pulse.durable_error,
         )
+        self._tell_durable(pulse, known)
 
     def on_pulse_closed(self, event: io.PulseClosed) -> None:
         pulse = self.liveness.pulses_of(event.rank).get(event.replica)
@@ -235,6 +238,7 @@ class Leader(Joins):
             # What it announced is over, or something else begins: its time counts from now.
             self.lateness.came(peer.session.replica)
         peer.beat = beat
+        self._note_loaded(beat)
         self._send(peer.session.replica, m.BeatReply(beat.number))
         self._expire_late(peer, beat)
 
@@ -280,13 +284,6 @@ class Leader(Joins):
     def on_finished(self, peer: Peer, message: m.Finished) -> None:
         if self.record is not None and message.fence.generation == self.record.generation:
             self.finished[peer.session.replica] = message.step
-
-    def on_fallen(self, peer: Peer, message: m.Fallen) -> None:
-        if self._in_force(peer) and self._is_recent(message.fence):
-            self.epoch.fallen.add(peer.session.replica)
-            if self._is_awaited(peer.session.replica):
-                self.epoch.too_slow.add(peer.session.replica)
-            self._condemn(peer.session.replica, f"it cannot go on: {message.why}")
 
     # --- failures and decisions ------------------------------------------------------------------------
 

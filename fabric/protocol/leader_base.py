@@ -8,7 +8,7 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 
-from fabric.model import Death, Fence, Member, Poison, Policy, Record, cause_of
+from fabric.model import Death, Fence, Member, Poison, Policy, Record, SnapshotRef, cause_of
 from fabric.protocol import changes, poison
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
@@ -140,6 +140,7 @@ class LeaderBase:
         self.told: dict[str, int] = {}  # replica -> the incarnation that heard of the failure
         self.retried = False  # a process came after its replica had heard
         self.excused: set[tuple[str, Death]] = set()
+        self.unusable: dict[SnapshotRef, str] = {}  # what a generation could not begin from, and why
         self._plan_at = math.inf  # when what came since the last plan is looked at, at the latest
         self._deadline: float | None = None
         self._now = now
@@ -362,6 +363,11 @@ class LeaderBase:
 
     def _micro_batches(self) -> int:
         return next(iter(self.liveness.peers.values())).session.micro_batches
+
+
+def base_ref(record: Record) -> SnapshotRef:
+    """The state that the record's generation begins from."""
+    return SnapshotRef(record.base.generation, record.base.step, record.base.digest)
 
 
 def as_member(session: m.Session) -> Member:

@@ -65,4 +65,5 @@ class Failures(LeaderBase):
 
     def _excuse(self) -> None:
         """Somebody has looked at it and starts again: what killed before counts no more."""
+        self.unusable.clear()
         self.excused = {(replica, death) for replica, deaths in self._deaths() for death in deaths}

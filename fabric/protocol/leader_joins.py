@@ -3,12 +3,12 @@
 from collections import Counter
 from dataclasses import replace
 
-from fabric.model import Base, Member, Record, SnapshotRef, cause_of
+from fabric.model import DURABLE, Base, Member, Record, SnapshotRef, cause_of
 from fabric.protocol import messages as m
 from fabric.protocol.assignment import seated
-from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, Setback, as_member
+from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, Setback, as_member, base_ref
 from fabric.protocol.leader_failures import Failures
-from fabric.protocol.liveness import Peer, lanes
+from fabric.protocol.liveness import Peer, PulseState, lanes
 
 
 class Joins(Failures):
@@ -226,6 +226,30 @@ class Joins(Failures):
             reason = f"{name} is {self.draining[name]}: start it again when it is wanted"
             self._send(name, m.Rejected(reason))
 
+    # --- states that can, and cannot, be loaded --------------------------------------------------------
+
+    def on_fallen(self, peer: Peer, message: m.Fallen) -> None:
+        if self._in_force(peer) and self._is_recent(message.fence):
+            if message.unusable and self.record is not None:
+                self.unusable.setdefault(base_ref(self.record), message.why)
+            self.epoch.fallen.add(peer.session.replica)
+            if self._is_awaited(peer.session.replica):
+                self.epoch.too_slow.add(peer.session.replica)
+            self._condemn(peer.session.replica, f"it cannot go on: {message.why}")
+
+    def _note_loaded(self, beat: m.Beat) -> None:
+        """Whoever is in this generation could load what it began from."""
+        if self.unusable and self.record is not None and beat.generation == self.record.generation:
+            self.unusable.pop(base_ref(self.record), None)
+
+    def _tell_durable(self, pulse: m.Pulse, known: PulseState | None) -> None:
+        if pulse.durable and (known is None or pulse.durable != known.durable):
+            self._tell(
+                "durable", pulse.replica, f"the checkpoint of step {pulse.durable[-1].step} is complete"
+            )
+        if pulse.durable_error and (known is None or pulse.durable_error != known.durable_error):
+            self._tell("durable failed", pulse.replica, pulse.durable_error)
+
     # --- starting --------------------------------------------------------------------------------------
 
     def _start_again(self, record: Record) -> bool:
@@ -265,8 +289,12 @@ class Joins(Failures):
             self._excuse()
         peers = open_[: policy.max_replicas]
         base = self._base(peers)
+        if base is None:
+            self.failure = f"no state is left that could be loaded: {self._unusable()}"
+            return
         epoch = (record.epoch if record else 0) + 1
-        generation = (record.generation if record else 0) + 1
+        # Above the base's too: a durable checkpoint may be of a job whose record is gone.
+        generation = max(record.generation if record else 0, base.generation) + 1
         self._write(
             Record(
                 store_id=self.store_id,
@@ -285,14 +313,38 @@ class Joins(Failures):
         )
 
     def _start_reason(self, record: Record | None, base: Base) -> str:
-        if record is None:
+        if record is None and base.generation == 0:
             return "first start"
-        known = max(self._top_step(record), base.step)
+        known = max(self._top_step(record), base.step) if record is not None else base.step
         lost = f", {known - base.step} steps lost with the memory that held them" if known > base.step else ""
-        return f"cold start from step {base.step} of generation {base.generation}{lost}"
+        where = ", a durable checkpoint" if base.sources == (DURABLE,) else ""
+        passed = f" ({self._unusable()})" if self.unusable else ""
+        return f"cold start from step {base.step} of generation {base.generation}{where}{lost}{passed}"
 
-    def _base(self, peers: list[Peer]) -> Base:
-        """The highest (generation, step) that checkpoint servers hold, every lane of it, and who holds it."""
+    def _unusable(self) -> str:
+        return "; ".join(
+            f"step {ref.step} of generation {ref.generation} could not be loaded: {why}"
+            for ref, why in sorted(self.unusable.items(), key=lambda x: (-x[0].generation, -x[0].step))
+        )
+
+    def _base(self, peers: list[Peer]) -> Base | None:
+        """The ladder: the highest (generation, step) that anything still holds, memory before durable storage
+        where both hold it, without what could not be loaded before. None when nothing else is left."""
+        found = self._held_states(peers)
+        for ref in self.liveness.durable():
+            found.setdefault(ref, set()).add(DURABLE)
+        usable = {ref: urls for ref, urls in found.items() if ref not in self.unusable}
+        if found and not usable:
+            return None
+        if not usable:
+            first = peers[0].session
+            urls = tuple(a.ckpt for a in as_member(first).addresses)
+            return Base(first.generation, first.step, first.digest, urls)
+        best = max(usable, key=lambda ref: (ref.generation, ref.step, len(usable[ref]), ref.digest))
+        return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best])))
+
+    def _held_states(self, peers: list[Peer]) -> dict[SnapshotRef, set[str]]:
+        """What the checkpoint servers have in memory, every lane of it, and who has it."""
         held = self.liveness.held()
         whole = {ref: urls for ref, urls in held.items() if lanes(urls) >= 1 + len(peers[0].session.ranks)}
         if not held:
@@ -300,12 +352,7 @@ class Joins(Failures):
             for peer in peers:
                 for ref in peer.session.snapshots:
                     whole.setdefault(ref, set()).update(a.ckpt for a in as_member(peer.session).addresses)
-        if not whole:
-            first = peers[0].session
-            urls = tuple(a.ckpt for a in as_member(first).addresses)
-            return Base(first.generation, first.step, first.digest, urls)
-        best = max(whole, key=lambda ref: (ref.generation, ref.step, len(whole[ref]), ref.digest))
-        return Base(best.generation, best.step, best.digest, tuple(sorted(whole[best])))
+        return whole
 
 
 def _names(members: list[Member]) -> str:

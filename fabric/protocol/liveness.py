@@ -61,6 +61,8 @@ class PulseState:
     snapshots: tuple[SnapshotRef, ...] = ()
     deaths: tuple[Death, ...] = ()
     taken: tuple[float, ...] = ()
+    durable: tuple[SnapshotRef, ...] = ()
+    durable_error: str = ""
 
 
 @dataclass(slots=True)
@@ -100,6 +102,11 @@ class Liveness:
         """Checkpoint servers that are heard and say where they are, of all ranks."""
         every = (p for pulses in (self.pulses, *self.rank_pulses.values()) for p in pulses.values())
         return [pulse for pulse in every if pulse.connected and pulse.ckpt]
+
+    def durable(self) -> set[SnapshotRef]:
+        """Every durable checkpoint that anybody has found or written. Whoever wrote it may be gone by now."""
+        found = {ref for peer in self.peers.values() for ref in peer.session.durable}
+        return found | {ref for pulse in self.pulses.values() for ref in pulse.durable}
 
     def freshest(self, ranks: int) -> SnapshotRef | None:
         """The newest state that could be recovered now: every one of ``ranks`` lanes has a living holder,

@@ -115,6 +115,7 @@ class Member(Rounds):
                     layout=me.layout,
                     tensors=me.tensors,
                     plane=me.plane,
+                    durable=me.durable,
                     data=me.data,
                     shares=me.shares,
                     snapshots=self.snapshots,

@@ -124,7 +124,7 @@ class CatchingUp(MemberBase):
         fetch.doing = ""
         if not fetch.void:
             self.fetch = Fetch()
-            self._cannot_catch_up(event.why)
+            self._cannot_catch_up(event.why, event.unusable)
 
     def on_installed(self, event: io.Installed) -> None:
         self.waiting = True
@@ -164,10 +164,10 @@ class CatchingUp(MemberBase):
         lost = self.state.generation != self.newest.generation
         self._do(io.SendLeader(m.NeedState(self.newest.fence, why, lost)))
 
-    def _cannot_catch_up(self, why: str) -> None:
+    def _cannot_catch_up(self, why: str, unusable: bool = False) -> None:
         self._do(io.Note("catch-up failed", self._epoch(), self.state.step, why))
         if self.mode is not Mode.OUTSIDE and self.newest is not None:
-            self.contact.fallen = m.Fallen(self.newest.fence, why)
+            self.contact.fallen = m.Fallen(self.newest.fence, why, unusable)
             self._do(io.SendLeader(self.contact.fallen))
 
     def _is_behind(self) -> bool:

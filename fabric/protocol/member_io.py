@@ -175,9 +175,11 @@ class StateFetched:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """No source delivered the state."""
+    """No source delivered the state. ``unusable``: what the sources hold is damaged or cannot be read, and
+    asking them again is of no use."""
 
     why: str
+    unusable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

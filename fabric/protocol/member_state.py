@@ -36,7 +36,8 @@ TRANSITIONS: dict[Mode, frozenset[Mode]] = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is; the same in every session it opens."""
+    """Who this process is; the same in every session it opens. ``durable``: the durable checkpoints that it
+    found when it started."""
 
     replica: str
     incarnation: int
@@ -52,6 +53,7 @@ class Identity:
     ranks: tuple[Address, ...] = ()
     tensors: tuple[str, ...] = ()
     plane: str = ""
+    durable: tuple[SnapshotRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,7 @@ class Session:
     ``tensors`` are the parameters in order, for people: "name dtype[shape]"; empty where they are very many.
     ``roster``: digest of the newest roster I hold; empty from a version that understands no ``Change``.
     ``plane``: how gradients are exchanged (``host``, ``device``, ``nccl``); empty: not said.
+    ``durable``: complete durable checkpoints that it found in storage and could load, oldest first.
     """
 
     replica: str
@@ -209,6 +210,7 @@ class Session:
     tensors: tuple[str, ...] = ()
     roster: str = ""
     plane: str = ""
+    durable: tuple[SnapshotRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,10 +327,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Fallen:
-    """I am in the roster but cannot go on in it: evict me, I will join again."""
+    """I am in the roster but cannot go on in it: evict me, I will join again. ``unusable``: the base of the
+    generation cannot be loaded from what holds it."""
 
     fence: Fence
     why: str
+    unusable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +370,8 @@ class Pulse:
     micro-batches the replica's processes died at, said again in every pulse until the job is past them. In a
     replica of several ranks every rank has its checkpoint server, and ``rank`` says whose this is.
     ``ages_s``: how many seconds ago the state of each of ``snapshots`` was its trainer's, in the same order.
+    ``durable``: the newest durable checkpoint that was written from here, where there is one;
+    ``durable_error``: why the last one was not, in a sentence.
     """
 
     replica: str
@@ -377,6 +383,8 @@ class Pulse:
     deaths: tuple[Death, ...] = ()
     rank: int = 0
     ages_s: tuple[float, ...] = ()
+    durable: tuple[SnapshotRef, ...] = ()
+    durable_error: str = ""
 
 
 # --- leader to checkpoint server ------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from fabric.errors import ProtocolError
-from fabric.model import Member, Record
+from fabric.model import DURABLE, Member, Record
 from fabric.protocol import member_io as io
 from fabric.protocol.wire import MAX_BYTES, decode_as
 
@@ -20,11 +20,13 @@ from fabric.protocol.wire import MAX_BYTES, decode_as
 @dataclass(frozen=True, slots=True)
 class NameSnapshot:
     """All ranks hold their part of the snapshot of ``step``: serve mine under the digests of all of them, in
-    rank order; ends in SnapshotNamed. Without digests somebody's part is missing: forget mine."""
+    rank order; ends in SnapshotNamed. Without digests somebody's part is missing: forget mine. ``durable``:
+    it becomes a durable checkpoint too."""
 
     step: int
     generation: int
     digests: tuple[str, ...]
+    durable: bool = False
 
 
 RankEffect = (
@@ -59,9 +61,11 @@ class SnapshotNamed:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDue:
-    """Rank 0 alone says it, with the state at ``step``: time for a snapshot of all ranks."""
+    """Rank 0 alone says it, with the state at ``step``: time for a snapshot of all ranks, and ``durable``:
+    for a durable checkpoint."""
 
     step: int
+    durable: bool = False
 
 
 RankEvent = (
@@ -209,8 +213,9 @@ def rank_of_url(url: str) -> int:
 
 
 def urls_of_rank(urls: Sequence[str], rank: int) -> tuple[str, ...]:
-    """Those of ``urls`` that serve ``rank``, ready to be dialled."""
-    return tuple(dict.fromkeys(u.partition("#")[0] for u in urls if rank_of_url(u) == rank))
+    """Those of ``urls`` that serve ``rank``, ready to be dialled; durable storage serves all of them."""
+    mine = (u for u in urls if u == DURABLE or rank_of_url(u) == rank)
+    return tuple(dict.fromkeys(u.partition("#")[0] for u in mine))
 
 
 def seen_by_rank(record: Record, rank: int) -> Record:

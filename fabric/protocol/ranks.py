@@ -101,6 +101,7 @@ class Ranks:
         self._reduced: dict[tuple[int, int], dict[int, io.Exchanged]] = {}  # round -> result by rank
         self._fetching = _Fetching()
         self._snapshots: dict[tuple[int, int], dict[int, str]] = {}  # (generation, step) -> digest by rank
+        self._durable: set[tuple[int, int]] = set()  # those of them that become durable checkpoints
         self._naming: dict[
             tuple[int, int], tuple[str, dict[int, bool]]
         ] = {}  # the digest of all, who has done it
@@ -190,8 +191,10 @@ class Ranks:
                 found.extend(urls_of_rank((x.addresses[rank].ckpt,), rank))
         return tuple(dict.fromkeys(found))
 
-    def _snapshot(self, step: int) -> None:
+    def _snapshot(self, step: int, durable: bool = False) -> None:
         key = (self.member.state.generation, step)
+        if durable:
+            self._durable.add(key)
         if key in self._snapshots or key in self._naming:
             return  # under way: its end is the answer to this one too
         self._snapshots[key] = {}
@@ -229,7 +232,7 @@ class Ranks:
         elif isinstance(event, SnapshotNamed):
             self._on_named(rank, event, now)
         else:
-            self._snapshot(event.step)
+            self._snapshot(event.step, event.durable)
 
     def _on_main(self, now: float) -> None:
         if len(self._main) < self.size:
@@ -306,7 +309,8 @@ class Ranks:
         assert isinstance(order, io.FetchState)
         failed = [(r, e) for r, e in sorted(fetching.ended.items()) if isinstance(e, io.FetchFailed)]
         if failed:
-            self._tell(io.FetchFailed(self._by(failed[0][0], failed[0][1].why)), now)
+            unusable = any(e.unusable for _, e in failed)
+            self._tell(io.FetchFailed(self._by(failed[0][0], failed[0][1].why), unusable), now)
         else:
             self._tell(io.StateFetched(order.state.step, order.state.digest), now)
 
@@ -338,7 +342,9 @@ class Ranks:
             self._naming[key] = (digest, {})
             named = tuple(digests[r] for r in range(self.size)) if digest else ()
             self._number += 1
-            self._send(NameSnapshot(event.step, event.generation, named))
+            durable = key in self._durable
+            self._durable.clear()
+            self._send(NameSnapshot(event.step, event.generation, named, durable))
 
     def _on_named(self, rank: int, event: SnapshotNamed, now: float) -> None:
         key = (event.generation, event.step)

@@ -21,20 +21,21 @@ from fabric.runtime.web import read_token
 @dataclass(frozen=True, slots=True)
 class Settings:
     """``job``, ``replica``: who I am. ``replicas``: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
-    takes 8. ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me.
-    ``run_dir``: this replica's sockets, logs and lock on this host. ``journal``: one JSON line per event.
-    ``contact_s``: how long to look for a lighthouse at the start.
-    ``exchange_s``: the time budget of a round once everybody is in it, from which every deadline inside the
-    exchange follows; ``user_code_s``: how long the others wait for a member in user code. ``autonomy_s``:
-    how long to step without any lighthouse. ``data_plane``: "auto" (members on one host share memory), "tcp"
-    or "nccl". ``digest_every``: steps between digests of the state.
+    takes 8. ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me. ``run_dir``:
+    this replica's sockets, logs and lock on this host. ``journal``: one JSON line per event. ``contact_s``:
+    how long to look for a lighthouse at the start. ``exchange_s``: the time budget of a round once everybody
+    is in it, from which every deadline inside the exchange follows; ``user_code_s``: how long the others wait
+    for a member in user code. ``autonomy_s``: how long to step without any lighthouse. ``data_plane``: "auto"
+    (members on one host share memory), "tcp" or "nccl". ``digest_every``: steps between digests of the state.
     ``snapshot_share``: part of the step time that snapshots may cost, but none is older than
     ``snapshot_max_age_s``; ``snapshot_every``: a snapshot every so many steps instead (0: no).
     ``reproducible``: whether equal gradients give bitwise equal states; off, digests and replay are, and
     newcomers get their state while the others wait. ``on_nan``: what becomes of a step whose averaged
     gradient is not finite: "pass" it on, "stop" the job, or "skip" its update. ``log``: how this replica and
-    its checkpoint server log, as "text" or as "json", a line each. ``disable``: plain training, no
-    services."""
+    its checkpoint server log, as "text" or as "json", a line each. ``disable``: plain training, no services.
+    ``durable``: folder or fsspec URL of durable checkpoints, empty for none; one is written every
+    ``durable_every`` steps, or every ``durable_every_s`` seconds where that is 0, and ``durable_keep`` of
+    them are kept."""
 
     job: str = "job"
     replica: str = ""
@@ -61,6 +62,10 @@ class Settings:
     retain_gradients: bool = True
     orphan_s: float = 600.0
     log: str = "text"
+    durable: str = ""
+    durable_every_s: float = 600.0
+    durable_every: int = 0
+    durable_keep: int = 3
     points: str = ""
 
     @property
@@ -127,6 +132,11 @@ def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
     return int(text)
 
 
+def armed_points(environment: Mapping[str, str] | None = None) -> str:
+    """The armed points of ``fabric.runtime.points``, for a process that has no other settings."""
+    return (os.environ if environment is None else environment).get(_variable("points"), "")
+
+
 def _variable(name: str) -> str:
     return "FABRIC_TEST_POINTS" if name == "points" else f"FABRIC_{name.upper()}"
 
@@ -172,10 +182,13 @@ def _checked(found: Settings) -> Settings:
         "snapshot_max_age_s",
         "snapshot_every",
         "orphan_s",
+        "durable_every_s",
+        "durable_every",
+        "durable_keep",
     ):
-        value = getattr(found, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{_variable(name)} is {value:g}: give a finite number from 0")
+        value, least = getattr(found, name), 1 if name == "durable_keep" else 0
+        if not (math.isfinite(value) and value >= least):
+            raise ConfigError(f"{_variable(name)} is {value:g}: give a finite number from {least}")
     if found.data_plane not in ("auto", "tcp", "nccl"):
         raise ConfigError(f'FABRIC_DATA_PLANE is "{found.data_plane}": it must be "auto", "tcp" or "nccl"')
     wrong = problem(found.exchange_s, found.user_code_s, found.autonomy_s)

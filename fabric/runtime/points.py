@@ -32,6 +32,12 @@ NAMES = frozenset(
         "first-round",
         "abort",
         "recovery",
+        "durable-begin",
+        "durable-data",
+        "durable-lanes",
+        "durable-marker",
+        "durable-complete",
+        "durable-tidy",
     }
 )
 

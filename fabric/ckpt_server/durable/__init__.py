@@ -1,0 +1,2 @@
+"""Durable checkpoints: written from a snapshot's memory by a process of their own, restored without
+unpickling."""

@@ -1,0 +1,68 @@
+"""Entry of the process that writes one durable checkpoint: ``python -m fabric.ckpt_server.durable --fd N``.
+
+The checkpoint server starts it with the snapshot's memory as descriptor N, and order and manifest as one line
+of JSON on standard input, which stays open: when it ends, the server is gone, and so is this process at once.
+The outcome is one line of JSON on standard output. Exit code 0 when the checkpoint (or this rank's part) is
+written, 1 when it is not."""
+
+import argparse
+import json
+import mmap
+import os
+import sys
+import threading
+from dataclasses import asdict
+
+from fabric.ckpt_server.durable.order import Order
+from fabric.ckpt_server.manifest import check_manifest
+from fabric.errors import FabricError, StateError
+from fabric.protocol.wire import decode_as
+from fabric.runtime.config import armed_points
+from fabric.runtime.points import Points
+from fabric.runtime.priority import lower_priority
+
+_NICENESS = 10
+
+
+def main() -> int:
+    """Write it; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fabric.ckpt_server.durable", description="Durable writer"
+    )
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of the snapshot's memory")
+    descriptor = parser.parse_args().fd
+    lower_priority(_NICENESS)
+    try:
+        body = json.loads(sys.stdin.buffer.readline())
+        order, snapshot = decode_as(Order, body["order"], "order"), check_manifest(body["manifest"])
+        _end_with(sys.stdin.fileno())
+        nbytes = snapshot["nbytes"]
+        if nbytes > os.fstat(descriptor).st_size:
+            raise StateError("the snapshot's memory is smaller than its manifest says")
+        # Private and writable, which nobody else sees: torch takes no memory that it must not write to.
+        mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        from fabric.ckpt_server.durable.writer import write  # torch, which takes seconds: when it is needed
+
+        outcome = write(order, snapshot, memoryview(mapped), Points(armed_points()))
+    except (FabricError, OSError, ValueError, KeyError, TypeError) as error:
+        sys.stdout.write(json.dumps({"ok": False, "error": " ".join(str(error).split())[:2000]}) + "\n")
+        return 1
+    sys.stdout.write(json.dumps({"ok": True, **asdict(outcome)}) + "\n")
+    return 0
+
+
+def _end_with(descriptor: int) -> None:
+    """End this process when the other end of the pipe is closed: nobody waits for the outcome then."""
+
+    def wait() -> None:
+        while os.read(descriptor, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # torch's own threads have nothing to say any more

@@ -1,0 +1,284 @@
+"""A snapshot's bytes laid out as ``torch.distributed.checkpoint`` does, so that plain ``load`` reads them.
+
+Each tensor is what ``torch.save`` makes of it, one behind the other in ``__RANK_0.distcp``, under the dotted
+name that the library itself would give it (``model.0.weight``, ``optimizer.state.0.exp_avg``). Inside, a
+tensor's raw bytes are stored as they are; where they begin is noted, and fabric reads those bytes alone.
+
+Of a sharded tensor every rank writes its shard; ``write_metadata`` puts the ranks' shards together. Where
+ranks have different things under one name (the stages of a pipeline number their optimizer's parameters
+alike) each is there as ``rankN.NAME``."""
+
+import io
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.encoding import DTYPE_BY_NAME, Decoder
+from fabric.ckpt_server.layout import Header, parse_json, read_header
+from fabric.ckpt_server.sharded import Shardings
+from fabric.ckpt_server.state import host_bytes, tensor_at
+from fabric.errors import StateError
+
+_KEPT_BYTES = 64 << 10
+_LOCAL_HEADER_BYTES = 30
+
+
+class Written:
+    """A file that is being written, which counts and digests: ``nbytes`` and ``digest`` of all of it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._hasher = xxhash.xxh3_128()
+        self.nbytes = 0
+        self.pieces: list[tuple[int, bytes]] = []  # small writes since ``mark``, where they begin in the file
+
+    @property
+    def digest(self) -> str:
+        return self._hasher.hexdigest()
+
+    def write(self, data: Any) -> int:
+        """As a file does."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._hasher.update(view)
+        if len(view) <= _KEPT_BYTES:
+            self.pieces.append((self.nbytes, bytes(view)))
+        self.nbytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """As a file does."""
+
+    def mark(self) -> int:
+        """Where the next byte goes; forgets what was kept."""
+        self.pieces = []
+        return self.nbytes
+
+
+class _Image(io.RawIOBase):
+    """What was written since a mark, as far as it was kept: enough for the directory of a zip file."""
+
+    def __init__(self, begin: int, end: int, pieces: list[tuple[int, bytes]]) -> None:
+        self._begin, self._size, self._pieces, self._at = begin, end - begin, pieces, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        count = self._size - self._at if count < 0 else max(0, min(count, self._size - self._at))
+        low, found = self._begin + self._at, bytearray(count)
+        for begin, piece in self._pieces:
+            first, last = max(begin, low), min(begin + len(piece), low + count)
+            if first < last:
+                found[first - low : last - low] = piece[first - begin : last - begin]
+        self._at += count
+        return bytes(found)
+
+
+def _raw_begin(begin: int, file: Written, nbytes: int) -> int:
+    """Where in ``file`` the bytes of the tensor lie that ``torch.save`` wrote from ``begin`` on."""
+    image = _Image(begin, file.nbytes, file.pieces)
+    with zipfile.ZipFile(image) as archive:
+        entry = next(x for x in archive.infolist() if x.filename.endswith("/data/0"))
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes:
+            raise StateError(
+                "this release of torch stores tensors in another way: fabric cannot write durable ones"
+            )
+        image.seek(entry.header_offset)
+        local = image.read(_LOCAL_HEADER_BYTES)
+    names = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+    return begin + entry.header_offset + _LOCAL_HEADER_BYTES + names
+
+
+class _ShardsAsTheyAre(Shardings):
+    """Leaves shards what they are in the file: local tensors, with their description beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[torch.Tensor, Mapping[str, Any]]] = {}
+
+    def build(self, local: torch.Tensor, description: Mapping[str, Any]) -> torch.Tensor:
+        self.found[id(local)] = (local, description)
+        return local
+
+
+@dataclass(slots=True)
+class _State:
+    """A snapshot taken apart: what each dotted name stands for, its path, and the shards among the tensors.
+    ``blobs`` names the tensors that lie in the file as they are."""
+
+    header: Header
+    values: Mapping[str, Any]
+    paths: Mapping[str, tuple[str | int, ...]]
+    shards: dict[int, tuple[torch.Tensor, Mapping[str, Any]]]
+    blobs: dict[int, str]
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _take_apart(file: memoryview) -> _State:
+    header = read_header(file)
+    spans = {span.name: span for span in header.tensors}
+    shardings = _ShardsAsTheyAre()
+    decoder = Decoder(lambda name: tensor_at(file, spans[name]), set(spans), shardings=shardings)
+    tree = parse_json(header.metadata)["state"]
+    values, paths = flatten_state_dict({name: decoder.decode(node) for name, node in tree.items()})
+    blobs = {id(tensor): name for name, tensor in decoder.seen.items()}
+    return _State(header, values, paths, shardings.found, blobs, decoder.seen)
+
+
+def write_lane(
+    storage: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, begun: Callable[[], None]
+) -> dict[str, Any]:
+    """Write ``rank``'s part, the snapshot in ``file`` with its manifest; returns the lane's description
+    (JSON).
+
+    ``begun`` is called when a part of the data is written. Raises StateError, with files half-written in
+    ``storage``.
+    """
+    state = _take_apart(file)
+    data, rest = f"__{rank}_0.distcp", f"fabric-{rank}.bin"
+    tensors: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    raw: dict[str, tuple[str, int]] = {}
+    with storage.create(data) as opened:
+        out = Written(opened)
+        for name, value in state.values.items():
+            begin = out.mark()
+            torch.save(value, out)  # type: ignore[arg-type]  # it needs write and flush
+            entry: dict[str, Any] = {
+                "begin": begin,
+                "nbytes": out.nbytes - begin,
+                "path": list(state.paths[name]),
+            }
+            if isinstance(value, torch.Tensor):
+                tensors[name] = {**entry, **_describe(value, state.shards)}
+                blob = state.blobs.get(id(value))
+                if blob is not None and value.numel():
+                    raw.setdefault(blob, (data, _raw_begin(begin, out, value.nbytes)))
+            else:
+                objects[name] = {**entry, "digest": _digest_since(out, begin)}
+            if not begin:
+                begun()
+        files = {data: {"nbytes": out.nbytes, "digest": out.digest}}
+    with storage.create(rest) as opened:
+        out = Written(opened)
+        out.write(file[: state.header.nbytes])
+        for span in state.header.tensors:
+            if span.name not in raw and span.begin < span.end:
+                raw[span.name] = (rest, out.nbytes)
+                out.write(file[span.begin : span.end])
+        files[rest] = {"nbytes": out.nbytes, "digest": out.digest}
+    segments: list[list[Any]] = [[rest, 0, state.header.nbytes]]
+    segments += [[*raw[s.name], s.end - s.begin] for s in state.header.tensors if s.begin < s.end]
+    return {
+        "format": 1,
+        "rank": rank,
+        "snapshot": dict(snapshot),
+        "segments": segments,
+        "tensors": tensors,
+        "objects": objects,
+        "files": files,
+    }
+
+
+def _digest_since(out: Written, begin: int) -> str:
+    """Of an object just written: equal objects have equal ones on all ranks, unequal ones hardly ever."""
+    hasher = xxhash.xxh3_64()
+    for _, piece in out.pieces:
+        hasher.update(piece)
+    return f"{hasher.hexdigest()}-{out.nbytes - begin}"
+
+
+def _describe(
+    tensor: torch.Tensor, shards: Mapping[int, tuple[torch.Tensor, Mapping[str, Any]]]
+) -> dict[str, Any]:
+    found = shards.get(id(tensor))
+    chunk = list(tensor.shape)
+    whole, offset = (chunk, [0] * len(chunk)) if found is None else (found[1]["shape"], found[1]["offset"])
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(whole),
+        "offset": list(offset),
+        "chunk": chunk,
+        "digest": xxhash.xxh3_64_hexdigest(host_bytes(tensor)),
+    }
+
+
+def write_metadata(storage: Storage, lanes: list[dict[str, Any]]) -> None:
+    """Write ``.metadata``, the library's own index of everything that the lanes (in rank order) have
+    written."""
+    described: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    written: dict[MetadataIndex, WriteResult] = {}
+    for kind, add in (("tensors", _add_tensor), ("objects", _add_object)):
+        for name in dict.fromkeys(n for lane in lanes for n in lane[kind]):
+            parts = [(lane["rank"], lane[kind][name]) for lane in lanes if name in lane[kind]]
+            alike = _fit_together([entry for _, entry in parts])
+            for rank, entry in parts:
+                key = name if alike else f"rank{rank}.{name}"
+                path = tuple(entry["path"]) if alike else (f"rank{rank}", *entry["path"])
+                paths[key] = path
+                index = add(described, key, entry, alike)
+                where = _StorageInfo(f"__{rank}_0.distcp", entry["begin"], entry["nbytes"])
+                written.setdefault(index, WriteResult(index, entry["nbytes"], where))
+    metadata = Metadata(state_dict_metadata=described, planner_data=paths)
+    writer = (FsspecWriter if "://" in storage.url else FileSystemWriter)(storage.url)
+    writer.finish(metadata, [list(written.values())])
+
+
+def _fit_together(entries: list[dict[str, Any]]) -> bool:
+    """Whether what the ranks have under one name are parts of one thing: the same bytes in the same place."""
+    seen: dict[Any, Any] = {}
+    for entry in entries:
+        what = [entry.get(key) for key in ("dtype", "shape")]
+        if seen.setdefault("what", what) != what:
+            return False
+        part = [entry.get("chunk"), entry["digest"]]
+        if seen.setdefault(tuple(entry.get("offset", ())), part) != part:
+            return False
+    return True
+
+
+def _add_tensor(described: dict[str, Any], key: str, entry: dict[str, Any], alike: bool) -> MetadataIndex:
+    chunk, offset = torch.Size(entry["chunk"]), torch.Size(entry["offset"])
+    whole = torch.Size(entry["shape"])
+    if not alike:  # a part of something that is nowhere whole stands for itself
+        offset, whole = torch.Size([0] * len(chunk)), chunk
+    properties = TensorProperties(dtype=DTYPE_BY_NAME[entry["dtype"]])
+    found = described.setdefault(key, TensorStorageMetadata(properties, whole, []))
+    part = ChunkStorageMetadata(offset, chunk)
+    if part not in found.chunks:
+        found.chunks.append(part)
+    return MetadataIndex(key, offset)
+
+
+def _add_object(described: dict[str, Any], key: str, entry: dict[str, Any], alike: bool) -> MetadataIndex:
+    described[key] = BytesStorageMetadata()
+    return MetadataIndex(key)

@@ -1,0 +1,169 @@
+"""The checkpoint server's side of durable checkpoints: starts the writer, one at a time, and knows how it
+went.
+
+The writer gets the snapshot's memory as a descriptor. Meanwhile the slot counts as read, so the trainer
+overwrites the other one; if it must have this one all the same, the writer is killed, and that checkpoint is
+given up."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import fabric
+from fabric.ckpt_server.durable.order import Order
+from fabric.ckpt_server.manifest import check_manifest, state_digest
+from fabric.ckpt_server.memory import SNAPSHOT, Memory, Slot
+from fabric.errors import Refused
+from fabric.model import SnapshotRef
+
+log = logging.getLogger(__name__)
+
+_MAX_REPORT_BYTES = 1 << 20
+_MAX_ERROR_CHARACTERS = 500
+# Where this very package is imported from, installed or not.
+_HERE = Path(fabric.__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """What a trainer asks for: the snapshot of this step, which is held, becomes a durable checkpoint."""
+
+    generation: int
+    step: int
+    url: str
+    incarnation: int
+    keep: int
+
+
+class Dispatch:
+    """``newest`` is the last checkpoint that was completed from here, ``error`` why the last try failed
+    (empty after one that did not), ``seconds`` how long that took."""
+
+    def __init__(self, job: str, replica: str, memory: Memory) -> None:
+        self._job = job
+        self._replica = replica
+        self._memory = memory
+        self._task: asyncio.Task[None] | None = None
+        self._incarnation = 0  # of the trainer that the running task was asked by
+        self.newest: SnapshotRef | None = None
+        self.error = ""
+        self.seconds = 0.0
+        self.failures = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no writer runs."""
+        return self._task is None or self._task.done()
+
+    def start(self, request: Persist) -> None:
+        """Begin to write. Raises Refused while another one is being written, or where the step is not held.
+
+        What an earlier process of the trainer asked for is given up: its other ranks are gone, too.
+        """
+        if not self.is_idle and request.incarnation == self._incarnation:
+            raise Refused(
+                f"step {request.step} is not written to durable storage: the one before is still being"
+                " written; write them less often, or to faster storage"
+            )
+        slot = self._memory.find(SNAPSHOT, request.step, request.generation)
+        if slot is None:
+            raise Refused(f"step {request.step} is not held, so it cannot be written to durable storage")
+        self._incarnation = request.incarnation
+        self._task = asyncio.create_task(self._run(request, slot, self._task))
+
+    async def finish(self) -> None:
+        """Return when the writer that runs, if any, has ended."""
+        while self._task is not None and not self._task.done():
+            await asyncio.wait({self._task})
+
+    async def close(self) -> None:
+        """End the writer that runs, if any: what it has written counts for nothing."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self, request: Persist, slot: Slot, before: asyncio.Task[None] | None) -> None:
+        if before is not None and not before.done():
+            before.cancel()
+            await asyncio.wait({before})
+        begun = time.monotonic()
+        try:
+            outcome = await self._write(request, slot)
+        except OSError as error:
+            outcome = {"ok": False, "error": f"its writer could not be started: {error}"}
+        self.seconds = time.monotonic() - begun
+        if outcome.get("ok") is not True:
+            self.failures += 1
+            self.error = f"step {request.step}: {outcome.get('error')}"[:_MAX_ERROR_CHARACTERS]
+            log.warning("the durable checkpoint of %s", self.error)
+            return
+        self.error = ""
+        for warning in outcome.get("warnings") or ():
+            log.warning("durable storage could not be tidied up: %s", warning)
+        if outcome.get("complete") is True:
+            self.newest = SnapshotRef(request.generation, request.step, str(outcome["digest"]))
+        log.info("durable checkpoint of step %d: %s, %.1f s", request.step, outcome["folder"], self.seconds)
+
+    async def _write(self, request: Persist, slot: Slot) -> dict[str, Any]:
+        if slot.content is None or slot.region is None or slot.content.step != request.step:
+            return {"ok": False, "error": "its memory was needed for another snapshot"}
+        manifest = _manifest(slot.content.manifest)
+        digest = state_digest(manifest)
+        order = Order(request.url, self._job, self._replica, request.incarnation, request.keep)
+        descriptor = slot.region.fd
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "fabric.ckpt_server.durable",
+            f"--fd={descriptor}",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(descriptor,),
+            limit=_MAX_REPORT_BYTES,
+            cwd=_HERE,
+        )
+        assert process.stdin is not None and process.stdout is not None
+
+        def kill() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+        with slot.reading(kill):
+            try:
+                body = {"order": asdict(order), "manifest": manifest}
+                with contextlib.suppress(ConnectionError):
+                    process.stdin.write(json.dumps(body).encode() + b"\n")
+                    await process.stdin.drain()
+                report = await process.stdout.read(_MAX_REPORT_BYTES)
+                code = await process.wait()
+            except BaseException:
+                kill()
+                await process.wait()
+                raise
+        return {**_parsed(report, code), "digest": digest}
+
+
+def _manifest(served: bytes) -> dict[str, Any]:
+    """The snapshot's own manifest, without what the server adds for readers."""
+    told: Mapping[str, Any] = json.loads(served)
+    return check_manifest({k: v for k, v in told.items() if k not in ("url", "tensors")})
+
+
+def _parsed(report: bytes, code: int) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        body = json.loads(report)
+        if isinstance(body, dict):
+            return body
+    if code == -9:
+        return {
+            "ok": False,
+            "error": "its writer was killed, as when its memory was needed for another snapshot",
+        }
+    return {"ok": False, "error": f"its writer ended with code {code}; see the checkpoint server's log"}

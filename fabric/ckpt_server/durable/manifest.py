@@ -1,0 +1,145 @@
+"""What lies beside the tensors of a durable checkpoint, and how little of it is believed.
+
+One folder is one checkpoint, ``STORAGE/JOB/step-0000000120-gen-3-r0-1795214478032``:
+
+    .metadata         for torch.distributed.checkpoint alone: a pickle, which fabric writes and never reads
+    __0_0.distcp      rank 0's tensors and objects as that library lays them out; __1_0.distcp is rank 1's
+    fabric-0.bin      what of rank 0's state has no raw bytes in there: the snapshot's preamble, numpy arrays
+    fabric-0.json     a *lane*: rank 0's snapshot manifest, and which bytes of which file its bytes are
+    manifest.json     the state's name and digest, and the size and digest of every file above
+    COMPLETE          the digest of manifest.json; written last, so a folder without it counts for nothing
+
+The lane's bytes, put together, are exactly the safetensors file that the checkpoint server held, so the very
+same blocks and digests verify them.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count, parse_json
+from fabric.ckpt_server.manifest import DIGEST_DIGITS, check_manifest, is_hex, state_digest
+from fabric.errors import StateError
+from fabric.model import SnapshotRef
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MARKER = "COMPLETE"
+METADATA = ".metadata"
+MAX_JSON_BYTES = 256 << 20
+MAX_RANKS = 1 << 16
+_FOLDER = re.compile(r"step-(\d{1,19})-gen-(\d{1,19})-([A-Za-z0-9._-]{1,64})-(\d{1,19})")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,80}|\.metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One replica's try to write the state of ``step``; a name of its own, so that two never mix."""
+
+    generation: int
+    step: int
+    replica: str
+    incarnation: int
+
+    @property
+    def folder(self) -> str:
+        return f"step-{self.step:010d}-gen-{self.generation}-{self.replica}-{self.incarnation}"
+
+    @classmethod
+    def parse(cls, folder: str) -> "Attempt | None":
+        """What a folder's name says; None for a folder that is none of ours."""
+        match = _FOLDER.fullmatch(folder)
+        if match is None:
+            return None
+        step, generation, replica, incarnation = match.groups()
+        return cls(int(generation), int(step), replica, int(incarnation))
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``nbytes`` of a lane lie in ``file`` from byte ``begin`` on."""
+
+    file: str
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One rank's part: the manifest of the snapshot that it was, and where its bytes lie, in order."""
+
+    snapshot: Mapping[str, Any]
+    segments: tuple[Segment, ...]
+
+
+def lane_name(rank: int) -> str:
+    """The file that describes one rank's part."""
+    return f"fabric-{rank}.json"
+
+
+def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
+    """The checked manifest in ``data``, read from ``name``. Raises StateError."""
+    found = parse_json(data)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise StateError(f"{name} is not the manifest of a durable checkpoint of format {FORMAT}")
+    for key in ("generation", "step"):
+        if not is_count(found.get(key), 1 << 62):
+            raise StateError(f"{name} has no usable {key}")
+    if not is_hex(found.get("digest"), DIGEST_DIGITS) or not isinstance(found.get("job"), str):
+        raise StateError(f"{name} names no job or no state")
+    if not is_count(found.get("ranks"), MAX_RANKS) or not found["ranks"]:
+        raise StateError(f"{name} has no usable number of ranks")
+    files = found.get("files")
+    if not isinstance(files, dict) or not all(_is_file(*entry) for entry in files.items()):
+        raise StateError(f"{name} lists files that cannot be")
+    missing = [lane_name(r) for r in range(found["ranks"]) if lane_name(r) not in files]
+    if missing:
+        raise StateError(f"{name} does not list {missing[0]}")
+    return found
+
+
+def state_of(manifest: Mapping[str, Any]) -> SnapshotRef:
+    """Which state a checked manifest is of."""
+    return SnapshotRef(manifest["generation"], manifest["step"], manifest["digest"])
+
+
+def parse_lane(data: bytes, name: str, manifest: Mapping[str, Any], rank: int) -> Lane:
+    """The checked description of ``rank``'s part, read from ``name``, as a part of ``manifest``'s checkpoint.
+
+    Raises StateError, also where it promises more than the files that the manifest lists have.
+    """
+    found = parse_json(data)
+    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("rank") != rank:
+        raise StateError(f"{name} does not describe rank {rank} in format {FORMAT}")
+    snapshot = check_manifest(found.get("snapshot"))
+    same = SnapshotRef(snapshot["generation"], snapshot["step"], state_digest(snapshot)) == state_of(manifest)
+    if not same or (manifest["ranks"] > 1 and snapshot.get("rank") != rank):
+        raise StateError(f"{name} belongs to another state than its manifest")
+    listed = found.get("segments")
+    if not isinstance(listed, list):
+        raise StateError(f"{name} does not say where its bytes are")
+    segments = tuple(_segment(entry, manifest["files"], name) for entry in listed)
+    if sum(s.nbytes for s in segments) != snapshot["nbytes"]:
+        raise StateError(f"{name} does not say where each of its {snapshot['nbytes']} bytes is")
+    return Lane(snapshot, segments)
+
+
+def _is_file(name: object, entry: object) -> bool:
+    """Whether it is a plain name, never a path, with a size and a digest."""
+    if not isinstance(name, str) or not _FILE.fullmatch(name) or not isinstance(entry, dict):
+        return False
+    return is_count(entry.get("nbytes"), MAX_FILE_BYTES) and is_hex(entry.get("digest"), DIGEST_DIGITS)
+
+
+def _segment(entry: object, files: Mapping[str, Any], name: str) -> Segment:
+    if not isinstance(entry, list) or len(entry) != 3 or entry[0] not in files:
+        raise StateError(f"{name} refers to a file that its manifest does not list")
+    file, begin, nbytes = entry
+    if not is_count(begin, MAX_FILE_BYTES) or not is_count(nbytes, MAX_FILE_BYTES):
+        raise StateError(f"{name} refers to impossible bytes of {file}")
+    if begin + nbytes > files[file]["nbytes"]:
+        raise StateError(
+            f"{name} refers to byte {begin + nbytes} of {file}, which has {files[file]['nbytes']}"
+        )
+    return Segment(file, begin, nbytes)

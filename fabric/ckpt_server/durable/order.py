@@ -1,0 +1,28 @@
+"""What the checkpoint server tells the process that writes a durable checkpoint, and what that answers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where to write. ``url`` is the storage that all jobs share, ``keep`` how many complete checkpoints are
+    kept, ``patience_s`` how long rank 0 waits for the other ranks' parts."""
+
+    url: str
+    job: str
+    replica: str
+    incarnation: int
+    keep: int = 3
+    patience_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``complete`` is False for a rank other than 0, whose part alone is written; ``folder`` is a URL.
+    ``warnings``: what could not be tidied up."""
+
+    folder: str
+    nbytes: int
+    seconds: float
+    complete: bool
+    warnings: tuple[str, ...] = ()

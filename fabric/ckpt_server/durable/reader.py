@@ -1,0 +1,219 @@
+"""Finding and reading durable checkpoints: every byte verified, nothing unpickled, no torch.
+
+A folder counts when its marker is there and names the digest of its manifest. Everything else is verified
+where it is read: the lane's description against the manifest, each block and the whole against the digests
+that the snapshot had when it was taken. An error names the file that is wrong.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from fabric.ckpt_server.digest import block_digest, bytes_digest, file_digest
+from fabric.ckpt_server.durable.manifest import (
+    MANIFEST,
+    MARKER,
+    MAX_JSON_BYTES,
+    Attempt,
+    Lane,
+    lane_name,
+    parse_lane,
+    parse_manifest,
+    state_of,
+)
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.fetch import Fetched
+from fabric.errors import IntegrityError, StateError
+from fabric.model import SnapshotRef
+
+_MAX_MARKER_BYTES = 4096
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete one. ``manifest`` is checked, ``attempt`` is what the folder's name says."""
+
+    storage: Storage
+    manifest: dict[str, Any]
+    attempt: Attempt | None
+
+    @property
+    def state(self) -> SnapshotRef:
+        return state_of(self.manifest)
+
+    @property
+    def ranks(self) -> int:
+        return int(self.manifest["ranks"])
+
+
+def open_checkpoint(storage: Storage) -> Checkpoint:
+    """The checkpoint in this folder. Raises StateError where it is not complete, or not what its marker
+    says."""
+    names = storage.names()
+    if MARKER not in names:
+        raise StateError(f"{storage.url} holds no complete checkpoint: it has no file {MARKER}")
+    promised = storage.get(MARKER, _MAX_MARKER_BYTES).decode("ascii", "replace").strip()
+    data = storage.get(MANIFEST, MAX_JSON_BYTES)
+    if bytes_digest(memoryview(data)) != promised:
+        raise IntegrityError(
+            f"{storage.where(MANIFEST)} does not match the digest in {MARKER}; it is damaged"
+        )
+    manifest = parse_manifest(data, storage.where(MANIFEST))
+    return Checkpoint(storage, manifest, Attempt.parse(storage.url.rpartition("/")[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies in a job's folder: complete ones, oldest first; folders of ours without a marker; and in
+    ``warnings`` what has a marker and cannot be read all the same."""
+
+    complete: tuple[Checkpoint, ...]
+    unfinished: tuple[Attempt, ...]
+    warnings: tuple[str, ...]
+
+    def find(self, state: SnapshotRef) -> Checkpoint | None:
+        """The one that holds this state."""
+        return next((c for c in self.complete if c.state == state), None)
+
+
+def list_checkpoints(storage: Storage, job: str) -> Listing:
+    """All checkpoints in ``storage``, the folder of ``job``. Raises StorageError where it cannot be
+    listed."""
+    complete, unfinished, warnings = [], [], []
+    for name in storage.names():
+        attempt = Attempt.parse(name)
+        if attempt is None:
+            continue
+        folder = storage.at(name)
+        try:
+            if MARKER not in folder.names():
+                unfinished.append(attempt)
+                continue
+            found = open_checkpoint(folder)
+        except StateError as error:
+            warnings.append(f"{error}")
+            continue
+        if found.manifest["job"] == job:
+            complete.append(found)
+    complete.sort(key=lambda c: (c.state.generation, c.state.step, c.manifest["digest"]))
+    return Listing(tuple(complete), tuple(unfinished), tuple(warnings))
+
+
+class LaneFile:
+    """One rank's part of a checkpoint, read as the safetensors file that it was. ``manifest`` is that of the
+    snapshot; use it in a ``with`` block."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int, stack: ExitStack) -> None:
+        storage, listed = checkpoint.storage, checkpoint.manifest["files"]
+        self.storage = storage
+        self._listed = listed
+        if not 0 <= rank < checkpoint.ranks:
+            raise StateError(f"{storage.url} is of {checkpoint.ranks} ranks and has no rank {rank}")
+        name = lane_name(rank)
+        data = storage.get(name, MAX_JSON_BYTES)
+        if bytes_digest(memoryview(data)) != listed[name]["digest"]:
+            raise IntegrityError(f"{storage.where(name)} does not match its digest; it is damaged")
+        self._lane: Lane = parse_lane(data, storage.where(name), checkpoint.manifest, rank)
+        self.manifest = dict(self._lane.snapshot)
+        self.nbytes: int = self.manifest["nbytes"]
+        for file in {s.file for s in self._lane.segments}:
+            size = storage.size(file)
+            if size != listed[file]["nbytes"]:
+                raise IntegrityError(
+                    f"{storage.where(file)} has {size} bytes and should have {listed[file]['nbytes']}; it is"
+                    " damaged"
+                )
+        self._stack = stack
+        self._open: dict[str, Any] = {}
+        self._block_bytes: int = self.manifest["block_bytes"]
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Bytes of the file; whole blocks are read and verified, and what was asked for is cut out of
+        them."""
+        size = self._block_bytes
+        low, high = begin // size * size, min(-(-end // size) * size, self.nbytes)
+        data = memoryview(bytearray(max(high - low, 0)))
+        if begin < end:
+            self.fill(data, low)
+        return data[begin - low : end - low]
+
+    def fill(self, target: memoryview, begin: int = 0) -> None:
+        """Fill ``target`` from byte ``begin`` (where a block begins) on, up to the end of a block,
+        verified."""
+        for segment, offset, low, high in self._parts(begin, begin + len(target)):
+            file = self._file(segment.file)
+            self.storage.read_into(
+                file, segment.file, segment.begin + low - offset, target[low - begin : high - begin]
+            )
+        size = self._block_bytes
+        for low in range(0, len(target), size):
+            index = (begin + low) // size
+            if block_digest(target[low : low + size]) != self.manifest["blocks"][index]:
+                touched = {s.file for s, *_ in self._parts(begin + low, min(begin + low + size, self.nbytes))}
+                guilty = [file for file in sorted(touched) if not self._is_whole(file)] or sorted(touched)
+                names = " and ".join(self.storage.where(file) for file in guilty)
+                raise IntegrityError(
+                    f"{names} is damaged: block {index} of the state does not match its digest"
+                )
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether all of a file matches the manifest; reads it, to name the one that is to blame."""
+        hasher, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
+        nbytes: int = self._listed[name]["nbytes"]
+        for begin in range(0, nbytes, _PIECE_BYTES):
+            part = piece[: min(_PIECE_BYTES, nbytes - begin)]
+            self.storage.read_into(self._file(name), name, begin, part)
+            hasher.update(part)
+        return bool(hasher.hexdigest() == self._listed[name]["digest"])
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[Any, int, int, int]]:
+        """(segment, where it begins in the lane, first and last byte wanted of the lane) for each touched
+        one."""
+        offset = 0
+        for segment in self._lane.segments:
+            low, high = max(begin, offset), min(end, offset + segment.nbytes)
+            if low < high:
+                yield segment, offset, low, high
+            offset += segment.nbytes
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(self.storage.open(name))
+        return self._open[name]
+
+
+@contextmanager
+def open_lane(checkpoint: Checkpoint, rank: int) -> Iterator[LaneFile]:
+    """One rank's part. Raises StateError that names the file which is damaged or missing."""
+    with ExitStack() as stack:
+        yield LaneFile(checkpoint, rank, stack)
+
+
+def restore(
+    storage: Storage, job: str, state: SnapshotRef, rank: int, allocate: Callable[[int], memoryview]
+) -> Fetched:
+    """Read ``rank``'s part of ``state`` into ``allocate(nbytes)`` and verify all of it.
+
+    Raises StateError; what is in the memory counts for nothing then.
+    """
+    begun = time.monotonic()
+    listing = list_checkpoints(storage, job)
+    found = listing.find(state)
+    if found is None:
+        more = "".join(f"; {warning}" for warning in listing.warnings)
+        raise StateError(f"{storage.url} holds no complete checkpoint of step {state.step}{more}")
+    with open_lane(found, rank) as lane:
+        target = allocate(lane.nbytes)[: lane.nbytes]
+        lane.fill(target)
+        whole = file_digest(target)
+        if whole != lane.manifest["digest"]:
+            raise IntegrityError(
+                f"{found.storage.url} holds a state of digest {whole} and not {lane.manifest['digest']}"
+            )
+        received = {found.storage.url: lane.nbytes}
+        return Fetched(lane.nbytes, time.monotonic() - begun, received, lane.manifest)

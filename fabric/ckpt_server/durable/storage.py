@@ -1,0 +1,152 @@
+"""Where durable checkpoints lie: a local folder or any fsspec URL, in the few operations that they need.
+
+What is written is durable when ``create`` or ``put`` is over: on a local file system after an fsync of the
+file and its folder, elsewhere when the service has taken the whole object.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from fabric.errors import StateError
+
+
+class StorageError(StateError):
+    """The storage could not do what was asked for; the message names the file and the storage's reason."""
+
+
+class Storage:
+    """One folder. ``url`` is a path or ``protocol://...``; credentials come from fsspec's own
+    configuration."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/") or url
+        with _telling("opened", url):
+            self._fs, path = fsspec.core.url_to_fs(url)
+        self._path: str = path.rstrip("/") or path
+        self._is_local = isinstance(self._fs, LocalFileSystem)
+
+    def at(self, name: str) -> "Storage":
+        """The folder ``name`` inside this one."""
+        return Storage(f"{self.url}/{name}")
+
+    def where(self, name: str) -> str:
+        """How a person is told of the file ``name``."""
+        return f"{self.url}/{name}"
+
+    def names(self) -> list[str]:
+        """What lies directly in this folder; nothing where there is no such folder. Raises StorageError."""
+        with _telling("listed", self.url):
+            try:
+                self._fs.invalidate_cache()
+                found = self._fs.ls(self._path, detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
+
+    def size(self, name: str) -> int:
+        """Bytes in the file. Raises StorageError."""
+        with _telling("looked at", self.where(name)):
+            return int(self._fs.size(self._full(name)))
+
+    def get(self, name: str, most: int) -> bytes:
+        """The whole small file. Raises StorageError, also where it has more than ``most`` bytes."""
+        with self.open(name) as file, _telling("read", self.where(name)):
+            data: bytes = file.read(most + 1)
+        if len(data) > most:
+            raise StorageError(f"{self.where(name)} has more than {most} bytes; it is damaged")
+        return data
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        """A file to read from, with seek and readinto; see also ``read_into``."""
+        with _telling("opened", self.where(name)):
+            file = self._fs.open(self._full(name), "rb")
+        try:
+            yield file
+        finally:
+            file.close()
+
+    def read_into(self, file: Any, name: str, begin: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``begin`` of the open ``file`` called ``name``. Raises StorageError."""
+        filled = 0
+        with _telling("read", self.where(name)):
+            file.seek(begin)
+            while filled < len(into):
+                count = file.readinto(into[filled:])
+                if not count:
+                    break
+                filled += count
+        if filled < len(into):
+            raise StorageError(
+                f"{self.where(name)} ends at byte {begin + filled} and should go on to {begin + len(into)};"
+                " it is damaged"
+            )
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[Any]:
+        """A new file to write to, in place of an old one; durable after the block. Raises StorageError."""
+        with _telling("written", self.where(name)):
+            self._fs.makedirs(self._path, exist_ok=True)
+            file = self._fs.open(self._full(name), "wb")
+            try:
+                yield file
+                file.flush()
+                if self._is_local:
+                    os.fsync(file.fileno())
+            finally:
+                file.close()
+            self._settle()
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file so that it is there as a whole or not at all. Raises StorageError."""
+        if not self._is_local:
+            with self.create(name) as file:
+                file.write(data)
+            return
+        with self.create(f"{name}.part") as file:
+            file.write(data)
+        with _telling("written", self.where(name)):
+            os.replace(self._full(f"{name}.part"), self._full(name))  # noqa: PTH105 - fsspec gives strings
+            self._settle()
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if it is there. Raises StorageError."""
+        with _telling("deleted", self.where(name)), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._full(name))
+            self._settle()
+
+    def remove_folder(self) -> None:
+        """Delete this folder and all that is in it. Raises StorageError."""
+        with _telling("deleted", self.url), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._path, recursive=True)
+
+    def _full(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+    def _settle(self) -> None:
+        """Make the folder's own entries durable."""
+        if self._is_local:
+            folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+
+@contextlib.contextmanager
+def _telling(what: str, where: str) -> Iterator[None]:
+    try:
+        yield
+    except (StateError, KeyboardInterrupt):
+        raise
+    # File systems are plug-ins: each raises what its own client library does.
+    except Exception as error:
+        reason = (
+            getattr(error, "strerror", None) or " ".join(str(error).split())[:300] or type(error).__name__
+        )
+        raise StorageError(f"{where} could not be {what}: {reason}") from error

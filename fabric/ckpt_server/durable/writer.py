@@ -1,0 +1,140 @@
+"""Writes one durable checkpoint from a snapshot in shared memory: data, descriptions, manifest, and last the
+marker.
+
+Every rank of a replica writes its own part into one folder; rank 0 waits for the descriptions of all parts,
+puts index and manifest beside them, and sets the marker when everything else is durable. So a writer that
+ends anywhere before that leaves a folder that counts for nothing, and the checkpoints before it as they were.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fabric.ckpt_server.digest import bytes_digest, file_digest
+from fabric.ckpt_server.durable.dcp import write_lane, write_metadata
+from fabric.ckpt_server.durable.manifest import (
+    FORMAT,
+    MANIFEST,
+    MARKER,
+    MAX_JSON_BYTES,
+    METADATA,
+    Attempt,
+    lane_name,
+    parse_lane,
+    parse_manifest,
+)
+from fabric.ckpt_server.durable.order import Order, Outcome
+from fabric.ckpt_server.durable.reader import list_checkpoints
+from fabric.ckpt_server.durable.retention import doomed
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.layout import canonical_json
+from fabric.ckpt_server.manifest import state_digest
+from fabric.errors import IntegrityError, StateError
+from fabric.runtime.points import Points
+
+_LOOK_S = 0.1
+
+
+def write(order: Order, snapshot: Mapping[str, Any], file: memoryview, points: Points) -> Outcome:
+    """Write the ``snapshot`` with this checked manifest from ``file``, exactly its bytes. Raises StateError;
+    whatever rank 0 wrote before that is deleted again where it can be."""
+    begun = time.monotonic()
+    rank, ranks = snapshot.get("rank", 0), len(snapshot.get("ranks", [""]))
+    if file_digest(file) != snapshot["digest"]:
+        raise IntegrityError(f"the snapshot of step {snapshot['step']} in memory does not match its digest")
+    attempt = Attempt(snapshot["generation"], snapshot["step"], order.replica, order.incarnation)
+    job = Storage(order.url).at(order.job)
+    folder = job.at(attempt.folder)
+    try:
+        _write_part(folder, file, snapshot, rank, points)
+        if rank:
+            return Outcome(folder.url, len(file), time.monotonic() - begun, False)
+        _finish(folder, order, snapshot, ranks, points)
+    except StateError:
+        if rank == 0:
+            with contextlib.suppress(StateError):
+                folder.remove_folder()
+        raise
+    warnings = _tidy(job, order, attempt, points)
+    return Outcome(folder.url, len(file), time.monotonic() - begun, True, warnings)
+
+
+def _write_part(
+    folder: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, points: Points
+) -> None:
+    lane = write_lane(folder, file, snapshot, rank, lambda: points.reach("durable-begin", snapshot["step"]))
+    points.reach("durable-data", snapshot["step"])
+    folder.put(lane_name(rank), json.dumps(lane, separators=(",", ":")).encode())
+
+
+def _finish(folder: Storage, order: Order, snapshot: Mapping[str, Any], ranks: int, points: Points) -> None:
+    step = snapshot["step"]
+    described = _await_parts(folder, ranks, order.patience_s)
+    lanes = [json.loads(data) for data in described]
+    points.reach("durable-lanes", step)
+    write_metadata(folder, lanes)
+    files = {name: entry for lane in lanes for name, entry in lane["files"].items()}
+    files[METADATA] = _entry(folder.get(METADATA, MAX_JSON_BYTES))
+    files |= {lane_name(rank): _entry(data) for rank, data in enumerate(described)}
+    manifest = {
+        "format": FORMAT,
+        "job": order.job,
+        "replica": order.replica,
+        "generation": snapshot["generation"],
+        "step": step,
+        "digest": state_digest(snapshot),
+        "created": snapshot["created"],
+        "ranks": ranks,
+        "files": files,
+    }
+    data = canonical_json(manifest).encode()
+    checked = parse_manifest(data, folder.where(MANIFEST))
+    for rank, text in enumerate(described):
+        # A part of another state must not be made complete.
+        parse_lane(text, folder.where(lane_name(rank)), checked, rank)
+    folder.put(MANIFEST, data)
+    points.reach("durable-marker", step)
+    folder.put(MARKER, f"{bytes_digest(memoryview(data))}\n".encode())
+    points.reach("durable-complete", step)
+
+
+def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
+    """The descriptions of all ranks' parts, once they are all there."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        names = set(folder.names())
+        missing = [rank for rank in range(ranks) if lane_name(rank) not in names]
+        if not missing:
+            return [folder.get(lane_name(rank), MAX_JSON_BYTES) for rank in range(ranks)]
+        if time.monotonic() >= deadline:
+            raise StateError(
+                f"{folder.url} was given up: rank {missing[0]} has not written its part within"
+                f" {patience_s:g} s; see its checkpoint server's log"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _tidy(job: Storage, order: Order, mine: Attempt, points: Points) -> tuple[str, ...]:
+    """Delete what is no longer wanted. What cannot be deleted is tried again after the next checkpoint."""
+    warnings: list[str] = []
+    try:
+        listing = list_checkpoints(job, order.job)
+    except StateError as error:
+        return (str(error),)
+    complete = [c.attempt for c in listing.complete if c.attempt is not None]
+    for attempt in doomed(complete, listing.unfinished, mine, order.keep):
+        points.reach("durable-tidy", mine.step)
+        folder = job.at(attempt.folder)
+        try:
+            # Without its marker it counts for nothing, however much of it is left.
+            folder.remove(MARKER)
+            folder.remove_folder()
+        except StateError as error:
+            warnings.append(str(error))
+    return (*warnings, *listing.warnings)
+
+
+def _entry(data: bytes) -> dict[str, object]:
+    return {"nbytes": len(data), "digest": bytes_digest(memoryview(data))}

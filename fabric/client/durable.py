@@ -1,0 +1,91 @@
+"""Durable checkpoints as a trainer sees them: when one is due and who writes it, and what storage holds
+already.
+
+One replica writes each of them: the lowest name among the members that have the state. All count steps and
+time alike, so when that one dies the next one takes over by itself, at the next checkpoint that is due."""
+
+import time
+from collections.abc import Callable
+
+from fabric.ckpt_server.durable.reader import list_checkpoints, restore
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.fetch import Fetched
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.client.journal import Journal
+from fabric.errors import Refused, StateError
+from fabric.model import Record, SnapshotRef
+from fabric.runtime.config import Settings
+
+_MOST_TOLD = 16  # of what storage holds; the others are older
+
+
+class Durable:
+    """``settings.durable`` empty: there is none, and nothing is ever due. ``rank`` is mine."""
+
+    def __init__(self, settings: Settings, journal: Journal, incarnation: int, rank: int) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._incarnation = incarnation
+        self._rank = rank
+        self._last_s = time.monotonic()
+        self._last_step = -1
+
+    def find(self, ranks: int) -> tuple[SnapshotRef, ...]:
+        """Complete checkpoints of a replica of ``ranks`` ranks, oldest first. Raises StateError where storage
+        cannot be read: to begin again from nothing would be worse than not to begin."""
+        if not self._settings.durable:
+            return ()
+        listing = list_checkpoints(self._job(), self._settings.job)
+        for warning in listing.warnings:
+            self._journal.write("durable", warning=warning)
+        fit = [c for c in listing.complete if c.ranks == ranks]
+        if listing.complete and not fit:
+            raise StateError(
+                f"{self._settings.durable} holds durable checkpoints of replicas of "
+                f"{listing.complete[-1].ranks} ranks and this one has {ranks}: start it with as many, load "
+                "them with torch.distributed.checkpoint, or name another FABRIC_DURABLE"
+            )
+        return tuple(c.state for c in fit[-_MOST_TOLD:])
+
+    def is_due(self, step: int, record: Record | None) -> bool:
+        """Whether the state at ``step`` is to become a durable checkpoint, and this replica is the one."""
+        settings = self._settings
+        if not settings.durable or record is None or step == self._last_step:
+            return False
+        if settings.durable_every:
+            due = step > 0 and step % settings.durable_every == 0
+        else:
+            due = time.monotonic() - self._last_s >= settings.durable_every_s
+        if not due:
+            return False
+        self._last_s, self._last_step = time.monotonic(), step
+        names = [x.replica for x in record.roster if not x.fresh and not x.leaving]
+        return bool(names) and min(names) == settings.replica
+
+    def persist(self, handle: ServerHandle, step: int, generation: int) -> None:
+        """Have the checkpoint server write the snapshot that it holds of ``step``; the journal says how that
+        began. Raises FabricError where the server is lost."""
+        settings = self._settings
+        try:
+            handle.persist(
+                step,
+                generation,
+                url=settings.durable,
+                incarnation=self._incarnation,
+                keep=settings.durable_keep,
+            )
+        except Refused as error:
+            self._journal.write("durable", step=step, warning=str(error))
+        else:
+            self._journal.write("durable", step=step, generation=generation)
+
+    def restore(self, state: SnapshotRef, allocate: Callable[[int], memoryview]) -> Fetched:
+        """My rank's part of ``state``, verified, in ``allocate(nbytes)``. Raises StateError."""
+        if not self._settings.durable:
+            raise StateError(
+                f"step {state.step} is in durable storage and FABRIC_DURABLE is not set here: set it"
+            )
+        return restore(self._job(), self._settings.job, state, self._rank, allocate)
+
+    def _job(self) -> Storage:
+        return Storage(self._settings.durable).at(self._settings.job)

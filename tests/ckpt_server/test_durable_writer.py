@@ -1,0 +1,183 @@
+"""The writer as the process that it is: killed at every point, a full disk, a server that goes away; and what
+the command line makes of what it has written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from ckpt_server.test_durable_format import bring_back, manifest_for, objects, train, write_one
+from ckpt_server.test_state import to_bytes
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from server_support import ROOT
+
+from fabric.ckpt_server.durable.manifest import MARKER, Attempt
+from fabric.ckpt_server.durable.order import Order
+from fabric.ckpt_server.durable.reader import list_checkpoints
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.durable.writer import write
+from fabric.ckpt_server.state import capture
+from fabric.cli.look import diff, inspect_state
+from fabric.cli.pull import pull
+from fabric.errors import StateError
+from fabric.model import SnapshotRef
+from fabric.runtime.points import Points
+
+# From the first byte of the data to the deletion of what is old.
+POINTS = ("begin", "data", "lanes", "marker", "complete", "tidy")
+
+
+def start(url: str, file: bytes, manifest: dict, points: str = "", wrap: tuple[str, ...] = (), **more):
+    """Start a writer as the checkpoint server does; its standard input stays open."""
+    memory = os.memfd_create("snapshot")
+    os.write(memory, file)
+    order = {"url": url, "job": "job", "replica": "r0", "incarnation": 9, **more}
+    process = subprocess.Popen(
+        [*wrap, sys.executable, "-m", "fabric.ckpt_server.durable", f"--fd={memory}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(memory,),
+        cwd=ROOT,
+        env={**os.environ, "FABRIC_TEST_POINTS": points},
+    )
+    os.close(memory)
+    process.stdin.write(json.dumps({"order": order, "manifest": manifest}).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def outcome_of(process) -> tuple[int, dict]:
+    with process:
+        text = process.stdout.read()
+        return process.wait(), json.loads(text) if text else {}
+
+
+@pytest.fixture(scope="module")
+def state() -> tuple[bytes, dict]:
+    one = objects(1)
+    train(one)
+    file = bytes(to_bytes(capture(one, 7)))
+    return file, manifest_for(file, 7)
+
+
+def steps(url: str) -> list[int]:
+    return [c.state.step for c in list_checkpoints(Storage(url).at("job"), "job").complete]
+
+
+def test_killed_at_any_point_the_one_before_is_whole_and_the_rest_is_cleaned_up(state, tmp_path):
+    file, manifest = state
+    one = objects(2)
+    for point in POINTS:
+        url = str(tmp_path / point)
+        write_one(url, one, 4, keep=9)
+        write_one(url, one, 5, keep=9)
+        # Forked, because starting one takes seconds; the other tests here start it as the server does.
+        order = Order(url, "job", "r0", 9, keep=2)
+        arguments = (order, manifest, memoryview(bytearray(file)), Points(f"durable-{point}=kill"))
+        process = get_context("fork").Process(target=write, args=arguments)
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, point
+        complete = point in ("complete", "tidy")
+        assert steps(url) == ([4, 5, 7] if complete else [4, 5]), point
+        before = list_checkpoints(Storage(url).at("job"), "job")
+        for found in before.complete:
+            assert len(bring_back(url, found.state)) > 1000
+        assert len(before.unfinished) == (0 if complete else 1), point
+        # Half-written, it is never gone on with: its successor has a folder of its own.
+        order = Order(url, "job", "r0", 10, keep=2)
+        assert write(order, manifest, memoryview(bytearray(file)), Points("")).warnings == ()
+        listing = list_checkpoints(Storage(url).at("job"), "job")
+        assert len(listing.complete) == 2 and listing.complete[-1].state.step == 7
+        assert listing.unfinished == ()
+        assert bring_back(url, SnapshotRef(1, 7, manifest["digest"])) == file
+
+
+def test_a_full_disk_is_told_and_leaves_the_one_before_and_nothing_else(state, tmp_path):
+    """The limit on the size of a file is met as a full disk is: in the middle of a write."""
+    file, manifest = state
+    url = str(tmp_path)
+    write_one(url, objects(2), 5)
+    code, outcome = outcome_of(start(url, file, manifest, wrap=("prlimit", f"--fsize={len(file) // 2}")))
+    assert code == 1 and "__0_0.distcp could not be written: File too large" in outcome["error"]
+    assert steps(url) == [5]
+    assert [p.name for p in (tmp_path / "job").iterdir()] == [Attempt(1, 5, "r0", 7).folder]
+
+
+def test_the_writer_ends_with_its_server(state, tmp_path):
+    file, manifest = state
+    process = start(str(tmp_path), file, manifest, f"durable-marker=wait:{tmp_path}/never")
+    process.stdin.close()
+    assert process.wait() == 1
+    process.stdout.close()
+    assert steps(str(tmp_path)) == []
+
+
+def test_an_order_that_is_none_is_refused(state, tmp_path):
+    file, manifest = state
+    code, outcome = outcome_of(start(str(tmp_path), file[:5000], manifest))
+    assert code == 1 and "smaller than its manifest says" in outcome["error"]
+
+
+class TestCommands:
+    @pytest.fixture
+    def written(self, tmp_path):
+        one, other = objects(1), objects(2)
+        train(one)
+        train(other)
+        write_one(str(tmp_path), one, 3)
+        write_one(str(tmp_path), other, 5)
+        folders = [tmp_path / "job" / Attempt(1, step, "r0", 7).folder for step in (3, 5)]
+        return tmp_path, folders, one
+
+    def call(self, command, *arguments):
+        return CliRunner().invoke(command, [str(a) for a in arguments])
+
+    def test_inspect_takes_a_checkpoint_or_the_newest_of_a_job(self, written):
+        root, folders, one = written
+        found = json.loads(self.call(inspect_state, "--json", folders[0]).output)
+        assert found["step"] == 3 and found["digest"] == capture(one, 3).digest()
+        assert found["tensors"]["model/0.weight"]["shape"] == [30, 40]
+        assert json.loads(self.call(inspect_state, "--json", root / "job").output)["step"] == 5
+        assert json.loads(self.call(inspect_state, "--json", f"file://{root}/job#0").output)["step"] == 5
+
+    def test_diff_compares_durable_ones(self, written):
+        _, folders, _ = written
+        assert self.call(diff, folders[0], folders[0]).exit_code == 0
+        result = self.call(diff, "--json", *folders)
+        assert result.exit_code == 1 and "model/0.weight" in result.output
+
+    def test_pull_exports_a_safetensors_file(self, written):
+        root, folders, one = written
+        result = self.call(pull, folders[0], "-o", root / "x.safetensors")
+        assert result.exit_code == 0, result.output
+        assert (load_file(root / "x.safetensors")["model/0.weight"] == one["model"][0].weight).all()
+
+    def test_a_damaged_one_is_refused_by_its_file_and_nothing_is_exported(self, written):
+        root, folders, _ = written
+        data = bytearray((folders[0] / "__0_0.distcp").read_bytes())
+        at = json.loads((folders[0] / "fabric-0.json").read_text())["segments"][1][1]
+        data[at] ^= 1
+        (folders[0] / "__0_0.distcp").write_bytes(data)
+        for result in (
+            self.call(inspect_state, folders[0]),
+            self.call(pull, folders[0], "-o", root / "x.safetensors"),
+        ):
+            assert isinstance(result.exception, StateError)
+            assert "__0_0.distcp" in str(result.exception) and "damaged" in str(result.exception)
+        assert not (root / "x.safetensors").exists()
+
+    def test_what_is_no_checkpoint_is_refused(self, written):
+        root, folders, _ = written
+        (folders[1] / MARKER).unlink()
+        for name in (root, folders[1], Path("/nonexistent/dir/")):
+            result = self.call(inspect_state, f"file://{name}")
+            assert isinstance(result.exception, StateError) and "no complete checkpoint" in str(
+                result.exception
+            )
+        assert "has no rank 5" in str(self.call(inspect_state, f"{folders[0]}#5").exception)

@@ -1,0 +1,163 @@
+"""Durable checkpoints in whole jobs: written while they train, and where they begin again without memory."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from job import Job
+from rank_job import RankJob
+from safetensors.torch import load
+from sharded_trainer import example
+from tiny_trainer import build
+
+from fabric.ckpt_server.durable.reader import Checkpoint, list_checkpoints, open_lane
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.state import capture
+
+STEPS = 40
+
+
+@pytest.fixture
+def job(zygote, tmp_path):
+    environment = {
+        "FABRIC_DURABLE": str(tmp_path / "durable"),
+        "FABRIC_DURABLE_EVERY": "10",
+        "FABRIC_SNAPSHOT_SHARE": "0",
+        "TINY_STEPS": str(STEPS),
+    }
+    with Job(zygote, tmp_path / "job", environment=environment) as started:
+        yield started
+
+
+def durable(job: Job) -> list[Checkpoint]:
+    return list(list_checkpoints(Storage(job.environment["FABRIC_DURABLE"]).at("test"), "test").complete)
+
+
+def wait_for_step(job: Job, step: int) -> None:
+    job.wait_for(
+        lambda: any(c.state.step >= step for c in durable(job)), f"a durable checkpoint of step {step}", 120
+    )
+
+
+def write_some(job: Job) -> None:
+    """Train until the checkpoints of steps 10 and 20 are complete; nobody goes on from step 25 then."""
+    job.start_all({"r0": ",".join(f"optimizer@{at}=wait:{job.folder}/go{at}" for at in (14, 24))})
+    wait_for_step(job, 10)
+    (job.folder / "go14").touch()
+    wait_for_step(job, 20)
+
+
+def kill_everything(job: Job) -> None:
+    """All trainers, all checkpoint servers, and what they had started."""
+    for replica in job.pids:
+        job.kill(replica)
+    for pid in job.server_pids():
+        os.kill(pid, signal.SIGKILL)
+    job.wait_for(lambda: not job.server_pids(), "the servers' end")
+    job.wait_for(lambda: all(job.ended(r) is not None for r in job.pids), "the trainers' end")
+
+
+def states(job: Job, replica: str) -> dict[int, str]:
+    """Step -> digest of the state, the last time this replica was there."""
+    return {e["step"]: e["digest"] for e in job.events(replica, "state")}
+
+
+def load_with_torch(folder: str) -> dict:
+    """What plain torch makes of a checkpoint of the tiny trainer."""
+    model, optimizer, scheduler = build(64)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()  # so that there is state to load into
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    wanted = {name: x.state_dict() for name, x in objects.items()}
+    dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+    for name, x in objects.items():
+        x.load_state_dict(wanted[name])
+    return objects
+
+
+def test_plain_torch_reads_it_and_when_everything_is_killed_the_job_resumes_from_it(job):
+    job.start_all({"r0": f"optimizer@14=wait:{job.folder}/go"})
+    wait_for_step(job, 10)
+    newest = durable(job)[-1]
+    before = states(job, "r0")
+    assert newest.state.digest == before[10] == states(job, "r2")[10]
+    assert capture(load_with_torch(newest.storage.url), 10).digest() == before[10]
+    kill_everything(job)
+    job.start_all()
+    job.finish()
+    assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
+    joins = [job.events(r, "join")[0] for r in job.pids]
+    assert [(j["step"], list(j["sources"])) for j in joins] == [(10, [newest.storage.url])] * 3
+    assert len({states(job, r)[STEPS] for r in job.pids}) == 1
+    job.wait_for(lambda: not job.server_pids(), "the servers' end, which let the writer finish")
+    assert durable(job)[-1].state.generation == 2
+
+
+def test_a_damaged_one_is_passed_over_by_all_and_named(job):
+    write_some(job)
+    kill_everything(job)
+    older, newest = durable(job)[-2:]
+    data = Path(newest.storage.url) / "__0_0.distcp"
+    lane = json.loads((Path(newest.storage.url) / "fabric-0.json").read_text())
+    _, begin, _ = next(s for s in lane["segments"] if s[0] == data.name)
+    content = bytearray(data.read_bytes())
+    content[begin] ^= 1
+    data.write_bytes(content)
+    job.start_all()
+    job.finish()
+    assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
+    for replica in job.pids:
+        assert job.events(replica, "join")[0]["step"] == older.state.step
+    reasons = [e["reason"] for e in job.events("r0", "epoch")]
+    assert any(f"{data} is damaged" in reason for reason in reasons), reasons
+
+
+def test_another_one_writes_them_after_the_writers_death(job):
+    job.start_all({"r0": "ring@13=kill", "r1": f"optimizer@24=wait:{job.folder}/go"})
+    wait_for_step(job, 20)
+    (job.folder / "go").touch()
+    job.finish()
+    assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
+    written = {c.state.step: c.manifest["replica"] for c in durable(job)}
+    assert (written[10], written[20]) == ("r0", "r1")
+
+
+def test_the_ranks_of_a_replica_write_one_checkpoint_and_begin_again_from_it(zygote, tmp_path):
+    environment = {
+        "FABRIC_DURABLE": str(tmp_path / "durable"),
+        "FABRIC_DURABLE_EVERY": "6",
+        "FABRIC_SNAPSHOT_SHARE": "0",
+        "SHARDED": "fsdp2",
+        "TINY_STEPS": "12",
+    }
+    with RankJob(zygote, tmp_path / "job", replicas=1, ranks=2, environment=environment) as job:
+        job.start("r0", f"optimizer@8=wait:{job.folder}/go", rank=1)
+        wait_for_step(job, 6)
+        for rank in (0, 1):
+            job.kill_rank("r0", rank)
+        for pid in job.server_pids():
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for(lambda: job.has_ended("r0") and not job.server_pids(), "the end of everything")
+        found = durable(job)[-1]
+        assert found.ranks == 2
+        whole = example("fsdp2").build()
+        wanted = {"model": whole.state_dict()}
+        dcp.load(wanted, checkpoint_id=found.storage.url, no_dist=True)
+        parts = []
+        for rank in (0, 1):
+            with open_lane(found, rank) as lane:
+                parts.append(load(bytes(lane.read(0, lane.nbytes))))
+        for name, tensor in wanted["model"].items():
+            assert torch.equal(tensor, torch.cat([part[f"model/{name}"] for part in parts])), name
+        job.start("r0")
+        job.finish()
+        assert set(job.codes.values()) == {0}, job.logs()
+        for rank in (0, 1):
+            lines = job.journal("r0", rank).read_text().splitlines()
+            joined = [e for e in map(json.loads, lines) if e["event"] == "join"]
+            assert [(e["step"], list(e["sources"])) for e in joined] == [(6, [found.storage.url])]

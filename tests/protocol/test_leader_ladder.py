@@ -1,0 +1,110 @@
+"""The ladder of a cold start: memory, then durable checkpoints, and the next rung when one cannot be
+loaded."""
+
+from protocol.makers import record_of
+from protocol.test_leader import Lighthouse
+
+from fabric.model import DURABLE, Base, SnapshotRef
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+
+OLD, NEW = SnapshotRef(1, 40, "old"), SnapshotRef(1, 60, "new")
+
+
+def all_dead(durable=(), held=(), names="a b"):
+    """Everybody died; new processes have come, which found these in storage. Servers hold ``held``."""
+    lighthouse = Lighthouse(record_of(names, epoch=1), start_replicas=len(names.split()))
+    for name in names.split():
+        lighthouse.pulse(name, "gone", snapshots=held)
+    for name in names.split():
+        lighthouse.open(name, incarnation=2, predecessors_gone=True, durable=tuple(durable))
+        lighthouse.pulse(name, incarnation=2, snapshots=held)
+    return lighthouse
+
+
+def fall(lighthouse, name, why="/checkpoints/step-60/__0_0.distcp is damaged"):
+    return lighthouse.say(name, m.Fallen(lighthouse.record.fence, why, unusable=True))
+
+
+def test_without_memory_the_newest_durable_checkpoint_is_the_base():
+    record = all_dead(durable=[OLD, NEW]).record
+    assert record.base == Base(1, 60, "new", (DURABLE,))
+    assert record.reason == "cold start from step 60 of generation 1, a durable checkpoint"
+
+
+def test_newer_memory_goes_before_durable_storage():
+    record = all_dead(durable=[OLD], held=[NEW]).record
+    assert record.base == Base(1, 60, "new", ("http://a", "http://b"))
+
+
+def test_a_newer_durable_checkpoint_goes_before_memory():
+    assert all_dead(durable=[NEW], held=[OLD]).record.base == Base(1, 60, "new", (DURABLE,))
+
+
+def test_what_both_hold_comes_from_either():
+    assert all_dead(durable=[NEW], held=[NEW]).record.base.sources == (DURABLE, "http://a", "http://b")
+
+
+def test_a_later_generation_is_newer_whatever_its_step():
+    assert all_dead(durable=[NEW, SnapshotRef(2, 50, "later")]).record.base.step == 50
+
+
+def test_what_nobody_can_load_is_passed_over_and_the_reason_says_why():
+    lighthouse = all_dead(durable=[OLD, NEW])
+    first = lighthouse.record
+    for name in ("a", "b"):
+        fall(lighthouse, name)
+        lighthouse.wait(0.1)
+    record = lighthouse.record
+    assert record.generation == first.generation + 1 and record.cold == record.epoch
+    assert record.base == Base(1, 40, "old", (DURABLE,))
+    assert "step 60 of generation 1 could not be loaded: /checkpoints/step-60/__0_0.distcp" in record.reason
+
+
+def test_what_one_could_load_and_another_not_stays_on_the_ladder():
+    lighthouse = all_dead(durable=[OLD, NEW])
+    fall(lighthouse, "a")
+    lighthouse.wait(0.1)
+    lighthouse.beat("b", 60, generation=lighthouse.record.generation)
+    assert lighthouse.core.unusable == {} and lighthouse.record.names == ("b",)
+
+
+def test_a_fall_for_another_reason_blames_no_checkpoint():
+    lighthouse = all_dead(durable=[OLD, NEW])
+    for name in ("a", "b"):
+        lighthouse.say(name, m.Fallen(lighthouse.record.fence, "its host is slow"))
+        lighthouse.wait(0.1)
+    assert lighthouse.record.base.step == 60
+
+
+def test_when_nothing_can_be_loaded_the_job_fails_rather_than_begin_from_scratch():
+    lighthouse = all_dead(durable=[NEW])
+    for name in ("a", "b"):
+        fall(lighthouse, name)
+        lighthouse.wait(0.1)
+    assert "no state is left that could be loaded: step 60" in lighthouse.record.failed
+    # Storage was mended, and somebody starts the replicas again: they try it once more.
+    for name in ("a", "b"):
+        lighthouse.open(name, incarnation=3, predecessors_gone=True, durable=(NEW,))
+        lighthouse.pulse(name, incarnation=3)
+    assert not lighthouse.record.failed and lighthouse.record.base.step == 60
+
+
+def test_a_new_store_goes_on_from_storage_in_a_generation_above_its():
+    lighthouse = Lighthouse(start_replicas=1)
+    lighthouse.pulse("a")
+    lighthouse.open("a", durable=(SnapshotRef(7, 90, "x"),))
+    record = lighthouse.record
+    assert (record.generation, record.base) == (8, Base(7, 90, "x", (DURABLE,)))
+
+
+def test_a_checkpoint_that_was_written_since_is_known_by_its_writers_pulse():
+    lighthouse = all_dead(durable=[OLD])
+    told = lighthouse.do(io.PulseSeen(m.Pulse("a", 2, "running", 9, "http://a", durable=(NEW,))))
+    assert [t.kind for t in told if isinstance(t, io.Tell)] == ["durable"]
+    assert not lighthouse.do(io.PulseSeen(m.Pulse("a", 2, "running", 10, "http://a", durable=(NEW,))))
+    assert lighthouse.core.liveness.durable() == {OLD, NEW}
+    error = "the disk is full"
+    lighthouse.do(io.PulseSeen(m.Pulse("a", 2, "running", 11, "http://a", durable_error=error)))
+    assert [t.why for t in lighthouse.told("durable failed")] == [error]
+    assert lighthouse.core.liveness.durable() == {OLD, NEW}

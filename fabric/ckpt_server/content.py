@@ -9,12 +9,13 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fabric.ckpt_server.digest import SEAL, seal
 from fabric.ckpt_server.layout import Header, TensorSpan, read_header
 from fabric.ckpt_server.manifest import check_manifest, state_digest
+from fabric.ckpt_server.slices import Shard, find_shards
 from fabric.errors import ProtocolError, Refused
 from fabric.protocol.wire import decode_as
 
@@ -27,8 +28,9 @@ _WORD = re.compile(r"[\x21-\x7e]{0,200}")
 class Content:
     """Published bytes. ``entry`` describes them in a listing, ``headers`` beside the bytes themselves;
     ``manifest`` is a snapshot's, as JSON, ``manifest_without_tensors`` a short one, and ``state`` the digest
-    of the state that it is (a part of). ``tensors`` is where a snapshot's lie. ``published`` is monotonic
-    seconds, and so is ``taken``: when the state was its trainer's, when the gradient was published."""
+    of the state that it is (a part of). ``tensors`` is where a snapshot's lie, ``shards`` which of them are
+    parts of larger ones, ``block_bytes`` how its manifest cuts it. ``published`` is monotonic seconds, and so
+    is ``taken``: when the state was its trainer's, when the gradient was published."""
 
     generation: int
     step: int
@@ -42,6 +44,8 @@ class Content:
     manifest_without_tensors: bytes = b""
     state: str = ""
     tensors: Mapping[str, TensorSpan] = field(default_factory=dict)
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    block_bytes: int = 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -83,6 +87,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         )
     header, now = read_header(view[:nbytes]), time.monotonic()
     url = f"{base_url}/v1/snapshots/{step}/data?generation={generation}"
+    shards = find_shards(header.metadata)
     told = {key: value for key, value in checked.items() if key != "tensors"} | {"url": url}
     return Content(
         generation=generation,
@@ -101,10 +106,12 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         published=now,
         # From here on the age grows by a clock that nobody sets.
         taken=now - max(0.0, time.time() - created),
-        manifest=_dump({**told, "tensors": _tensors(header)}),
+        manifest=_dump({**told, "tensors": _tensors(header, shards)}),
         manifest_without_tensors=_dump(told),
         state=state_digest(checked),
         tensors={span.name: span for span in header.tensors},
+        shards=shards,
+        block_bytes=checked["block_bytes"],
     )
 
 
@@ -144,12 +151,13 @@ def gradient_content(body: Mapping[str, Any], capacity: int) -> Content:
     )
 
 
-def _tensors(header: Header) -> dict[str, object]:
+def _tensors(header: Header, shards: Mapping[str, Shard]) -> dict[str, object]:
     return {
         span.name: {
             "dtype": span.dtype,
             "shape": span.shape,
             "data_offsets": (span.begin - header.nbytes, span.end - header.nbytes),
+            **({"whole": asdict(shards[span.name])} if span.name in shards else {}),
         }
         for span in header.tensors
     }

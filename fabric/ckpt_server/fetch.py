@@ -50,13 +50,15 @@ _GRADIENT_WAIT_S = 50.0  # and otherwise: servers answer within 60 s
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A complete and verified state. ``sources`` says how many bytes came from which URL."""
+    """A complete and verified state. ``sources`` says how many bytes of it came from which URL,
+    ``compression`` whether they came packed at last, and why."""
 
     nbytes: int
     seconds: float
     sources: dict[str, int]
     manifest: dict[str, Any]
     warnings: tuple[str, ...] = ()
+    compression: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +149,11 @@ class StateFetcher:
         manifest, good = self._holders(sources, state)
         if manifest is None:
             raise all_failed(f"step {state.step}", sources)
-        self._stripe(manifest, good, _allocated(allocate, manifest["nbytes"]))
+        compression = self._stripe(manifest, good, _allocated(allocate, manifest["nbytes"]))
         received = {source.url: source.nbytes for source in sources}
         seconds = time.monotonic() - begun_s
-        return Fetched(manifest["nbytes"], seconds, received, manifest, tuple(self.warnings))
+        warnings = tuple(self.warnings)
+        return Fetched(manifest["nbytes"], seconds, received, manifest, warnings, compression)
 
     def fetch_gradient(
         self, urls: Sequence[str], *, generation: int, step: int, into: memoryview, wait_s: float = 0.0
@@ -188,7 +191,8 @@ class StateFetcher:
             raise StateError(f"The gradient of step {step} was not published within {wait_s:g} s.")
         raise all_failed(f"the gradient of step {step}", sources)
 
-    def _stripe(self, manifest: dict[str, Any], group: list[Source], target: memoryview) -> None:
+    def _stripe(self, manifest: dict[str, Any], group: list[Source], target: memoryview) -> str:
+        """Fetches what the group promises; returns whether it came packed, and why."""
         striping = Striping(manifest, group, target, self._access)
         resume = self._unfinished == manifest["digest"]
         self._unfinished = manifest["digest"]
@@ -197,6 +201,7 @@ class StateFetcher:
         finally:
             self.warnings += striping.warnings
         self._unfinished = ""
+        return striping.compression
 
     def _holders(
         self, sources: list[Source], state: SnapshotRef

@@ -29,6 +29,31 @@ _TENSOR = {
     "schema": {"type": "string", "minLength": 1},
     "description": "A tensor's name, as the manifest lists it.",
 }
+_SLICE = {
+    "name": "slice",
+    "in": "query",
+    "schema": {"type": "string", "maxLength": 2000},
+    "description": "A part by index, BEGIN:END for each dimension, with commas between them: 0:10,:",
+}
+_OF = {
+    "name": "of",
+    "in": "query",
+    "schema": {"type": "string", "enum": ["part", "whole"]},
+    "description": "What the slice counts in: what this rank holds (part), or all of a sharded tensor.",
+}
+_BLOCKS = {
+    "name": "blocks",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": "^[0-9]{1,12}-[0-9]{1,12}$"},
+    "description": "The first and the last block, as the manifest counts them.",
+}
+_ENCODING = {
+    "name": "Accept-Encoding",
+    "in": "header",
+    "schema": {"type": "string"},
+    "description": "zstd, or x-fabric-planes; of whole answers only, not of ranges.",
+}
 _RANGE = {
     "name": "Range",
     "in": "header",
@@ -54,6 +79,7 @@ _WAIT = {
     "description": "Wait so long for one that is yet to come.",
 }
 _TAGS = (_IF_MATCH, _IF_NONE_MATCH)
+_BODY = (_ENCODING, *_TAGS)
 
 
 def _error(description: str) -> dict[str, Any]:
@@ -74,6 +100,8 @@ def _get(summary: str, kind: str, *parameters: dict[str, Any], is_open: bool = F
         responses["409"] = _error("That step is not held; `available` lists those that are.")
     if _TENSOR in parameters:
         responses["404"] = _error("The state has no tensor of that name.")
+    if _BLOCKS in parameters:
+        responses["404"] = _error("The state has no such blocks.")
     if _RANGE in parameters:
         responses["206"] = {"description": "The range.", "content": {kind: {}}}
         responses["416"] = _error("The range begins behind the last byte.")
@@ -135,17 +163,34 @@ DOCUMENT: dict[str, Any] = {
             "A snapshot's manifest.", _JSON, _STEP, _GENERATION, _TENSORS, *_TAGS
         ),
         "/v1/snapshots/{step}/data": _get(
-            "The whole state, a safetensors file.", _BYTES, _STEP, _GENERATION, _RANGE, *_TAGS
+            "The whole state, a safetensors file.", _BYTES, _STEP, _GENERATION, _RANGE, *_BODY
+        ),
+        "/v1/snapshots/{step}/blocks/{blocks}": _get(
+            "Some blocks of the state, as its manifest cuts it.",
+            _BYTES,
+            _STEP,
+            _BLOCKS,
+            _GENERATION,
+            _RANGE,
+            *_BODY,
         ),
         "/v1/snapshots/{step}/tensors/{tensor}": _get(
-            "One tensor's bytes, little-endian.", _BYTES, _STEP, _TENSOR, _GENERATION, _RANGE, *_TAGS
+            "One tensor's bytes, little-endian.",
+            _BYTES,
+            _STEP,
+            _TENSOR,
+            _SLICE,
+            _OF,
+            _GENERATION,
+            _RANGE,
+            *_BODY,
         ),
         "/v1/snapshots/{step}/statistics/{tensor}": _get(
             "Summary statistics of one tensor.", _JSON, _STEP, _TENSOR, _GENERATION
         ),
         "/v1/gradients": _get("The reduced gradients held, oldest first.", _JSON),
         "/v1/gradients/{step}": _get(
-            "One step's reduced gradient.", _BYTES, _STEP, _GENERATION, _WAIT, _RANGE, *_TAGS
+            "One step's reduced gradient.", _BYTES, _STEP, _GENERATION, _WAIT, _RANGE, *_BODY
         ),
     },
 }

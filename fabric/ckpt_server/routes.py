@@ -7,9 +7,10 @@ copied as a whole. What is malformed gets a 4xx with a sentence.
 
 import asyncio
 import difflib
+import re
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
@@ -27,14 +28,16 @@ from fabric.ckpt_server.insight import Insight, Silent, parse_flight
 from fabric.ckpt_server.layout import TensorSpan
 from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory, Slot
 from fabric.ckpt_server.metrics import Metrics
+from fabric.ckpt_server.slices import in_whole, local_part, parse_slice, show
 from fabric.ckpt_server.trainer import Trainer
-from fabric.ckpt_server.transfer import send
+from fabric.ckpt_server.transfer import Excerpt, send
 from fabric.errors import ProtocolError, Refused
 from fabric.runtime.web import bearer_required, errors_as_json, json_error, query_integer, query_seconds
 
 OPEN_PATHS = frozenset({"/healthz", "/metrics"})
 MAX_WAIT_S = 60.0
 _MAX_NUMBER = 2**62
+_BLOCKS = re.compile(r"(\d{1,12})-(\d{1,12})", re.ASCII)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -65,6 +68,7 @@ def make_app(parts: Parts, token: str | None) -> web.Application:
     app.router.add_get("/v1/snapshots", routes.snapshots)
     app.router.add_get("/v1/snapshots/{step}/manifest", routes.manifest)
     app.router.add_get("/v1/snapshots/{step}/data", routes.data)
+    app.router.add_get("/v1/snapshots/{step}/blocks/{blocks}", routes.blocks)
     app.router.add_get("/v1/snapshots/{step}/tensors/{tensor:.+}", routes.tensor)
     app.router.add_get("/v1/snapshots/{step}/statistics/{tensor:.+}", routes.statistics)
     app.router.add_get("/v1/gradients", routes.gradients)
@@ -121,12 +125,30 @@ class Routes:
         return await self._send(request, found)
 
     async def tensor(self, request: web.Request) -> web.StreamResponse:
-        """One tensor's bytes, little-endian, or a range of them; its dtype and shape are in the headers."""
+        """One tensor's bytes, little-endian, or a slice, or a range of either; its dtype and shape are in the
+        headers."""
         found = self._snapshot(request)
         if isinstance(found, web.Response):
             return found
         span = _tensor(request, found)
-        return span if isinstance(span, web.Response) else await self._send(request, found, span)
+        if isinstance(span, web.Response):
+            return span
+        excerpt = _excerpt(request, found, span)
+        return excerpt if isinstance(excerpt, web.Response) else await self._send(request, found, excerpt)
+
+    async def blocks(self, request: web.Request) -> web.StreamResponse:
+        """Some blocks of a snapshot as its manifest cuts it: what fetchers take packed."""
+        found = self._snapshot(request)
+        if isinstance(found, web.Response):
+            return found
+        assert found.content is not None
+        first, last = _numbers(request.match_info["blocks"])
+        size, nbytes = found.content.block_bytes, found.content.nbytes
+        if last * size >= nbytes:
+            there = -(-nbytes // size)
+            return json_error(404, f"there is no block {last}: the manifest lists blocks 0 to {there - 1}")
+        begin, end = first * size, min((last + 1) * size, nbytes)
+        return await self._send(request, found, Excerpt(begin, end - begin, f"-blocks-{first}-{last}"))
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
         """Smallest, largest, mean, norm of one tensor, and how many of its elements are not finite."""
@@ -225,10 +247,10 @@ class Routes:
         return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
 
     async def _send(
-        self, request: web.Request, slot: Slot, part: TensorSpan | None = None
+        self, request: web.Request, slot: Slot, excerpt: Excerpt | None = None
     ) -> web.StreamResponse:
         try:
-            return await send(request, slot, self._parts.metrics, part)
+            return await send(request, slot, self._parts.metrics, excerpt)
         except Unsatisfiable as error:
             return json_error(416, str(error), headers={"Content-Range": f"bytes */{error.nbytes}"})
         except PreconditionFailed as error:
@@ -262,6 +284,33 @@ def _tensor(request: web.Request, slot: Slot) -> TensorSpan | web.Response:
     near = difflib.get_close_matches(name[:200], slot.content.tensors, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else "the manifest lists them"
     return json_error(404, f"step {slot.content.step} has no tensor {name[:200]}: {hint}")
+
+
+def _excerpt(request: web.Request, slot: Slot, span: TensorSpan) -> Excerpt | web.Response:
+    """What of the tensor is asked for. Raises ProtocolError for a slice that is none of it."""
+    text, of = request.query.get("slice"), request.query.get("of", "part")
+    if of not in ("part", "whole"):
+        raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")
+    if text is None:
+        return Excerpt.of_tensor(span)
+    assert slot.content is not None
+    shard = slot.content.shards.get(span.name)
+    if of == "part" or shard is None or len(shard.shape) != len(span.shape):
+        return Excerpt.of_tensor(span, parse_slice(text, span.shape))
+    box = local_part(parse_slice(text, shard.shape), shard, span.shape)
+    held = in_whole(tuple((0, size) for size in span.shape), shard)
+    if box is None:
+        return json_error(404, f"this rank holds {show(held)} of {span.name[:200]}, nothing of that slice")
+    excerpt = Excerpt.of_tensor(span, box)
+    return replace(excerpt, headers={**excerpt.headers, "X-Fabric-Slice": show(in_whole(box, shard))})
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    """(first, last) of "3-5". Raises ProtocolError."""
+    match = _BLOCKS.fullmatch(text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ProtocolError(f'"{text[:40]}" names no blocks: give the first and the last, such as 0-3')
+    return int(match[1]), int(match[2])
 
 
 def _summarise(data: memoryview, span: TensorSpan, over: threading.Event) -> dict[str, object] | None:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from fabric.ckpt_server.conditions import etag
 from fabric.ckpt_server.digest import bytes_digest
+from fabric.ckpt_server.packing import IDENTITY
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 
 CONNECT_S = 5.0
@@ -114,15 +115,20 @@ class Connection:
         self._retired = False
 
     def get(
-        self, path: str, byte_range: tuple[int, int] | None = None, wait_s: float = 0.0
+        self,
+        path: str,
+        byte_range: tuple[int, int] | None = None,
+        wait_s: float = 0.0,
+        coding: str = IDENTITY,
     ) -> http.client.HTTPResponse:
-        """Sends a GET; returns the response with its headers read. ``wait_s`` lengthens the timeout.
+        """Sends a GET; returns the response with its headers read. ``wait_s`` lengthens the timeout,
+        ``coding`` is the content coding that may be used.
 
         Raises what is in TRANSIENT, or StateError after a cancel.
         """
         sock = self._sock if self._sock is not None and self._http.sock is not None else self._dial()
         sock.settimeout(self._access.timeout_s + wait_s)
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": coding}
         if self._access.token:
             headers["Authorization"] = f"Bearer {self._access.token}"
         if byte_range is not None:

@@ -5,6 +5,7 @@ named and asked once more; the second time it is dropped. A source that dies or 
 range and is dropped after three failures in a row. What was verified is never fetched twice.
 """
 
+import http.client
 import re
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import Any
 import xxhash
 
 from fabric.ckpt_server.digest import block_digest
+from fabric.ckpt_server.link_speed import LinkSpeed
+from fabric.ckpt_server.packing import IDENTITY, PLANES, unpack
 from fabric.ckpt_server.ranges import Lease, RangeQueue
 from fabric.ckpt_server.source import (
     TRANSIENT,
@@ -26,22 +29,26 @@ from fabric.ckpt_server.source import (
     SourceRefused,
     refusal,
 )
-from fabric.errors import Gone, IntegrityError, StateError
+from fabric.errors import Gone, IntegrityError, ProtocolError, StateError
 from fabric.runtime.priority import lower_priority
 
 Progress = Callable[[int, int], None]
 _MAX_FAILURES = 3
 _MAX_LIES = 2
 _WAIT_S = 0.1
+_MAX_REFUSAL_BYTES = 64 << 10
 _PIECE_BYTES = 512 << 10  # is digested while it is in the core's own cache
+PACKED_PATH = "/v1/snapshots/{}/blocks/{}-{}{}"
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
 
 @dataclass(slots=True)
 class Source:
-    """What is known of one source during a fetch; ``error`` says why it is no longer used."""
+    """What is known of one source during a fetch; ``error`` says why it is no longer used. ``packs``: whether
+    it can send its bytes packed, as far as is known."""
 
     address: Address
+    packs: bool = True
     nbytes: int = 0
     failures: int = 0
     lies: int = 0
@@ -63,8 +70,15 @@ class Striping:
         self._target = target
         self._access = access
         self._lock = threading.Lock()
-        self._path = f"/v1/snapshots/{manifest['step']}/data?generation={manifest['generation']}"
+        self._snapshot = f"/v1/snapshots/{manifest['step']}"
+        self._query = f"?generation={manifest['generation']}"
+        self._speed = LinkSpeed(1)
         self.warnings: list[str] = []
+
+    @property
+    def compression(self) -> str:
+        """Whether bytes came packed at last, and why."""
+        return self._speed.why
 
     def run(self, streams: int, range_bytes: int, progress: Progress | None, *, resume: bool) -> None:
         """Returns when the target is complete; raises StateError when it cannot be, or on a cancel.
@@ -75,6 +89,7 @@ class Striping:
         held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
         most = max(1, range_bytes // int(self._manifest["block_bytes"]))
         workers = len(self._sources) * streams
+        self._speed = LinkSpeed(workers)
         queue = RangeQueue(done, most, workers, {source.url for source in self._sources}, time.monotonic)
         with ThreadPoolExecutor(workers, "fabric-fetch", lower_priority) as pool:
             running = [
@@ -118,42 +133,87 @@ class Striping:
             connection.close()
 
     def _serve(self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease) -> None:
-        failed = True
+        failed, packed, begun_s = True, source.packs and self._speed.next_is_packed(), time.monotonic()
         try:
-            self._fetch(queue, source, connection, lease)
+            nbytes = self._fetch(queue, source, connection, lease, packed)
             failed = False
+            if not packed or source.packs:
+                self._speed.measured(packed, nbytes, time.monotonic() - begun_s)
         except IntegrityError as error:
             self._lied(queue, source, error)
         except (SourceRefused, Gone) as error:
             self._drop(queue, source, error)
-        except (*TRANSIENT, StateError) as error:
+        except (*TRANSIENT, StateError, ProtocolError) as error:
             if not lease.reclaimed and not self._access.sockets.closed:
                 self._stumbled(queue, source, error)
         finally:
+            if failed or (packed and not source.packs):
+                self._speed.failed(packed)
             queue.release(lease, failed=failed)
             if failed or lease.reclaimed:  # the end may have reached a connection that was just done
                 connection.close()
 
-    def _fetch(self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease) -> None:
-        block_bytes, nbytes = self._manifest["block_bytes"], self._manifest["nbytes"]
-        begin = lease.taken.first * block_bytes
-        end = min(nbytes, begin + lease.taken.count * block_bytes)
-        response = connection.get(self._path, (begin, end))
-        if response.status not in (200, 206):
-            raise refusal(response)
-        check_range(response, begin, end, nbytes)
-        etag = response.getheader("ETag")
-        if etag is not None and etag.strip('W/"') != self._manifest["digest"]:
-            raise SourceRefused("it holds another state by now")
+    def _fetch(
+        self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease, packed: bool
+    ) -> int:
+        """Brings a range into place; returns its size."""
+        blocks = lease.taken.blocks
+        response = self._ask_packed(source, connection, lease) if packed else None
+        unpacks = response is not None
+        if response is None:
+            response = self._ask_plain(connection, lease)
         body = connection.body(response)
-        for block in lease.taken.blocks:
+        for block in blocks:
             part = self._block(block)
-            if _receive(body, part) != self._manifest["blocks"][block]:
+            if unpacks:
+                unpack(body.read, part)
+            digest = block_digest(part) if unpacks else _receive(body, part)
+            if digest != self._manifest["blocks"][block]:
                 raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
             with self._lock:
                 source.nbytes += len(part)
                 source.failures = 0
             queue.finished(block)
+        if unpacks and response.read(1):
+            raise SourceRefused("it sends more than the blocks that were asked for")
+        return sum(len(self._block(block)) for block in blocks)
+
+    def _ask_plain(self, connection: Connection, lease: Lease) -> http.client.HTTPResponse:
+        block_bytes, nbytes = self._manifest["block_bytes"], self._manifest["nbytes"]
+        begin = lease.taken.first * block_bytes
+        end = min(nbytes, begin + lease.taken.count * block_bytes)
+        response = connection.get(f"{self._snapshot}/data{self._query}", (begin, end))
+        if response.status not in (200, 206):
+            raise refusal(response)
+        check_range(response, begin, end, nbytes)
+        self._check_coding(response, IDENTITY)
+        return response
+
+    def _ask_packed(
+        self, source: Source, connection: Connection, lease: Lease
+    ) -> http.client.HTTPResponse | None:
+        """The answer in PLANES, or None where the source offers no such thing."""
+        first, last = lease.taken.first, lease.taken.first + lease.taken.count - 1
+        path = PACKED_PATH.format(self._manifest["step"], first, last, self._query)
+        response = connection.get(path, coding=PLANES)
+        if response.status == 404:
+            response.read(_MAX_REFUSAL_BYTES)
+            connection.close()
+            source.packs = False
+            return None
+        if response.status != 200:
+            raise refusal(response)
+        self._check_coding(response, PLANES)
+        return response
+
+    def _check_coding(self, response: http.client.HTTPResponse, coding: str) -> None:
+        found = response.getheader("Content-Encoding") or IDENTITY
+        if found != coding:
+            raise SourceRefused(f"it sends the coding {found[:40]!r} where {coding} was asked for")
+        # The digest of the state, and after a dash what sets this answer apart from the whole file.
+        tag = response.getheader("ETag")
+        if tag is not None and tag.strip('W/"').partition("-")[0] != self._manifest["digest"]:
+            raise SourceRefused("it holds another state by now")
 
     def _lied(self, queue: RangeQueue, source: Source, error: IntegrityError) -> None:
         with self._lock:

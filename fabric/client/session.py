@@ -440,6 +440,7 @@ class Session(Leaving):
             bytes=fetched.nbytes,
             seconds=fetched.seconds,
             sources=dict(fetched.sources),
+            compression=fetched.compression,
         )
         self._note_state(digest)
         self._engine.post(io.Installed(order.step, digest, last=order.step >= self._until))

@@ -152,6 +152,7 @@ def test_every_route_is_on_the_page():
         .replace("latest", "{step}")
         .replace("$STEP", "{step}")
         .replace("$TENSOR", "{tensor}")
+        .replace("blocks/0-0", "blocks/{blocks}")
     )
     for module in (lighthouse_routes, ckpt_routes):
         app = module.make_app(None, None)
@@ -177,6 +178,7 @@ def closed_paths() -> list[str]:
                     resource.canonical.replace("{job}", "test")
                     .replace("{step}", "7")
                     .replace("{tensor}", "w")
+                    .replace("{blocks}", "0-0")
                 )
                 found.append(variable + path)
     return found

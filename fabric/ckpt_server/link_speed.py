@@ -1,0 +1,87 @@
+"""Whether a fetch should have its bytes packed, by what was measured of the link while it goes on.
+
+Begins plain. A link that is faster than what packs is left plain for good. On a slower one a single range is
+tried packed, and from then on whichever way brought the state's bytes faster is used, measured anew now and
+then. No clock and no sockets; safe to use from any thread.
+"""
+
+import threading
+
+# What one thread packs on the machines that we know: no link that gives this is helped.
+FAST_BYTES_S = 400e6
+# Packing takes the processors of two hosts, so it must be worth that.
+GAIN = 1.1
+_FIRST_PLAIN = 2  # ranges of each stream: a connection's first bytes come slowly
+_LOOK_AGAIN = 32  # ranges the chosen way between two the other way
+_MIN_BYTES = 1 << 20  # a smaller range tells how long a request takes, not how fast the link is
+
+
+class LinkSpeed:
+    """What ``streams`` streams measured together; ``why`` says what was made of it."""
+
+    def __init__(self, streams: int) -> None:
+        self._streams = streams
+        self._lock = threading.Lock()
+        self._plain_ranges = 0
+        self._plain = 0.0  # bytes per second of one stream, of the last ranges
+        self._packed = 0.0
+        self._trial: bool | None = None  # the way that one range is tried in
+        self._since = 0
+
+    def next_is_packed(self) -> bool:
+        """How the next range should come. Whoever asks must tell ``measured`` or ``failed``."""
+        with self._lock:
+            if not self._is_known or self._is_fast:
+                return False
+            if self._trial is not None or (self._packed and self._since < _LOOK_AGAIN):
+                self._since += 1
+                return self._chosen
+            self._trial, self._since = not self._chosen, 0
+            return self._trial
+
+    def measured(self, packed: bool, nbytes: int, seconds: float) -> None:
+        """``nbytes`` of the state arrived, and were unpacked, in ``seconds`` on one stream."""
+        rate = nbytes / max(seconds, 1e-9)
+        with self._lock:
+            if packed == self._trial:
+                self._trial = None
+            if nbytes < _MIN_BYTES:
+                return
+            if packed:
+                self._packed = rate
+            else:
+                self._plain = rate if not self._plain else (self._plain + rate) / 2
+                self._plain_ranges += 1
+
+    def failed(self, packed: bool) -> None:
+        """That range did not come, for other reasons."""
+        with self._lock:
+            if packed == self._trial:
+                self._trial = None
+
+    @property
+    def why(self) -> str:
+        """What was done at last, and why."""
+        with self._lock:
+            plain = f"{self._plain * self._streams / 1e6:.0f} MB/s"
+            packed = f"{self._packed * self._streams / 1e6:.0f} MB/s"
+            if not self._is_known:
+                return "plain: too little was fetched to measure the link"
+            if self._is_fast:
+                return f"plain: the link gives {plain}, faster than compressing"
+            if not self._packed:
+                return f"plain: the link gives {plain}, and nothing was left to try compression with"
+            chosen = "packed" if self._chosen else "plain"
+            return f"{chosen}: the link gives {plain} plain and {packed} packed"
+
+    @property
+    def _is_known(self) -> bool:
+        return self._plain_ranges >= _FIRST_PLAIN * self._streams
+
+    @property
+    def _is_fast(self) -> bool:
+        return self._plain * self._streams >= FAST_BYTES_S
+
+    @property
+    def _chosen(self) -> bool:
+        return self._packed > GAIN * self._plain

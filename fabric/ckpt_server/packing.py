@@ -1,0 +1,120 @@
+"""Compressed transfers: which coding a request gets, and the one that fetchers speak, ``x-fabric-planes``.
+
+Numbers of a training state hardly repeat, but their first bytes do: sign and exponent. Grouped by their place
+in the element (all first bytes, then all second ones) they compress by a fifth to a half, where zstd alone
+finds little. A body in this coding is frames, each of one piece of at most PIECE_BYTES:
+
+    width of an element (1 byte), 3 zero bytes, length of the piece, length of what follows (4 bytes each,
+    little endian), then the piece as it is where both lengths are equal, else the zstd frame of its grouped
+    bytes
+
+Both sides hold one piece at a time. The reader believes no length beyond PIECE_BYTES, and no zstd frame that
+unpacks to another length than was said, before any memory is taken for it. Digests are of what is unpacked.
+"""
+
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from fabric.errors import ProtocolError
+
+IDENTITY, ZSTD, PLANES = "identity", "zstd", "x-fabric-planes"
+PIECE_BYTES = 1 << 20
+_LEVEL = 1
+_WORTH = 0.98  # what saves less is sent as it is
+_FRAME = struct.Struct("<B3xII")
+_WIDTHS = (1, 2, 4, 8)
+_CODING = re.compile(r"\s*([\w*-]{1,40})\s*(?:;\s*q=\s*([01](?:\.\d{0,3})?)\s*)?", re.ASCII | re.IGNORECASE)
+_MAX_CODINGS = 50
+
+
+def choose(accept_encoding: str | None) -> str:
+    """The coding for a request with this Accept-Encoding: one that it names, never one by ``*``."""
+    best, chosen = 0.0, IDENTITY
+    for entry in (accept_encoding or "").split(",")[:_MAX_CODINGS]:
+        match = _CODING.fullmatch(entry)
+        name = match[1].lower() if match is not None else ""
+        if match is None or name not in (ZSTD, PLANES):
+            continue
+        weight = float(match[2]) if match[2] else 1.0
+        if weight > best or (weight == best > 0 and name == PLANES):
+            best, chosen = weight, name
+    return chosen
+
+
+class Packer:
+    """Packs pieces, one after the other, in ``coding`` (ZSTD or PLANES); ``width``: bytes of an element."""
+
+    def __init__(self, coding: str, width: int) -> None:
+        import zstandard
+
+        compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self._width = width if coding == PLANES else 0
+        self._frame: Callable[[Any], bytes] = compressor.compress
+        self._stream = compressor.compressobj() if coding == ZSTD else None
+
+    def pack(self, piece: memoryview) -> bytes:
+        """What is sent for ``piece``, which has at most PIECE_BYTES; may be empty."""
+        if self._stream is not None:
+            return bytes(self._stream.compress(piece))
+        width = self._width if len(piece) % self._width == 0 else 1
+        packed = self._frame(_grouped(piece, width))
+        if len(packed) > len(piece) * _WORTH:
+            return _FRAME.pack(width, len(piece), len(piece)) + piece
+        return _FRAME.pack(width, len(piece), len(packed)) + packed
+
+    def end(self) -> bytes:
+        """What is sent last."""
+        return bytes(self._stream.flush()) if self._stream is not None else b""
+
+
+def _grouped(piece: memoryview, width: int) -> bytes | memoryview:
+    import numpy as np
+
+    return piece if width == 1 else np.frombuffer(piece, np.uint8).reshape(-1, width).T.tobytes()
+
+
+def unpack(read: Callable[[memoryview], None], into: memoryview) -> int:
+    """Fill ``into`` from frames; ``read`` fills what it is given from the body or raises.
+
+    Returns how many bytes were read. Raises ProtocolError for frames that are not what they should be; what
+    is in ``into`` is undefined then.
+    """
+    import numpy as np
+
+    frame, packed = bytearray(_FRAME.size), bytearray(PIECE_BYTES)
+    taken, at = 0, 0
+    while at < len(into):
+        read(memoryview(frame))
+        width, nbytes, follow = _FRAME.unpack(frame)
+        if width not in _WIDTHS or not 0 < nbytes <= min(PIECE_BYTES, len(into) - at) or nbytes % width:
+            raise ProtocolError(f"it sent a packed piece of {nbytes} bytes where {len(into) - at} are due")
+        if not 0 < follow <= nbytes:
+            raise ProtocolError(f"it sent a piece of {nbytes} bytes packed to {follow}")
+        target = into[at : at + nbytes]
+        at, taken = at + nbytes, taken + len(frame) + follow
+        if follow == nbytes:
+            read(target)
+            continue
+        read(memoryview(packed)[:follow])
+        plain = np.frombuffer(_inflate(memoryview(packed)[:follow], nbytes), np.uint8)
+        np.frombuffer(target, np.uint8).reshape(-1, width)[:] = plain.reshape(width, -1).T
+    return taken
+
+
+def _inflate(packed: memoryview, nbytes: int) -> bytes:
+    """Exactly ``nbytes``. Raises ProtocolError; looks at what the frame announces before it is obeyed."""
+    import zstandard
+
+    try:
+        told = zstandard.get_frame_parameters(packed)
+        if told.content_size != nbytes or told.dict_id or told.window_size > 2 * PIECE_BYTES:
+            raise ProtocolError(f"it sent a piece that unpacks to {told.content_size}, not {nbytes} bytes")
+        unpacker = zstandard.ZstdDecompressor()
+        plain = unpacker.decompress(packed, max_output_size=nbytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ProtocolError(f"it sent a piece that cannot be unpacked ({error})") from error
+    if len(plain) != nbytes:
+        raise ProtocolError(f"it sent a piece that unpacks to {len(plain)}, not {nbytes} bytes")
+    return plain

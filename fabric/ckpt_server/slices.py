@@ -1,0 +1,147 @@
+"""A part of a tensor by index: ``0:10,:`` says which rows and columns, in the tensor that this rank holds or
+in the whole one of which it holds a shard.
+
+Slices have no steps, and an index alone is a slice of one, so that what is sent keeps its dimensions.
+Pure; ``gather`` alone needs numpy, which is imported when it is asked.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.errors import ProtocolError
+
+# (begin, end) of every dimension.
+Box = tuple[tuple[int, int], ...]
+
+_ONE = re.compile(r"\s*(\d{0,18})\s*(:?)\s*(\d{0,18})\s*", re.ASCII)
+_MAX_TEXT = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Where a rank's part lies in a sharded tensor: the ``shape`` of the whole, and its ``offset`` in it."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def parse_slice(text: str, shape: tuple[int, ...]) -> Box:
+    """The box that ``text`` means in a tensor of ``shape``; dimensions that it leaves out are taken whole.
+
+    Raises ProtocolError, with the shape, for anything that is not within it.
+    """
+    parts = text.split(",") if text.strip() and len(text) <= _MAX_TEXT else []
+    if not 0 < len(parts) <= len(shape):
+        raise _wrong(text, shape)
+    box = [_one(part, text, shape, size) for part, size in zip(parts, shape, strict=False)]
+    return (*box, *((0, size) for size in shape[len(box) :]))
+
+
+def _one(part: str, text: str, shape: tuple[int, ...], size: int) -> tuple[int, int]:
+    match = _ONE.fullmatch(part)
+    if match is None or match.groups() == ("", "", ""):
+        raise _wrong(text, shape)
+    first, colon, last = match.groups()
+    begin = int(first or 0)
+    end = int(last) if last else (size if colon else begin + 1)
+    if not begin <= end <= size or (not colon and last):
+        raise _wrong(text, shape)
+    return begin, end
+
+
+def _wrong(text: str, shape: tuple[int, ...]) -> ProtocolError:
+    return ProtocolError(
+        f'the slice "{text[:80]}" is not one of a tensor of shape {list(shape)}: give up to {len(shape)} of'
+        " BEGIN:END, each within its dimension, with commas between them"
+    )
+
+
+def show(box: Box) -> str:
+    """The box as it is asked for."""
+    return ",".join(f"{begin}:{end}" for begin, end in box)
+
+
+def local_part(box: Box, shard: Shard, shape: tuple[int, ...]) -> Box | None:
+    """What of ``box``, in the whole tensor, a shard of ``shape`` holds, in its own indices; None: nothing."""
+    found = []
+    for (begin, end), offset, size in zip(box, shard.offset, shape, strict=True):
+        low, high = max(begin - offset, 0), min(end - offset, size)
+        if low >= high:
+            return None
+        found.append((low, high))
+    return tuple(found)
+
+
+def in_whole(box: Box, shard: Shard) -> Box:
+    """A box of the shard in the indices of the whole tensor."""
+    return tuple((begin + o, end + o) for (begin, end), o in zip(box, shard.offset, strict=True))
+
+
+def elements(box: Box) -> int:
+    """How many elements the box has."""
+    return math.prod(end - begin for begin, end in box)
+
+
+def contiguous_from(box: Box, shape: tuple[int, ...]) -> int | None:
+    """The index of the box's first element in the flat tensor if it lies there in one piece, else None."""
+    if not elements(box):
+        return 0
+    first = 0
+    for (begin, _), size in zip(box, shape, strict=True):
+        first = first * size + begin
+    # From the last dimension backwards: whole ones, then one that may be cut, then only ones of one.
+    cut = False
+    for (begin, end), size in reversed(list(zip(box, shape, strict=True))):
+        if cut and end - begin != 1:
+            return None
+        cut = cut or (begin, end) != (0, size)
+    return first
+
+
+def gather(
+    tensor: memoryview, width: int, shape: tuple[int, ...], box: Box, place: tuple[int, int]
+) -> memoryview:
+    """Elements ``place`` (first, last + 1) of those in the box, in order, of ``tensor`` (its flat bytes, each
+    element ``width`` of them). Takes memory for these only."""
+    import numpy as np
+
+    whole = np.frombuffer(tensor, dtype=np.dtype(("V", width))).reshape(shape)
+    part = whole[tuple(slice(begin, end) for begin, end in box)]
+    where = np.unravel_index(np.arange(*place), part.shape)
+    return memoryview(part[where].tobytes())
+
+
+def find_shards(metadata: str) -> Mapping[str, Shard]:
+    """The shards that a state's description names, by tensor; what is malformed is none."""
+    if '"$shard"' not in metadata:
+        return {}
+    found: dict[str, Shard] = {}
+    try:
+        waiting: list[Any] = [json.loads(metadata)]
+    except (ValueError, RecursionError):
+        return {}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            found.update(_shard(node.get("$shard")))
+            waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
+    return found
+
+
+def _shard(node: Any) -> dict[str, Shard]:
+    try:
+        local, described = node
+        name = local["$tensor"]
+        name = name if isinstance(name, str) else name[0]
+        shape, offset = (tuple(int(n) for n in described[key]) for key in ("shape", "offset"))
+    except (TypeError, KeyError, ValueError, IndexError):
+        return {}
+    if not isinstance(name, str) or len(shape) != len(offset) or min((*shape, *offset), default=0) < 0:
+        return {}
+    return {name: Shard(shape, offset)}

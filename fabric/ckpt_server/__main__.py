@@ -14,6 +14,7 @@ import uvloop
 from fabric.ckpt_server.server import AlreadyServed, ServerSettings, run, tell_ready
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime import logs
+from fabric.runtime.tls import Tls
 
 
 def parse(arguments: list[str]) -> tuple[ServerSettings, str, int]:
@@ -26,6 +27,8 @@ def parse(arguments: list[str]) -> tuple[ServerSettings, str, int]:
     parser.add_argument("--port", default="0", help="port, range such as 8000-8010, or 0 for any")
     parser.add_argument("--advertise", default="", help="host name that others reach this one by")
     parser.add_argument("--token-file", type=Path, help="file with the job's token")
+    for name in ("cert", "key", "ca"):
+        parser.add_argument(f"--tls-{name}", type=Path, help="see fabric/runtime/tls.py: all three, or none")
     parser.add_argument("--lighthouse", default="", help="base URLs, separated by commas")
     parser.add_argument("--orphan-s", type=float, default=600.0, help="seconds to live without a trainer")
     parser.add_argument("--rank", type=int, default=0, help="rank of the trainer within its replica")
@@ -45,6 +48,7 @@ def parse(arguments: list[str]) -> tuple[ServerSettings, str, int]:
         lighthouse=tuple(url.strip() for url in found.lighthouse.split(",") if url.strip()),
         orphan_s=found.orphan_s,
         rank=found.rank,
+        tls=Tls(found.tls_cert, found.tls_key, found.tls_ca),
     )
     return settings, found.log, found.ready_fd
 
@@ -59,6 +63,7 @@ def check(settings: ServerSettings) -> None:
             raise ConfigError(
                 f'the lighthouse "{url[:200]}" is no URL: give addresses such as http://host:port'
             )
+    settings.tls.check()
     if settings.rank < 0:
         raise ConfigError(f"the rank is {settings.rank}: give 0 or more")
     if not (settings.orphan_s > 0 and math.isfinite(settings.orphan_s)):

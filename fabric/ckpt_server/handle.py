@@ -24,7 +24,9 @@ from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import SnapshotRef
 from fabric.protocol.wire import decode_as
 from fabric.runtime import logs
+from fabric.runtime.tls import Tls
 
+ATTACH_S = 20.0
 _ANSWER_S = 30.0
 # The kernel clears shared memory at more than this, on the slowest machines too.
 _CLEAR_BYTES_PER_S = 100e6
@@ -117,14 +119,13 @@ class ServerHandle:
     snapshots: tuple[SnapshotRef, ...]
     slots: tuple[int, ...]
 
-    def __init__(self, spec: ServerSpec, incarnation: int, deadline_s: float) -> None:
+    def __init__(self, spec: ServerSpec, incarnation: int) -> None:
         self._spec = spec
         self._incarnation = incarnation
-        self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._maps: dict[tuple[str, int], memoryview] = {}
         self._descriptors: dict[tuple[str, int], int] = {}
-        self._line, welcome = self._attach(time.monotonic() + deadline_s)
+        self._line, welcome = self._attach(time.monotonic() + ATTACH_S)
         self._welcome(welcome)
 
     @classmethod
@@ -141,13 +142,13 @@ class ServerHandle:
         token_file: Path | None,
         lighthouse: Sequence[str],
         orphan_s: float = 600.0,
-        deadline_s: float = 20.0,
         rank: int = 0,
+        tls: Tls | None = None,
     ) -> "ServerHandle":
         """Attach to the server that lives in ``run_dir``, or start one there and wait for it.
 
         Raises Refused (another trainer is attached, the server cannot serve), ConfigError (the folder
-        cannot be used), ServerLost (nothing within ``deadline_s``).
+        cannot be used), ServerLost (nothing within ATTACH_S).
         """
         spec = ServerSpec(
             job=job,
@@ -161,8 +162,9 @@ class ServerHandle:
             orphan_s=orphan_s,
             rank=rank,
             log=logs.form(),
+            tls=tls or Tls(),
         )
-        return cls(spec, incarnation, deadline_s)
+        return cls(spec, incarnation)
 
     def allocate(self, kind: str, slot: int, nbytes: int) -> memoryview:
         """``nbytes`` of writable memory shared with the server, every page of it present.
@@ -274,7 +276,7 @@ class ServerHandle:
             self._line.close()
             reap()
             before = self._instance
-            self._line, welcome = self._attach(time.monotonic() + self._deadline_s)
+            self._line, welcome = self._attach(time.monotonic() + ATTACH_S)
             self._welcome(welcome)
             if self._instance == before:
                 return False
@@ -306,7 +308,7 @@ class ServerHandle:
                 if time.monotonic() >= deadline:
                     raise ServerLost(
                         f"the checkpoint server in {self._spec.run_dir} could not be attached to within"
-                        f" {self._deadline_s:g} s ({error}): see its log there"
+                        f" {ATTACH_S:g} s ({error}): see its log there"
                     ) from error
             except OSError as error:
                 raise ConfigError(

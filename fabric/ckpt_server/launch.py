@@ -13,12 +13,13 @@ import select
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import fabric
 from fabric.ckpt_server.lines import LOCK_NAME, LOG_NAME
 from fabric.errors import ConfigError, Refused, ServerLost
+from fabric.runtime.tls import Tls
 
 _MAX_REPORT_BYTES = 64 * 1024
 _LOG_TAIL_BYTES = 2000
@@ -42,6 +43,7 @@ class ServerSpec:
     orphan_s: float
     rank: int = 0
     log: str = "text"
+    tls: Tls = field(default_factory=Tls)
 
     def arguments(self) -> list[str]:
         """What follows the name of the module."""
@@ -60,6 +62,7 @@ class ServerSpec:
         ]
         if self.token_file is not None:
             arguments.append(f"--token-file={self.token_file.absolute()}")
+        arguments += [f"--tls-{name}={path.absolute()}" for name, path in self.tls.files.items()]
         return arguments
 
 

@@ -22,6 +22,7 @@ from yarl import URL
 from fabric.errors import ProtocolError
 from fabric.protocol.messages import Notice, Pulse
 from fabric.protocol.wire import decode, encode
+from fabric.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class PulseSender:
         vitals: Vitals,
         chance: random.Random,
         timing: Timing | None = None,
+        tls: Tls | None = None,
     ) -> None:
         query = f"/v1/jobs/{quote(job, safe='')}/pulse?replica={quote(replica, safe='')}"
         self._targets = [URL(url.rstrip("/") + query, encoded=True) for url in urls]
@@ -73,6 +75,7 @@ class PulseSender:
         self._vitals = vitals
         self._chance = chance
         self._timing = timing or Timing()
+        self._tls = tls or Tls()
         self._number = 0
         self._said = ""
         self._at: URL | None = None
@@ -88,7 +91,9 @@ class PulseSender:
         # A silent lighthouse is noticed by the WebSocket's own ping; connecting has its own bound.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timing.connect_s)
         pause_s = self._timing.least_pause_s
-        async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as client:
+        connector = aiohttp.TCPConnector(ssl=self._tls.client_context() or True)
+        jar = aiohttp.DummyCookieJar()
+        async with aiohttp.ClientSession(timeout=timeout, cookie_jar=jar, connector=connector) as client:
             for target in cycle(self._targets):
                 beats = self._number
                 try:

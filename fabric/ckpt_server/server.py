@@ -17,7 +17,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fabric.ckpt_server.channel import Channel, Identity
@@ -34,6 +34,7 @@ from fabric.ckpt_server.routes import Parts, make_app
 from fabric.ckpt_server.trainer import Trainer
 from fabric.errors import ConfigError, Refused
 from fabric.protocol.messages import Pulse
+from fabric.runtime.tls import Tls
 from fabric.runtime.web import check_exposure, read_token, serve
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ _State = tuple[Memory, Trainer, Dispatch]
 class ServerSettings:
     """``bind`` and ``port`` (a port or range): where HTTP listens; ``advertise``: the host others dial,
     empty for the bound one. ``token_file`` None: no token. ``lighthouse``: base URLs, empty for no
-    pulse. ``rank``: whose server this is in a replica of several ranks. ``orphan_s``: how long to live
+    pulse. ``rank``: whose server this is in a replica of several ranks. ``tls``: how it
+    is reached, and reaches the lighthouse. ``orphan_s``: how long to live
     without a trainer."""
 
     job: str
@@ -59,6 +61,7 @@ class ServerSettings:
     lighthouse: Sequence[str] = ()
     orphan_s: float = 600.0
     rank: int = 0
+    tls: Tls = field(default_factory=Tls)
 
 
 class AlreadyServed(Refused):
@@ -166,10 +169,15 @@ async def _http(
     name = {"job": settings.job, "replica": settings.replica, "instance": secrets.token_hex(8)}
     app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer, durable), insight), token)
     runner, port = await serve(
-        app, settings.bind, settings.port, shutdown_s=_SHUTDOWN_S, cancel_abandoned=True
+        app,
+        settings.bind,
+        settings.port,
+        ssl_context=settings.tls.server_context(),
+        shutdown_s=_SHUTDOWN_S,
+        cancel_abandoned=True,
     )
     try:
-        yield Identity(url=f"http://{_url_host(settings)}:{port}", **name)
+        yield Identity(url=f"{settings.tls.scheme}://{_url_host(settings)}:{port}", **name)
     finally:
         await runner.cleanup()
 
@@ -205,7 +213,9 @@ def _pulse(
 
     chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
     vitals = Vitals(compose, trainer.changed, news.hear)
-    return PulseSender(settings.lighthouse, settings.job, settings.replica, token, vitals, chance)
+    return PulseSender(
+        settings.lighthouse, settings.job, settings.replica, token, vitals, chance, tls=settings.tls
+    )
 
 
 @contextmanager

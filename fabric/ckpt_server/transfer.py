@@ -117,7 +117,8 @@ async def send(
     if transport is None:
         raise ConnectionResetError("the reader has gone before it was answered")
     with metrics.transfer(slot.kind) as sent, slot.reading(transport.abort) as view:
-        transport.set_write_buffer_limits(high=0)
+        # What TLS has taken is a copy; at a mark of zero its transport would stay paused.
+        transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
         await response.prepare(request)
         if request.method != "HEAD":
             line = _Line(response, transport, slot, sent)

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,7 +13,9 @@ import aiohttp
 import click
 from yarl import URL
 
+from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, Refused, Unauthorized, Unreachable
+from fabric.runtime.tls import Tls
 from fabric.runtime.web import read_token
 
 _TIMEOUT_S = 5.0
@@ -46,11 +48,12 @@ def lighthouse_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Lighthouses:
-    """Where to ask, about which job (empty: all), and with which token (empty: none)."""
+    """Where to ask, about which job (empty: all), with which token (empty: none) and certificates."""
 
     urls: tuple[str, ...]
     job: str
     token: str
+    tls: Tls = field(default_factory=Tls)
 
     @classmethod
     def of(cls, lighthouse: str, job: str, token_file: Path | None, *, needs_job: bool) -> "Lighthouses":
@@ -69,7 +72,8 @@ class Lighthouses:
             raise ConfigError(
                 "no job is named: give --job NAME, or set FABRIC_JOB (`fabric status` lists them)"
             )
-        return cls(urls, job, read_token(token_file) if token_file is not None else "")
+        token = read_token(token_file) if token_file is not None else ""
+        return cls(urls, job, token, current_tls())
 
     def path(self, *rest: str) -> str:
         """The job's path, and what follows it; that of all jobs without one."""
@@ -94,7 +98,8 @@ class Lighthouses:
         """The answer of the first lighthouse that gives one, its body unread; ``total_s`` bounds it."""
         reasons = []
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as client:
+        connector = aiohttp.TCPConnector(ssl=self.tls.client_context() or True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
             for url in self.urls:
                 try:
                     answer = await self._open_one(client, URL(url + path, encoded=True), body)

@@ -4,6 +4,8 @@ import sys
 
 import click
 
+from fabric.cli.tls import current_tls
+
 
 @click.command("ckpt-server", context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -11,5 +13,6 @@ def ckpt_server(arguments: tuple[str, ...]) -> None:
     """Hold and serve one replica's snapshots."""
     from fabric.ckpt_server.__main__ import main
 
-    sys.argv = ["fabric ckpt-server", *arguments]
+    tls = [f"--tls-{name}={path}" for name, path in current_tls().files.items()]
+    sys.argv = ["fabric ckpt-server", *tls, *arguments]
     raise SystemExit(main())

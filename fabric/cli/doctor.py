@@ -151,7 +151,8 @@ def _advertise(found: Settings) -> Finding:
 
 async def _lighthouses(found: Settings) -> list[Finding]:
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    connector = aiohttp.TCPConnector(ssl=found.tls.client_context() or True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         findings = [finding for url in found.lighthouse for finding in await _lighthouse(http, url)]
     if not any(finding.level == "ok" for finding in findings):
         findings.append(Finding("bad", "no lighthouse works", "start one, or correct FABRIC_LIGHTHOUSE"))

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 import uvloop
 
+from fabric.cli.tls import current_tls
 from fabric.lighthouse.service import LighthouseSettings, run
 from fabric.model import Policy
 from fabric.protocol.leader import LeaderConfig
@@ -83,5 +84,5 @@ def lighthouse(
         user=store_user,
         password_file=others.pop("store_password_file"),
     )
-    settings = LighthouseSettings(leader=leader, store_access=access, **others)  # type: ignore[arg-type]  # click's own names
+    settings = LighthouseSettings(leader=leader, store_access=access, tls=current_tls(), **others)  # type: ignore[arg-type]  # click's own names
     uvloop.run(run(settings))

@@ -6,11 +6,14 @@ not pay. An error that a person can mend is one line on standard error and exit 
 
 import importlib
 import sys
+from pathlib import Path
 
 import click
 
 from fabric import __version__
+from fabric.cli.tls import tls_options
 from fabric.errors import FabricError
+from fabric.runtime.tls import Tls
 
 # Name of the command -> where it is, and what it says of itself in the list.
 _COMMANDS: dict[str, tuple[str, str]] = {
@@ -54,8 +57,11 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="fabric")
-def cli() -> None:
+@tls_options
+@click.pass_context
+def cli(context: click.Context, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None) -> None:
     """A checkpoint and recovery fabric for data-parallel PyTorch training."""
+    context.obj = Tls(tls_cert, tls_key, tls_ca)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.layout import MAX_HEADER_BYTES, TensorSpan, parse_json, read_header, read_preamble
 from fabric.ckpt_server.manifest import check_manifest
 from fabric.ckpt_server.source import TRANSIENT, Access, Address, Connection, read_exactly, read_json, refusal
+from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
 
 _TIMEOUT_S = 30.0
@@ -182,7 +183,7 @@ class RemoteState:
     def __init__(self, url: str, token: str) -> None:
         self.name = url
         where = Where.parse(url)
-        self._connection = Connection(where.server, Access(token, _TIMEOUT_S, None))
+        self._connection = Connection(where.server, Access(token, _TIMEOUT_S, current_tls().client_context()))
         try:
             manifest = check_manifest(self._ask(f"{_SNAPSHOTS}{where.step}/manifest{where.query}"))
             self.manifest: dict[str, Any] = manifest

@@ -125,6 +125,7 @@ def _attach(
         lighthouse=found.lighthouse,
         orphan_s=found.orphan_s,
         rank=place.rank,
+        tls=found.tls,
     )
     policy = snapshots or policy_of(found)
     parts = _parts(found, place, handle, (gradients, averaged), (objects, policy), (journal, points))
@@ -169,7 +170,8 @@ def _parts(
     slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
     identity = Identity(found.job, found.replica, rank=rank)
     peers = Peers(identity, place.incarnation, token, plane, time_budget.link_s)
-    make_fetcher = partial(StateFetcher, token.decode(), rank=rank)
+    tls = found.tls.client_context()
+    make_fetcher = partial(StateFetcher, token.decode(), rank=rank, ssl_context=tls)
     return Parts(
         handle=handle,
         plane=plane,

@@ -30,6 +30,7 @@ class LeaderLink:
         token, job, replicas, replica = found.token, found.job, found.replicas, found.replica
         self._urls = list(found.lighthouse)
         self._contact_s = found.contact_s
+        self._tls = found.tls
         self._path = f"/v1/jobs/{job}/session"
         self._query = {"replicas": replicas, "replica": replica}
         self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
@@ -57,7 +58,8 @@ class LeaderLink:
         deadline = asyncio.get_running_loop().time() + self._contact_s
         jitter = random.Random()  # noqa: S311  (back-off, not a secret)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http:
+        connector = aiohttp.TCPConnector(ssl=self._tls.client_context() or True)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector) as http:
             while True:
                 url = self._urls[0]
                 try:

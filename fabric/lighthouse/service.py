@@ -25,6 +25,7 @@ from fabric.lighthouse.metrics import Metrics
 from fabric.lighthouse.routes import Parts, StoreProbe, make_app
 from fabric.protocol.leader import LeaderConfig
 from fabric.runtime.tasks import Tasks
+from fabric.runtime.tls import Tls
 from fabric.runtime.web import check_exposure, read_token, serve
 from fabric.store import EtcdAccess, Store, open_store
 
@@ -38,9 +39,9 @@ _STORE_RETRY_S = (0.1, 1.0)
 class LighthouseSettings:
     """``store``: its URL, ``store_access``: how it lets us in. ``bind``, ``port`` (or a range): where to
     listen; ``advertise``: the base URL that others use, empty for the bound one. ``namespace`` keeps several
-    fabrics in one store apart. ``ready_file`` is written once requests can be answered.
-    ``lease_s``: how long a dead leader keeps the others waiting. ``store_wait_s``: how long to wait for a
-    store that is not up yet."""
+    fabrics in one store apart. ``tls``: how it is reached. ``ready_file`` is written once requests can be
+    answered. ``lease_s``: how long a dead leader keeps the others waiting. ``store_wait_s``: how long to wait
+    for a store that is not up yet."""
 
     store: str
     bind: str = "127.0.0.1"
@@ -53,6 +54,7 @@ class LighthouseSettings:
     store_wait_s: float = 15.0
     leader: LeaderConfig = field(default_factory=LeaderConfig)
     store_access: EtcdAccess = field(default_factory=EtcdAccess)
+    tls: Tls = field(default_factory=Tls)
 
 
 async def run(settings: LighthouseSettings) -> None:
@@ -115,13 +117,14 @@ async def _serve(
             make_app(parts, token),
             settings.bind,
             settings.port,
+            ssl_context=settings.tls.server_context(),
             shutdown_s=_SHUTDOWN_S,
             cancel_abandoned=True,
         )
         stack.push_async_callback(runner.cleanup)
         # Closed first: the election's end resigns and closes the sessions.
         stack.push_async_callback(tasks.close)
-        url = settings.advertise.rstrip("/") or f"http://{_url_host(settings.bind)}:{port}"
+        url = settings.advertise.rstrip("/") or f"{settings.tls.scheme}://{_url_host(settings.bind)}:{port}"
         tasks.start("election", parts.election.run(store_id, url))
         log.info("the lighthouse listens at %s", url)
         await settled.wait()

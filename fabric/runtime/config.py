@@ -15,15 +15,16 @@ from typing import Any
 from fabric.errors import ConfigError
 from fabric.protocol.budget import problem
 from fabric.runtime.logs import FORMATS
+from fabric.runtime.tls import Tls
 from fabric.runtime.web import read_token
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """``job``, ``replica``: who I am. ``replicas``: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
-    takes 8. ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me. ``run_dir``:
-    this replica's sockets, logs and lock on this host. ``journal``: one JSON line per event. ``contact_s``:
-    how long to look for a lighthouse at the start. ``exchange_s``: the time budget of a round once everybody
+    takes 8. ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me.
+    ``tls_cert``, ``tls_key``, ``tls_ca``: see ``fabric.runtime.tls``. ``run_dir``: this replica's sockets,
+    logs and lock on this host. ``journal``: one JSON line per event. ``contact_s``: how long to look for a lighthouse at the start. ``exchange_s``: the time budget of a round once everybody
     is in it, from which every deadline inside the exchange follows; ``user_code_s``: how long the others wait
     for a member in user code. ``autonomy_s``: how long to step without any lighthouse. ``data_plane``: "auto"
     (members on one host share memory), "tcp" or "nccl". ``digest_every``: steps between digests of the state.
@@ -42,6 +43,9 @@ class Settings:
     replicas: str = "1"
     lighthouse: tuple[str, ...] = ()
     token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
     bind: str = "127.0.0.1"
     advertise: str = ""
     ports: str = "0"
@@ -88,6 +92,11 @@ class Settings:
     def min_replicas(self) -> int:
         """How many members a step needs."""
         return parse_replicas(self.replicas)[0]
+
+    @property
+    def tls(self) -> Tls:
+        """How HTTP is spoken: to the lighthouse, to checkpoint servers and by our own."""
+        return Tls(self.tls_cert, self.tls_key, self.tls_ca)
 
     @property
     def token(self) -> bytes:
@@ -143,7 +152,7 @@ def _variable(name: str) -> str:
 
 def _parse(name: str, text: str) -> Any:
     default = getattr(_DEFAULTS, name)
-    if name in ("token_file", "run_dir", "journal"):
+    if name in ("token_file", "run_dir", "journal", "tls_cert", "tls_key", "tls_ca"):
         return Path(text)
     if name == "lighthouse":
         return tuple(part.strip().rstrip("/") for part in text.split(",") if part.strip())
@@ -170,6 +179,7 @@ def _checked(found: Settings) -> Settings:
     for url in found.lighthouse:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url}": give URLs such as http://host:port')
+    found.tls.check()
     for name in ("job", "replica"):
         _check_name(name, getattr(found, name))
     for name in (

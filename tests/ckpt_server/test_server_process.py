@@ -304,9 +304,11 @@ def test_the_trainer_gets_the_same_sentences(run_dir, tmp_path, attach):
         ServerHandle.start_or_attach(**options(blocked / "deeper"))
 
 
-def test_a_server_that_does_not_start_in_time_is_ended_and_said(run_dir, attach):
-    with pytest.raises(ServerLost, match=r"did not start in time|could not be attached"):
-        attach(deadline_s=0.001)
+def test_a_server_that_does_not_start_in_time_is_ended_and_said(run_dir, attach, monkeypatch):
+    with monkeypatch.context() as hurried:
+        hurried.setattr("fabric.ckpt_server.handle.ATTACH_S", 0.001)
+        with pytest.raises(ServerLost, match=r"did not start in time|could not be attached"):
+            attach()
     # The lock is free again, so nothing was left behind.
     assert attach().ensure() is False
 

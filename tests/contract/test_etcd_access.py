@@ -1,7 +1,5 @@
 """Being let in by a real etcd: users and passwords, TLS, certificates of our own, and all the refusals."""
 
-import shutil
-import subprocess
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from authority import Authority
 from etcd_process import EtcdMember, free_ports, require_etcd, running_etcd, wait_until
 from store_harness import soon, take
 
@@ -106,45 +105,6 @@ async def test_without_a_user_a_guarded_etcd_refuses(tmp_path: Path) -> None:
 async def test_a_user_for_an_etcd_without_users_is_told_so(etcd_url: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="authentication is not enabled"):
         await soon(open_store(etcd_url, access=user(tmp_path)).connect())
-
-
-class Authority:
-    """A certificate authority in a folder, by the openssl command."""
-
-    def __init__(self, folder: Path) -> None:
-        if shutil.which("openssl") is None:
-            pytest.skip("no openssl on PATH: install it to run the tests of certificates")
-        self.folder = folder
-        folder.mkdir()
-        self.ca = folder / "ca.pem"
-        self._run(
-            "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"
-        )
-
-    def _run(self, *arguments: str) -> None:
-        subject = [
-            "-subj",
-            "/CN=test authority",
-            "-keyout",
-            str(self.folder / "ca.key"),
-            "-out",
-            str(self.ca),
-        ]
-        self._openssl(*arguments, *subject)
-
-    @staticmethod
-    def _openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True)
-
-    def issue(self, name: str) -> tuple[Path, Path]:
-        """A certificate for 127.0.0.1, good for servers and clients, and its key."""
-        cert, key, request, extra = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr", "ext"))
-        extra.write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
-        new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-        self._openssl("req", *new, "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(request))
-        sign = ("-CA", str(self.ca), "-CAkey", str(self.folder / "ca.key"), "-CAcreateserial", "-days", "2")
-        self._openssl("x509", "-req", "-in", str(request), *sign, "-extfile", str(extra), "-out", str(cert))
-        return cert, key
 
 
 @contextmanager

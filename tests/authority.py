@@ -1,0 +1,46 @@
+"""A certificate authority for tests, made by the openssl command."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+class Authority:
+    """A certificate authority in a folder, by the openssl command."""
+
+    def __init__(self, folder: Path) -> None:
+        if shutil.which("openssl") is None:
+            pytest.skip("no openssl on PATH: install it to run the tests of certificates")
+        self.folder = folder
+        folder.mkdir()
+        self.ca = folder / "ca.pem"
+        self._run(
+            "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"
+        )
+
+    def _run(self, *arguments: str) -> None:
+        subject = [
+            "-subj",
+            "/CN=test authority",
+            "-keyout",
+            str(self.folder / "ca.key"),
+            "-out",
+            str(self.ca),
+        ]
+        self._openssl(*arguments, *subject)
+
+    @staticmethod
+    def _openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True)
+
+    def issue(self, name: str, host: str = "IP:127.0.0.1") -> tuple[Path, Path]:
+        """A certificate for ``host``, good for servers and clients, and its key."""
+        cert, key, request, extra = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr", "ext"))
+        extra.write_text(f"subjectAltName={host}\nextendedKeyUsage=serverAuth,clientAuth\n")
+        new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+        self._openssl("req", *new, "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(request))
+        sign = ("-CA", str(self.ca), "-CAkey", str(self.folder / "ca.key"), "-CAcreateserial", "-days", "2")
+        self._openssl("x509", "-req", "-in", str(request), *sign, "-extfile", str(extra), "-out", str(cert))
+        return cert, key

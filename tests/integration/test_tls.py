@@ -1,0 +1,179 @@
+"""TLS in both directions by configuration: a job that speaks HTTP in no other way, and who is kept out."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from authority import Authority
+from job import Job
+
+from fabric.ckpt_server.fetch import StateFetcher
+from fabric.errors import ConfigError, StateError
+from fabric.model import SnapshotRef
+from fabric.runtime.tls import Tls
+
+TOKEN = "Authorization: Bearer a-test-token"
+HELD_STEP = 6
+PAGE = Path(__file__).parents[2] / "docs" / "http.md"
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "ca")
+
+
+def variables(tls: Tls) -> dict[str, str]:
+    return {f"FABRIC_TLS_{name.upper()}": str(path) for name, path in tls.files.items()}
+
+
+def issued(authority: Authority, name: str, host: str = "IP:127.0.0.1") -> Tls:
+    return Tls(*authority.issue(name, host), authority.ca)
+
+
+def curl(address: str, tls: Tls | None, *options: str) -> subprocess.CompletedProcess:
+    """As docs/http.md has it."""
+    files = [] if tls is None else ["--cert", str(tls.cert), "--key", str(tls.key), "--cacert", str(tls.ca)]
+    command = ["curl", "-sS", "-m", "20", "-w", "\n%{http_code}", *files, *options, address]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def status(answer: subprocess.CompletedProcess) -> str:
+    return answer.stdout.rpartition("\n")[2]
+
+
+def test_a_job_over_tls_loses_a_trainer_and_nobody_else_gets_in(zygote, tmp_path, authority, monkeypatch):
+    mine, stranger = issued(authority, "mine"), issued(Authority(tmp_path / "other"), "stranger")
+    for name, path in variables(mine).items():
+        monkeypatch.setenv(name, path)  # for the lighthouse and the commands, which inherit them
+    environment = {"TINY_STEPS": "24", "FABRIC_SNAPSHOT_SHARE": "1000", **variables(mine)}
+    with Job(zygote, tmp_path / "job", replicas=2, environment=environment) as job:
+        assert job.url.startswith("https://127.0.0.1:")
+        job.start("r0", f"forward@{HELD_STEP}=wait:{job.folder / 'go-on'}")
+        job.start("r1")
+        job.wait_for(lambda: len(job.events("r0", "commit")) == HELD_STEP, "the steps before")
+        shown = curl(f"{job.url}/v1/jobs/test", mine, "-H", TOKEN)
+        members = {m["replica"]: m for m in json.loads(shown.stdout.rpartition("\n")[0])["members"]}
+        ckpt = members["r0"]["ckpt"]
+        assert ckpt.startswith("https://127.0.0.1:")
+        job.wait_for(lambda: told_by_pulse(job, mine), "the checkpoint servers' pulse over TLS")
+
+        assert "test" in [entry["job"] for entry in json.loads(the_line_of_the_page(job, mine))]
+        for url in (job.url, ckpt):
+            assert status(curl(f"{url}/healthz", mine)) == "200"
+            assert status(curl(f"{url}/v1/snapshots", mine)) == "401", "the token is wanted as well"
+            refused = curl(f"{url}/healthz", None, "--cacert", str(mine.ca))
+            assert refused.returncode != 0 and status(refused) == "000", "no certificate, not even for health"
+            forged = Tls(stranger.cert, stranger.key, mine.ca)
+            assert status(curl(f"{url}/healthz", forged)) == "000", "a certificate of another authority"
+            assert curl(f"{url}/healthz", Tls(mine.cert, mine.key, stranger.ca)).returncode == 60
+            plain = curl(url.replace("https", "http") + "/healthz", None)
+            assert status(plain) != "200"
+        assert command(job, "status", "--job", "test").returncode == 0
+        cut_off = command(
+            job, "status", "--job", "test", FABRIC_TLS_CERT="", FABRIC_TLS_KEY="", FABRIC_TLS_CA=""
+        )
+        assert cut_off.returncode == 1 and "no lighthouse answers" in cut_off.stderr
+        pulled = command(job, "pull", ckpt, "-o", str(tmp_path / "state.safetensors"))
+        assert pulled.returncode == 0, pulled.stderr
+        the_client_believes_nobody_else(ckpt, mine, stranger, job)
+
+        job.kill("r1")
+        (job.folder / "go-on").touch()
+        job.finish()
+        assert set(job.codes.values()) == {0}, job.logs()
+        joins = job.events("r1", "join")
+        assert joins and all(url.startswith("https://") for e in joins for url in e["sources"])
+
+
+def the_line_of_the_page(job: Job, tls: Tls) -> str:
+    """The curl line of docs/http.md, as it stands there."""
+    [line] = re.findall(r"^curl .*--cacert.*$", PAGE.read_text(), re.MULTILINE)
+    (job.folder / "auth").write_text(TOKEN + "\n")
+    environment = {**os.environ, **variables(tls), "LIGHTHOUSE": job.url}
+    return subprocess.run(
+        ["bash", "-euc", line], cwd=job.folder, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def told_by_pulse(job: Job, tls: Tls) -> bool:
+    answer = curl(f"{job.url}/v1/jobs/test", tls, "-H", TOKEN).stdout.rpartition("\n")[0]
+    return all(m["pulse"] and m["pulse"]["trainer"] == "running" for m in json.loads(answer)["members"])
+
+
+def command(job: Job, *arguments: str, **others: str) -> subprocess.CompletedProcess:
+    environment = {
+        **os.environ,
+        "FABRIC_LIGHTHOUSE": job.url,
+        "FABRIC_TOKEN_FILE": str(job.token),
+        **others,
+    }
+    line = [sys.executable, "-m", "fabric.cli.main", *arguments]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def the_client_believes_nobody_else(ckpt: str, mine: Tls, stranger: Tls, job: Job) -> None:
+    """A fetch with the right certificates arrives, any other is refused before a byte is taken."""
+    [entry] = json.loads(curl(f"{ckpt}/v1/snapshots", mine, "-H", TOKEN).stdout.rpartition("\n")[0])[-1:]
+    state, memory = (
+        SnapshotRef(entry["generation"], entry["step"], entry["digest"]),
+        bytearray(entry["nbytes"]),
+    )
+
+    def fetch(tls: Tls) -> None:
+        fetcher = StateFetcher("a-test-token", ssl_context=tls.client_context())
+        fetcher.fetch_state([ckpt], state, lambda nbytes: memoryview(memory))
+
+    for tls in (Tls(mine.cert, mine.key, stranger.ca), Tls(stranger.cert, stranger.key, mine.ca)):
+        with pytest.raises(StateError, match="nothing was loaded"):
+            fetch(tls)
+    assert memory == bytes(len(memory)), "untouched"
+    fetch(mine)
+    assert memory != bytes(len(memory))
+
+
+def test_a_certificate_for_another_host_is_not_believed(zygote, tmp_path, authority, monkeypatch):
+    elsewhere = issued(authority, "elsewhere", "DNS:elsewhere.example")
+    for name, path in variables(elsewhere).items():
+        monkeypatch.setenv(name, path)
+    with Job(zygote, tmp_path / "job", replicas=1) as job:
+        told = command(job, "status")
+        assert told.returncode == 1 and "IP address mismatch" in told.stderr
+        job.start("r0", FABRIC_CONTACT_S="1", **variables(elsewhere))
+        job.wait_for(lambda: job.ended("r0") is not None, "the trainer to give up")
+        assert job.ended("r0") == 1 and "cannot be reached" in (job.folder / "r0.log").read_text()
+
+
+def test_settings_of_tls_that_cannot_be(tmp_path, authority):
+    cert, key = authority.issue("whole")
+    Tls(cert, key, authority.ca).check()
+    Tls().check()
+    for tls, why in (
+        (Tls(cert), "without ca, key"),
+        (Tls(cert, key), "without ca"),
+        (Tls(ca=authority.ca), "without cert, key"),
+        (Tls(cert, key, tmp_path / "none"), "No such file"),
+        (Tls(cert, authority.ca, authority.ca), "check the files"),
+        (Tls(key, cert, authority.ca), "check the files"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            tls.check()
+    line = [
+        sys.executable,
+        "-m",
+        "fabric.ckpt_server",
+        "--job=j",
+        "--replica=r",
+        f"--run-dir={tmp_path / 'r'}",
+    ]
+    ended = subprocess.run(
+        [*line, f"--tls-cert={cert}"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert ended.returncode == 1 and ended.stderr.startswith("fabric: TLS is set without ca, key")

@@ -23,7 +23,7 @@ IDENTITY, ZSTD, PLANES = "identity", "zstd", "x-fabric-planes"
 PIECE_BYTES = 1 << 20
 _LEVEL = 1
 _WORTH = 0.98  # what saves less is sent as it is
-_FRAME = struct.Struct("<B3xII")
+_FRAME = struct.Struct("<III")  # the width is one byte, the three after it are zero
 _WIDTHS = (1, 2, 4, 8)
 _CODING = re.compile(r"\s*([\w*-]{1,40})\s*(?:;\s*q=\s*([01](?:\.\d{0,3})?)\s*)?", re.ASCII | re.IGNORECASE)
 _MAX_CODINGS = 50

@@ -167,6 +167,8 @@ class Striping:
             part = self._block(block)
             if unpacks:
                 unpack(body.read, part)
+                if block == blocks[-1] and response.read(1):
+                    raise SourceRefused("it sends more than the blocks that were asked for")
             digest = block_digest(part) if unpacks else _receive(body, part)
             if digest != self._manifest["blocks"][block]:
                 raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
@@ -174,8 +176,6 @@ class Striping:
                 source.nbytes += len(part)
                 source.failures = 0
             queue.finished(block)
-        if unpacks and response.read(1):
-            raise SourceRefused("it sends more than the blocks that were asked for")
         return sum(len(self._block(block)) for block in blocks)
 
     def _ask_plain(self, connection: Connection, lease: Lease) -> http.client.HTTPResponse:

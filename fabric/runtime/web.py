@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_TOKEN_BYTES = 4096
+# A connection on which no request is under way is closed after so long, also in the middle of a head.
+IDLE_S = 60.0
 
 # The first class that an error is an instance of decides.
 _STATUSES: tuple[tuple[type[FabricError], int], ...] = (
@@ -200,7 +202,11 @@ async def serve(
     """
     listening = bind_first_free(host, parse_ports(str(port)))
     runner = web.AppRunner(
-        app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=cancel_abandoned
+        app,
+        access_log=None,
+        shutdown_timeout=shutdown_s,
+        handler_cancellation=cancel_abandoned,
+        keepalive_timeout=IDLE_S,
     )
     try:
         await runner.setup()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from fabric.lighthouse import inquiry
 from fabric.lighthouse.diagnosis import UNKNOWN, Case, Diagnosis, judge
-from fabric.lighthouse.inquiry import Where
+from fabric.lighthouse.inquiry import Access, Where
 from fabric.lighthouse.recovery import Recovery
 from fabric.model import Record
 from fabric.protocol.leader import Leader
@@ -76,8 +76,8 @@ class Explainer:
     """One job's. ``observe`` after every event of its core; ``keep`` is called with a record that has got its
     diagnosis, ``tell`` with an event (kind, about, why, cause)."""
 
-    def __init__(self, token: str | None, tasks: Tasks, tell: Tell, keep: Callable[[Recovery], None]) -> None:
-        self._token = token
+    def __init__(self, access: Access, tasks: Tasks, tell: Tell, keep: Callable[[Recovery], None]) -> None:
+        self._access = access
         self._tasks = tasks
         self._tell = tell
         self._keep = keep
@@ -150,7 +150,7 @@ class Explainer:
         if not scene.epoch.condemned and not waited_for:
             await asyncio.sleep(_COMPANIONS_S)
         case = scene.case(waited_for)
-        seen = await inquiry.ask(scene.places(case.concerned()), self._token)
+        seen = await inquiry.ask(scene.places(case.concerned()), self._access)
         # Who aborted or was condemned meanwhile, and whose process has turned out to be gone, counts too.
         found = judge(scene.case(waited_for), seen)
         return replace(found, t=time.time(), seconds=time.monotonic() - begun)

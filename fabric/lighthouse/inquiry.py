@@ -8,12 +8,13 @@ rank that does not answer in time is told of as such.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 from fabric.lighthouse.diagnosis import Seen
+from fabric.runtime.tls import Tls
 
 # A trainer that holds the interpreter's lock is asked for a second, then its stacks are had by a signal.
 ASK_S = 3.0
@@ -34,10 +35,20 @@ class Where:
     url: str
 
 
-async def ask(places: Sequence[Where], token: str | None, ask_s: float = ASK_S) -> list[Seen]:
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What checkpoint servers want to see: the job's token, and certificates where TLS is configured."""
+
+    token: str | None = None
+    tls: Tls = field(default_factory=Tls)
+
+
+async def ask(places: Sequence[Where], access: Access, ask_s: float = ASK_S) -> list[Seen]:
     """Every rank as it is now; at most MAX_RANKS of them, in ``ask_s`` seconds."""
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    async with aiohttp.ClientSession(headers=headers, cookie_jar=aiohttp.DummyCookieJar()) as client:
+    headers = {} if access.token is None else {"Authorization": f"Bearer {access.token}"}
+    connector = aiohttp.TCPConnector(ssl=access.tls.client_context() or True)
+    jar = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(headers=headers, cookie_jar=jar, connector=connector) as client:
         return list(await asyncio.gather(*(_rank(client, place, ask_s) for place in places[:MAX_RANKS])))
 
 

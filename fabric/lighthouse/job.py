@@ -13,7 +13,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite
 from fabric.lighthouse import connection as codes
@@ -21,6 +21,7 @@ from fabric.lighthouse.connection import Connection
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.explainer import Explainer
+from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.progress import recoverable, top_step
 from fabric.lighthouse.records import Deposed, StoredRecord
@@ -50,7 +51,7 @@ class Surroundings:
     config: LeaderConfig
     metrics: Metrics
     tasks: Tasks
-    token: str | None = None
+    access: Access = field(default_factory=Access)
     clock: Callable[[], float] = time.monotonic
 
 
@@ -87,7 +88,7 @@ class Job:
         self._failures = 0
         self._record: Record | None = None
         self._unkept: dict[int, Recovery] = {}
-        self._explainer = Explainer(around.token, around.tasks, self._note_cause, self._keep)
+        self._explainer = Explainer(around.access, around.tasks, self._note_cause, self._keep)
 
     @property
     def now(self) -> float:

@@ -14,6 +14,7 @@ from fabric.lighthouse import connection as codes
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.incoming import check_name
+from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.job import Job, Surroundings
 from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.records import StoredRecord, job_of, records_prefix, recoveries_of
@@ -40,7 +41,7 @@ class Jobs:
         config: LeaderConfig,
         metrics: Metrics,
         tasks: Tasks,
-        token: str | None = None,
+        access: Access | None = None,
     ) -> None:
         self.by_name: dict[str, Job] = {}
         self.unreadable: dict[str, str] = {}
@@ -50,14 +51,14 @@ class Jobs:
         self._config = config
         self._metrics = metrics
         self._tasks = tasks
-        self._token = token
+        self._access = access or Access()
         self._around: Surroundings | None = None
         self._logs: dict[str, EventLog] = {}
         self._recoveries: dict[str, Recoveries] = {}
 
     def begin(self, term: Term) -> None:
         """This process leads: read every record and lead its job."""
-        self._around = Surroundings(term, self._config, self._metrics, self._tasks, self._token)
+        self._around = Surroundings(term, self._config, self._metrics, self._tasks, self._access)
         self._tasks.start("load the jobs", self._load(self._around))
 
     def end(self, reason: str) -> None:

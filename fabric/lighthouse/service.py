@@ -20,6 +20,7 @@ from pathlib import Path
 from fabric.errors import ConfigError, FabricError, StoreUnavailable
 from fabric.lighthouse.election import Candidate, Election, Hooks, Term
 from fabric.lighthouse.incoming import check_name
+from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.jobs import Jobs
 from fabric.lighthouse.metrics import Metrics
 from fabric.lighthouse.routes import Parts, StoreProbe, make_app
@@ -137,7 +138,7 @@ def _assemble(
 ) -> tuple[Parts, asyncio.Event]:
     """The parts, and an event that is set when requests can be answered for the first time."""
     metrics = Metrics()
-    jobs = Jobs(store, settings.namespace, settings.leader, metrics, tasks, token)
+    jobs = Jobs(store, settings.namespace, settings.leader, metrics, tasks, Access(token, settings.tls))
     settled = asyncio.Event()
 
     def elected(term: Term) -> None:

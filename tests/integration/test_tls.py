@@ -82,6 +82,10 @@ def test_a_job_over_tls_loses_a_trainer_and_nobody_else_gets_in(zygote, tmp_path
         the_client_believes_nobody_else(ckpt, mine, stranger, job)
 
         job.kill("r1")
+        job.wait_for(
+            lambda: looked_at(job, mine), "the lighthouse's look at the dead one's checkpoint server"
+        )
+        assert looked_at(job, mine)[0]["process"] != "unknown", "it was let in"
         (job.folder / "go-on").touch()
         job.finish()
         assert set(job.codes.values()) == {0}, job.logs()
@@ -97,6 +101,13 @@ def the_line_of_the_page(job: Job, tls: Tls) -> str:
     return subprocess.run(
         ["bash", "-euc", line], cwd=job.folder, env=environment, capture_output=True, text=True, check=True
     ).stdout
+
+
+def looked_at(job: Job, tls: Tls) -> list[dict]:
+    """What the lighthouse saw of r1 when it asked why it was lost."""
+    lines = curl(f"{job.url}/v1/jobs/test/recoveries", tls, "-H", TOKEN).stdout.splitlines()[:-1]
+    diagnoses = [json.loads(line).get("diagnosis") for line in lines if line.strip()]
+    return [seen for found in diagnoses if found for seen in found["seen"] if seen["replica"] == "r1"]
 
 
 def told_by_pulse(job: Job, tls: Tls) -> bool:

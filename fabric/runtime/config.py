@@ -24,10 +24,12 @@ class Settings:
     """``job``, ``replica``: who I am. ``replicas``: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
     takes 8. ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me.
     ``tls_cert``, ``tls_key``, ``tls_ca``: see ``fabric.runtime.tls``. ``run_dir``: this replica's sockets,
-    logs and lock on this host. ``journal``: one JSON line per event. ``contact_s``: how long to look for a lighthouse at the start. ``exchange_s``: the time budget of a round once everybody
-    is in it, from which every deadline inside the exchange follows; ``user_code_s``: how long the others wait
-    for a member in user code. ``autonomy_s``: how long to step without any lighthouse. ``data_plane``: "auto"
-    (members on one host share memory), "tcp" or "nccl". ``digest_every``: steps between digests of the state.
+    logs and lock on this host. ``journal``: one JSON line per event. ``contact_s``: how long to look for a
+    lighthouse at the start. ``exchange_s``: the time budget of a round once everybody is in it, from
+    which every deadline inside the exchange follows; ``user_code_s``: how long the others wait for a
+    member in user code. ``autonomy_s``: how long to step without any lighthouse. ``data_plane``: "auto"
+    (members on one host share memory), "tcp" or "nccl". ``digest_every``: steps between digests of the
+    state.
     ``snapshot_share``: part of the step time that snapshots may cost, but none is older than
     ``snapshot_max_age_s``; ``snapshot_every``: a snapshot every so many steps instead (0: no).
     ``reproducible``: whether equal gradients give bitwise equal states; off, digests and replay are, and

@@ -56,7 +56,8 @@ class Fleet:
             "0",
         ]
         command += ["--store", f"sqlite:///{self.folder}/lighthouse.db", "--token-file", str(token)]
-        command += ["--ready-file", str(ready)]
+        # Here replicas are killed again and again on purpose: none is kept out for it.
+        command += ["--ready-file", str(ready), "--failures", "0"]
         with (self.folder / "lighthouse.log").open("wb") as log:
             self._lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + START_S

@@ -128,6 +128,34 @@ class Base:
     sources: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What operators said of a job; it holds until they say otherwise, whoever leads.
+
+    ``paused``: by whom and why nobody is admitted, empty: newcomers are. ``min_replicas``, ``max_replicas``:
+    in place of what the sessions ask for (0: as they ask), ``scaled``: by whom and why.
+    """
+
+    paused: str = ""
+    min_replicas: int = 0
+    max_replicas: int = 0
+    scaled: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A member had to be evicted from ``epoch``, by nobody's wish: evidence against the replica and its host.
+
+    ``host`` is empty where the replica is spread over several. ``at``: Unix seconds. ``why`` is a sentence.
+    """
+
+    replica: str
+    host: str
+    epoch: int
+    at: float
+    why: str = ""
+
+
 @dataclass(frozen=True)
 class Record:
     """The membership epoch: one key in the store, replaced by guarded compare-and-set only.
@@ -138,7 +166,10 @@ class Record:
     the sessions had it when the generation began. ``poison`` is what nobody computes any more; it changes in
     forced records alone. ``failed``: why the job has stopped for a person to mend, or empty. ``cause``: what
     this epoch answers (``cause_of`` its number, or the loss of the replica that it lets in again); empty
-    where the writer was of an older release.
+    where the writer was of an older release. ``min_replicas``: how many members this epoch needs to step (0:
+    as each member's own setting says). ``orders`` and ``failures`` (the newest of the last while) concern
+    those to come; they may change within an epoch. ``ended``: when the job was complete, in Unix seconds (0:
+    not known).
     """
 
     store_id: str
@@ -155,6 +186,10 @@ class Record:
     poison: tuple[Poison, ...] = ()
     failed: str = ""
     cause: str = ""
+    min_replicas: int = 0
+    orders: Orders = Orders()
+    failures: tuple[Failure, ...] = ()
+    ended: float = 0.0
 
     # Asked for with every message, so found once. They are no fields: not compared, stored or sent.
 

@@ -80,20 +80,20 @@ class Lighthouses:
         parts = [quote(part, safe="") for part in (self.job, *rest) if part]
         return "/".join(["/v1/jobs", *parts])
 
-    def ask(self, path: str, body: dict[str, str] | None = None) -> Any:
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON that the first lighthouse answers: to GET, or to POST with a ``body``.
 
         Raises FabricError with all reasons where none answers, Refused with the lighthouse's own sentence.
         """
         return asyncio.run(self._ask(path, body))
 
-    async def _ask(self, path: str, body: dict[str, str] | None) -> Any:
+    async def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
         async with self.open(path, body, total_s=_TIMEOUT_S) as answer:
             return json.loads(await _bounded(answer))
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: dict[str, str] | None = None, *, total_s: float | None
+        self, path: str, body: dict[str, Any] | None = None, *, total_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer of the first lighthouse that gives one, its body unread; ``total_s`` bounds it."""
         reasons = []
@@ -114,7 +114,7 @@ class Lighthouses:
         )
 
     async def _open_one(
-        self, client: aiohttp.ClientSession, url: URL, body: dict[str, str] | None
+        self, client: aiohttp.ClientSession, url: URL, body: dict[str, Any] | None
     ) -> aiohttp.ClientResponse:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         method = "GET" if body is None else "POST"

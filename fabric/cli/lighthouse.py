@@ -61,12 +61,26 @@ _LIVENESS = LivenessConfig()
     type=click.Choice(logs.FORMATS),
     help="How to log: text, or a JSON object per line (FABRIC_LOG).",
 )
+@click.option(
+    "--failures",
+    default=LeaderConfig().failures,
+    show_default=True,
+    help="So many failures keep a replica or a host out for a while; 0: never.",
+)
+@click.option(
+    "--failures-s",
+    default=LeaderConfig().failures_s,
+    show_default=True,
+    help="Within so many seconds they count.",
+)
 def lighthouse(
     form: str,
     silence_s: float,
     reconnect_s: float,
     start_wait_s: float,
     autonomy_s: float,
+    failures: int,
+    failures_s: float,
     store_user: str,
     **others: Path | None,
 ) -> None:
@@ -76,6 +90,8 @@ def lighthouse(
         policy=Policy(start_wait_s=start_wait_s),
         liveness=LivenessConfig(silence_s=silence_s, reconnect_s=reconnect_s),
         autonomy_s=autonomy_s,
+        failures=failures,
+        failures_s=failures_s,
     )
     access = EtcdAccess(
         ca_file=others.pop("store_ca"),

@@ -17,6 +17,7 @@ from fabric.runtime.tls import Tls
 
 # Name of the command -> where it is, and what it says of itself in the list.
 _COMMANDS: dict[str, tuple[str, str]] = {
+    "admit": ("fabric.cli.operate:admit", "Let in whom failures keep out."),
     "ckpt-server": ("fabric.cli.ckpt_server:ckpt_server", "Hold and serve one replica's snapshots."),
     "demo": (
         "fabric.cli.demo.command:demo",
@@ -29,7 +30,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "evict": ("fabric.cli.operate:evict", "Leave a replica out of its job at once."),
     "inspect": ("fabric.cli.look:inspect_state", "Show what is in a state, a file or a URL."),
     "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Decide who takes part in each job."),
+    "pause": ("fabric.cli.operate:pause", "Admit nobody to a job for now."),
     "pull": ("fabric.cli.pull:pull", "Fetch a snapshot into a file, verified."),
+    "resume": ("fabric.cli.operate:resume", "Admit newcomers again."),
+    "scale": ("fabric.cli.operate:scale", "Set how many members a job needs and may have."),
     "status": ("fabric.cli.status:status", "Show the jobs of a lighthouse, or one of them."),
     "top": ("fabric.cli.status:top", "The same, live."),
 }

@@ -1,9 +1,10 @@
-"""``fabric drain`` and ``fabric evict``: what a person decides about a replica, with who and why."""
+"""What a person decides, with who and why: about a replica, about who joins, about a job's size."""
 
 import getpass
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -25,6 +26,31 @@ def _command(action: str, help_text: str, done: str) -> Callable[..., None]:
     return run
 
 
+def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) -> Callable[..., None]:
+    @click.command(action, help=help_text)
+    @lighthouse_options
+    @click.option("--why", required=True, help="The reason, for the record.")
+    @click.option("--who", default="", help="Who decides; by default this user at this host.")
+    def run(lighthouse: str, job: str, token_file: Path | None, why: str, who: str, **said: Any) -> None:
+        found = Lighthouses.of(lighthouse, job, token_file, needs_job=True)
+        given = {name: value for name, value in said.items() if value is not None}
+        if action == "scale" and not given:
+            raise click.UsageError("give --min, --max or both; 0 is what the replicas themselves ask for")
+        answer = found.ask(found.path(action), {**given, "who": who or _me(), "why": why})
+        click.echo(f"job {found.job} {done}".format(**given, **_limits(answer)))
+
+    for option in more:
+        run = option(run)
+    return run
+
+
+def _limits(answer: dict[str, Any]) -> dict[str, object]:
+    return {
+        "least": answer["min"] or "as many as its replicas ask for",
+        "most": answer["max"] or "as many as its replicas ask for",
+    }
+
+
 def _me() -> str:
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
@@ -38,4 +64,23 @@ evict = _command(
     "evict",
     "Leave REPLICA out of its job at once, as if it had died; the others redo its part of the step.",
     "is being evicted; it may come back, as after a death",
+)
+pause = _order(
+    "pause",
+    "Admit nobody to a job until `fabric resume`; its members go on, also without those who die.",
+    "admits nobody now; its members go on",
+)
+resume = _order("resume", "Admit newcomers again, after `fabric pause`.", "admits newcomers again")
+scale = _order(
+    "scale",
+    "Set how many members a job needs to step and how many it may have; surplus ones leave, newest first.",
+    "needs {least}, and may have {most}",
+    click.option("--min", type=click.IntRange(0, 1024), help="Needed to step; 0: as the replicas ask."),
+    click.option("--max", type=click.IntRange(0, 1024), help="At most so many; 0: as the replicas ask."),
+)
+admit = _order(
+    "admit",
+    "Let a replica or a host in again that is kept out for failing too often: the evidence is dropped.",
+    "holds nothing against {about} any more",
+    click.argument("about", metavar="REPLICA|HOST"),
 )

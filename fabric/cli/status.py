@@ -87,7 +87,8 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     lighthouse, store = job["lighthouse"], job["store"]
     led = f"led by {lighthouse['url']} over store {store['id']}"
     waiting = f"waiting for {job['waiting_for']}"
-    lines = (title + because, waiting, f"recoverable: {recoverable(job['recoverable'])}")
+    lines = [title + because, waiting, f"recoverable: {recoverable(job['recoverable'])}"]
+    lines += _orders(job, record)
     return Group(*map(Text, lines), table, Text(led, style="dim"))
 
 
@@ -100,6 +101,25 @@ def recoverable(state: dict[str, Any] | None) -> str:
     said += [f"{age_s:.1f} s old"] if age_s is not None else []
     said += [f"{behind} steps behind"] if behind is not None else []
     return ", ".join(said)
+
+
+def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
+    """What operators have said, and who is kept out for failing."""
+    orders, found = record.get("orders", {}), []
+    if orders.get("paused"):
+        found.append(f"joins are paused {orders['paused']}")
+    if orders.get("scaled"):
+        policy = job["policy"]
+        found.append(
+            f"needs {policy['min_replicas']}, may have {policy['max_replicas']} replicas: {orders['scaled']}"
+        )
+    for penalty in job.get("penalties", ()):
+        until = time.strftime("%H:%M:%S", time.localtime(penalty["until"]))
+        found.append(
+            f"{penalty['kind']} {penalty['about']} failed {penalty['times']} times, last: {penalty['why']}; "
+            f"kept out until {until}"
+        )
+    return found
 
 
 def _role(member: dict[str, Any]) -> str:

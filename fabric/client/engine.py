@@ -7,6 +7,7 @@ threads post the outcomes of what they were told to do. Nothing here decides any
 import asyncio
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -359,6 +360,9 @@ class Engine:
     def _note(self, note: io.Note) -> None:
         if note.kind == "resume":
             self._parts.points.reach("recovery", note.step)
+        if note.kind == "kept out":
+            sys.stderr.write(f"fabric: {self._parts.peers.replica} waits: {note.why}\n")
+            sys.stderr.flush()
         extra: dict[str, Any] = {"micro_batches": list(note.micro_batches)} if note.micro_batches else {}
         extra["cause"] = self._cause(note)
         self._parts.journal.write(

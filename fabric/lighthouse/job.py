@@ -13,9 +13,10 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from fabric.errors import ProtocolError, StoreError, StoreIndefinite
+from fabric.errors import ProtocolError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse import connection as codes
 from fabric.lighthouse.connection import Connection
 from fabric.lighthouse.election import Term
@@ -86,6 +87,7 @@ class Job:
         self._driver: Driver[io.Event, io.Effect] | None = None
         self._opening: Connection | None = None
         self._failures = 0
+        self._changed = asyncio.Event()  # the record has; a new one is made every time
         self._record: Record | None = None
         self._unkept: dict[int, Recovery] = {}
         self._explainer = Explainer(around.access, around.tasks, self._note_cause, self._keep)
@@ -127,13 +129,14 @@ class Job:
         self._driver = Driver(
             self.core, self._perform, tick=io.Tick(), on_crash=self._remake, clock=self._around.clock
         )
-        self._feed(io.Elected(self._around.term.store_id, record))
+        self._feed(io.Elected(self._around.term.store_id, record, time.time()))
 
     def close(self, code: int, reason: str) -> None:
         """Feed nothing more and close every connection with ``code``."""
         if self._driver is not None:
             self._driver.close()
             self._driver = None
+        self._changed.set()
         connections = [*self.sessions.values(), *(source.connection for source in self.pulses.values())]
         self.sessions.clear()
         self.pulses.clear()
@@ -200,10 +203,21 @@ class Job:
             del self.pulses[replica, rank]
             self._feed(io.PulseClosed(replica, rank))
 
-    def operate(self, action: str, replica: str, who: str, why: str) -> None:
-        """``action`` is drain or evict."""
-        self._note(f"{action} asked", replica, f"by {who}: {why}")
-        self._feed(io.Operator(action, replica, who, why))
+    def operate(self, asked: io.Operator) -> None:
+        """What a person decides, on the record with who and why."""
+        self._note(f"{asked.action} asked", asked.replica, f"by {asked.who}: {asked.why}{_numbers(asked)}")
+        self._feed(asked)
+
+    async def kept(self, within_s: float) -> None:
+        """Wait until the store has the operators' orders. Raises StoreUnavailable where it does not take them
+        in that time, or this lighthouse leads no longer: they may be lost, and can be said again."""
+        core = self.core
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.is_running and self.core is core and core.has_unwritten_orders:
+                    await self._changed.wait()
+        if not self.is_running or self.core is not core or core.has_unwritten_orders:
+            raise StoreUnavailable("it is not certain that the store has this: say it again in a moment")
 
     # --- effects ---------------------------------------------------------------------------------------
 
@@ -212,6 +226,8 @@ class Job:
             return
         self._driver.feed(event)
         if self.core.record is not self._record:
+            self._changed.set()
+            self._changed = asyncio.Event()
             self._count_evictions(self._record, self.core.record)
             self._record = self.core.record
             self._notify_servers()
@@ -243,7 +259,7 @@ class Job:
         for connection in (self._opening, self.sessions.get(effect.replica)):
             if connection is not None and connection.is_of(effect.replica, effect.incarnation):
                 connection.send(effect.message)
-                if isinstance(effect.message, m.Rejected):
+                if isinstance(effect.message, m.Rejected) and not effect.message.retry:
                     connection.end(codes.REFUSED, effect.message.reason)
                 return
 
@@ -364,6 +380,11 @@ def _notice(record: Record) -> str:
 
 def _same(one: m.Pulse, other: m.Pulse) -> bool:
     return replace(one, number=other.number, ages_s=other.ages_s) == other
+
+
+def _numbers(asked: io.Operator) -> str:
+    found = (("min", asked.min_replicas), ("max", asked.max_replicas))
+    return "".join(f", {name} {value}" for name, value in found if value is not None)
 
 
 def _entropy() -> random.Random:

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from fabric.errors import ProtocolError, Refused, StoreError
+from fabric.errors import StoreError
 from fabric.lighthouse import dashboard, metrics, sockets
+from fabric.lighthouse.commands import add_commands, find_job
 from fabric.lighthouse.election import Election
-from fabric.lighthouse.incoming import check_name
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
 from fabric.lighthouse.view import job_line, job_view
@@ -28,7 +28,6 @@ OPEN_PATHS = frozenset({"/healthz", "/metrics"}) | dashboard.OPEN_PATHS
 MAX_BODY_BYTES = 64 * 1024
 # A follower's client comes back within this time; an election takes about a lease.
 RETRY_AFTER_S = 1
-_MAX_TEXT = 300
 _MAX_ID = 2**62
 
 
@@ -98,8 +97,7 @@ def make_app(parts: Parts, token: str | None) -> web.Application:
     add("/v1/jobs/{job}/session", routes.session)
     add("/v1/jobs/{job}/pulse", routes.pulse)
     dashboard.add_routes(app, token)
-    for action in ("drain", "evict"):
-        app.router.add_post(f"/v1/jobs/{{job}}/{action}", routes.operate(action))
+    add_commands(app, lambda: parts.jobs)
     return app
 
 
@@ -202,26 +200,6 @@ class Routes:
             return job
         return await dashboard.stream(request, job, lambda: self._parts.leads)
 
-    def operate(self, action: str) -> Handler:
-        """The handler that asks the leader for ``action``."""
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            body = await _operator_body(request)
-            job = self._job(request)
-            if isinstance(job, web.Response):
-                return job
-            replica = body["replica"]
-            record = job.core.record
-            member = record.member(replica) if record else None
-            if member is None and replica not in job.core.liveness.peers:
-                return json_error(404, f"job {job.name} knows no replica {replica}: look at its members")
-            job.operate(action, replica, body["who"], body["why"])
-            if action == "evict" and member is not None and not _is_going(job, replica, member.incarnation):
-                raise Refused(f"{replica} is not evicted: nobody else in the roster knows the job's state")
-            return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)
-
-        return handle
-
     async def session(self, request: web.Request) -> web.StreamResponse:
         """A trainer's WebSocket."""
         return await sockets.session(request, self._parts.jobs)
@@ -231,31 +209,4 @@ class Routes:
         return await sockets.pulse(request, self._parts.jobs)
 
     def _job(self, request: web.Request) -> Job | web.Response:
-        name = request.match_info["job"]
-        job = self._parts.jobs.find(name)
-        return job if job is not None else json_error(404, f"there is no job {name}: see /v1/jobs")
-
-
-def _is_going(job: Job, replica: str, incarnation: int) -> bool:
-    record = job.core.record
-    return replica in job.core.epoch.condemned or record is None or not record.lists(replica, incarnation)
-
-
-async def _operator_body(request: web.Request) -> dict[str, str]:
-    """The three strings of a command. Raises ProtocolError."""
-    try:
-        body = json.loads(await request.read())
-    except (ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict):
-        raise ProtocolError(
-            'send a JSON object such as {"replica": "r1", "who": "me", "why": "its host is hot"}'
-        )
-    found: dict[str, str] = {}
-    for name in ("replica", "who", "why"):
-        value = body.get(name)
-        if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT or not value.isprintable():
-            raise ProtocolError(f'"{name}" must be a text of 1 to {_MAX_TEXT} printable characters')
-        found[name] = value
-    check_name("replica", found["replica"])
-    return found
+        return find_job(self._parts.jobs, request)

@@ -92,9 +92,12 @@ def check_settings(settings: LighthouseSettings) -> None:
         ("reconnect-s", liveness.reconnect_s),
         ("start-wait-s", policy.start_wait_s),
         ("autonomy-s", settings.leader.autonomy_s),
+        ("failures-s", settings.leader.failures_s),
     ):
         if not 0.25 <= value <= 1e6:
             raise ConfigError(f"{name} is {value:g}: give 0.25 to 1000000 seconds")
+    if not 0 <= settings.leader.failures <= 1000:
+        raise ConfigError(f"failures is {settings.leader.failures}: give 0 (never) to 1000")
     if settings.advertise and not settings.advertise.startswith(("http://", "https://")):
         raise ConfigError(
             f'the advertised address "{settings.advertise[:200]}" is no URL: give one such as http://host:port'

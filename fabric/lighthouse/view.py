@@ -23,6 +23,7 @@ def job_line(job: Job) -> dict[str, Any]:
         "members": len(record.roster) if record else 0,
         "sessions": len(job.sessions),
         "complete": bool(record and record.complete),
+        "paused": record.orders.paused if record else "",
         "waiting_for": waiting_for(job.core, job.now),
     }
 
@@ -38,7 +39,12 @@ def job_view(job: Job) -> dict[str, Any]:
         **job_line(job),
         "record": _record_view(record),
         "roster": [member.replica for member in roster],
-        "policy": asdict(core.config.policy),
+        "policy": {
+            **asdict(core.config.policy),
+            "min_replicas": core.least,
+            "max_replicas": core.most,
+        },
+        "penalties": [asdict(penalty) for penalty in core.penalties()],
         "members": [_member_view(core, member, now) for member in roster],
         "joiners": [_joiner_view(core, peer, now) for peer in outside if peer.connected],
         "checkpoint_servers": [
@@ -87,12 +93,12 @@ def waiting_for(core: Leader, now: float) -> str:
 def _waiting_to_start(core: Leader, now: float) -> str:
     policy = core.config.policy
     count = sum(peer.connected for peer in core.liveness.peers.values())
-    if count < policy.min_replicas:
-        return f"replicas to start with: {count} of at least {policy.min_replicas} have a session"
+    if count < core.least:
+        return f"replicas to start with: {count} of at least {core.least} have a session"
     waited = now - core.waiting_since if core.waiting_since is not None else 0.0
     return (
         f"replicas to start with: {count} of {policy.start_replicas} have a session, "
-        f"after {policy.start_wait_s:g} s (now {waited:.1f} s) {policy.min_replicas} will do"
+        f"after {policy.start_wait_s:g} s (now {waited:.1f} s) {core.least} will do"
     )
 
 
@@ -117,8 +123,9 @@ def _waiting_in_epoch(core: Leader, record: Record, now: float) -> str:
         if silent:
             return f"the report of {_some(silent)} on epoch {record.epoch}"
         return "a decision of a person: the reports contradict each other, see the events"
-    if len(record.roster) < core.config.policy.min_replicas:
-        return f"replicas: {len(record.roster)} of at least {core.config.policy.min_replicas} are members"
+    if len(record.roster) < core.least:
+        paused = f"; joins are paused {record.orders.paused}" if record.orders.paused else ""
+        return f"replicas: {len(record.roster)} of at least {core.least} are members{paused}"
     away = [x.replica for x in record.roster if x.replica not in epoch.running]
     if away:
         return f"{_some(away)} to enter the first round of epoch {record.epoch}"
@@ -158,12 +165,12 @@ def _member_view(core: Leader, member: Member, now: float) -> dict[str, Any]:
 def _joiner_view(core: Leader, peer: Peer, now: float) -> dict[str, Any]:
     session = peer.session
     pulse = core.liveness.pulses.get(session.replica)
-    if session.replica in core.draining:
-        verdict = core.draining[session.replica]
-    elif core.record is None:
+    if core.record is None:
         verdict = "waits for the first start"
     elif session.replica in core.finished:
         verdict = f"has finished at step {core.finished[session.replica]}"
+    elif core.kept_out(peer):
+        verdict = core.kept_out(peer)
     elif peer.generation != core.record.generation:
         verdict = "has no state of this generation yet"
     else:

@@ -11,6 +11,11 @@ from fabric.model import Member, Record
 from fabric.protocol import messages as m
 
 
+def for_members(record: Record) -> Record:
+    """Without what concerns only the leaders: evidence against those who failed."""
+    return replace(record, failures=())
+
+
 def change(before: Record, after: Record) -> m.Change:
     """``after``, told to whoever holds the roster of ``before``."""
     old = {x.replica: x for x in before.roster}

@@ -85,7 +85,7 @@ class Leader(Joins):
         if record is None:
             self._start(None)
             return
-        if record.complete:
+        if record.complete or self._write_orders(record):
             return
         self._expire_awaited(record)
         self._expire_mute(record)
@@ -101,16 +101,19 @@ class Leader(Joins):
             self._decide(record)
         self._serve_awaited(record)
         if self._is_settled(record):
-            moved = self._drain(record) or self._admit(record)
+            moved = self._rescale(record) or self._drain(record) or self._admit(record)
             if not moved:
                 self._serve(record)
+        self._tell_held(record)
 
     def on_elected(self, event: io.Elected) -> None:
         """Full credit to everybody, and the record announced to whoever has a session."""
         self.leading = True
         self.store_id = event.store_id
         self.record = event.record
+        self._unix = event.unix_s - self._now
         if event.record is not None:
+            self._recall(event.record)
             self.seats = {x.replica: x.seat for x in event.record.roster}
         self.liveness.elected = self._now
         self.epoch = EpochState(self._now)
@@ -134,6 +137,7 @@ class Leader(Joins):
         if known is None or known.incarnation != session.incarnation:
             self.finished.pop(session.replica, None)
             self.draining.pop(session.replica, None)
+            self.held.pop(session.replica, None)
             self.serving.pop(session.replica, None)
             self._tell("session opened", session.replica, f"incarnation {session.incarnation}")
         if session.finished and self.record is not None and session.generation == self.record.generation:
@@ -226,7 +230,10 @@ class Leader(Joins):
     def on_operator(self, event: io.Operator) -> None:
         if event.action == "drain":
             self.draining[event.replica] = f"drained by {event.who} ({event.why})"
+        elif event.action != "evict":
+            self.order(event)
         elif self._lists(event.replica) and self._is_spared_by(event.replica):
+            self.epoch.blameless.add(event.replica)
             self._condemn(event.replica, f"evicted by {event.who}: {event.why}")
         else:
             self._tell("not evicted", event.replica, "nobody else in the roster knows the job's state")
@@ -320,6 +327,7 @@ class Leader(Joins):
         if self._now - self.epoch.condemned_at < self.config.coalesce_s:
             return True
         why = "; ".join(f"{name} evicted: {reason}" for name, reason in sorted(condemned.items()))
+        self._note_failures(record)
         self._write_epoch(record, left, forced=True, why=why)
         return True
 

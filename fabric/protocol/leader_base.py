@@ -8,7 +8,18 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 
-from fabric.model import Death, Fence, Member, Poison, Policy, Record, SnapshotRef, cause_of
+from fabric.model import (
+    Death,
+    Failure,
+    Fence,
+    Member,
+    Orders,
+    Poison,
+    Policy,
+    Record,
+    SnapshotRef,
+    cause_of,
+)
 from fabric.protocol import changes, poison
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
@@ -44,6 +55,8 @@ class LeaderConfig:
     reform_limit_s: float = 5.0
     autonomy_s: float = 1800.0
     autonomy_margin_s: float = 60.0
+    failures: int = 3  # so many within ``failures_s`` keep a replica or a host out (0: never)
+    failures_s: float = 1800.0
 
 
 @dataclass(slots=True)
@@ -61,6 +74,7 @@ class EpochState:
     aborted_at: float = 0.0
     condemned: dict[str, str] = field(default_factory=dict)
     decided_at: float = 0.0
+    blameless: set[str] = field(default_factory=set)  # condemned by somebody's wish, which is no failure
     too_slow: set[str] = field(default_factory=set)  # held the others up, and did not get in
     fallen: set[str] = field(default_factory=set)  # hold nothing of worth: by their own word, or found wrong
     condemned_at: float = 0.0
@@ -141,9 +155,13 @@ class LeaderBase:
         self.retried = False  # a process came after its replica had heard
         self.excused: set[tuple[str, Death]] = set()
         self.unusable: dict[SnapshotRef, str] = {}  # what a generation could not begin from, and why
+        self.orders = Orders()  # as operators want them: the record has them with the next write
+        self.failures: tuple[Failure, ...] = ()  # likewise
+        self.held: dict[str, str] = {}  # newcomer -> why it is not let in, as it was told
         self._plan_at = math.inf  # when what came since the last plan is looked at, at the latest
         self._deadline: float | None = None
         self._now = now
+        self._unix = 0.0  # the time of day minus ``now``
         self._effects: list[io.Effect] = []
 
     # --- the record ------------------------------------------------------------------------------------
@@ -172,7 +190,8 @@ class LeaderBase:
 
     def _write_complete(self, record: Record, step: int) -> None:
         base = replace(record.base, step=step)
-        self._write(replace(record, complete=True, base=base, reason=f"finished at step {step}"))
+        ended = self._now + self._unix
+        self._write(replace(record, complete=True, base=base, reason=f"finished at step {step}", ended=ended))
 
     def _write_epoch(
         self, record: Record, roster: tuple[Member, ...], forced: bool, why: str, cause: str = ""
@@ -189,6 +208,7 @@ class LeaderBase:
                 reason=why[:MAX_REASON_CHARACTERS],
                 cause=cause or cause_of(epoch),
                 poison=self._known_poison(record) if forced else record.poison,
+                min_replicas=self.orders.min_replicas,
             )
         )
 
@@ -198,13 +218,18 @@ class LeaderBase:
         return replace(self._addressed(member), fresh=not knows, awaited=awaited)
 
     def _write(self, record: Record) -> None:
-        if self.record is not None and record.nonce == self.record.nonce:
-            record = replace(record, nonce=self._nonce())
+        nonce = record.nonce
+        if self.record is not None and nonce == self.record.nonce:
+            nonce = self._nonce()
+        record = replace(record, nonce=nonce, orders=self.orders, failures=self.failures)
         self.writing = record
         self._do(io.WriteRecord(record, self.record))
 
     def _adopt(self, record: Record) -> None:
         """The store has committed it: now, and only now, it is announced."""
+        if self.record is not None and self._says_the_same(record, self.record):
+            self.record, self.writing = record, None  # only what concerns those to come has changed
+            return
         if self.record is not None and self.record.generation != record.generation:
             self.finished.clear()
         self._note_setbacks(record)
@@ -220,6 +245,11 @@ class LeaderBase:
         self._note_losses(record)
         self._tell("complete" if record.complete else "epoch", "", record.reason, record.cause)
         self._announce(record, before)
+
+    def _says_the_same(self, record: Record, other: Record) -> bool:
+        """Whether it means the same to its members."""
+        after = (record.fence, record.complete, record.failed)
+        return after == (other.fence, other.complete, other.failed)
 
     def _note_setbacks(self, record: Record) -> None:
         """Who is evicted waits before it is admitted again, longer every time: its return stops nobody,
@@ -243,7 +273,7 @@ class LeaderBase:
 
     def _announce(self, record: Record, before: Record | None) -> None:
         """To everybody, as the difference to what was announced ``before`` where that is understood."""
-        self.news = News(record, before)
+        self.news = News(changes.for_members(record), before)
         rejected = m.Rejected(record.failed, poison=record.poison)
         complete = m.Complete(record.fence, record.base.step)
         for replica, peer in self.liveness.peers.items():
@@ -321,7 +351,7 @@ class LeaderBase:
 
     def _is_parked(self, record: Record) -> bool:
         decided = not record.is_forced or self.epoch.decision is not None
-        return decided and len(record.roster) < self.config.policy.min_replicas
+        return decided and len(record.roster) < (record.min_replicas or self.config.policy.min_replicas)
 
     def _doubt(self, peer: Peer) -> str:
         """Why this process would be evicted at once if it were in a roster, or empty."""

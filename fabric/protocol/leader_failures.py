@@ -11,11 +11,12 @@ from dataclasses import replace
 from fabric.model import Record
 from fabric.protocol import messages as m
 from fabric.protocol import poison
-from fabric.protocol.leader_base import MAX_REASON_CHARACTERS, LeaderBase
+from fabric.protocol.leader_base import MAX_REASON_CHARACTERS
+from fabric.protocol.leader_orders import Admission
 from fabric.protocol.liveness import Peer
 
 
-class Failures(LeaderBase):
+class Failures(Admission):
     """A leader that knows when to stop a job."""
 
     def on_failed(self, peer: Peer, message: m.Failed) -> None:

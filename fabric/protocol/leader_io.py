@@ -10,10 +10,12 @@ from fabric.protocol.messages import LeaderMessage, MemberMessage, Pulse, Sessio
 
 @dataclass(frozen=True, slots=True)
 class Elected:
-    """This lighthouse leads, and ``record`` is what the store holds for the job (None: nothing yet)."""
+    """This lighthouse leads, and ``record`` is what the store holds for the job (None: nothing yet).
+    ``unix_s`` is the time of day, in Unix seconds: times that one leader writes are read by another."""
 
     store_id: str
     record: Record | None
+    unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +75,16 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """``action`` is drain or evict; recorded with who and why."""
+    """``action`` is drain or evict (about ``replica``), admit (about a replica or a host), pause, resume or
+    scale; recorded with who and why. ``min_replicas``, ``max_replicas``: what scale sets (None: as it is, 0:
+    as the sessions ask)."""
 
     action: str
     replica: str
     who: str
     why: str
+    min_replicas: int | None = None
+    max_replicas: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

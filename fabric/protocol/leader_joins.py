@@ -6,7 +6,7 @@ from dataclasses import replace
 from fabric.model import DURABLE, Base, Member, Record, SnapshotRef, cause_of
 from fabric.protocol import messages as m
 from fabric.protocol.assignment import seated
-from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, Setback, as_member, base_ref
+from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, as_member, base_ref
 from fabric.protocol.leader_failures import Failures
 from fabric.protocol.liveness import Peer, PulseState, lanes
 
@@ -49,7 +49,7 @@ class Joins(Failures):
             if peer is None or not peer.connected or caught_up:
                 del self.serving[joiner]
                 self._end_serving(joiner)
-            elif inside or serving.fallback:
+            elif inside or serving.fallback or self._is_penalised(record, peer):
                 continue
             elif serving.told:
                 self._watch_gap(record, peer, serving)
@@ -172,7 +172,7 @@ class Joins(Failures):
 
     def _admit(self, record: Record) -> bool:
         ready = [p for p in self.liveness.peers.values() if self._may_join(record, p)]
-        room = self.config.policy.max_replicas - len(record.roster)
+        room = self.most - len(record.roster)
         if room <= 0:
             return False
         if not ready:
@@ -196,17 +196,17 @@ class Joins(Failures):
         return self._top_step(record) - peer.step <= 1
 
     def _is_welcome(self, record: Record, peer: Peer) -> bool:
-        if not peer.connected or peer.beat is None or peer.session.replica in self.draining:
+        if not peer.connected or peer.beat is None or self.kept_out(peer):
             return False
         if record.member(peer.session.replica) is not None or peer.session.replica in self.finished:
             return False
-        setback = self.setbacks.get((peer.session.replica, peer.incarnation), Setback())
-        if self._now < setback.until:
+        if self._has_setback(peer):
             return False
         # Else it does not know yet that it is outside, or would be evicted at once.
         return peer.beat.epoch == record.epoch and not self._doubt(peer)
 
     def _drain(self, record: Record) -> bool:
+        self._drain_surplus(record)
         names = [x for x in record.roster if x.replica in self.draining]
         leaving = [x for x in record.roster if x.leaving]
         self._dismiss(record)
@@ -217,7 +217,8 @@ class Joins(Failures):
         if not names or all(x.replica in self.draining for x in record.roster):
             return False
         roster = tuple(replace(x, leaving=x.leaving or x in names) for x in record.roster)
-        self._write_epoch(record, roster, False, f"{_names(names)} is being drained")
+        whys = "; ".join(sorted({self.draining[x.replica] for x in names}))
+        self._write_epoch(record, roster, False, f"{_names(names)} is being drained: {whys}")
         return True
 
     def _dismiss(self, record: Record) -> None:
@@ -235,6 +236,7 @@ class Joins(Failures):
             self.epoch.fallen.add(peer.session.replica)
             if self._is_awaited(peer.session.replica):
                 self.epoch.too_slow.add(peer.session.replica)
+            self.epoch.blameless.add(peer.session.replica)
             self._condemn(peer.session.replica, f"it cannot go on: {message.why}")
 
     def _note_loaded(self, beat: m.Beat) -> None:
@@ -272,11 +274,8 @@ class Joins(Failures):
     def _start(self, record: Record | None) -> None:
         """Rule 6: a new generation from the newest state that anybody still holds."""
         policy = self.config.policy
-        open_ = sorted(
-            (p for p in self.liveness.peers.values() if p.connected and not self._doubt(p)),
-            key=lambda p: p.session.replica,
-        )
-        if not open_ or len(open_) < policy.min_replicas:
+        open_ = self._startable()
+        if not open_ or len(open_) < self.least:
             self.waiting_since = None
             return
         if self.waiting_since is None:
@@ -287,7 +286,7 @@ class Joins(Failures):
         self.waiting_since = None
         if record is not None and record.failed:
             self._excuse()
-        peers = open_[: policy.max_replicas]
+        peers = open_[: self.most]
         base = self._base(peers)
         if base is None:
             self.failure = f"no state is left that could be loaded: {self._unusable()}"
@@ -309,8 +308,18 @@ class Joins(Failures):
                 cause=cause_of(epoch),
                 sharing=peers[0].session.sharing,
                 poison=self._known_poison(record) if record is not None else (),
+                min_replicas=self.orders.min_replicas,
             )
         )
+
+    def _startable(self) -> list[Peer]:
+        """Who could begin a generation; the penalised only where too few are left without them."""
+        peers = self.liveness.peers.values()
+        found = sorted(
+            (p for p in peers if p.connected and not self._doubt(p)), key=lambda p: p.session.replica
+        )
+        good = [p for p in found if self._penalty_of(as_member(p.session)) is None]
+        return good if len(good) >= self.least else found
 
     def _start_reason(self, record: Record | None, base: Base) -> str:
         if record is None and base.generation == 0:

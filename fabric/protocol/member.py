@@ -147,7 +147,9 @@ class Member(Rounds):
         self.stopped = True
 
     def on_rejected(self, message: m.Rejected) -> None:
-        if not message.retry:
+        if message.retry:
+            self._do(io.Note("kept out", self._epoch(), self.state.step, message.reason))
+        else:
             self._stop(1, message.reason, message.poison)
 
     def on_beat_reply(self, message: m.BeatReply) -> None:

@@ -142,7 +142,7 @@ class Rounds(CatchingUp):
         """Rules 1, 4, 7 and 10: what is my share of the next round?"""
         record = self.current
         assert record is not None
-        if self.contact.finished or len(record.roster) < self.config.min_replicas:
+        if self.contact.finished or len(record.roster) < (record.min_replicas or self.config.min_replicas):
             return
         if self._now - self.contact.last > self.config.autonomy_s:
             self._stop(75, "no lighthouse answered for autonomy_s: stopped before the next round")

@@ -147,7 +147,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The session is refused: ``reason`` is for a person. ``retry`` says whether waiting can help.
+    """The session is refused: ``reason`` is for a person. ``retry``: it stays, but is not let in for now.
     ``poison``: the micro-batches that are the reason, where they are."""
 
     reason: str

@@ -103,6 +103,19 @@ def test_a_person_decides_by_keyboard(job, browser):
     job.wait_for(lambda: job.ended("r2") == 0, "the drained one's end")
 
 
+def test_a_person_pauses_joins_and_resumes_them(job, browser):
+    log_in(browser, job)
+    for verb, shown in (("pause", "Joins are paused by bea: a look at rack 4."), ("resume", "")):
+        browser.wait_for(lambda verb=verb: browser.text("#joins") == f"{verb} joins", "the button")
+        browser.run("document.querySelector('#joins').click()")
+        browser.wait_for(lambda verb=verb: browser.text("#act-title") == f"{verb} joins", "the dialogue")
+        browser.run("document.querySelector('#who').value = 'bea'")
+        browser.run("document.querySelector('#why').value = 'a look at rack 4'")
+        browser.run("document.querySelector('#act-do').click()")
+        browser.wait_for(lambda shown=shown: browser.text("#paused") == shown, "what the page says")
+    assert not browser.console()
+
+
 def test_a_wrong_token_is_told_and_the_right_one_is_not_kept(job, browser):
     browser.open(job.url)
     browser.wait_for(lambda: browser.run("return document.querySelector('#login').open"), "the question")

@@ -11,6 +11,7 @@ from sim.server import FLIPPED
 from fabric.model import EVERYTHING, Member, Record, Sharing
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
+from fabric.protocol.changes import for_members
 
 if TYPE_CHECKING:
     from sim.server import Gradient
@@ -69,8 +70,9 @@ class Checks:
             )
         if after.complete and (after.generation, after.base.step) < self.newest:
             raise Violation(f"complete at step {after.base.step}, but {self.newest} was committed")
-        ends = after.complete or bool(after.failed)
-        if before is not None and after.epoch != before.epoch + (0 if ends else 1):
+        # What ends the job, and what concerns only those to come, is written within the epoch.
+        within = after.complete or bool(after.failed) or (before is not None and after.names == before.names)
+        if before is not None and after.epoch not in (before.epoch + 1, before.epoch + (0 if within else 1)):
             raise Violation(f"epoch {after.epoch} was written over {before.epoch}")
         if before is not None and before.complete:
             raise Violation("a record was written after the job was complete")
@@ -84,17 +86,33 @@ class Checks:
             raise Violation(f"nobody in epoch {after.epoch} knows the job's state")
         if before is not None and after.generation == before.generation:
             self._follows(before, after)
+            self._let_in(before, after)
         self.records.append(after)
         self.by_epoch[after.epoch] = after
+
+    def _needed(self, record: Record) -> int:
+        return record.min_replicas or self.min_replicas
+
+    def _let_in(self, before: Record, after: Record) -> None:
+        """Nobody comes in while joins are paused, nor above the maximum that an operator has set."""
+        came = [x.replica for x in after.roster if not before.lists(x.replica, x.incarnation)]
+        if came and after.orders.paused:
+            raise Violation(f"{came} joined in epoch {after.epoch} while joins were paused")
+        if came and len(after.roster) > (after.orders.max_replicas or len(after.roster)):
+            raise Violation(
+                f"{came} joined in epoch {after.epoch} above {after.orders.max_replicas} replicas"
+            )
 
     def paths(self, before: Record | None, after: Record) -> list[str]:
         """Rare paths that this change of the record belongs to."""
         found = []
-        if len(after.roster) < self.min_replicas and not after.complete:
+        if len(after.roster) < self._needed(after) and not after.complete:
             found.append("path: parked")
+        if before is not None and after.fence == before.fence and not (after.complete or after.failed):
+            found.append("orders: written within an epoch")
         if before is not None and after.is_forced and after.generation == before.generation:
             grows = len(after.roster) > len(before.roster)
-            found += ["path: admitted while parked"] * (grows and len(before.roster) < self.min_replicas)
+            found += ["path: admitted while parked"] * (grows and len(before.roster) < self._needed(before))
             gone = [x for x in before.roster if after.member(x.replica) is None]
             found += ["path: two deaths share an epoch"] * (len(gone) > 1)
         return found
@@ -123,18 +141,18 @@ class Checks:
 
     def announced(self, record: Record) -> None:
         """Rule 1: nothing is announced before it is committed."""
-        if record not in self.records:
+        if for_members(record) not in map(for_members, self.records):
             raise Violation(f"epoch {record.epoch} was announced before the store had it")
 
     def announced_change(self, told: m.Change) -> None:
         """The same of a change: what it ends in is committed."""
         ends_in = (told.record, told.after)
-        if ends_in not in [(replace(r, roster=()), r.roster_digest) for r in self.records]:
+        if ends_in not in [(replace(for_members(r), roster=()), r.roster_digest) for r in self.records]:
             raise Violation(f"epoch {told.record.epoch} was announced before the store had it")
 
     def believed(self, trainer: "Trainer", record: Record) -> None:
         """A member takes part in epochs as the store has them, however it was told."""
-        if record not in self.records:
+        if for_members(record) not in map(for_members, self.records):
             raise Violation(f"{trainer.name} believes in a roster {record.names} that nobody committed")
 
     def decided(self, resume: m.Resume) -> None:
@@ -160,6 +178,8 @@ class Checks:
             raise Violation(f"{who} speaks in epoch {epoch}, which does not list it")
         if epoch < self.promises.get(who, 0):
             raise Violation(f"{who} speaks in epoch {epoch} after its report for {self.promises[who]}")
+        if len(record.roster) < self._needed(record):
+            raise Violation(f"{who} works in epoch {epoch}, which needs {self._needed(record)} members")
         if isinstance(message, m.Bar):
             said = self.bars.setdefault((who, epoch, message.step), message.gradient_digest)
             if said != message.gradient_digest:

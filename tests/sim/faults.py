@@ -298,11 +298,26 @@ class Faults:
     def _evict(self, name: str, _: str) -> None:
         self._operate("evict", name)
 
-    def _operate(self, action: str, name: str) -> None:
+    def _operate(self, action: str, name: str, least: int | None = None, most: int | None = None) -> None:
         leader = self.world.lighthouses[self._leader_name()]
         if leader.core is not None:
-            event = leader_io.Operator(action, name, "operator", "a test")
+            event = leader_io.Operator(action, name, "operator", "a test", least, most)
             leader.run(lambda: leader.feed(event) if leader.core is not None else None)
+
+    # --- what only worlds with an operator have: see ``order_worlds`` -------------------------------
+
+    def _pause_joins(self, _: str, __: str) -> None:
+        self._operate("pause", "")
+
+    def _resume_joins(self, _: str, __: str) -> None:
+        self._operate("resume", "")
+
+    def _admit(self, name: str, _: str) -> None:
+        self._operate("admit", name)
+
+    def _scale(self, _: str, __: str) -> None:
+        least, most = sorted(self.world.clockwork.random.choices(range(1, len(self.world.hosts) + 1), k=2))
+        self._operate("scale", "", least, most)
 
     # --- the end -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from sim.clockwork import Clockwork, Process
 from sim.network import Connection, decode, encode
 from sim.store import LEASE_S
 
-from fabric.model import Record
+from fabric.model import Orders, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.leader import Leader
@@ -67,7 +67,9 @@ class Lighthouse(Process):
     def _elected(self, revision: int, record: Record | None) -> None:
         if self.core is not None and self.revision == revision:
             self.clockwork.trace(self.name, f"elected {revision}")
-            self.feed(io.Elected("store", record))
+            if record is not None and record.orders != Orders():
+                self.clockwork.counts["orders: known to the next leader"] += 1
+            self.feed(io.Elected("store", record, 1e9 + self.clockwork.now + self.world.time_error()))
 
     def _renewed(self, ok: bool, sent: float, revision: int) -> None:
         if self.core is None or self.revision != revision:

@@ -216,13 +216,17 @@ class World:
             host.finished = reason == "finished"
             host.drained = not host.finished
             self.clockwork.counts["finish" if host.finished else "drained"] += 1
-        elif "drained by" in reason:
+        elif "drained by" in reason or "no longer wanted" in reason:
             host.drained = True
         elif "nobody else can tell who is right" in reason and self.flipped:
             self.halted = True
             self.clockwork.counts["path: stopped rather than guess"] += 1
         elif code == 1 and "taken by a living process" not in reason and "newer process" not in reason:
             raise Violation(f"{trainer.name} gave up: {reason}")
+
+    def time_error(self) -> float:
+        """How far off the time of day is where a lighthouse is elected, in seconds."""
+        return 0.0
 
     def initial_digest(self, host: str) -> str:
         return digest_of("initial", host if self.settings.different_starts else "same")
@@ -327,7 +331,7 @@ def choose_settings(clockwork: Clockwork) -> Settings:
     replicas = clockwork.random.choice((2, 3, 3, 3, 4, 5))
     minimum = 2 if clockwork.chance(0.25) else 1
     policy = Policy(min_replicas=minimum, start_replicas=replicas, start_wait_s=2.0)
-    leader = LeaderConfig(policy=policy, autonomy_s=4.0, autonomy_margin_s=0.5)
+    leader = LeaderConfig(policy=policy, autonomy_s=4.0, autonomy_margin_s=0.5, failures=0)
     return Settings(
         replicas=replicas,
         lighthouses=clockwork.random.choice((1, 2)),

@@ -97,15 +97,20 @@ function showJob(job) {
     pair.append(element("dt", name), element("dd", value));
     return pair;
   }));
+  const verb = job.paused ? "resume" : "pause";
+  $("paused").textContent = job.paused ? `Joins are paused ${job.paused}.` : "";
+  $("joins").textContent = `${verb} joins`;
+  $("joins").onclick = () => decide(verb);
+  const penalised = new Map(job.penalties.map((p) => [p.about, p]));
   const rows = [...job.members.map((m) => [m, m.leaving ? "leaving" : m.fresh ? "new member" : "member"]),
     ...job.joiners.map((j) => [j, "outside"])];
   const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.key : "";
-  $("members").replaceChildren(...rows.map(([entry, role]) => row(entry, role)));
+  $("members").replaceChildren(...rows.map(([entry, role]) => row(entry, role, penalised)));
   if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   noteSteps(rows.map(([entry]) => entry));
 }
 
-function row(entry, role) {
+function row(entry, role, penalised) {
   const tr = element("tr");
   const trainer = entry.pulse ? entry.pulse.trainer : "";
   const phase = entry.busy ? `busy: ${entry.busy}` : entry.phase;
@@ -120,7 +125,7 @@ function row(entry, role) {
     tr.append(td);
   }
   const actions = element("td", undefined, "actions");
-  for (const action of role === "outside" ? [] : ["drain", "evict"]) {
+  for (const action of role !== "outside" ? ["drain", "evict"] : penalised.has(entry.replica) ? ["admit"] : []) {
     const button = element("button", action);
     button.type = "button";
     button.dataset.key = `${action} ${entry.replica}`;
@@ -235,12 +240,14 @@ $("login-form").addEventListener("submit", async (submitted) => {
   lookForJobs();
 });
 
-function decide(action, replica) {
+function decide(action, replica = "") {
   const texts = { drain: "It leaves at the next step boundary. Nobody waits, nothing is lost.",
-    evict: "It is left out at once, as if it had died. The others redo its part of the step." };
-  $("act-title").textContent = `${action} ${replica}`;
+    evict: "It is left out at once, as if it had died. The others redo its part of the step.",
+    admit: "It failed too often. That is forgotten, and it may join at once.",
+    pause: "Nobody is admitted until joins are resumed. The members go on.", resume: "Newcomers are admitted again." };
+  $("act-title").textContent = `${action} ${replica || "joins"}`;
   $("act-text").textContent = texts[action];
-  $("act-do").textContent = `${action} ${replica}`;
+  $("act-do").textContent = `${action} ${replica || "joins"}`;
   $("act-error").textContent = "";
   $("act-form").dataset.action = action;
   $("act-form").dataset.replica = replica;
@@ -251,7 +258,7 @@ $("act-cancel").addEventListener("click", () => $("act").close());
 $("act-form").addEventListener("submit", async (submitted) => {
   submitted.preventDefault();
   const { action, replica } = $("act-form").dataset;
-  const body = JSON.stringify({ replica, who: $("who").value, why: $("why").value });
+  const body = JSON.stringify({ replica, about: replica, who: $("who").value, why: $("why").value });
   try {
     await ask(`/v1/jobs/${encodeURIComponent(state.job)}/${action}`, { method: "POST", body });
     $("act").close();

@@ -1,0 +1,136 @@
+"""What a person tells the lighthouse about a job, over HTTP: each with who and why, each safe to say again.
+
+Drain and evict are answered with 202 when the leader has taken them up. Pause, resume, scale and admit are
+orders that hold until somebody says otherwise: they are answered when the store has them.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from fabric.errors import ProtocolError, Refused
+from fabric.lighthouse.incoming import MAX_REPLICAS, check_name
+from fabric.lighthouse.job import Job
+from fabric.lighthouse.jobs import Jobs
+from fabric.protocol import leader_io as io
+from fabric.runtime.web import Handler, json_error
+
+KEPT_WITHIN_S = 4.0
+_MAX_TEXT = 300
+
+
+def add_commands(app: web.Application, jobs: Callable[[], Jobs]) -> None:
+    """``POST /v1/jobs/{job}/drain`` and the others."""
+    for action in ("drain", "evict"):
+        app.router.add_post(f"/v1/jobs/{{job}}/{action}", _about_replica(action, jobs))
+    for action in ("pause", "resume", "scale", "admit"):
+        app.router.add_post(f"/v1/jobs/{{job}}/{action}", _order(action, jobs))
+
+
+def find_job(jobs: Jobs, request: web.Request) -> Job | web.Response:
+    """The job of the path, or the answer that there is none."""
+    name = request.match_info["job"]
+    job = jobs.find(name)
+    return job if job is not None else json_error(404, f"there is no job {name}: see /v1/jobs")
+
+
+def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body = await _body(request, '{"replica": "r1", "who": "me", "why": "its host is hot"}')
+        replica = check_name("replica", _text(body, "replica"))
+        who, why = _text(body, "who"), _text(body, "why")
+        job = find_job(jobs(), request)
+        if isinstance(job, web.Response):
+            return job
+        record = job.core.record
+        member = record.member(replica) if record else None
+        if member is None and replica not in job.core.liveness.peers:
+            return json_error(404, f"job {job.name} knows no replica {replica}: look at its members")
+        job.operate(io.Operator(action, replica, who, why))
+        if action == "evict" and member is not None and not _is_going(job, replica, member.incarnation):
+            raise Refused(f"{replica} is not evicted: nobody else in the roster knows the job's state")
+        return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)
+
+    return handle
+
+
+def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body = await _body(request, '{"who": "me", "why": "maintenance"}')
+        about = _text(body, "about") if action == "admit" else ""
+        least, most = _count(body, "min"), _count(body, "max")
+        asked = io.Operator(action, about, _text(body, "who"), _text(body, "why"), least, most)
+        job = find_job(jobs(), request)
+        if isinstance(job, web.Response):
+            return job
+        _check_order(job, asked)
+        job.operate(asked)
+        await job.kept(KEPT_WITHIN_S)
+        core = job.core
+        answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": core.orders.paused}
+        answer |= {"min": core.orders.min_replicas, "max": core.orders.max_replicas}
+        return web.json_response(answer)
+
+    return handle
+
+
+def _check_order(job: Job, asked: io.Operator) -> None:
+    """Raises Refused or ProtocolError for what cannot be meant; nothing is changed then."""
+    core = job.core
+    if core.record is None:
+        raise Refused(f"job {job.name} has not started: say this when it has its first epoch")
+    if core.record.complete:
+        raise Refused(f"job {job.name} is complete at step {core.record.base.step}: nobody joins it any more")
+    if asked.action == "scale":
+        _check_scale(job, asked)
+    if asked.action == "admit" and not core.knows_of(asked.replica):
+        raise Refused(
+            f"job {job.name} knows no replica or host {asked.replica}: `fabric status` shows who is kept out"
+        )
+
+
+def _check_scale(job: Job, asked: io.Operator) -> None:
+    orders, policy = job.core.orders, job.core.config.policy
+    if asked.min_replicas is None and asked.max_replicas is None:
+        raise ProtocolError('give "min", "max" or both: counts of replicas, 0 for what the replicas ask for')
+    least = orders.min_replicas if asked.min_replicas is None else asked.min_replicas
+    most = orders.max_replicas if asked.max_replicas is None else asked.max_replicas
+    # A minimum above the replicas' own maximum raises that too; one above an ordered maximum is a slip.
+    if most and (least or policy.min_replicas) > most:
+        raise Refused(
+            f"at least {least or policy.min_replicas} and at most {most} replicas cannot be: give both"
+        )
+
+
+def _is_going(job: Job, replica: str, incarnation: int) -> bool:
+    record = job.core.record
+    return replica in job.core.epoch.condemned or record is None or not record.lists(replica, incarnation)
+
+
+async def _body(request: web.Request, example: str) -> dict[str, Any]:
+    """The JSON object of a command. Raises ProtocolError."""
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise ProtocolError(f"send a JSON object such as {example}")
+    return body
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT or not value.isprintable():
+        raise ProtocolError(f'"{name}" must be a text of 1 to {_MAX_TEXT} printable characters')
+    return value
+
+
+def _count(body: dict[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_REPLICAS:
+        raise ProtocolError(f'"{name}" must be a count of replicas from 0 to {MAX_REPLICAS}')
+    return value

@@ -1,0 +1,226 @@
+"""Who is kept out, and why: operators' orders, and the evidence against replicas and hosts that fail.
+
+Both lie in the job's record, so that the next leader knows them. An order is written at once, evidence with
+the epoch that answers the failure, by the time of day; a time that lies ahead of a new leader's clock becomes
+the time of its election.
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from fabric.model import Failure, Member, Orders, Record
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.leader_base import LeaderBase, Setback, as_member
+from fabric.protocol.liveness import Peer
+
+# A record stays small: beyond so many the oldest evidence is forgotten.
+MAX_FAILURES = 256
+MAX_WHY_CHARACTERS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """``about`` (``kind``: replica or host) failed ``times`` times and is kept out until ``until``, Unix
+    seconds; ``why`` it failed last."""
+
+    kind: str
+    about: str
+    times: int
+    until: float
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        end = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.until))
+        return (
+            f"{self.kind} {self.about} failed {self.times} times, last: {self.why}; it is not admitted "
+            f"before {end}: mend it, then `fabric admit {self.about}` lets it in at once"
+        )
+
+
+class Admission(LeaderBase):
+    """A leader that knows whom to keep out."""
+
+    # When, from what, and what was found: asked for every newcomer, and found once.
+    _penalties: tuple[float, tuple[Failure, ...], Record | None, list[Penalty]] = (0.0, (), None, [])
+
+    def _recall(self, record: Record) -> None:
+        """What earlier leaders wrote, by clocks that may have been others."""
+        now = self._now + self._unix
+        self.orders = record.orders
+        self.failures = tuple(x if x.at <= now else replace(x, at=now) for x in record.failures)
+
+    # --- orders ------------------------------------------------------------------------------------------
+
+    def order(self, event: io.Operator) -> None:
+        """Pause, resume, scale or admit; saying it again changes nothing."""
+        orders, said = self.orders, f"by {event.who}: {event.why}"
+        if event.action == "pause":
+            orders = orders if orders.paused else replace(orders, paused=said)
+        elif event.action == "resume":
+            orders = replace(orders, paused="")
+        elif event.action == "scale":
+            orders = self._scaled(event, said)
+        elif event.action == "admit":
+            self.failures = tuple(x for x in self.failures if event.replica not in (x.replica, x.host))
+            for key in [k for k in self.setbacks if k[0] == event.replica]:
+                del self.setbacks[key]
+        self.orders = orders
+
+    def _scaled(self, event: io.Operator, said: str) -> Orders:
+        old = self.orders
+        least = old.min_replicas if event.min_replicas is None else event.min_replicas
+        most = old.max_replicas if event.max_replicas is None else event.max_replicas
+        if (least, most) == (old.min_replicas, old.max_replicas):
+            return old
+        return replace(old, min_replicas=least, max_replicas=most, scaled=said if least or most else "")
+
+    def _write_orders(self, record: Record) -> bool:
+        """What concerns those to come is written within the epoch: its members need not notice."""
+        if (self.orders, self.failures) == (record.orders, record.failures):
+            return False
+        self._write(record)
+        return True
+
+    @property
+    def has_unwritten_orders(self) -> bool:
+        """Whether a leader that followed now would not know them."""
+        return self.record is None or (self.orders, self.failures) != (
+            self.record.orders,
+            self.record.failures,
+        )
+
+    @property
+    def least(self) -> int:
+        """How many members the job needs to step, from the next epoch on."""
+        return self.orders.min_replicas or self.config.policy.min_replicas
+
+    @property
+    def most(self) -> int:
+        """How many members there may be."""
+        return self.orders.max_replicas or max(self.config.policy.max_replicas, self.orders.min_replicas)
+
+    def _rescale(self, record: Record) -> bool:
+        """Members learn how many are needed from their epoch: a forced one, as it parks or wakes them all."""
+        if (len(record.roster) < self.least) == self._is_parked(record):
+            return False
+        why = f"{self.least} replicas are needed: scaled {self.orders.scaled}"
+        self._write_epoch(record, record.roster, forced=True, why=why)
+        return True
+
+    def _drain_surplus(self, record: Record) -> None:
+        """More members than there may be: the newest of them leave at a step boundary."""
+        staying = [x for x in record.roster if not x.leaving and x.replica not in self.draining]
+        staying.sort(key=lambda x: (x.since, x.seat, x.replica))
+        for member in staying[self.most :] if self.orders.max_replicas else ():
+            self.draining[member.replica] = f"no longer wanted: scaled {self.orders.scaled}"
+
+    # --- evidence ----------------------------------------------------------------------------------------
+
+    def _note_failures(self, record: Record) -> None:
+        """Before the epoch without them is written. Once per epoch, however often that write is tried."""
+        now = self._now + self._unix
+        known = {(x.replica, x.epoch) for x in self.failures}
+        found = [
+            Failure(name, _host(member), record.epoch, round(now, 1), why[:MAX_WHY_CHARACTERS])
+            for name, why in sorted(self.epoch.condemned.items())
+            if name not in self.epoch.blameless and (member := record.member(name)) is not None
+            if (name, record.epoch) not in known
+        ]
+        recent = [x for x in self.failures if self._age_s(x) < self.config.failures_s]
+        self.failures = (*recent, *found)[-MAX_FAILURES:] if self.config.failures else ()
+
+    def _age_s(self, failure: Failure) -> float:
+        return self._now + self._unix - failure.at
+
+    def penalties(self) -> list[Penalty]:
+        """Of replicas and hosts, as the evidence has them now. A host is to blame only where the job has
+        another one."""
+        if self._penalties[:3] != (self._now, self.failures, self.record):
+            self._penalties = (self._now, self.failures, self.record, self._find_penalties())
+        return self._penalties[3]
+
+    def _find_penalties(self) -> list[Penalty]:
+        limit, found = self.config.failures, list[Penalty]()
+        recent = [x for x in self.failures if self._age_s(x) < self.config.failures_s]
+        if not limit or len(recent) < limit:
+            return []
+        for kind in ("replica", "host"):
+            # Replicas of one host that failed in one epoch are one failure of that host.
+            by_epoch = {(getattr(x, kind), x.epoch): x for x in recent if getattr(x, kind)}
+            counts = Counter(about for about, _ in by_epoch)
+            for about, times in sorted(counts.items()):
+                if times >= limit and (kind == "replica" or self._has_other_host(about)):
+                    own = [x for (name, _), x in by_epoch.items() if name == about]
+                    found.append(self._penalty(kind, about, own))
+        return found
+
+    def _penalty(self, kind: str, about: str, failures: list[Failure]) -> Penalty:
+        """It ends when fewer than the limit lie within the window."""
+        newest = sorted(failures, key=self._age_s)
+        until = newest[self.config.failures - 1].at + self.config.failures_s
+        return Penalty(kind, about, len(failures), until, newest[0].why)
+
+    def _has_other_host(self, host: str) -> bool:
+        return self.record is not None and any(_host(x) != host for x in self.record.roster)
+
+    def _penalty_of(self, member: Member) -> Penalty | None:
+        """Why this replica, or its host, is kept out."""
+        found = self.penalties()
+        if not found:
+            return None
+        names = {("replica", member.replica), ("host", _host(member))}
+        return max((x for x in found if (x.kind, x.about) in names), key=lambda x: x.until, default=None)
+
+    def knows_of(self, about: str) -> bool:
+        """Whether a replica or a host of this name was ever heard of here."""
+        members = [as_member(x.session) for x in self.liveness.peers.values()]
+        members += self.record.roster if self.record is not None else ()
+        accused = {y for x in self.failures for y in (x.replica, x.host)}
+        return about in accused or any(about in (x.replica, _host(x)) for x in members)
+
+    # --- who may come ------------------------------------------------------------------------------------
+
+    def kept_out(self, peer: Peer) -> str:
+        """Why this newcomer is not let in although it could be, in a sentence, or empty."""
+        record, name = self.record, peer.session.replica
+        if record is None or record.member(name) is not None:
+            return ""
+        if name in self.draining:
+            return self.draining[name]
+        if self.orders.paused:
+            return f"nobody is admitted: paused {self.orders.paused}; `fabric resume` ends that"
+        penalty = self._penalty_of(as_member(peer.session))
+        # A penalty that would keep the whole job standing is none.
+        if penalty is not None and len(record.roster) >= self.least:
+            return penalty.sentence
+        if len(record.roster) >= self.most:
+            return (
+                f"the job has its {self.most} members: this one stands by, to take the place of one that dies"
+            )
+        return ""
+
+    def _is_penalised(self, record: Record, peer: Peer) -> bool:
+        return len(record.roster) >= self.least and self._penalty_of(as_member(peer.session)) is not None
+
+    def _tell_held(self, record: Record) -> None:
+        """Who waits outside is told why, once for every reason."""
+        for name, peer in self.liveness.peers.items():
+            why = self.kept_out(peer) if peer.connected and name not in self.draining else ""
+            if why == self.held.get(name, ""):
+                continue
+            self.held[name] = why
+            if why:
+                self._tell("kept out", name, why)
+                self._send(name, m.Rejected(why, retry=True))
+
+    def _has_setback(self, peer: Peer) -> bool:
+        return self._now < self.setbacks.get((peer.session.replica, peer.incarnation), Setback()).until
+
+
+def _host(member: Member) -> str:
+    """Where all of its ranks are reached, or empty."""
+    hosts = {x.link.rpartition(":")[0] for x in member.addresses}
+    return hosts.pop() if len(hosts) == 1 else ""

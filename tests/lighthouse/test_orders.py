@@ -1,0 +1,237 @@
+"""``fabric pause``, ``resume``, ``scale`` and ``admit`` as a person uses them, against real lighthouses."""
+
+import json
+from contextlib import AsyncExitStack
+
+import pytest
+from lighthouse_support import (
+    LighthouseProcess,
+    WireMember,
+    WirePulse,
+    close_all,
+    eventually,
+    fabric,
+    get,
+    post,
+    sentence_of,
+    start_job,
+)
+
+from fabric.protocol import messages as m
+
+ANN = {"who": "ann", "why": "maintenance"}
+
+
+def common(lighthouse, job):
+    return ("--lighthouse", lighthouse.url, "--token-file", lighthouse.token_file, "--job", job)
+
+
+def status(lighthouse, job):
+    return json.loads(fabric("status", *common(lighthouse, job), "--json").stdout)
+
+
+async def newcomer(http, url, replica, members, **others):
+    """A replica with the state of the members' epoch, which beats as one that waits outside."""
+    newest = members[0].newest
+    found = WireMember(http, url, replica, generation=newest.generation, step=newest.base.step, **others)
+    await found.open()
+    await found.next(m.Epoch)
+    await say_outside(found)
+    return found
+
+
+async def say_outside(member):
+    await member.say(
+        m.Beat(1, member.newest.epoch, member.newest.generation, member.newest.base.step, phase="outside")
+    )
+
+
+async def test_joins_are_paused_and_resumed_over_a_fail_over(http, tmp_path, job):
+    store, arguments = f"sqlite://{tmp_path}/store.db", ("--lease-s", "2")
+    with (
+        LighthouseProcess(tmp_path, store, arguments=arguments) as first,
+        LighthouseProcess(tmp_path, store, "two", arguments) as second,
+    ):
+        members = await start_job(http, first.url, count=2, job=job)
+        done = fabric("pause", *common(first, job), "--why", "maintenance", "--who", "ann")
+        assert done.returncode == 0 and "admits nobody now" in done.stdout, done.stderr
+        late = await newcomer(http, first.url, "r9", members, job=job)
+        reason = (await late.next(m.Rejected)).reason
+        assert "paused by ann: maintenance" in reason and "fabric resume" in reason
+        assert "paused by ann: maintenance" in fabric("status", *common(first, job)).stdout
+        first.end()
+
+        async def leads():
+            code, body = await get(http, f"{second.url}/healthz", token=None)
+            return code == 200 and body["is_leader"]
+
+        await eventually(leads, "the second to lead")
+        epoch = members[0].newest.epoch
+        for member in members:
+            member.session = again(member.session, member.newest)
+            await member.open(second.url)
+            await member.next(m.Epoch)
+            await member.report()
+        for member in members:
+            await member.next(m.Resume)
+            await member.run()
+        late = await newcomer(http, second.url, "r9", members, job=job)
+        assert "maintenance" in (await late.next(m.Rejected)).reason, "the next leader knows it"
+        assert members[0].newest.epoch == epoch
+        done = fabric("resume", *common(second, job), "--why", "it is over")
+        assert done.returncode == 0, done.stderr
+        assert "r9" in (await members[0].epoch(epoch + 1)).names
+        said = fabric("events", *common(second, job)).stdout
+        assert "resume asked" in said and "it is over" in said
+        await close_all([*members, late])
+
+
+def again(session, newest):
+    """What a member says of itself to the next leader."""
+    return m.Session(
+        replica=session.replica,
+        incarnation=session.incarnation,
+        generation=newest.generation,
+        step=newest.base.step,
+        digest="",
+        epoch=newest.epoch,
+        link=session.link,
+        ckpt=session.ckpt,
+        micro_batches=session.micro_batches,
+    )
+
+
+async def test_the_size_of_a_job_is_set_and_members_learn_what_it_needs(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, count=3, job=job)
+    done = fabric("scale", "--max", "2", *common(lighthouse, job), "--why", "budget", "--who", "ann")
+    assert done.returncode == 0 and "may have 2" in done.stdout, done.stderr
+    record = await members[0].epoch(2)
+    assert [x.replica for x in record.roster if x.leaving] == ["r2"] and "budget" in record.reason
+    done = fabric("scale", "--min", "4", "--max", "5", *common(lighthouse, job), "--why", "no small batches")
+    assert done.returncode == 0, done.stderr
+    for member in members:
+        await member.epoch(2)
+        await member.run()
+    record = await members[0].epoch(3)
+    assert record.min_replicas == 4 and record.is_forced, "they stop until there are as many"
+    policy = status(lighthouse, job)["policy"]
+    assert (policy["min_replicas"], policy["max_replicas"]) == (4, 5)
+    await close_all(members)
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "code", "said"),
+    [
+        ("scale", {**ANN, "min": 5, "max": 2}, 409, "at least 5 and at most 2"),
+        ("scale", ANN, 400, "give"),
+        ("scale", {**ANN, "max": -1}, 400, "count of replicas"),
+        ("scale", {**ANN, "max": True}, 400, "count of replicas"),
+        ("scale", {**ANN, "max": "2"}, 400, "count of replicas"),
+        ("pause", {"who": "ann"}, 400, '"why" must be'),
+        ("resume", [], 400, "JSON object"),
+        ("admit", ANN, 400, '"about" must be'),
+        ("admit", {**ANN, "about": "nobody"}, 409, "knows no replica or host nobody"),
+    ],
+)
+async def test_what_cannot_be_meant_is_refused_and_changes_nothing(
+    lighthouse, http, job, action, body, code, said
+):
+    members = await start_job(http, lighthouse.url, count=1, job=job)
+    before = (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[1]["record"]
+    answer = await post(http, f"{lighthouse.url}/v1/jobs/{job}/{action}", body)
+    assert answer[0] == code and said in answer[1]["error"], answer
+    assert (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[1]["record"] == before
+    await close_all(members)
+
+
+async def test_orders_need_the_token_and_a_job_that_has_begun(lighthouse, http, job):
+    url = f"{lighthouse.url}/v1/jobs/{job}"
+    assert (await post(http, f"{url}/pause", ANN, token="wrong"))[0] == 401
+    assert (await post(http, f"{url}/pause", ANN))[0] == 404
+    waits = await WireMember(http, lighthouse.url, "r0", job=job, replicas="2").open()
+
+    async def known():
+        return (await get(http, url))[0] == 200
+
+    await eventually(known, "the job to be known")
+    answer = await post(http, f"{url}/pause", ANN)
+    assert answer[0] == 409 and "has not started" in answer[1]["error"]
+    await close_all([waits])
+
+
+async def test_saying_it_twice_is_as_saying_it_once(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, count=1, job=job)
+    url = f"{lighthouse.url}/v1/jobs/{job}"
+    for _ in range(2):
+        assert await post(http, f"{url}/pause", ANN) == (
+            200,
+            {"ok": True, "job": job, "paused": "by ann: maintenance", "min": 0, "max": 0},
+        )
+    records = [(await get(http, url))[1]["record"]]
+    assert (await post(http, f"{url}/scale", {**ANN, "max": 4}))[0] == 200
+    records.append((await get(http, url))[1]["record"])
+    assert (await post(http, f"{url}/scale", {**ANN, "max": 4, "why": "again"}))[0] == 200
+    records.append((await get(http, url))[1]["record"])
+    assert records[1] == records[2] != records[0]
+    await close_all(members)
+
+
+async def die_and_come_back(http, lighthouse, members, pulse, job):
+    """The last member's process ends; the others go on; its next process comes with their state."""
+    dead = members[-1]
+    incarnation = dead.session.incarnation
+    await pulse.beat("running", incarnation)
+    await pulse.beat("gone", incarnation)
+    epoch = members[0].newest.epoch + 1
+    for member in members[:-1]:
+        await member.epoch(epoch)
+        await member.report()
+    for member in members[:-1]:
+        await member.next(m.Resume)
+        await member.run()
+    await dead.close()
+    return await newcomer(
+        http,
+        lighthouse.url,
+        dead.replica,
+        members,
+        job=job,
+        incarnation=incarnation + 1,
+        predecessors_gone=True,
+    )
+
+
+async def test_who_fails_again_and_again_is_told_why_it_waits_until_a_person_lets_it_in(http, tmp_path, job):
+    arguments = ("--failures", "2", "--failures-s", "1000")
+    with LighthouseProcess(tmp_path, "memory:", arguments=arguments) as lighthouse:
+        async with AsyncExitStack() as stack:
+            members = await start_job(http, lighthouse.url, count=3, job=job)
+            pulse = await WirePulse(http, lighthouse.url, "r2", job=job).open()
+            stack.push_async_callback(pulse.socket.close)
+            members[-1] = await die_and_come_back(http, lighthouse, members, pulse, job)
+            record = await members[0].epoch(3)
+            assert "r2" in record.names, "once is no offence"
+            for member in members:
+                await member.epoch(3)
+                await member.run()
+            members[-1] = await die_and_come_back(http, lighthouse, members, pulse, job)
+            reason = (await members[-1].next(m.Rejected)).reason
+            assert "r2 failed 2 times, last: its process is gone" in reason and "fabric admit r2" in reason
+            assert not members[-1].socket.closed, "it waits"
+            body = status(lighthouse, job)
+            (penalty,) = body["penalties"]
+            assert (penalty["kind"], penalty["about"], penalty["times"]) == ("replica", "r2", 2)
+            assert body["joiners"][0]["verdict"] == reason
+            assert "replica r2 failed 2 times" in fabric("status", *common(lighthouse, job)).stdout
+            done = fabric("admit", "r2", *common(lighthouse, job), "--why", "new memory")
+            assert done.returncode == 0 and "nothing against r2" in done.stdout, done.stderr
+            await say_outside(members[-1])
+            assert "r2" in (await members[0].epoch(5)).names
+            await close_all(members)
+
+
+def test_commands_want_a_reason_and_a_number(lighthouse, job):
+    assert fabric("pause", *common(lighthouse, job)).returncode == 2
+    assert "--min, --max or both" in fabric("scale", *common(lighthouse, job), "--why", "x").stderr
+    refused = fabric("scale", "--max", "2", *common(lighthouse, "no-such-job"), "--why", "x")
+    assert "there is no job no-such-job" in sentence_of(refused)

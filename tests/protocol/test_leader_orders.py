@@ -1,0 +1,321 @@
+"""Operators' orders, and evidence against those who fail: what is written, who is kept out, who is told."""
+
+from dataclasses import replace
+
+import pytest
+from protocol.makers import member_of, record_of
+from protocol.test_leader import Lighthouse, runs, started
+
+from fabric.model import Failure, Orders
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.leader_orders import MAX_FAILURES
+
+UNIX_S = 1_800_000_000.0
+
+
+def order(lighthouse, action, about="", who="ann", why="a test", **scale):
+    return lighthouse.do(io.Operator(action, about, who, why, **scale))
+
+
+def newcomer(lighthouse, name, incarnation=2, **session):
+    """A replica outside, with the state, and nothing against its life."""
+    lighthouse.open(name, incarnation=incarnation, generation=1, step=5, **session)
+    effects = [*lighthouse.effects, *lighthouse.pulse(name, incarnation=incarnation)]
+    lighthouse.effects = effects + lighthouse.beat(name, 5)
+
+
+def fail(lighthouse, name):
+    """Its process dies, the others go on, and another process of it comes with the state."""
+    incarnation = lighthouse.incarnations[name]
+    lighthouse.pulse(name, "gone", incarnation=incarnation)
+    lighthouse.wait(0.1)
+    assert name not in lighthouse.record.names
+    runs(lighthouse, " ".join(lighthouse.record.names), 5)
+    return comes_back(lighthouse, name)
+
+
+def comes_back(lighthouse, name):
+    newcomer(lighthouse, name, incarnation=lighthouse.incarnations[name] + 1)
+    lighthouse.wait(0.5)
+    if name in lighthouse.record.names:
+        runs(lighthouse, " ".join(lighthouse.record.names), 5)
+    return lighthouse
+
+
+def told_to(lighthouse, name):
+    return [x.reason for n, x in lighthouse.sent(m.Rejected) if n == name and x.retry]
+
+
+# --- pause and resume ------------------------------------------------------------------------------------
+
+
+def test_a_pause_is_written_within_the_epoch_and_keeps_newcomers_out_until_it_ends():
+    lighthouse = started("a b")
+    before = lighthouse.record
+    order(lighthouse, "pause", why="maintenance")
+    assert lighthouse.record.fence == before.fence and lighthouse.record.nonce != before.nonce
+    assert lighthouse.record.orders.paused == "by ann: maintenance"
+    assert not lighthouse.sent(m.Epoch), "members need not notice"
+    newcomer(lighthouse, "c")
+    assert lighthouse.record.names == ("a", "b")
+    assert "paused by ann: maintenance" in told_to(lighthouse, "c")[0]
+    order(lighthouse, "resume")
+    lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a", "b", "c") and not lighthouse.record.orders.paused
+
+
+def test_saying_it_again_changes_and_writes_nothing():
+    lighthouse = started("a b")
+    order(lighthouse, "pause", why="maintenance")
+    written = len(lighthouse.records)
+    order(lighthouse, "pause", who="bob", why="me too")
+    order(lighthouse, "scale")
+    order(lighthouse, "admit", "nobody")
+    assert len(lighthouse.records) == written
+    assert lighthouse.record.orders.paused == "by ann: maintenance", "who was first is on record"
+
+
+def test_what_was_decided_in_the_epoch_outlives_an_order_in_it():
+    lighthouse = started("a b c")
+    lighthouse.pulse("c", "gone")
+    lighthouse.wait(0.1)
+    record = lighthouse.record
+    assert record.is_forced and record.names == ("a", "b")
+    runs(lighthouse, "a b", 5)
+    decision = lighthouse.core.epoch.decision
+    assert decision is not None
+    order(lighthouse, "pause")
+    assert lighthouse.core.epoch.decision is decision and set(lighthouse.core.epoch.running) == {"a", "b"}
+
+
+def test_the_next_leader_knows_what_was_ordered():
+    orders = Orders(paused="by ann: maintenance", max_replicas=2, scaled="by ann: budget")
+    lighthouse = started("a b", replace(record_of("a b", epoch=1), orders=orders))
+    newcomer(lighthouse, "c")
+    assert lighthouse.record.names == ("a", "b")
+    assert "maintenance" in told_to(lighthouse, "c")[0]
+
+
+def test_a_pause_does_not_stop_an_eviction_nor_a_cold_start():
+    lighthouse = started("a b")
+    order(lighthouse, "pause")
+    lighthouse.pulse("b", "gone")
+    lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a",)
+    runs(lighthouse, "a", 5)
+    lighthouse.pulse("a", "gone")
+    lighthouse.wait(0.1)
+    lighthouse.open("a", incarnation=2, predecessors_gone=True)
+    lighthouse.wait(0.1)
+    assert lighthouse.record.generation == 2 and lighthouse.record.orders.paused
+
+
+# --- scale -----------------------------------------------------------------------------------------------
+
+
+def test_a_higher_minimum_parks_the_job_by_a_forced_epoch_and_a_lower_one_wakes_it():
+    lighthouse = started("a b")
+    order(lighthouse, "scale", min_replicas=3, max_replicas=4, why="no small batches")
+    record = lighthouse.record
+    assert record.is_forced and record.min_replicas == 3 and "no small batches" in record.reason
+    runs(lighthouse, "a b", 5)
+    newcomer(lighthouse, "c")
+    assert lighthouse.record.names == ("a", "b", "c") and lighthouse.record.is_forced
+    runs(lighthouse, "a b c", 5)
+    lighthouse.pulse("c", "gone", incarnation=2)
+    lighthouse.wait(0.1)
+    runs(lighthouse, "a b", 5)
+    parked = lighthouse.record.epoch
+    order(lighthouse, "scale", min_replicas=0)
+    assert lighthouse.record.epoch == parked + 1 and lighthouse.record.min_replicas == 0
+    assert lighthouse.record.is_forced, "everybody must hear that it may go on"
+
+
+def test_a_minimum_that_changes_nothing_now_waits_for_the_next_epoch():
+    lighthouse = started("a b c")
+    epoch = lighthouse.record.epoch
+    order(lighthouse, "scale", min_replicas=2)
+    assert lighthouse.record.epoch == epoch and lighthouse.record.orders.min_replicas == 2
+    lighthouse.pulse("c", "gone")
+    lighthouse.wait(0.1)
+    assert lighthouse.record.min_replicas == 2
+
+
+def test_a_lower_maximum_lets_the_newest_members_leave_at_a_step_boundary():
+    roster = {"a": {"since": 1}, "b": {"since": 7}, "c": {"since": 3}}
+    lighthouse = started("a b c", record_of("a b c", epoch=8, forced=7, **roster))
+    order(lighthouse, "scale", max_replicas=2, why="budget")
+    record = lighthouse.record
+    assert [x.replica for x in record.roster if x.leaving] == ["b"], "b came last"
+    assert not record.is_forced and "budget" in record.reason
+    runs(lighthouse, "a b c", 6)
+    assert lighthouse.record.names == ("a", "c")
+    runs(lighthouse, "a c", 6)
+    lighthouse.wait(1.0)
+    assert any("scaled by ann: budget" in x.reason for _, x in lighthouse.sent(m.Rejected))
+
+
+def test_who_comes_to_a_full_job_stands_by_and_takes_the_place_of_the_next_to_die():
+    lighthouse = started("a b", max_replicas=2)
+    newcomer(lighthouse, "c")
+    assert lighthouse.record.names == ("a", "b")
+    assert "stands by" in told_to(lighthouse, "c")[0]
+    lighthouse.pulse("b", "gone")
+    lighthouse.wait(0.1)
+    lighthouse.beat("c", 5)
+    runs(lighthouse, "a", 5)
+    assert lighthouse.record.names == ("a", "c"), "no process had to start"
+
+
+# --- penalties -------------------------------------------------------------------------------------------
+
+
+def penalised(names="a b c", who="c"):
+    lighthouse = started(names)
+    for _ in range(3):
+        fail(lighthouse, who)
+    return lighthouse
+
+
+def test_who_failed_three_times_in_half_an_hour_is_kept_out_and_told_until_when():
+    lighthouse = started("a b c")
+    fail(lighthouse, "c")
+    assert "c" in lighthouse.record.names
+    fail(lighthouse, "c")
+    assert "c" in lighthouse.record.names
+    first = lighthouse.record.failures[0].at
+    fail(lighthouse, "c")
+    assert lighthouse.record.names == ("a", "b")
+    penalty = next(x for x in lighthouse.core.penalties() if x.kind == "replica")
+    assert (penalty.about, penalty.times) == ("c", 3) and penalty.until == first + 1800.0
+    peer = lighthouse.core.liveness.peers["c"]
+    sentence = lighthouse.core.kept_out(peer)
+    assert "replica c failed 3 times, last: its process is gone; it is not admitted before" in sentence
+    assert "fabric admit c" in sentence
+    assert lighthouse.core.held["c"] == sentence, "it was told"
+    lighthouse.now += 1800.0
+    lighthouse.beat("c", 5)
+    assert "c" in lighthouse.record.names
+
+
+def test_an_operator_lets_it_in_before():
+    lighthouse = penalised()
+    order(lighthouse, "admit", "c")
+    assert not lighthouse.record.failures
+    lighthouse.beat("c", 5)
+    assert "c" in lighthouse.record.names
+
+
+def test_a_newcomer_that_is_kept_out_by_a_penalty_costs_the_members_no_snapshot():
+    lighthouse = penalised()
+    lighthouse.lose("c")
+    lighthouse.open("c", incarnation=9)
+    lighthouse.pulse("c", incarnation=9)
+    lighthouse.say("c", m.NeedState(lighthouse.record.fence, "nothing here"))
+    lighthouse.wait(1.0)
+    assert not lighthouse.sent(m.Serve)
+    order(lighthouse, "admit", "c")
+    lighthouse.wait(0.1)
+    asked = lighthouse.core.serving["c"].asked
+    assert asked == {"a", "b"}
+
+
+def test_what_an_operator_evicts_or_a_replica_asks_for_itself_is_no_failure():
+    lighthouse = started("a b c")
+    order(lighthouse, "evict", "c")
+    lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a", "b") and not lighthouse.record.failures
+    runs(lighthouse, "a b", 5)
+    lighthouse.say("b", m.Fallen(lighthouse.record.fence, "a gradient is gone"))
+    lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a",) and not lighthouse.record.failures
+
+
+def against(host, *replicas, at=UNIX_S, epochs=(3, 5, 7)):
+    pairs = zip(replicas, epochs, strict=False)
+    return tuple(Failure(name, host, epoch, at, "its process is gone") for name, epoch in pairs)
+
+
+def on_hosts(**hosts):
+    roster = tuple(replace(member_of(name), link=f"{host}:9") for name, host in hosts.items())
+    return replace(record_of(" ".join(hosts), epoch=9), roster=roster)
+
+
+def led(record, clock_s=UNIX_S + 60.0, **policy):
+    """A leader that was elected over ``record`` at that time of day; everybody runs."""
+    lighthouse = Lighthouse(**policy)
+    lighthouse.do(io.Elected("s", record, clock_s))
+    for member in record.roster:
+        lighthouse.open(member.replica, generation=1, step=5, epoch=record.epoch)
+        lighthouse.pulse(member.replica)
+        lighthouse.beat(member.replica, 5)
+    return runs(lighthouse, " ".join(record.names), 5)
+
+
+def test_three_failures_on_one_host_keep_every_replica_of_that_host_out_where_there_is_another():
+    record = replace(on_hosts(a="h1", b="h2"), failures=against("h3", "c", "d", "e"))
+    lighthouse = led(record)
+    lighthouse.incarnations["f"] = 2
+    lighthouse.open("f", incarnation=2, generation=1, step=5)
+    peer = lighthouse.core.liveness.peers["f"]
+    assert lighthouse.core.kept_out(peer) == "", "another host"
+    peer.session = replace(peer.session, link="h3:1")
+    assert "host h3 failed 3 times" in lighthouse.core.kept_out(peer)
+    order(lighthouse, "admit", "h3")
+    assert lighthouse.core.kept_out(peer) == ""
+
+
+def test_a_host_is_not_to_blame_where_the_job_has_no_other():
+    record = replace(on_hosts(a="h3", b="h3"), failures=against("h3", "c", "d", "e"))
+    lighthouse = led(record)
+    lighthouse.open("f", incarnation=2, generation=1, step=5)
+    peer = lighthouse.core.liveness.peers["f"]
+    peer.session = replace(peer.session, link="h3:1")
+    assert lighthouse.core.kept_out(peer) == ""
+
+
+def test_what_failed_together_on_one_host_is_one_failure_of_it():
+    record = replace(on_hosts(a="h1", b="h2"), failures=against("h3", "c", "d", "e", epochs=(3, 3, 3)))
+    assert not led(record).core.penalties()
+
+
+@pytest.mark.parametrize(("clock_s", "until"), [(60.0, 1800.0), (-3600.0, -3600.0 + 1800.0)])
+def test_the_next_leader_goes_by_its_own_time_of_day_and_no_penalty_grows_by_it(clock_s, until):
+    record = replace(on_hosts(a="h1", b="h2"), failures=against("h3", "c", "c", "c"))
+    lighthouse = led(record, UNIX_S + clock_s)
+    about = {x.about: x.until - UNIX_S for x in lighthouse.core.penalties()}
+    assert about == {"c": pytest.approx(until), "h3": pytest.approx(until)}
+    assert all(x.at <= UNIX_S + max(clock_s, 0.0) for x in lighthouse.record.failures)
+
+
+def test_a_penalty_that_would_keep_the_whole_job_standing_is_none():
+    lighthouse = started("a b", min_replicas=2)
+    for _ in range(4):
+        fail(lighthouse, "b")
+    assert len(lighthouse.record.failures) == 4 and lighthouse.record.names == ("a", "b")
+
+
+def test_a_cold_start_leaves_the_penalised_out_where_enough_others_are_there():
+    record = replace(record_of("a b c", epoch=9), failures=against("", "c", "c", "c"))
+    lighthouse = Lighthouse(start_replicas=3, start_wait_s=1.0)
+    lighthouse.do(io.Elected("s", record, UNIX_S + 60.0))
+    for name in "abc":
+        lighthouse.open(name, incarnation=2, predecessors_gone=True)
+        lighthouse.pulse(name, incarnation=2)
+    lighthouse.wait(5.0)
+    assert lighthouse.record.generation == 2 and lighthouse.record.names == ("a", "b")
+
+
+def test_evidence_is_bounded_and_written_once_however_often_the_write_is_tried():
+    old = tuple(Failure(f"x{n}", "", n, UNIX_S) for n in range(MAX_FAILURES))
+    lighthouse = led(replace(record_of("a b c", epoch=900), failures=old))
+    lighthouse.commits = False
+    lighthouse.pulse("c", "gone")
+    lighthouse.wait(0.1)
+    write = lighthouse.records[-1]
+    lighthouse.do(io.WriteFailed(write.nonce, definite=True), io.RecordRead(lighthouse.record))
+    lighthouse.wait(0.1)
+    again = lighthouse.records[-1]
+    assert again is not write and again.failures == write.failures and len(again.failures) == MAX_FAILURES
+    assert again.failures[-1].replica == "c" and again.failures[0].replica == "x1"

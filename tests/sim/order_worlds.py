@@ -1,0 +1,130 @@
+"""Worlds with an operator and with memory of failures: joins are paused, the job is scaled, a replica stands
+by, and who fails too often is kept out for a while. The same faults strike; in the end all must be back."""
+
+from collections import Counter
+from dataclasses import replace
+
+from sim.faults import Aims
+from sim.world import World
+
+from fabric.model import Orders
+from fabric.protocol import leader_io as io
+
+STRIKES = ("pause joins", "resume joins", "scale", "scale", "admit")
+# A replica dies again and again; a stand-by dies; the leader dies with an order.
+AIMS: tuple[Aims, ...] = (
+    (("commit", "kill trainer"), ("admitted", "kill trainer"), ("outside", "lighthouse crash")),
+    (("commit", "kill host"), ("decided", "pause joins"), ("resume", "lighthouse crash")),
+    (("commit", "scale"), ("decided", "lighthouse crash"), ("bar", "kill trainer")),
+    (("commit", "pause joins"), ("commit", "kill trainer"), ("commit", "crash in a write")),
+)
+# What the leader says when it keeps somebody out, or lets them in again.
+REASONS = {
+    "nobody is admitted: paused": "orders: kept out by a pause",
+    "it is not admitted before": "orders: kept out by a penalty",
+    "this one stands by": "orders: stood by",
+}
+
+# What a hunt over these worlds must have met.
+REQUIRED = (
+    *REASONS.values(),
+    *(f"fault: {kind}" for kind in STRIKES),
+    "orders: scaled by a forced epoch",
+    "orders: surplus left",
+    "orders: written within an epoch",
+    "orders: known to the next leader",
+    *(f"{name}, then joined" for name in REASONS.values()),
+)
+
+
+class OrderWorld(World):
+    """Some jobs have one replica more than they may have members."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, aims=AIMS[seed // 2 % len(AIMS)] if seed % 2 else ())
+        random = self.clockwork.random
+        policy = self.settings.leader.policy
+        if seed % 3 == 0:
+            most = max(policy.min_replicas, self.settings.replicas - 1)
+            policy = replace(policy, max_replicas=most, start_replicas=most)
+        self.settings.leader = replace(
+            self.settings.leader,
+            policy=policy,
+            failures=random.choice((1, 2, 3)),
+            failures_s=random.choice((1.0, 3.0, 8.0)),
+        )
+        for lighthouse in self.lighthouses.values():
+            lighthouse.config = self.settings.leader
+        for _ in range(random.choice((1, 2, 3))):
+            kind = random.choice(STRIKES)
+            self.clockwork.at(self.clockwork.between(0.3, 4.0), lambda kind=kind: self.faults.strike(kind))
+        # Whom the leader has kept out so, and not let in since.
+        self.kept_out: dict[str, set[str]] = {name: set() for name in REASONS.values()}
+
+    def time_error(self) -> float:
+        return self.clockwork.between(-3.0, 3.0) if self.clockwork.seed % 4 == 0 else 0.0
+
+    def _is_whole(self) -> "object":
+        """As many as there may be are members, once the operator has taken back what was ordered."""
+        start: dict[int, int] = {}
+        asked = [-1.0]
+
+        def done() -> bool:
+            record, now = self.store.record, self.clockwork.now
+            if record is None:
+                return False
+            if record.orders != Orders():
+                if now - asked[0] > 0.5:
+                    asked[0] = now
+                    self._take_back()
+                return False
+            there = [h for h in self.hosts.values() if not h.drained and h.trainer is not None]
+            members = [h for h in there if record.lists(h.name, h.incarnation) and h.trainer.alive]
+            wanted = min(
+                sum(not h.drained for h in self.hosts.values()), self.settings.leader.policy.max_replicas
+            )
+            if len(members) < wanted or len(record.roster) != len(members):
+                return False
+            first = start.setdefault(record.epoch, min(h.trainer.main.step for h in members))
+            return min(h.trainer.main.step for h in members) >= first + 5
+
+        return done
+
+    def _take_back(self) -> None:
+        for lighthouse in self.lighthouses.values():
+            if lighthouse.leads and not lighthouse.paused:
+                for event in (
+                    io.Operator("resume", "", "operator", "the end"),
+                    io.Operator("scale", "", "operator", "the end", 0, 0),
+                ):
+                    lighthouse.run(lambda e=event, x=lighthouse: x.feed(e) if x.core is not None else None)
+
+    def told(self, effect: io.Tell) -> None:
+        """Count what the leader's words say of orders and penalties."""
+        super().told(effect)
+        counts = self.clockwork.counts
+        for words, name in REASONS.items():
+            if effect.kind == "kept out" and words in effect.why:
+                counts[name] += 1
+                self.kept_out[name].add(effect.about)
+        if effect.kind == "epoch":
+            counts["orders: scaled by a forced epoch"] += "replicas are needed: scaled" in effect.why
+            counts["orders: surplus left"] += "no longer wanted" in effect.why
+            joined = effect.why.removesuffix(" joins").split(", ") if effect.why.endswith(" joins") else []
+            for name, kept_out in self.kept_out.items():
+                counts[f"{name}, then joined"] += len(kept_out & set(joined))
+                kept_out -= set(joined)
+
+
+def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
+    """Play seeds ``first`` to ``last`` (exclusive): the counters, and a line per failure."""
+    counts: Counter[str] = Counter()
+    failures = []
+    for seed in range(first, last):
+        world = OrderWorld(seed)
+        try:
+            world.run()
+        except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
+            failures.append(f"order seed {seed}: {type(error).__name__}: {error}")
+        counts.update(world.clockwork.counts)
+    return counts, failures

@@ -5,9 +5,9 @@ the epoch that answers the failure, by the time of day; a time that lies ahead o
 the time of its election.
 """
 
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from fabric.model import Failure, Member, Orders, Record
 from fabric.protocol import leader_io as io
@@ -33,7 +33,7 @@ class Penalty:
 
     @property
     def sentence(self) -> str:
-        end = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.until))
+        end = f"{datetime.fromtimestamp(self.until, UTC):%Y-%m-%d %H:%M:%S} UTC"
         return (
             f"{self.kind} {self.about} failed {self.times} times, last: {self.why}; it is not admitted "
             f"before {end}: mend it, then `fabric admit {self.about}` lets it in at once"

@@ -236,8 +236,8 @@ class ServerHandle:
         )
 
     def persist(self, step: int, generation: int, *, url: str, incarnation: int, keep: int) -> None:
-        """Have the snapshot of ``step`` written to the durable storage ``url``; does not wait for that.
-        Raises Refused while another one is being written."""
+        """Have the snapshot of ``step`` written to durable storage, after what is being written; does not
+        wait for that. Raises Refused where the step is not held."""
         self._ask(
             {
                 "op": "persist",

@@ -111,7 +111,7 @@ def restore(file: memoryview, objects: Mapping[str, object]) -> int:
     """
     file = file.cast("B") if file.format != "B" or file.ndim != 1 else file
     header = read_header(file)
-    step, tree = _describe(header.metadata)
+    step, tree = describe(header.metadata)
     _require_names(set(tree), objects)
     spans = {span.name: span for span in header.tensors}
     unused = set(spans)
@@ -183,7 +183,8 @@ def _walk(objects: Mapping[str, object]) -> tuple[dict[str, Any], Blobs]:
     return tree, blobs
 
 
-def _describe(metadata: str) -> tuple[int, dict[str, Any]]:
+def describe(metadata: str) -> tuple[int, dict[str, Any]]:
+    """The step and the tree of values in a file's metadata. Raises StateError for what is none of a state."""
     description = parse_json(metadata)
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise StateError(

@@ -88,6 +88,9 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     led = f"led by {lighthouse['url']} over store {store['id']}"
     waiting = f"waiting for {job['waiting_for']}"
     lines = [title + because, waiting, f"recoverable: {recoverable(job['recoverable'])}"]
+    if job.get("durable"):
+        newest = job["durable"]
+        lines.append(f"durable: step {newest['step']} of generation {newest['generation']}")
     lines += _orders(job, record)
     return Group(*map(Text, lines), table, Text(led, style="dim"))
 

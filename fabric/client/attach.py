@@ -26,6 +26,7 @@ from fabric.client.mark import Mark
 from fabric.client.mistakes import tell_uncaught_mistakes
 from fabric.client.model_watch import ModelWatch, refuse_optimizers
 from fabric.client.peers import Peers
+from fabric.client.place import Place
 from fabric.client.placement import device_of, place_gradients
 from fabric.client.rank_group import RankGroup
 from fabric.client.session import Session
@@ -33,7 +34,6 @@ from fabric.client.slots import GradientSlots
 from fabric.client.snapshot_policy import SnapshotPolicy, policy_of
 from fabric.client.snapshots import Snapshots
 from fabric.client.solo import SoloSession
-from fabric.client.start import Place
 from fabric.client.transfer import Transfer
 from fabric.client.worker import Worker
 from fabric.errors import ConfigError, FabricError
@@ -165,7 +165,7 @@ def _parts(
     snapshots = Snapshots(
         handle, objects, _copier(where), policy, who, where.type == "cuda", recover, own_rank
     )
-    snapshots.durable = durable = Durable(found, journal, place.incarnation, rank)
+    snapshots.durable = durable = Durable(found, journal, place)
     plane.set_bounds(time_budget.exchange_s, time_budget.entry_s)
     slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
     identity = Identity(found.job, found.replica, rank=rank)

@@ -12,6 +12,7 @@ from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.fetch import Fetched
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.client.journal import Journal
+from fabric.client.place import Place
 from fabric.errors import Refused, StateError
 from fabric.model import Record, SnapshotRef
 from fabric.runtime.config import Settings
@@ -20,13 +21,12 @@ _MOST_TOLD = 16  # of what storage holds; the others are older
 
 
 class Durable:
-    """``settings.durable`` empty: there is none, and nothing is ever due. ``rank`` is mine."""
+    """``settings.durable`` empty: there is none, and nothing is ever due. ``place`` is mine."""
 
-    def __init__(self, settings: Settings, journal: Journal, incarnation: int, rank: int) -> None:
+    def __init__(self, settings: Settings, journal: Journal, place: Place) -> None:
         self._settings = settings
         self._journal = journal
-        self._incarnation = incarnation
-        self._rank = rank
+        self._place = place
         self._last_s = time.monotonic()
         self._last_step = -1
 
@@ -47,12 +47,16 @@ class Durable:
             )
         return tuple(c.state for c in fit[-_MOST_TOLD:])
 
-    def is_due(self, step: int, record: Record | None) -> bool:
-        """Whether the state at ``step`` is to become a durable checkpoint, and this replica is the one."""
+    def is_due(self, step: int, record: Record | None, last: bool = False) -> bool:
+        """Whether the state at ``step`` is to become a durable checkpoint, and this replica is the one.
+        ``last``: the loop has ended with it. Ranks of one replica take none then: they end together at
+        once."""
         settings = self._settings
         if not settings.durable or record is None or step == self._last_step:
             return False
-        if settings.durable_every:
+        if last:
+            due = self._place.group is None
+        elif settings.durable_every:
             due = step > 0 and step % settings.durable_every == 0
         else:
             due = time.monotonic() - self._last_s >= settings.durable_every_s
@@ -71,7 +75,7 @@ class Durable:
                 step,
                 generation,
                 url=settings.durable,
-                incarnation=self._incarnation,
+                incarnation=self._place.incarnation,
                 keep=settings.durable_keep,
             )
         except Refused as error:
@@ -85,7 +89,7 @@ class Durable:
             raise StateError(
                 f"step {state.step} is in durable storage and FABRIC_DURABLE is not set here: set it"
             )
-        return restore(self._job(), self._settings.job, state, self._rank, allocate)
+        return restore(self._job(), self._settings.job, state, self._place.rank, allocate)
 
     def _job(self) -> Storage:
         return Storage(self._settings.durable).at(self._settings.job)

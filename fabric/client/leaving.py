@@ -12,7 +12,7 @@ from fabric.client import mistakes
 from fabric.client.engine import Engine, Parts
 from fabric.client.failure import TELL_S, describe, is_device_fault
 from fabric.client.insight import Insight, flight, stacks
-from fabric.client.start import Place
+from fabric.client.place import Place
 from fabric.errors import FabricError
 from fabric.protocol import member_io as io
 from fabric.runtime.config import Settings

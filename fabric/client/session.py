@@ -28,11 +28,12 @@ from fabric.client.metrics import finite, restored
 from fabric.client.mistakes import before_showing
 from fabric.client.model_watch import ModelWatch
 from fabric.client.overlap import Overlap
+from fabric.client.place import Place
 from fabric.client.placement import OnHost
 from fabric.client.randomness import seed_everything
 from fabric.client.ranks import RankEngine
 from fabric.client.sampler import StepSampler
-from fabric.client.start import Place, Work, begin, make_engine
+from fabric.client.start import Work, begin, make_engine
 from fabric.client.step import Step
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
@@ -257,6 +258,9 @@ class Session(Leaving):
         """Finished: wait until every member is, then leave. Never counted as a failure."""
         if self._engine.is_running and not self._finished:
             self._note_state(self._digest_when_due(wanted=True))
+            if self._parts.durable.is_due(self._state_step, self._engine.current, last=True):
+                self._snapshot(-1, durable=True)
+                self._parts.keeper.settle(within_s=60.0)
             self._engine.post(io.Closing())
             while not isinstance(order := self._engine.orders.get(), io.Finish):
                 self._obey(order)
@@ -315,8 +319,7 @@ class Session(Leaving):
             durable = self._parts.durable.is_due(self._state_step, self._engine.current)
             if durable or self._snapshots.is_due(self._state_step):
                 self._snapshot_by_policy(durable)
-        digest = self._digest_when_due(self._digest_wanted)
-        self._digest_wanted = False
+        digest, self._digest_wanted = self._digest_when_due(self._digest_wanted), False
         self._note_state(digest)
         return io.Ready(self._state_step, digest, self._times())
 
@@ -454,8 +457,7 @@ class Session(Leaving):
 
     def _snapshot(self, generation: int, durable: bool = False) -> None:
         """Begin one; a negative ``generation`` is the current one."""
-        if generation < 0:
-            generation = self._engine.generation
+        generation = self._engine.generation if generation < 0 else generation
         self._parts.points.reach("snapshot", self._state_step)
         submit, post = self._parts.keeper.submit, self._engine.post
         self._snapshots.start(self._state_step, generation, submit, post, durable)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric.client.engine import Engine, Parts
-from fabric.client.rank_group import RankGroup
+from fabric.client.place import Place
 from fabric.client.ranks import FollowerEngine, HeadEngine
 from fabric.errors import ConfigError
 from fabric.model import EVERYTHING, Address, Sharing, SnapshotRef
@@ -16,20 +16,6 @@ from fabric.protocol.member_state import Identity, MemberConfig, State
 from fabric.protocol.rank_orders import SnapshotDue, replica_digest
 from fabric.runtime.config import Settings, advertised_host
 from fabric.transport.greeting import Greeting
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which process this is. ``predecessors_gone``: every earlier one has surely ended. ``group``: the ranks
-    of this replica, None where it is one process."""
-
-    incarnation: int
-    predecessors_gone: bool
-    group: RankGroup | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank if self.group is not None else 0
 
 
 @dataclass(frozen=True, slots=True)

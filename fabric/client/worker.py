@@ -27,6 +27,12 @@ class Worker:
         """Queue a job."""
         self._jobs.put(job)
 
+    def settle(self, within_s: float) -> None:
+        """Return when what is queued now has been done, at most ``within_s`` from now."""
+        done = threading.Event()
+        self.submit(done.set)
+        done.wait(within_s)
+
     def close(self, within_s: float) -> None:
         """End after what is queued, waiting at most ``within_s``."""
         self._jobs.put(None)

@@ -95,7 +95,8 @@ def test_plain_torch_reads_it_and_when_everything_is_killed_the_job_resumes_from
     assert [(j["step"], list(j["sources"])) for j in joins] == [(10, [newest.storage.url])] * 3
     assert len({states(job, r)[STEPS] for r in job.pids}) == 1
     job.wait_for(lambda: not job.server_pids(), "the servers' end, which let the writer finish")
-    assert durable(job)[-1].state.generation == 2
+    final = durable(job)[-1].state
+    assert (final.generation, final.step, final.digest) == (2, STEPS, states(job, "r0")[STEPS])
 
 
 def test_a_damaged_one_is_passed_over_by_all_and_named(job):
@@ -118,7 +119,14 @@ def test_a_damaged_one_is_passed_over_by_all_and_named(job):
 
 
 def test_another_one_writes_them_after_the_writers_death(job):
-    job.start_all({"r0": "ring@13=kill", "r1": f"optimizer@24=wait:{job.folder}/go"})
+    job.start_all(
+        {
+            "r0": f"optimizer@12=wait:{job.folder}/go12,ring@13=kill",
+            "r1": f"optimizer@24=wait:{job.folder}/go",
+        }
+    )
+    wait_for_step(job, 10)
+    (job.folder / "go12").touch()
     wait_for_step(job, 20)
     (job.folder / "go").touch()
     job.finish()

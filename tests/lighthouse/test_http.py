@@ -37,6 +37,25 @@ async def test_metrics_of_a_job(lighthouse, http, job):
     await close_all(members)
 
 
+async def test_the_newest_durable_checkpoint_and_why_the_next_one_failed(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, job=job)
+    pulse = await WirePulse(http, lighthouse.url, "r0", job).open()
+    await pulse.beat(durable=(SnapshotRef(1, 5, "a"),), durable_error="step 9: the disk is full")
+
+    async def is_known() -> bool:
+        _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
+        return body["durable"] == {"generation": 1, "step": 5, "digest": "a", "steps_behind": 0}
+
+    await eventually(is_known, "the durable checkpoint to be known")
+    _, events = await get(http, f"{lighthouse.url}/v1/jobs/{job}/events")
+    said = {e["kind"]: e["why"] for e in events if e["kind"].startswith("durable")}
+    assert said == {
+        "durable": "the checkpoint of step 5 is complete",
+        "durable failed": "step 9: the disk is full",
+    }
+    await close_all(members)
+
+
 async def test_how_old_the_freshest_recoverable_state_is(lighthouse, http, job):
     """Shown by the job's view, its gauges and the command; of nothing nothing is said."""
     members = await start_job(http, lighthouse.url, job=job)

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.encoding import DTYPE_BY_NAME, Decoder
-from fabric.ckpt_server.layout import Header, parse_json, read_header
+from fabric.ckpt_server.layout import Header, read_header
 from fabric.ckpt_server.sharded import Shardings
-from fabric.ckpt_server.state import host_bytes, tensor_at
+from fabric.ckpt_server.state import describe, host_bytes, tensor_at
 from fabric.errors import StateError
 
 _KEPT_BYTES = 64 << 10
@@ -147,7 +147,7 @@ def _take_apart(file: memoryview) -> _State:
     spans = {span.name: span for span in header.tensors}
     shardings = _ShardsAsTheyAre()
     decoder = Decoder(lambda name: tensor_at(file, spans[name]), set(spans), shardings=shardings)
-    tree = parse_json(header.metadata)["state"]
+    _, tree = describe(header.metadata)
     values, paths = flatten_state_dict({name: decoder.decode(node) for name, node in tree.items()})
     blobs = {id(tensor): name for name, tensor in decoder.seen.items()}
     return _State(header, values, paths, shardings.found, blobs, decoder.seen)

@@ -19,7 +19,7 @@ from typing import Any
 import fabric
 from fabric.ckpt_server.durable.order import Order
 from fabric.ckpt_server.manifest import check_manifest, state_digest
-from fabric.ckpt_server.memory import SNAPSHOT, Memory, Slot
+from fabric.ckpt_server.memory import SNAPSHOT, Memory
 from fabric.errors import Refused
 from fabric.model import SnapshotRef
 
@@ -51,6 +51,7 @@ class Dispatch:
         self._replica = replica
         self._memory = memory
         self._task: asyncio.Task[None] | None = None
+        self._next: Persist | None = None  # what is written after that
         self._incarnation = 0  # of the trainer that the running task was asked by
         self.newest: SnapshotRef | None = None
         self.error = ""
@@ -63,20 +64,22 @@ class Dispatch:
         return self._task is None or self._task.done()
 
     def start(self, request: Persist) -> None:
-        """Begin to write. Raises Refused while another one is being written, or where the step is not held.
+        """Begin to write, or when the one before is written: then it is the newest of those that were asked
+        for meanwhile. Raises Refused where the step is not held.
 
         What an earlier process of the trainer asked for is given up: its other ranks are gone, too.
         """
-        if not self.is_idle and request.incarnation == self._incarnation:
-            raise Refused(
-                f"step {request.step} is not written to durable storage: the one before is still being"
-                " written; write them less often, or to faster storage"
-            )
-        slot = self._memory.find(SNAPSHOT, request.step, request.generation)
-        if slot is None:
+        if self._memory.find(SNAPSHOT, request.step, request.generation) is None:
             raise Refused(f"step {request.step} is not held, so it cannot be written to durable storage")
-        self._incarnation = request.incarnation
-        self._task = asyncio.create_task(self._run(request, slot, self._task))
+        if not self.is_idle and request.incarnation == self._incarnation:
+            if self._next is not None:
+                log.warning(
+                    "step %d is not written: storage is slower than checkpoints come", self._next.step
+                )
+            self._next = request
+            return
+        self._incarnation, self._next = request.incarnation, None
+        self._task = asyncio.create_task(self._run(request, self._task))
 
     async def finish(self) -> None:
         """Return when the writer that runs, if any, has ended."""
@@ -89,13 +92,19 @@ class Dispatch:
             self._task.cancel()
             await asyncio.wait({self._task})
 
-    async def _run(self, request: Persist, slot: Slot, before: asyncio.Task[None] | None) -> None:
+    async def _run(self, request: Persist, before: asyncio.Task[None] | None) -> None:
         if before is not None and not before.done():
             before.cancel()
             await asyncio.wait({before})
+        wanted: Persist | None = request
+        while wanted is not None:
+            await self._persist(wanted)
+            wanted, self._next = self._next, None
+
+    async def _persist(self, request: Persist) -> None:
         begun = time.monotonic()
         try:
-            outcome = await self._write(request, slot)
+            outcome = await self._write(request)
         except OSError as error:
             outcome = {"ok": False, "error": f"its writer could not be started: {error}"}
         self.seconds = time.monotonic() - begun
@@ -111,9 +120,15 @@ class Dispatch:
             self.newest = SnapshotRef(request.generation, request.step, str(outcome["digest"]))
         log.info("durable checkpoint of step %d: %s, %.1f s", request.step, outcome["folder"], self.seconds)
 
-    async def _write(self, request: Persist, slot: Slot) -> dict[str, Any]:
-        if slot.content is None or slot.region is None or slot.content.step != request.step:
-            return {"ok": False, "error": "its memory was needed for another snapshot"}
+    async def _write(self, request: Persist) -> dict[str, Any]:
+        slot = self._memory.find(SNAPSHOT, request.step, request.generation)
+        if slot is None:
+            return {
+                "ok": False,
+                "error": "its memory was needed for another snapshot before the one before was written: write"
+                " them less often, or to faster storage",
+            }
+        assert slot.content is not None and slot.region is not None
         manifest = _manifest(slot.content.manifest)
         digest = state_digest(manifest)
         order = Order(request.url, self._job, self._replica, request.incarnation, request.keep)

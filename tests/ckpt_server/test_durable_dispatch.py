@@ -1,0 +1,122 @@
+"""The checkpoint server has durable checkpoints written: one at a time, never at the trainer's expense."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from ckpt_server.test_durable_format import manifest_for, objects
+from ckpt_server.test_state import to_bytes
+from server_support import TOKEN, alive
+
+from fabric.ckpt_server.durable.reader import list_checkpoints
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.state import capture
+from fabric.errors import Refused
+
+DEADLINE_S = 180.0
+
+
+def hold(handle, slot: int, step: int) -> bytes:
+    file = bytes(to_bytes(capture(objects(step), step)))
+    handle.begin("snapshot", slot)
+    handle.allocate("snapshot", slot, len(file))[:] = file
+    handle.publish_snapshot(slot, manifest_for(file, step))
+    return file
+
+
+def persist(handle, url: str, step: int, incarnation: int = 1) -> None:
+    handle.persist(step, 1, url=url, incarnation=incarnation, keep=3)
+
+
+def steps(url: str) -> list[int]:
+    return [c.state.step for c in list_checkpoints(Storage(url).at("job"), "job").complete]
+
+
+def get(handle, path: str) -> str:
+    connection = HTTPConnection(urlsplit(handle.url).netloc)
+    connection.request("GET", path, headers={"Authorization": f"Bearer {TOKEN}"})
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return text
+
+
+def readers(handle, slot: int) -> int:
+    return next(s["readers"] for s in json.loads(get(handle, "/debug/state"))["slots"] if s["slot"] == slot)
+
+
+def wait_for(condition: Callable[[], object], what: str) -> object:
+    """A writer imports torch, which takes long on a loaded machine."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.02)
+    return value
+
+
+def writers(handle) -> list[int]:
+    """Processes that the server has started."""
+    found = Path(f"/proc/{handle.pid}/task/{handle.pid}/children").read_text().split()
+    return [int(pid) for pid in found]
+
+
+@pytest.fixture
+def waiting(tmp_path, monkeypatch):
+    """Writers stop before their marker until this file is there."""
+    monkeypatch.setenv("FABRIC_TEST_POINTS", f"durable-marker=wait:{tmp_path}/go")
+    return tmp_path / "go"
+
+
+def test_one_after_the_other_the_newest_next(attach, waiting, tmp_path):
+    url, handle = str(tmp_path / "durable"), attach()
+    hold(handle, 0, 5)
+    persist(handle, url, 5)
+    for step in (6, 7):
+        hold(handle, step, step)
+        persist(handle, url, step)
+    with pytest.raises(Refused, match="step 9 is not held"):
+        persist(handle, url, 9)
+    waiting.touch()
+    wait_for(lambda: "fabric_ckpt_durable_step 7.0" in get(handle, "/metrics"), "step 7 in the metrics")
+    assert steps(url) == [5, 7], "what came between them is out of date by then"
+
+
+def test_a_trainer_that_needs_the_memory_gets_it_and_the_checkpoint_is_given_up(attach, waiting, tmp_path):
+    url, handle = str(tmp_path / "durable"), attach()
+    hold(handle, 0, 5)
+    persist(handle, url, 5)
+    wait_for(lambda: readers(handle, 0), "the writer to read the slot")
+    assert not handle.begin("snapshot", 0, unless_read=True), "while another slot will do, this one is spared"
+    handle.begin("snapshot", 0)
+    wait_for(
+        lambda: "fabric_ckpt_durable_failures_total 1.0" in get(handle, "/metrics"),
+        "the failure in the metrics",
+    )
+    assert steps(url) == [] and not writers(handle)
+    hold(handle, 0, 6)
+
+
+def test_a_server_that_is_done_lets_its_writer_finish_and_one_that_is_killed_takes_it_along(
+    attach, waiting, tmp_path
+):
+    url, handle = str(tmp_path / "durable"), attach()
+    hold(handle, 0, 5)
+    persist(handle, url, 5)
+    handle.finish(linger_s=0.0)
+    (writer,) = wait_for(lambda: writers(handle), "the writer")
+    waiting.touch()
+    wait_for(lambda: steps(url) == [5], "the checkpoint")
+    wait_for(lambda: not alive(handle.pid), "the server's end")
+    waiting.unlink()
+    other = attach()
+    hold(other, 0, 6)
+    persist(other, url, 6)
+    (writer,) = wait_for(lambda: writers(other), "the writer")
+    os.kill(other.pid, signal.SIGKILL)
+    wait_for(lambda: not alive(writer), "the writer's end")
+    assert steps(url) == [5]

@@ -1,11 +1,13 @@
 """``fabric lighthouse``: run one lighthouse in the foreground."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 import uvloop
 
 from fabric.cli.tls import current_tls
+from fabric.lighthouse.jobs import Quotas
 from fabric.lighthouse.service import LighthouseSettings, run
 from fabric.model import Policy
 from fabric.protocol.leader import LeaderConfig
@@ -30,6 +32,15 @@ _LIVENESS = LivenessConfig()
 @click.option("--port", default="0", show_default=True, help="Port, range such as 8600-8609, or 0 for any.")
 @click.option("--advertise", default="", help="Base URL that others reach this one by.")
 @click.option("--token-file", type=_FILE, help="File with the token that everybody must show.")
+@click.option("--job-tokens", type=_FILE, help="Folder with a file per job: that job's own token.")
+@click.option("--max-jobs", default=Quotas().jobs, show_default=True, help="Jobs that are not complete.")
+@click.option("--max-replicas", default=Quotas().replicas, show_default=True, help="Replicas of each job.")
+@click.option(
+    "--retain-s",
+    default=Quotas().retain_s,
+    show_default=True,
+    help="How long the record of a complete job is kept.",
+)
 @click.option("--namespace", default="default", show_default=True, help="Keeps several in one store apart.")
 @click.option("--ready-file", type=_FILE, help="Written (JSON with the URL) when requests can be answered.")
 @click.option("--lease-s", default=5.0, show_default=True, help="How long a dead leader's place is kept.")
@@ -73,32 +84,26 @@ _LIVENESS = LivenessConfig()
     show_default=True,
     help="Within so many seconds they count.",
 )
-def lighthouse(
-    form: str,
-    silence_s: float,
-    reconnect_s: float,
-    start_wait_s: float,
-    autonomy_s: float,
-    failures: int,
-    failures_s: float,
-    store_user: str,
-    **others: Path | None,
-) -> None:
+def lighthouse(**given: Any) -> None:
     """Decide who takes part in each job, until SIGTERM. Start several on one store: one of them leads."""
-    logs.set_up("lighthouse", form)
+    take = given.pop
+    logs.set_up("lighthouse", take("form"))
     leader = LeaderConfig(
-        policy=Policy(start_wait_s=start_wait_s),
-        liveness=LivenessConfig(silence_s=silence_s, reconnect_s=reconnect_s),
-        autonomy_s=autonomy_s,
-        failures=failures,
-        failures_s=failures_s,
+        policy=Policy(start_wait_s=take("start_wait_s")),
+        liveness=LivenessConfig(silence_s=take("silence_s"), reconnect_s=take("reconnect_s")),
+        autonomy_s=take("autonomy_s"),
+        failures=take("failures"),
+        failures_s=take("failures_s"),
     )
     access = EtcdAccess(
-        ca_file=others.pop("store_ca"),
-        cert_file=others.pop("store_cert"),
-        key_file=others.pop("store_key"),
-        user=store_user,
-        password_file=others.pop("store_password_file"),
+        ca_file=take("store_ca"),
+        cert_file=take("store_cert"),
+        key_file=take("store_key"),
+        user=take("store_user"),
+        password_file=take("store_password_file"),
     )
-    settings = LighthouseSettings(leader=leader, store_access=access, tls=current_tls(), **others)  # type: ignore[arg-type]  # click's own names
+    quotas = Quotas(take("max_jobs"), take("max_replicas"), take("retain_s"))
+    settings = LighthouseSettings(
+        leader=leader, quotas=quotas, store_access=access, tls=current_tls(), **given
+    )
     uvloop.run(run(settings))

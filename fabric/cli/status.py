@@ -78,7 +78,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     title = f"job {job['job']}: generation {job['generation']}, epoch {job['epoch']}, step {job['step']}"
     because = f" ({record['reason']})" if record.get("reason") else ""
     rows = [(member, _role(member)) for member in job["members"]]
-    rows += [(joiner, "outside") for joiner in job["joiners"]]
+    rows += [(joiner, "spare" if joiner.get("spare") else "outside") for joiner in job["joiners"]]
     wide = width >= _WIDE
     columns = ["replica", "role", "phase", "step", "session", "trainer", "verdict"]
     table = Table(*columns, *(["pulse", "checkpoint server"] if wide else []))

@@ -133,6 +133,7 @@ def _identity(
         seat=work.seat,
         tensors=work.tensors,
         plane=work.plane,
+        spare=settings.spare,
     )
 
 

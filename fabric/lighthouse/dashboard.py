@@ -18,8 +18,9 @@ from aiohttp import web
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.job import Job
+from fabric.lighthouse.tokens import Scope, Tokens
 from fabric.lighthouse.view import job_view
-from fabric.runtime.web import Handler, check_bearer
+from fabric.runtime.web import Handler
 
 COOKIE = "fabric-page"
 LOGIN = "/login"
@@ -43,26 +44,36 @@ _SILENCE_S = 5.0
 _MAX_LOGIN_BYTES = 8192
 
 
-def add_routes(app: web.Application, token: str | None) -> None:
+def add_routes(app: web.Application, tokens: Tokens) -> None:
     """``/``, its script and style, and ``/login``."""
     for name, kind in _KINDS.items():
         app.router.add_get("/" if name == "index.html" else f"/{name}", _file(name, kind))
-    app.router.add_post(LOGIN, _login(token))
+    app.router.add_post(LOGIN, _login(tokens))
 
 
-def is_logged_in(request: web.Request, token: str) -> bool:
-    """Whether the request carries a cookie of ours that has not ended, and comes from our own page."""
-    expires, _, proof = request.cookies.get(COOKIE, "").partition(".")
+def scope_of_cookie(request: web.Request, tokens: Tokens) -> Scope | bool:
+    """What the request's cookie opens; False where it has none of ours that has not ended, or does not come
+    from our own page."""
+    expires, _, rest = request.cookies.get(COOKIE, "").partition(".")
+    proof, _, job = rest.partition(".")
     if not expires.isdecimal() or len(expires) > 12 or int(expires) < time.time():
         return False
     origin = request.headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != request.host:
         return False
-    return hmac.compare_digest(proof.encode("utf-8", "replace"), _proof(expires, token).encode())
+    token = tokens.key(job)
+    if token is None or not _is_proof(proof, expires, job, token):
+        return False
+    return frozenset((job,)) if job else None
 
 
-def _proof(expires: str, token: str) -> str:
-    return hmac.new(token.encode(), f"page {expires}".encode(), hashlib.sha256).hexdigest()
+def _is_proof(given: str, expires: str, job: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), _proof(expires, job, token).encode())
+
+
+def _proof(expires: str, job: str, token: str) -> str:
+    """Ends with the token: a cookie of a token that was replaced opens nothing."""
+    return hmac.new(token.encode(), f"page {expires} {job}".encode(), hashlib.sha256).hexdigest()
 
 
 def _file(name: str, kind: str) -> Handler:
@@ -74,11 +85,11 @@ def _file(name: str, kind: str) -> Handler:
     return answer
 
 
-def _login(token: str | None) -> Handler:
+def _login(tokens: Tokens) -> Handler:
     async def answer(request: web.Request) -> web.Response:
         """``{"token": ...}`` for a cookie."""
         response = web.json_response({"ok": True})
-        if token is None:
+        if tokens.is_open:
             return response
         if (request.content_length or 0) > _MAX_LOGIN_BYTES:
             raise ProtocolError("a login is a small JSON object")
@@ -88,11 +99,12 @@ def _login(token: str | None) -> Handler:
             given = None
         if not isinstance(given, str):
             raise ProtocolError('send a JSON object such as {"token": "..."}')
-        check_bearer(f"Bearer {given}", token)
+        scope = tokens.scope(given.strip())
+        job = min(scope) if scope is not None else ""
         expires = str(int(time.time()) + COOKIE_S)
         response.set_cookie(
             COOKIE,
-            f"{expires}.{_proof(expires, token)}",
+            f"{expires}.{_proof(expires, job, tokens.key(job) or given)}.{job}",
             max_age=COOKIE_S,
             httponly=True,
             samesite="Strict",

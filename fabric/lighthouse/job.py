@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse import connection as codes
@@ -22,6 +22,7 @@ from fabric.lighthouse.connection import Connection
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.explainer import Explainer
+from fabric.lighthouse.incoming import MAX_REPLICAS
 from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.progress import recoverable, top_step
@@ -52,8 +53,9 @@ class Surroundings:
     config: LeaderConfig
     metrics: Metrics
     tasks: Tasks
-    access: Access = field(default_factory=Access)
+    access_to: Callable[[str], Access] = lambda _job: Access()
     clock: Callable[[], float] = time.monotonic
+    max_replicas: int = MAX_REPLICAS
 
 
 @dataclass(slots=True)
@@ -87,10 +89,11 @@ class Job:
         self._driver: Driver[io.Event, io.Effect] | None = None
         self._opening: Connection | None = None
         self._failures = 0
+        self._begun = 0.0  # Unix seconds
         self._changed = asyncio.Event()  # the record has; a new one is made every time
         self._record: Record | None = None
         self._unkept: dict[int, Recovery] = {}
-        self._explainer = Explainer(around.access, around.tasks, self._note_cause, self._keep)
+        self._explainer = Explainer(around.access_to(name), around.tasks, self._note_cause, self._keep)
 
     @property
     def now(self) -> float:
@@ -109,6 +112,22 @@ class Job:
         return not (core.record or core.writing or self.sessions or self.pulses)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether it has finished."""
+        return self.core.record is not None and self.core.record.complete
+
+    def is_over_since(self, seconds: float, unix_s: float) -> bool:
+        """Whether it was complete so long ago, and nobody speaks to it any more."""
+        record = self.core.record
+        if record is None or not record.complete or self.sessions or self.pulses or self.core.writing:
+            return False
+        return unix_s - (record.ended or self._begun) >= seconds
+
+    async def delete(self) -> bool:
+        """Remove what the store has of it. Raises StoreError."""
+        return await self._stored.delete()
+
+    @property
     def gauges(self) -> JobGauges:
         core = self.core
         record, state = core.record, recoverable(core, self.now)
@@ -125,6 +144,7 @@ class Job:
     def begin(self, record: Record | None) -> None:
         """Lead this job from ``record``, which the store holds now."""
         self._record = record
+        self._begun = time.time()
         self.recoveries.begin(record)
         self._driver = Driver(
             self.core, self._perform, tick=io.Tick(), on_crash=self._remake, clock=self._around.clock
@@ -149,6 +169,18 @@ class Job:
 
     def open(self, connection: Connection, session: m.Session, policy: Policy) -> bool:
         """Begin (or say again) a session; False when the core refused it, and it is being closed."""
+        others = {*self.sessions, *(self.core.record.names if self.core.record else ())} - {session.replica}
+        if len(others) >= self._around.max_replicas:
+            reason = (
+                f"{session.replica} is not taken: job {self.name} has {len(others)} replicas, as many as "
+                "this lighthouse allows; end another one first, or have --max-replicas raised"
+            )
+            self._note("session refused", session.replica, reason)
+            connection.send(m.Rejected(reason))
+            connection.end(codes.REFUSED, reason)
+            return False
+        most = min(policy.max_replicas, self._around.max_replicas)
+        policy = replace(policy, max_replicas=most)
         if not self.sessions:
             self.core.config = replace(self.core.config, policy=policy)
         elif policy != self.core.config.policy:

@@ -7,13 +7,15 @@ The logs of events outlive a term, so that a short trouble with the store does n
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from fabric.errors import ProtocolError, Refused, StoreError, StoreUnavailable
 from fabric.lighthouse import connection as codes
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
-from fabric.lighthouse.incoming import check_name
+from fabric.lighthouse.incoming import MAX_REPLICAS, check_name
 from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.job import Job, Surroundings
 from fabric.lighthouse.metrics import JobGauges, Metrics
@@ -27,8 +29,18 @@ from fabric.store import KeyValue, Store
 
 log = logging.getLogger(__name__)
 
-MAX_JOBS = 4096
 _RETRY_S = 0.2
+_LOOK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """``jobs`` that are not complete, and ``replicas`` of each, at most. ``retain_s``: how long the record of
+    a complete job is kept, which tells whoever comes late that it is over."""
+
+    jobs: int = 4096
+    replicas: int = MAX_REPLICAS
+    retain_s: float = 7 * 86400.0
 
 
 class Jobs:
@@ -41,7 +53,8 @@ class Jobs:
         config: LeaderConfig,
         metrics: Metrics,
         tasks: Tasks,
-        access: Access | None = None,
+        access_to: Callable[[str], Access] = lambda _job: Access(),
+        quotas: Quotas = Quotas(),
     ) -> None:
         self.by_name: dict[str, Job] = {}
         self.unreadable: dict[str, str] = {}
@@ -49,17 +62,26 @@ class Jobs:
         self._store = store
         self._namespace = namespace
         self._config = config
+        self._quotas = quotas
         self._metrics = metrics
         self._tasks = tasks
-        self._access = access or Access()
+        self._access_to = access_to
         self._around: Surroundings | None = None
         self._logs: dict[str, EventLog] = {}
         self._recoveries: dict[str, Recoveries] = {}
 
     def begin(self, term: Term) -> None:
         """This process leads: read every record and lead its job."""
-        self._around = Surroundings(term, self._config, self._metrics, self._tasks, self._access)
+        self._around = Surroundings(
+            term,
+            self._config,
+            self._metrics,
+            self._tasks,
+            self._access_to,
+            max_replicas=self._quotas.replicas,
+        )
         self._tasks.start("load the jobs", self._load(self._around))
+        self._tasks.start("forget old jobs", self._forget_old(self._around))
 
     def end(self, reason: str) -> None:
         """This process leads no longer: nothing more is decided here."""
@@ -88,8 +110,11 @@ class Jobs:
             return job
         if self._around is None or not self.loaded.is_set():
             raise StoreUnavailable("this lighthouse does not lead now: connect again")
-        if len(self.by_name) >= MAX_JOBS:
-            raise Refused(f"this lighthouse leads {MAX_JOBS} jobs already: use another namespace")
+        if sum(not job.is_complete for job in self.by_name.values()) >= self._quotas.jobs:
+            raise Refused(
+                f"job {name} is not taken: this lighthouse leads {self._quotas.jobs} jobs, as many as it "
+                "may; wait until one is complete, or have --max-jobs raised"
+            )
         return self._make(self._around, name, None, 0)
 
     def release(self, job: Job) -> None:
@@ -136,6 +161,31 @@ class Jobs:
             else:
                 return [entry for entry in found if job_of(self._namespace, entry.key)]
         return []
+
+    # --- jobs that are over ----------------------------------------------------------------------------
+
+    async def _forget_old(self, around: Surroundings) -> None:
+        """Delete what the store has of jobs that were complete ``retain_s`` ago and that nobody speaks to."""
+        retain_s = self._quotas.retain_s
+        while not around.term.is_over:
+            await asyncio.sleep(min(_LOOK_S, max(retain_s / 10, 0.05)))
+            for job in [x for x in self.by_name.values() if x.is_over_since(retain_s, time.time())]:
+                if self._around is around and await self._forget(job):
+                    log.info("job %s: complete for %g s, and forgotten now", job.name, retain_s)
+
+    async def _forget(self, job: Job) -> bool:
+        try:
+            if not await job.delete():
+                return False
+        except StoreError as error:
+            log.warning("job %s: its record cannot be deleted yet: %s", job.name, error)
+            return False
+        if self.by_name.get(job.name) is job:
+            job.close(codes.NOT_THE_LEADER, "the job was complete for long and is forgotten")
+            del self.by_name[job.name]
+            self._logs.pop(job.name).end_followers()
+            self._recoveries.pop(job.name)
+        return True
 
     async def _load_recoveries(self, name: str, recoveries: Recoveries) -> None:
         """What earlier leaders wrote; for people, so a store that does not answer is not asked twice."""

@@ -82,6 +82,16 @@ class StoredRecord:
             operations += [Delete(key) for key in old[:50]]
         await self._store.commit([self._term.guard], operations)
 
+    async def delete(self) -> bool:
+        """Remove the record and the recovery records of a job that is over; False when a guard refused.
+        Raises as ``Store.commit`` does."""
+        found, _ = await self._store.list(self._recoveries)
+        for first in range(0, len(found), 50):
+            some = [Delete(kv.key) for kv in found[first : first + 50]]
+            await self._store.commit([self._term.guard], some)
+        guards = [self._term.guard, Compare(self._key, mod_revision=self._revision)]
+        return await self._store.commit(guards, [Delete(self._key)]) is not None
+
     async def read(self) -> Record | None:
         """The record as it is now. Raises StoreError when it cannot be read, ProtocolError when it is
         none of ours, and Deposed when this term's election key is gone."""

@@ -19,8 +19,9 @@ from fabric.lighthouse.commands import add_commands, find_job
 from fabric.lighthouse.election import Election
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
+from fabric.lighthouse.tokens import Tokens, is_in_scope, token_required
 from fabric.lighthouse.view import job_line, job_view
-from fabric.runtime.web import Handler, bearer_required, errors_as_json, json_error, query_integer
+from fabric.runtime.web import Handler, errors_as_json, json_error, query_integer
 from fabric.store import Store
 
 # What an instance answers itself, whoever leads, and without the token: nothing there says anything of a job.
@@ -75,12 +76,13 @@ class Parts:
         return self.leads and self.jobs.loaded.is_set()
 
 
-def make_app(parts: Parts, token: str | None) -> web.Application:
-    """The application, with everything but OPEN_PATHS behind ``token`` (None: open)."""
+def make_app(parts: Parts, tokens: Tokens | None) -> web.Application:
+    """The application, with everything but OPEN_PATHS behind ``tokens`` (None: open)."""
+    tokens = tokens or Tokens(None)
     app = web.Application(
         middlewares=[
             errors_as_json,
-            bearer_required(token, OPEN_PATHS, dashboard.is_logged_in),
+            token_required(tokens, OPEN_PATHS, dashboard.scope_of_cookie),
             _leader_only(parts),
         ],
         client_max_size=MAX_BODY_BYTES,
@@ -96,7 +98,7 @@ def make_app(parts: Parts, token: str | None) -> web.Application:
     add("/v1/jobs/{job}/live", routes.live)
     add("/v1/jobs/{job}/session", routes.session)
     add("/v1/jobs/{job}/pulse", routes.pulse)
-    dashboard.add_routes(app, token)
+    dashboard.add_routes(app, tokens)
     add_commands(app, lambda: parts.jobs)
     return app
 
@@ -150,8 +152,12 @@ class Routes:
     async def list_jobs(self, request: web.Request) -> web.Response:
         """One line per job; those whose record cannot be read say so."""
         jobs = self._parts.jobs
-        lines = [job_line(job) for _, job in sorted(jobs.by_name.items())]
-        broken = [{"job": name, "error": why} for name, why in sorted(jobs.unreadable.items())]
+        lines = [job_line(job) for name, job in sorted(jobs.by_name.items()) if is_in_scope(request, name)]
+        broken = [
+            {"job": name, "error": why}
+            for name, why in sorted(jobs.unreadable.items())
+            if is_in_scope(request, name)
+        ]
         return web.json_response(lines + broken)
 
     async def show_job(self, request: web.Request) -> web.Response:

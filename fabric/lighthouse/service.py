@@ -19,11 +19,12 @@ from pathlib import Path
 
 from fabric.errors import ConfigError, FabricError, StoreUnavailable
 from fabric.lighthouse.election import Candidate, Election, Hooks, Term
-from fabric.lighthouse.incoming import check_name
+from fabric.lighthouse.incoming import MAX_REPLICAS, check_name
 from fabric.lighthouse.inquiry import Access
-from fabric.lighthouse.jobs import Jobs
+from fabric.lighthouse.jobs import Jobs, Quotas
 from fabric.lighthouse.metrics import Metrics
 from fabric.lighthouse.routes import Parts, StoreProbe, make_app
+from fabric.lighthouse.tokens import Tokens
 from fabric.protocol.leader import LeaderConfig
 from fabric.runtime.tasks import Tasks
 from fabric.runtime.tls import Tls
@@ -42,18 +43,21 @@ class LighthouseSettings:
     listen; ``advertise``: the base URL that others use, empty for the bound one. ``namespace`` keeps several
     fabrics in one store apart. ``tls``: how it is reached. ``ready_file`` is written once requests can be
     answered. ``lease_s``: how long a dead leader keeps the others waiting. ``store_wait_s``: how long to wait
-    for a store that is not up yet."""
+    for a store that is not up yet. ``token_file`` opens every job, each file in ``job_tokens`` the job
+    of its name."""
 
     store: str
     bind: str = "127.0.0.1"
     port: str = "0"
     advertise: str = ""
     token_file: Path | None = None
+    job_tokens: Path | None = None
     namespace: str = "default"
     ready_file: Path | None = None
     lease_s: float = 5.0
     store_wait_s: float = 15.0
     leader: LeaderConfig = field(default_factory=LeaderConfig)
+    quotas: Quotas = field(default_factory=Quotas)
     store_access: EtcdAccess = field(default_factory=EtcdAccess)
     tls: Tls = field(default_factory=Tls)
 
@@ -62,14 +66,15 @@ async def run(settings: LighthouseSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises FabricError where that cannot begin, or must end."""
     check_settings(settings)
     token = None if settings.token_file is None else read_token(settings.token_file)
-    check_exposure(settings.bind, token)
+    check_exposure(settings.bind, token if settings.job_tokens is None else "one for each job")
+    tokens = Tokens(token, settings.job_tokens)
     deaths: list[str] = []
 
     def on_death(name: str, error: BaseException) -> None:
         deaths.append(f"the task {name} died ({type(error).__name__}: {error})")
         work.cancel()
 
-    work = asyncio.get_running_loop().create_task(_serve(settings, token, on_death))
+    work = asyncio.get_running_loop().create_task(_serve(settings, tokens, on_death))
     with _signals(work.cancel):
         try:
             await work
@@ -98,6 +103,15 @@ def check_settings(settings: LighthouseSettings) -> None:
             raise ConfigError(f"{name} is {value:g}: give 0.25 to 1000000 seconds")
     if not 0 <= settings.leader.failures <= 1000:
         raise ConfigError(f"failures is {settings.leader.failures}: give 0 (never) to 1000")
+    quotas = settings.quotas
+    if min(quotas.jobs, quotas.replicas) < 1 or quotas.replicas > MAX_REPLICAS:
+        raise ConfigError(f"max-jobs and max-replicas: give at least 1, and at most {MAX_REPLICAS} replicas")
+    if not 0.25 <= quotas.retain_s <= 1e9:
+        raise ConfigError(f"retain-s is {quotas.retain_s:g}: give 0.25 to 1e9 seconds")
+    if settings.job_tokens is not None and not settings.job_tokens.is_dir():
+        raise ConfigError(
+            f"the folder of job tokens {settings.job_tokens} does not exist: make it, with a file per job"
+        )
     if settings.advertise and not settings.advertise.startswith(("http://", "https://")):
         raise ConfigError(
             f'the advertised address "{settings.advertise[:200]}" is no URL: give one such as http://host:port'
@@ -107,7 +121,7 @@ def check_settings(settings: LighthouseSettings) -> None:
 
 
 async def _serve(
-    settings: LighthouseSettings, token: str | None, on_death: Callable[[str, BaseException], None]
+    settings: LighthouseSettings, tokens: Tokens, on_death: Callable[[str, BaseException], None]
 ) -> None:
     store = open_store(settings.store, access=settings.store_access)
     async with AsyncExitStack() as stack:
@@ -116,9 +130,9 @@ async def _serve(
         for warning in store.warnings:
             log.warning("%s", warning)
         tasks = Tasks(on_death)
-        parts, settled = _assemble(store, settings, tasks, token)
+        parts, settled = _assemble(store, settings, tasks, tokens)
         runner, port = await serve(
-            make_app(parts, token),
+            make_app(parts, tokens),
             settings.bind,
             settings.port,
             ssl_context=settings.tls.server_context(),
@@ -137,11 +151,15 @@ async def _serve(
 
 
 def _assemble(
-    store: Store, settings: LighthouseSettings, tasks: Tasks, token: str | None
+    store: Store, settings: LighthouseSettings, tasks: Tasks, tokens: Tokens
 ) -> tuple[Parts, asyncio.Event]:
     """The parts, and an event that is set when requests can be answered for the first time."""
     metrics = Metrics()
-    jobs = Jobs(store, settings.namespace, settings.leader, metrics, tasks, Access(token, settings.tls))
+
+    def access_to(job: str) -> Access:
+        return Access(tokens.of(job), settings.tls)
+
+    jobs = Jobs(store, settings.namespace, settings.leader, metrics, tasks, access_to, settings.quotas)
     settled = asyncio.Event()
 
     def elected(term: Term) -> None:

@@ -180,6 +180,7 @@ def _joiner_view(core: Leader, peer: Peer, now: float) -> dict[str, Any]:
         "incarnation": session.incarnation,
         "link": session.link,
         "ckpt": session.ckpt,
+        "spare": session.spare,
         **_session_view(peer, now),
         "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == session.incarnation else None,
         "verdict": verdict,

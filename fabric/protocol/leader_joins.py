@@ -177,7 +177,11 @@ class Joins(Failures):
             return False
         if not ready:
             return self._admit_awaited(record)
-        ready = sorted(ready, key=lambda p: p.session.replica)[:room]
+        ready.sort(key=lambda p: p.session.replica)
+        # Spares come last, and only as many as are missing.
+        wanted = [p for p in ready if not p.session.spare][:room]
+        spares = [p for p in ready if p.session.spare]
+        ready = wanted + spares[: max(0, self.full - len(record.roster) - len(wanted))]
         since = record.epoch + 1
         newcomers = tuple(replace(as_member(p.session), fresh=True, since=since) for p in ready)
         names = ", ".join(x.replica for x in newcomers)
@@ -281,12 +285,14 @@ class Joins(Failures):
         if self.waiting_since is None:
             self.waiting_since = self._now
         waited = self._now - self.waiting_since
-        if len(open_) < policy.start_replicas and waited < policy.start_wait_s:
+        regular = [p for p in open_ if not p.session.spare]
+        if len(regular) < policy.start_replicas and waited < policy.start_wait_s:
             return
         self.waiting_since = None
         if record is not None and record.failed:
             self._excuse()
-        peers = open_[: self.most]
+        spares = [p for p in open_ if p.session.spare]
+        peers = regular[: self.most] + spares[: max(0, self.full - len(regular))]
         base = self._base(peers)
         if base is None:
             self.failure = f"no state is left that could be loaded: {self._unusable()}"

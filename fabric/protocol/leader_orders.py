@@ -102,6 +102,11 @@ class Admission(LeaderBase):
         """How many members there may be."""
         return self.orders.max_replicas or max(self.config.policy.max_replicas, self.orders.min_replicas)
 
+    @property
+    def full(self) -> int:
+        """With how many members no spare is needed."""
+        return min(self.orders.max_replicas or self.config.policy.start_replicas, self.most)
+
     def _rescale(self, record: Record) -> bool:
         """Members learn how many are needed from their epoch: a forced one, as it parks or wakes them all."""
         if (len(record.roster) < self.least) == self._is_parked(record):
@@ -196,10 +201,9 @@ class Admission(LeaderBase):
         # A penalty that would keep the whole job standing is none.
         if penalty is not None and len(record.roster) >= self.least:
             return penalty.sentence
-        if len(record.roster) >= self.most:
-            return (
-                f"the job has its {self.most} members: this one stands by, to take the place of one that dies"
-            )
+        enough = self.full if peer.session.spare else self.most
+        if len(record.roster) >= enough:
+            return f"the job has its {enough} members: this one stands by, to take the place of one that dies"
         return ""
 
     def _is_penalised(self, record: Record, peer: Peer) -> bool:

@@ -124,6 +124,7 @@ class Member(Rounds):
                     sharing=me.sharing,
                     seat=me.seat,
                     ranks=me.ranks,
+                    spare=me.spare,
                     replay=self.config.replay,
                     exchange_s=self.config.exchange_s,
                     user_code_s=self.config.user_code_s,

@@ -54,6 +54,7 @@ class Identity:
     tensors: tuple[str, ...] = ()
     plane: str = ""
     durable: tuple[SnapshotRef, ...] = ()
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,7 @@ class Session:
     replica has several; ``link`` and ``ckpt`` are rank 0's, and digests are of all ranks together.
     ``finished``: the user's loop has ended at this step. ``replay``: whether it catches up by published
     gradients; else the others wait for its state. ``exchange_s`` and ``user_code_s`` are its time budget.
+    ``spare``: it takes part only where a member is missing.
     ``tensors`` are the parameters in order, for people: "name dtype[shape]"; empty where they are very many.
     ``roster``: digest of the newest roster I hold; empty from a version that understands no ``Change``.
     ``plane``: how gradients are exchanged (``host``, ``device``, ``nccl``); empty: not said.
@@ -207,6 +208,7 @@ class Session:
     replay: bool = True
     exchange_s: float = 60.0
     user_code_s: float = 1800.0
+    spare: bool = False
     tensors: tuple[str, ...] = ()
     roster: str = ""
     plane: str = ""

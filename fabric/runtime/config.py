@@ -22,7 +22,8 @@ from fabric.runtime.web import read_token
 @dataclass(frozen=True, slots=True)
 class Settings:
     """``job``, ``replica``: who I am. ``replicas``: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
-    takes 8. ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me.
+    takes 8; ``spare``: stand by with the state, and take part where a member is missing.
+    ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me.
     ``tls_cert``, ``tls_key``, ``tls_ca``: see ``fabric.runtime.tls``. ``run_dir``: this replica's sockets,
     logs and lock on this host. ``journal``: one JSON line per event. ``contact_s``: how long to look for a
     lighthouse at the start. ``exchange_s``: the time budget of a round once everybody is in it, from
@@ -43,6 +44,7 @@ class Settings:
     job: str = "job"
     replica: str = ""
     replicas: str = "1"
+    spare: bool = False
     lighthouse: tuple[str, ...] = ()
     token_file: Path | None = None
     tls_cert: Path | None = None

@@ -112,20 +112,15 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return json_error(500, "the service has a defect that this request met: see its log")
 
 
-def bearer_required(
-    token: str | None,
-    open_paths: frozenset[str],
-    or_else: Callable[[web.Request, str], bool] = lambda _request, _token: False,
-) -> Middleware:
-    """A middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``, unless ``or_else``
-    accepts the request for what else it carries.
+def bearer_required(token: str | None, open_paths: frozenset[str]) -> Middleware:
+    """A middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``.
 
     Without a token (None) everything is open. The comparison takes the same time for every guess.
     """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is not None and request.path not in open_paths and not or_else(request, token):
+        if token is not None and request.path not in open_paths:
             check_bearer(request.headers.get("Authorization", ""), token)
         return await handler(request)
 
@@ -134,12 +129,18 @@ def bearer_required(
 
 def check_bearer(header: str, token: str) -> None:
     """Raises Unauthorized unless ``header`` is a bearer authorization with ``token``."""
+    given = bearer_of(header)
+    # Bytes that are no UTF-8 come as lone surrogates, which must be refused rather than raise.
+    if not hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
+        raise Unauthorized("the token does not match this job's: use the token file that the job was given")
+
+
+def bearer_of(header: str) -> str:
+    """The token of an Authorization header. Raises Unauthorized where it has none."""
     scheme, _, given = header.partition(" ")
     if scheme.lower() != "bearer":
         raise Unauthorized("this needs the job's token: send the header Authorization: Bearer <token>")
-    # Bytes that are no UTF-8 come as lone surrogates, which must be refused rather than raise.
-    if not hmac.compare_digest(given.strip().encode("utf-8", "replace"), token.encode()):
-        raise Unauthorized("the token does not match this job's: use the token file that the job was given")
+    return given.strip()
 
 
 def query_integer(request: web.Request, name: str, *, low: int, high: int) -> int | None:

@@ -39,7 +39,7 @@ def main() -> None:
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
     data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
     step_s = float(os.environ.get("TINY_STEP_S", "0.02"))
-    replicas = int(os.environ.get("FABRIC_REPLICAS", "1"))
+    replicas = int(os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1])
     for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "60"))):
         if len(session.members) < replicas:
             time.sleep(step_s * 6)  # degraded: leave a restarted replica the time to come back

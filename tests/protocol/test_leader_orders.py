@@ -319,3 +319,61 @@ def test_evidence_is_bounded_and_written_once_however_often_the_write_is_tried()
     again = lighthouse.records[-1]
     assert again is not write and again.failures == write.failures and len(again.failures) == MAX_FAILURES
     assert again.failures[-1].replica == "c" and again.failures[0].replica == "x1"
+
+
+# --- spares ----------------------------------------------------------------------------------------------
+
+
+def test_a_spare_stands_by_while_the_job_has_its_members_and_takes_the_place_of_one_that_dies():
+    lighthouse = started("a b", start_replicas=2)
+    newcomer(lighthouse, "s", spare=True)
+    assert lighthouse.record.names == ("a", "b") and "stands by" in told_to(lighthouse, "s")[0]
+    newcomer(lighthouse, "c")
+    assert lighthouse.record.names == ("a", "b", "c"), "who is no spare joins all the same"
+    runs(lighthouse, "a b c", 5)
+    for name in "cb":
+        lighthouse.pulse(name, "gone", incarnation=lighthouse.incarnations[name])
+        lighthouse.wait(0.1)
+        lighthouse.beat("s", 5)
+        runs(lighthouse, " ".join(lighthouse.record.names), 5)
+    assert lighthouse.record.names == ("a", "s")
+    assert {x.replica: x.seat for x in lighthouse.record.roster} == {"a": 0, "s": 1}, (
+        "in the seat of the dead"
+    )
+
+
+def test_of_two_spares_one_takes_the_one_place():
+    lighthouse = started("a b", start_replicas=2)
+    for name in ("s", "t"):
+        newcomer(lighthouse, name, spare=True)
+    lighthouse.pulse("b", "gone")
+    lighthouse.wait(0.1)
+    for name in ("s", "t"):
+        lighthouse.beat(name, 5)
+    runs(lighthouse, "a", 5)
+    assert lighthouse.record.names == ("a", "s")
+    runs(lighthouse, "a s", 5)
+    lighthouse.beat("t", 5)
+    lighthouse.wait(1.0)
+    assert lighthouse.record.names == ("a", "s")
+
+
+def test_a_higher_maximum_calls_a_spare_in():
+    lighthouse = started("a b", start_replicas=2)
+    newcomer(lighthouse, "s", spare=True)
+    order(lighthouse, "scale", max_replicas=3)
+    lighthouse.beat("s", 5)
+    assert lighthouse.record.names == ("a", "b", "s")
+
+
+def test_a_start_waits_for_regular_replicas_and_then_takes_spares():
+    lighthouse = Lighthouse(start_replicas=2, start_wait_s=1.0)
+    lighthouse.open("a", "b", spare=True)
+    lighthouse.open("c")
+    assert lighthouse.record is None, "there may be another that is no spare"
+    lighthouse.wait(2.0)
+    assert lighthouse.record.names == ("c", "a")
+    lighthouse = Lighthouse(start_replicas=2, start_wait_s=1.0)
+    lighthouse.open("a", spare=True)
+    lighthouse.open("b", "c")
+    assert lighthouse.record.names == ("b", "c")

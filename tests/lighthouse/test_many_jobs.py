@@ -1,0 +1,189 @@
+"""Many jobs on one lighthouse: each behind its own token, within quotas, forgotten after their end."""
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+from lighthouse_support import (
+    TOKEN,
+    LighthouseProcess,
+    WireMember,
+    WirePulse,
+    close_all,
+    connect,
+    eventually,
+    fabric,
+    get,
+    headers,
+    post,
+    start_job,
+)
+
+from fabric.lighthouse.routes import OPEN_PATHS, make_app
+from fabric.protocol import messages as m
+
+ANN = {"replica": "r0", "about": "r0", "who": "ann", "why": "a test", "max": 2}
+TOKENS = {"a": "token-of-a", "b": "token-of-b"}
+
+
+def folder_of(path: Path, **tokens: str) -> Path:
+    folder = path / "tokens"
+    folder.mkdir(exist_ok=True)
+    for name, token in tokens.items():
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_text(token + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A lighthouse with two jobs that have tokens of their own, beside the lighthouse's own token."""
+    path = tmp_path_factory.mktemp("many")
+    folder = folder_of(path, **TOKENS)
+    (folder / "..data").mkdir()  # as in a mounted secret
+    (folder / "empty").touch(mode=0o600)
+    arguments = ("--job-tokens", str(folder))
+    with LighthouseProcess(path, "memory:", arguments=arguments) as process:
+        yield process
+
+
+def routes_of_a_job() -> list[tuple[str, str]]:
+    """Method and path of every route that names a job, as the application has them."""
+    found = []
+    for route in make_app(None, None).router.routes():
+        path = route.resource.canonical if route.resource is not None else ""
+        if "{job}" in path and route.method in ("GET", "POST"):
+            found.append((route.method, path))
+    assert len(found) >= 12
+    return found
+
+
+@pytest.mark.parametrize(("method", "path"), routes_of_a_job())
+async def test_the_token_of_one_job_opens_nothing_of_another(shared, http, method, path):
+    job = await WireMember(http, shared.url, "r0", job="b", replicas="1").open()
+    await job.epoch(1)
+    before = (await get(http, f"{shared.url}/v1/jobs/b", TOKENS["b"]))[1]["record"]
+    url = shared.url + path.replace("{job}", "b")
+    async with http.request(method, url, json=ANN, headers=headers(TOKENS["a"])) as answer:
+        assert answer.status == 401
+        assert "not that of job b" in (await answer.json())["error"]
+    assert (await get(http, f"{shared.url}/v1/jobs/b", TOKEN))[1]["record"] == before
+    await job.close()
+
+
+async def test_its_own_token_and_the_lighthouses_open_a_job(shared, http):
+    for token in (TOKENS["a"], TOKEN):
+        assert (await get(http, f"{shared.url}/v1/jobs/a", token))[0] == 404, "let in, and there is none"
+        socket = await connect(http, shared.url, "a", "session?replicas=1", token)
+        await socket.close()
+    for job in ("c", "empty", "..data"):
+        assert (await get(http, f"{shared.url}/v1/jobs/{job}", TOKENS["a"]))[0] == 401
+    for wrong in ("", "token-of-", None):
+        assert (await get(http, f"{shared.url}/v1/jobs/a", wrong))[0] == 401
+
+
+async def test_every_path_but_the_open_ones_wants_a_token(shared, http):
+    for route in make_app(None, None).router.routes():
+        path = route.resource.canonical.replace("{job}", "a") if route.resource is not None else ""
+        if path not in OPEN_PATHS and route.method in ("GET", "POST"):
+            async with http.request(route.method, shared.url + path) as answer:
+                assert answer.status == 401, path
+
+
+async def test_a_jobs_token_lists_that_job_alone(shared, http):
+    members = []
+    for job, token in TOKENS.items():
+        socket = await connect(http, shared.url, job, "session?replicas=1", token)
+        member = WireMember(http, shared.url, "r0", job=job)
+        member.socket = socket
+        await member.say(member.session)
+        await member.epoch(1)
+        members.append(member)
+    for given, seen in ((TOKENS["a"], ["a"]), (TOKENS["b"], ["b"]), (TOKEN, ["a", "b"])):
+        status, jobs = await get(http, f"{shared.url}/v1/jobs", given)
+        assert status == 200 and [job["job"] for job in jobs] == seen
+    # The page's login trades a job's token for a cookie that opens that job.
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as page:
+        async with page.post(f"{shared.url}/login", json={"token": TOKENS["a"]}) as answer:
+            assert answer.status == 200
+        assert [job["job"] for job in (await get(page, f"{shared.url}/v1/jobs", None))[1]] == ["a"]
+        assert (await get(page, f"{shared.url}/v1/jobs/a", None))[0] == 200
+        assert (await get(page, f"{shared.url}/v1/jobs/b", None))[0] == 401
+        assert (await post(page, f"{shared.url}/v1/jobs/b/pause", ANN, None))[0] == 401
+    await close_all(members)
+
+
+async def test_a_job_is_let_in_and_shut_out_without_a_restart(http, tmp_path):
+    folder = folder_of(tmp_path)
+    with LighthouseProcess(tmp_path, "memory:", arguments=("--job-tokens", str(folder))) as lighthouse:
+        url = f"{lighthouse.url}/v1/jobs/late"
+        assert (await get(http, url, "token-of-late"))[0] == 401
+
+        async def answers(status, token):
+            return (await get(http, url, token))[0] == status
+
+        folder_of(tmp_path, late="token-of-late")
+        await eventually(lambda: answers(404, "token-of-late"), "the job to be let in")
+        folder_of(tmp_path, late="another")
+        await eventually(lambda: answers(401, "token-of-late"), "the old token to be refused")
+        await eventually(lambda: answers(404, "another"), "the new one to be taken")
+        (folder / "late").unlink()
+        await eventually(lambda: answers(401, "another"), "the job to be shut out")
+
+
+async def test_quotas_are_refused_with_what_to_do(http, tmp_path):
+    with LighthouseProcess(
+        tmp_path, "memory:", arguments=("--max-jobs", "1", "--max-replicas", "2")
+    ) as lighthouse:
+        members = await start_job(http, lighthouse.url, count=2, job="first")
+        third = await WireMember(http, lighthouse.url, "r2", job="first", replicas="2").open()
+        reason = (await third.next(m.Rejected)).reason
+        assert "job first has 2 replicas" in reason and "--max-replicas" in reason
+        other = await WireMember(http, lighthouse.url, "r0", job="second", replicas="1").open()
+        reason = (await other.next(m.Rejected)).reason
+        assert "leads 1 jobs" in reason and "--max-jobs" in reason
+        # Who is a member already comes back after its connection broke.
+        members[1].cut()
+        await members[1].open()
+        await members[1].next(m.Epoch)
+        await close_all([*members, third, other])
+
+
+async def test_a_complete_job_is_forgotten_when_its_time_is_over_and_nobody_speaks_to_it(http, tmp_path):
+    store = f"sqlite://{tmp_path}/store.db"
+    with LighthouseProcess(tmp_path, store, arguments=("--retain-s", "1")) as lighthouse:
+        url = f"{lighthouse.url}/v1/jobs/done"
+        (member,) = await start_job(http, lighthouse.url, count=1, job="done")
+        pulse = await WirePulse(http, lighthouse.url, "r0", job="done").open()
+        await pulse.beat("running")
+        await member.say(m.Finished(member.newest.fence, 7))
+        assert (await member.next(m.Complete)).step == 7
+        await member.close()
+        kept = (await get(http, url))[1]["record"]
+        assert kept["complete"] and kept["ended"] > 1e9
+        late = await WireMember(
+            http, lighthouse.url, "r0", job="done", incarnation=2, predecessors_gone=True
+        ).open()
+        assert (await late.next(m.Complete)).step == 7, "who comes late is told"
+        await late.close()
+        await pulse.socket.close()
+
+        async def forgotten():
+            return (await get(http, url))[0] == 404
+
+        await eventually(forgotten, "the job to be forgotten")
+        (again,) = await start_job(http, lighthouse.url, count=1, job="done")
+        assert again.newest.generation == 1, "the name is free"
+        await again.close()
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path):
+    for arguments, said in (
+        (("--job-tokens", str(tmp_path / "none")), "does not exist"),
+        (("--max-jobs", "0"), "give at least 1"),
+        (("--max-replicas", "1000000"), "at most"),
+        (("--retain-s", "0"), "retain-s is 0"),
+        (("--failures", "-1"), "failures is -1"),
+    ):
+        done = fabric("lighthouse", "--store", "memory:", *arguments)
+        assert done.returncode == 1 and said in done.stderr, done.stderr

@@ -1,26 +1,27 @@
-"""One copy of a state into memory, as units that any thread may take, digests included.
+"""One copy of a state into memory, block by block, digests included.
 
-Blocks cut the file at multiples of 4 MiB, tensors wherever they end. So a unit is a run of whole tensors
-(a large one alone), and a block is digested by whoever writes its last byte, while most of it is still in
-the cache. What is digested is the target: the digests describe what is stored.
+Blocks cut the file at multiples of 4 MiB, tensors wherever they end. A block is the unit of work: any thread
+takes one, copies what the tensors have of it in pieces that fit into a core's own cache, and digests each
+piece while it is there. What is digested is the target: the digests describe what is stored.
 """
 
-import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 
-from fabric.ckpt_server.digest import BLOCK_BYTES, block_digest, digest_of_blocks
+from fabric.ckpt_server.digest import BLOCK_BYTES, digest_of_blocks
 from fabric.ckpt_server.encoding import bytes_of
 from fabric.ckpt_server.state import StateView
 from fabric.errors import StateError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+PIECE_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +34,22 @@ class SnapshotDigests:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Tensor ``index`` of the view (its bytes, flat) and where they go in the file."""
+    """A tensor of the view (its bytes, flat) and where they go in the file."""
 
-    index: int
     tensor: torch.Tensor
     begin: int
     end: int
 
 
 def slices_of(view: StateView) -> list[Slice]:
-    """Every tensor of ``view`` with its place in the file."""
+    """Every tensor of ``view`` that has any bytes, with its place in the file, in order."""
     slices, begin = [], len(view.header)
-    for index, (_, tensor) in enumerate(view.tensors):
+    for _, tensor in view.tensors:
         flat = bytes_of(tensor)
-        slices.append(Slice(index, flat, begin, begin + flat.numel()))
+        if flat.numel():
+            slices.append(Slice(flat, begin, begin + flat.numel()))
         begin += flat.numel()
     return slices
-
-
-def units_of(slices: Sequence[Slice], unit_bytes: int = BLOCK_BYTES) -> list[list[Slice]]:
-    """Runs of tensors of about ``unit_bytes`` or one larger tensor, the largest first."""
-    units: list[list[Slice]] = []
-    size = 0
-    for part in slices:
-        if not units or size + part.end - part.begin > unit_bytes:
-            units.append([])
-            size = 0
-        units[-1].append(part)
-        size += part.end - part.begin
-    return sorted(units, key=lambda unit: unit[0].begin - unit[-1].end)
 
 
 def as_bytes(target: memoryview, nbytes: int) -> Bytes:
@@ -75,51 +63,102 @@ def as_bytes(target: memoryview, nbytes: int) -> Bytes:
     return np.frombuffer(target, np.uint8, nbytes)
 
 
-class Copying:
-    """The progress of one copy. ``run`` may be called from several threads until nothing is left."""
+Item = TypeVar("Item")
 
-    def __init__(self, view: StateView, target: memoryview) -> None:
-        self.memory = as_bytes(target, view.nbytes)
-        sizes = [BLOCK_BYTES] * (view.nbytes // BLOCK_BYTES)
-        rest = view.nbytes % BLOCK_BYTES
-        self._missing = [*sizes, rest] if rest else sizes
-        self._blocks: list[str] = [""] * len(self._missing)
+
+class Tasks(Generic[Item]):
+    """Work that any thread takes a piece of until none is left. Who waits for all of it waits for pieces that
+    somebody has begun, never for a thread that has yet to come."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._left = deque(items)
+        self._undone = len(self._left)
         self._lock = threading.Lock()
-        self.memory[: len(view.header)] = np.frombuffer(view.header, np.uint8)
-        self._written(0, len(view.header))
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        if not self._left:
+            self._over.set()
 
-    def run(self, units: "deque[list[Slice]]", *, copy: bool) -> None:
-        """Takes units until none is left. Without ``copy`` their bytes are in the target already."""
-        while True:
+    def __len__(self) -> int:
+        """Pieces that nobody has taken yet."""
+        return len(self._left)
+
+    def run(self, do: Callable[[Item], None]) -> None:
+        """Take pieces until none is left; an error is kept for ``wait``."""
+        while not self._error:
             try:
-                unit = units.popleft()
+                item = self._left.popleft()
             except IndexError:
                 return
-            for part in unit:
-                self._take(part, copy=copy)
+            try:
+                do(item)
+            except Exception as error:  # noqa: BLE001  (of whatever kind: who waits must hear of it)
+                self.fail(error)
+                return
+            with self._lock:
+                self._undone -= 1
+                if not self._undone:
+                    self._over.set()
+
+    def fail(self, error: BaseException) -> None:
+        """It will not be done."""
+        self._error = self._error or error
+        self._over.set()
+
+    def wait(self) -> None:
+        """Until everything is done or something went wrong, which is raised as a StateError."""
+        self._over.wait()
+        if self._error is not None:
+            raise StateError(f"The snapshot failed and is not usable: {self._error}.") from self._error
+
+
+class Copying:
+    """One copy, of all ``blocks`` of the file: what they have of the tensors in ``fused`` is copied as they
+    are digested, other bytes have to be there before."""
+
+    def __init__(self, view: StateView, target: memoryview, fused: Sequence[Slice]) -> None:
+        self.memory = as_bytes(target, view.nbytes)
+        self.memory[: len(view.header)] = np.frombuffer(view.header, np.uint8)
+        count = -(-view.nbytes // BLOCK_BYTES)
+        self._sources: list[list[tuple[Bytes, int]]] = [[] for _ in range(count)]
+        for part in fused:
+            source = part.tensor.numpy(), part.begin
+            for block in range(part.begin // BLOCK_BYTES, (part.end - 1) // BLOCK_BYTES + 1):
+                self._sources[block].append(source)
+        self._digests: list[str] = [""] * count
+        self.blocks = Tasks(range(count))
+
+    def run(self) -> None:
+        """Takes blocks until none is left; from several threads."""
+        self.blocks.run(self._take)
+
+    def copy(self, part: Slice) -> None:
+        """One host tensor, without a digest."""
+        self.memory[part.begin : part.end] = part.tensor.numpy()
 
     def digests(self) -> SnapshotDigests:
-        """The result, once every tensor was taken. Raises StateError when the copy ended before that."""
-        if any(self._missing):
-            raise StateError("The snapshot ended half-way and is not usable; take another one.")
-        return SnapshotDigests(digest_of_blocks(self.memory.nbytes, self._blocks), tuple(self._blocks))
+        """The result, when every block is done. Raises StateError where something went wrong.
 
-    def _take(self, part: Slice, *, copy: bool) -> None:
-        source: Bytes | None = part.tensor.numpy() if copy else None
-        cuts = range(part.begin // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES, part.end, BLOCK_BYTES)
-        for begin, end in itertools.pairwise((part.begin, *cuts, part.end)):
-            if source is not None:
-                self.memory[begin:end] = source[begin - part.begin : end - part.begin]
-            self._written(begin, end)
+        State and target are let go then, whatever thread has yet to find that there is nothing left to do.
+        """
+        try:
+            self.blocks.wait()
+        finally:
+            nbytes, self.memory, self._sources = self.memory.nbytes, np.empty(0, np.uint8), []
+        return SnapshotDigests(digest_of_blocks(nbytes, self._digests), tuple(self._digests))
 
-    def _written(self, begin: int, end: int) -> None:
-        while begin < end:
-            block = begin // BLOCK_BYTES
-            stop = min(end, (block + 1) * BLOCK_BYTES)
-            with self._lock:
-                self._missing[block] -= stop - begin
-                complete = self._missing[block] == 0
-            if complete:
-                whole = self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-                self._blocks[block] = block_digest(whole.data)
-            begin = stop
+    def _take(self, block: int) -> None:
+        """Copy what is to be copied of a block, and digest all of it."""
+        begin = digested = block * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, self.memory.nbytes)
+        hasher = xxhash.xxh3_64()
+        for source, start in self._sources[block]:
+            at, stop = max(begin, start), min(end, start + source.size)
+            while at < stop:
+                upto = min(stop, at + PIECE_BYTES)
+                self.memory[at:upto] = source[at - start : upto - start]
+                if (at := upto) - digested >= PIECE_BYTES:
+                    hasher.update(self.memory[digested:at].data)
+                    digested = at
+        hasher.update(self.memory[digested:end].data)
+        self._digests[block] = hasher.hexdigest()

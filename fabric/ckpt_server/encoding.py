@@ -172,19 +172,25 @@ _Ties = dict[object, str] | None
 _Encoder = Callable[[Any, Path, Blobs, _Ties], Any]
 
 
-def check_tensor(tensor: torch.Tensor, path: str) -> None:
+def check_tensor(tensor: torch.Tensor, path: Path) -> None:
     """Raises StateError for a tensor whose value is not simply its own elements in memory."""
     if type(tensor) not in _PLAIN_TENSORS:
         raise StateError(
-            f"{path} is a tensor of type {type(tensor).__qualname__}, which cannot be captured as plain"
-            " memory."
+            f"{path.spoken} is a tensor of type {type(tensor).__qualname__}, which cannot be captured as "
+            "plain memory."
         )
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise StateError(f"{path} is a sparse or quantized tensor; only dense tensors can be captured.")
+        raise StateError(
+            f"{path.spoken} is a sparse or quantized tensor; only dense tensors can be captured."
+        )
     if tensor.dtype not in FILE_DTYPE and tensor.dtype not in RAW_DTYPE.values():
-        raise StateError(f"{path} has dtype {tensor.dtype}, which cannot be captured; use a plain one.")
+        raise StateError(
+            f"{path.spoken} has dtype {tensor.dtype}, which cannot be captured; use a plain one."
+        )
     if tensor.device.type == "meta":
-        raise StateError(f"{path} is on the meta device and has no values; materialise it before attaching.")
+        raise StateError(
+            f"{path.spoken} is on the meta device and has no values; materialise it before attaching."
+        )
 
 
 def memory_key(tensor: torch.Tensor) -> object:
@@ -203,7 +209,7 @@ def _encode_tensor(tensor: torch.Tensor, path: Path, blobs: Blobs, ties: _Ties) 
     if is_sharded(tensor):
         blobs.shardings.add(tensor)
         return {"$shard": [_encode_tensor(local_part(tensor), path, blobs, ties), describe(tensor)]}
-    check_tensor(tensor, path.spoken)
+    check_tensor(tensor, path)
     plain = tensor.detach()
     if ties is None:
         name = blobs.add(path, _contiguous(plain))

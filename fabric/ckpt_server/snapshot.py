@@ -5,8 +5,8 @@ the copy runs while the next forward and backward do; ``fence`` is called before
 state again and returns when that is safe; ``join`` returns the digests. Between ``start`` and
 ``fence`` nothing may change what the view refers to, buffers and moving averages included.
 
-On the CPU a few threads of low priority copy and digest block by block. Whoever waits helps: the
-trainer's thread takes units itself rather than wait for a thread that the scheduler starves.
+On the CPU a few threads of low priority copy and digest block by block. Who waits in ``fence`` helps: the
+trainer's thread takes blocks itself rather than wait for a thread that the scheduler starves.
 
 On a GPU a side stream waits for an event recorded behind the optimizer step, copies into registered
 (page-locked) shared memory, and records an event of its own. ``fence`` makes the compute stream wait
@@ -15,15 +15,13 @@ for that event and the host for nothing. No byte is digested before the event ha
 
 import contextlib
 import logging
-import threading
-from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
 
-from fabric.ckpt_server.copying import Bytes, Copying, Slice, SnapshotDigests, slices_of, units_of
+from fabric.ckpt_server.copying import Bytes, Copying, Slice, SnapshotDigests, Tasks, slices_of
 from fabric.ckpt_server.manifest import make_manifest
 from fabric.ckpt_server.state import StateView
 from fabric.errors import StateError
@@ -64,52 +62,16 @@ def build_manifest(
     return make_manifest(state, view.nbytes, digests.blocks, job=job, replica=replica, created=created)
 
 
-class _Workers:
-    """A few threads of low priority and what they do for the copy at hand."""
-
-    def __init__(self, threads: int, niceness: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "fabric-snapshot", lower_priority, (niceness,))
-        self._threads = threads
-        self._running: list[Future[None]] = []
-        self._error: BaseException | None = None
-
-    def forget(self) -> None:
-        """Before the next copy: what went wrong in the last one."""
-        self._error = None
-
-    def run(self, copying: Copying, units: "deque[list[Slice]]") -> None:
-        """Copies and digests ``units`` on every thread."""
-        self._running += [
-            self._pool.submit(copying.run, units, copy=True) for _ in range(min(self._threads, len(units)))
-        ]
-
-    def then(self, event: "Event", copying: Copying, units: "deque[list[Slice]]") -> None:
-        """Digests ``units`` on one thread after ``event``."""
-
-        def digest() -> None:
-            event.synchronize()
-            copying.run(units, copy=False)
-
-        self._running.append(self._pool.submit(digest))
-
-    def finish(self) -> None:
-        """Waits for everything; raises the copy's first error, and again at every later call."""
-        running, self._running = self._running, []
-        for future in running:
-            self._error = future.exception() or self._error
-        if self._error is not None:
-            raise StateError(f"The snapshot failed and is not usable: {self._error}.") from self._error
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
+def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "fabric-snapshot", lower_priority, (niceness,))
 
 
 class CpuCopier:
     """Copies host tensors with ``threads`` threads at the given niceness (0 to 19)."""
 
     def __init__(self, threads: int = 2, niceness: int = 10) -> None:
-        self._workers = _Workers(threads, niceness)
-        self._units: deque[list[Slice]] = deque()
+        self._threads = threads
+        self._pool = _pool(threads, niceness)
         self._copying: Copying | None = None
 
     def start(self, view: StateView, target: memoryview) -> None:
@@ -119,36 +81,29 @@ class CpuCopier:
         for name, tensor in view.tensors:
             if tensor.device.type != "cpu":
                 raise StateError(f"{name} is on {tensor.device}; a CpuCopier copies host memory only.")
-        copying = Copying(view, target)
-        self._units = deque(units_of(slices_of(view)))
-        self._copying = copying
-        self._workers.forget()
-        self._workers.run(copying, self._units)
+        self._copying = Copying(view, target, slices_of(view))
+        for _ in range(min(self._threads, len(self._copying.blocks))):
+            self._pool.submit(self._copying.run)
 
     def fence(self) -> None:
         """Helps until every live tensor has been read. An error is kept for ``join``."""
-        if self._copying is None:
-            return
-        with contextlib.suppress(StateError):
-            self._help()
+        copying = self._copying
+        if copying is not None:
+            copying.run()
+            with contextlib.suppress(StateError):
+                copying.blocks.wait()
 
     def join(self) -> SnapshotDigests:
-        """See ``Copier``; the calling thread helps. StateError when nothing was started."""
+        """See ``Copier``. StateError when nothing was started."""
         if self._copying is None:
             raise StateError("No snapshot was started, so there is none to wait for.")
         try:
-            self._help()
             return self._copying.digests()
         finally:
             self._copying = None
 
     def close(self) -> None:
-        self._workers.close()
-
-    def _help(self) -> None:
-        assert self._copying is not None
-        self._copying.run(self._units, copy=True)
-        self._workers.finish()
+        self._pool.shutdown(wait=True)
 
 
 class Event(Protocol):
@@ -249,16 +204,14 @@ def _unregister(memory: Bytes) -> None:
 
 
 class CudaCopier:
-    """Copies device tensors through a lane, and host tensors (Adam's step counters) with threads."""
+    """Copies device tensors through a lane, and host tensors (Adam's step counters) with threads; one more
+    thread digests when all bytes are there."""
 
     def __init__(self, lane: DeviceLane | None = None, threads: int = 2, niceness: int = 10) -> None:
         self._lane: DeviceLane = CudaLane() if lane is None else lane
-        self._host = _Workers(threads, niceness)
-        self._device = _Workers(1, niceness)
-        self._units: deque[list[Slice]] = deque()
-        self._current: tuple[StateView, Copying, Event] | None = None
-        # The trainer's thread fences while another one joins: who comes second waits for the first.
-        self._helping = threading.Lock()
+        self._threads = threads
+        self._host, self._digesting = _pool(threads, niceness), _pool(1, niceness)
+        self._current: tuple[StateView, Copying, Tasks[Slice], Event] | None = None
 
     def start(self, view: StateView, target: memoryview) -> None:
         """See ``Copier``. Raises StateError for a target that is too small, or a foreign device."""
@@ -267,60 +220,60 @@ class CudaCopier:
         for name, tensor in view.tensors:
             if tensor.device.type != "cpu" and not self._lane.owns(tensor):
                 raise StateError(f"{name} is on {tensor.device}, another device than the snapshot's.")
-        copying = Copying(view, target)
+        copying = Copying(view, target, [])
         self._lane.register(copying.memory)
         slices = slices_of(view)
-        device = [part for part in slices if self._lane.owns(part.tensor)]
         self._lane.begin()
-        for pack in _packs(device):
+        for pack in _packs([part for part in slices if self._lane.owns(part.tensor)]):
             self._lane.copy([part.tensor for part in pack], copying.memory[pack[0].begin : pack[-1].end])
         event = self._lane.end()
-        self._units = deque(units_of([part for part in slices if not self._lane.owns(part.tensor)]))
-        self._current = view, copying, event  # the view keeps the tensors alive until join
-        self._host.forget()
-        self._device.forget()
-        self._host.run(copying, self._units)
-        self._device.then(event, copying, deque(units_of(device)))
+        host = Tasks(part for part in slices if not self._lane.owns(part.tensor))
+        self._current = view, copying, host, event  # the view keeps the tensors alive until join
+        for _ in range(min(self._threads, len(host))):
+            self._host.submit(host.run, copying.copy)
+        self._digesting.submit(_digest, event, host, copying)
 
     def fence(self) -> None:
         """Makes later work of the compute stream wait for the copy; helps with host tensors."""
-        current = self._current
-        if current is None:
-            return
-        _, copying, event = current
-        self._lane.hold(event)
-        with contextlib.suppress(StateError):
-            self._help(copying)
+        if self._current is not None:
+            _, copying, host, event = self._current
+            self._lane.hold(event)
+            host.run(copying.copy)
+            with contextlib.suppress(StateError):
+                host.wait()
 
     def join(self) -> SnapshotDigests:
         """See ``Copier``. StateError when nothing was started."""
         if self._current is None:
             raise StateError("No snapshot was started, so there is none to wait for.")
-        _, copying, _ = self._current
+        _, copying, host, _ = self._current
         try:
-            self._help(copying)
-            self._device.finish()
+            host.wait()
             return copying.digests()
         finally:
             self._current = None
 
     def close(self) -> None:
-        self._host.close()
-        self._device.close()
+        self._host.shutdown(wait=True)
+        self._digesting.shutdown(wait=True)
         self._lane.close()
 
-    def _help(self, copying: Copying) -> None:
-        with self._helping:
-            copying.run(self._units, copy=True)
-            self._host.finish()
+
+def _digest(event: Event, host: "Tasks[Slice]", copying: Copying) -> None:
+    """When all bytes are there."""
+    try:
+        event.synchronize()
+        host.wait()
+    except Exception as error:  # noqa: BLE001  (of whatever kind: who joins must hear of it)
+        copying.blocks.fail(error)
+    else:
+        copying.run()
 
 
 def _packs(slices: Iterable[Slice]) -> list[list[Slice]]:
     """Runs of small tensors that lie behind one another in the file, and each larger one alone."""
     packs: list[list[Slice]] = []
     for part in slices:
-        if part.begin == part.end:
-            continue
         last = packs[-1] if packs else None
         if (
             last is not None

@@ -432,7 +432,7 @@ class Session(Leaving):
         self._parts.buffers.begin()
         self._state_step = order.step
         fetched = arrived.fetched
-        with contextlib.suppress(FabricError):
+        with contextlib.suppress(FabricError):  # refused where it has been served from that slot all along
             self._parts.handle.publish_snapshot(arrived.slot, fetched.manifest)
         self._replayed = 0
         self._behind = True

@@ -18,7 +18,8 @@ from fabric.ckpt_server.snapshot import Copier, build_manifest
 from fabric.ckpt_server.state import StateView, capture
 from fabric.client.durable import Durable
 from fabric.client.snapshot_policy import SnapshotPolicy
-from fabric.errors import FabricError
+from fabric.errors import FabricError, StateError
+from fabric.model import SnapshotRef
 from fabric.protocol.member_io import Snapshotted
 from fabric.protocol.rank_orders import NameSnapshot, SnapshotNamed
 
@@ -31,11 +32,11 @@ _log = logging.getLogger(__name__)
 class _Taking:
     """One snapshot under way: where the state stood when, in monotonic seconds and as Unix time."""
 
-    step: int
+    view: StateView
     generation: int
-    slot: int
     started: float
     created: float
+    versions: list[int]
 
 
 class Snapshots:
@@ -66,6 +67,8 @@ class Snapshots:
         self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
         self._copied = threading.Event()
         self._copied.set()
+        self._begun = threading.Event()
+        self._refused = ""  # what changed while it was copied
         self._on_device = on_device
         self._recover = recover
         self._rank = rank
@@ -90,24 +93,33 @@ class Snapshots:
         durable: bool = False,
     ) -> None:
         """Begin to copy the state at ``step``, which must not change until ``wait_copied`` returns.
-        ``durable``: it becomes a durable checkpoint when it is there."""
+
+        The trainer's thread only says what to copy: the keeper asks the server for the slot and starts the
+        copy. On a device it is started here, behind the work that is enqueued so far. ``durable``: it becomes
+        a durable checkpoint when it is there.
+        """
         self._copied.wait()
         started, created = time.monotonic(), time.time()
         view = capture(self._objects, step)
-        try:
-            slot = self._take_slot()
-            target = self._handle.allocate("snapshot", slot, view.nbytes)
-            self._copier.start(view, target)
-        except FabricError as error:
-            self._failed(step, error)
-            submit(self._recover)
-            post(Snapshotted(step, "", generation))
-            return
+        taking = _Taking(view, generation, started, created, _versions(view))
         self._copied.clear()
-        taking = _Taking(step, generation, slot, started, created)
-        submit(lambda: self._finish(view, taking, post))
+        self._begun.clear()
+        begun = self._begin(taking.view) if self._on_device else None
+        submit(lambda: self._take(taking, begun, post))
         if durable and self._rank is None:
             submit(lambda: self._persist(step, generation))
+
+    def _begin(self, view: StateView) -> int | FabricError:
+        """Start the copy; the slot that it goes to, or why there is none."""
+        try:
+            slot = self._take_slot()
+            self._copier.start(view, self._handle.allocate("snapshot", slot, view.nbytes))
+        except FabricError as error:
+            return error
+        else:
+            return slot
+        finally:
+            self._begun.set()
 
     def _failed(self, step: int, error: FabricError) -> None:
         """Say it, once as long as it goes on, and try again in a while."""
@@ -150,15 +162,24 @@ class Snapshots:
             with contextlib.suppress(FabricError):
                 self.durable.persist(self._handle, step, generation)
 
-    def _finish(self, view: StateView, taking: _Taking, post: Callable[[Snapshotted], None]) -> None:
-        step, generation, slot = taking.step, taking.generation, taking.slot
+    def _take(
+        self, taking: _Taking, begun: int | FabricError | None, post: Callable[[Snapshotted], None]
+    ) -> None:
+        """On the keeper thread: start the copy (where it has not ``begun``), wait for it, have it served."""
+        view, generation, step = taking.view, taking.generation, taking.view.step
         digest = ""
         try:
             try:
+                slot = self._begin(view) if begun is None else begun
+                if isinstance(slot, FabricError):
+                    raise slot
                 digests = self._copier.join()
+                self._refused = "" if self._on_device else _changed(taking)
             finally:
                 self._policy.taken(step, taking.started, time.monotonic() - taking.started)
                 self._copied.set()
+            if self._refused:
+                raise StateError(self._refused)
             manifest = build_manifest(
                 view,
                 digests,
@@ -177,15 +198,34 @@ class Snapshots:
             # The server died under us: the newcomer is told that this replica missed the step.
             self._failed(step, error)
             self._recover()
-            digest = ""
         post(Snapshotted(step, digest, generation))
 
     def wait_copied(self) -> None:
-        """Return once the state may change: on a device, once the compute stream is told to wait."""
-        if self._on_device and not self._copied.is_set():
+        """Return once the state may change: on a device, once the compute stream is told to wait. Raises
+        StateError where the user's code has changed it already (not noticed on a device)."""
+        if not self._copied.is_set():
+            self._begun.wait()
             self._copier.fence()
-        else:
-            self._copied.wait()
+            if not self._on_device:
+                self._copied.wait()
+        if self._refused:
+            raise StateError(self._refused)
+
+    def held(self, state: SnapshotRef) -> int:
+        """The slot in which the server held this state when this trainer attached, or -1."""
+        found = zip(self._handle.snapshots, self._handle.slots, strict=True)
+        return next((slot for ref, slot in found if ref == state), -1)
+
+    def look(self, slot: int, nbytes: int) -> memoryview:
+        """What lies in a slot, which is not overwritten next. Raises FabricError."""
+        with self._slots_lock:
+            self._next_slot = (slot + 1) % _SLOTS
+        return self._handle.allocate("snapshot", slot, nbytes)
+
+    @property
+    def url(self) -> str:
+        """Where this trainer's own server is read."""
+        return self._handle.url
 
     def target(self, nbytes: int) -> tuple[int, memoryview]:
         """A slot for a state that is fetched: it becomes this replica's own snapshot."""
@@ -193,3 +233,21 @@ class Snapshots:
         self._copied.wait()
         slot = self._take_slot()
         return slot, self._handle.allocate("snapshot", slot, nbytes)
+
+
+def _versions(view: StateView) -> list[int]:
+    """How often each tensor was written, as autograd counts it."""
+    return [0 if tensor.is_inference() else tensor._version for _, tensor in view.tensors]  # noqa: SLF001
+
+
+def _changed(taking: _Taking) -> str:
+    """What to say where a tensor was written since the copy was begun, or empty."""
+    now = zip(taking.view.tensors, taking.versions, _versions(taking.view), strict=True)
+    for (name, _), before, after in now:
+        if before != after:
+            return (
+                f"{name} changed while forward and backward ran, but it is part of the shared state, which "
+                "is equal on all replicas and is copied meanwhile: change it only beside optimizer.step(), "
+                "or leave it out (a buffer: persistent=False)"
+            )
+    return ""

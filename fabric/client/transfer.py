@@ -1,21 +1,25 @@
 """The transfer thread: fetches a snapshot or one published gradient at a time, and can be cancelled."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from fabric.ckpt_server.digest import file_digest
 from fabric.ckpt_server.fetch import Fetched, GradientMeta, StateFetcher
+from fabric.ckpt_server.manifest import state_digest
 from fabric.client.durable import Durable
 from fabric.client.snapshots import Snapshots
 from fabric.client.worker import Worker
 from fabric.errors import FabricError, Gone, IntegrityError, StateError
-from fabric.model import DURABLE
+from fabric.model import DURABLE, SnapshotRef
 from fabric.protocol import member_io as io
 from fabric.runtime.points import Points
 
 # A long poll shorter than the server's bound; the core asks again.
 _WAIT_S = 20.0
+OWN_MEMORY = "own memory"  # where a state came from that nobody had to send
 
 
 @dataclass(slots=True)
@@ -59,6 +63,10 @@ class Transfer:
 
     def _fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
         self._points.reach("fetch", order.state.step)
+        self.state = self._from_memory(order.state)
+        if self.state is not None:
+            post(io.StateFetched(order.state.step, order.state.digest))
+            return
         slot = -1
         file = memoryview(b"")
 
@@ -93,6 +101,21 @@ class Transfer:
             return self._durable.restore(order.state, allocate)
         except StateError as error:
             raise StateError("; ".join([*reasons, str(error)])) from error
+
+    def _from_memory(self, state: SnapshotRef) -> Arrived | None:
+        """The state where this host's own checkpoint server has kept it, verified; None where it has not."""
+        slot, began = self._snapshots.held(state), time.monotonic()
+        if slot < 0:
+            return None
+        try:
+            manifest = self._fetcher.fetch_manifest(self._snapshots.url, state.step, state.generation)
+            file = self._snapshots.look(slot, manifest["nbytes"])
+        except FabricError:
+            return None
+        if state_digest(manifest) != state.digest or file_digest(file) != manifest["digest"]:
+            return None
+        seconds, nbytes = time.monotonic() - began, len(file)
+        return Arrived(slot, file, Fetched(nbytes, seconds, {OWN_MEMORY: nbytes}, manifest))
 
     def fetch_gradient(self, order: io.FetchGradient, post: Callable[[io.Event], None]) -> None:
         """Queue one gradient's fetch; CancelFetch makes those queued before it void."""

@@ -35,7 +35,7 @@ def test_all_killed_at_once_resume_from_the_state_that_was_shown(zygote, tmp_pat
         # The trainers are gone and their memory is not: the same state, older and older.
         job.wait_for(lambda: recoverable(job)["age_s"] > 0.3, "the state to age")
         left = recoverable(job)
-        entries = [s for url in servers for s in ask(job, f"{url}/v1/snapshots")]
+        entries = [{**s, "server": url} for url in servers for s in ask(job, f"{url}/v1/snapshots")]
         taken = [s["created"] for s in entries if s["step"] == left["step"]]
         assert taken and left["step"] == max(s["step"] for s in entries) and left["step"] % EVERY == 0
         assert left["age_s"] <= time.time() - min(taken) + 0.001
@@ -46,6 +46,11 @@ def test_all_killed_at_once_resume_from_the_state_that_was_shown(zygote, tmp_pat
             g: [e for r in job.pids for e in job.events(r, "commit") if e["generation"] == g] for g in (1, 2)
         }
         assert {e["step"] for e in commits[2]} == set(range(left["step"], STEPS))
+        # Nobody had to send it: each took it from the memory that its own server had kept.
+        for replica, server in zip(job.pids, servers, strict=True):
+            (join,) = [e for e in job.events(replica, "join") if e["step"] == left["step"]][:1]
+            held = any(s["step"] == left["step"] for s in entries if s["server"] == server)
+            assert (list(join["sources"]) == ["own memory"]) == held, join
         # What has to be done again was committed after that state was taken: within its age.
         lost = [e for e in commits[1] if e["step"] >= left["step"]]
         assert all(e["t"] >= min(taken) for e in lost)

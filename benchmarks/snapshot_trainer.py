@@ -1,0 +1,222 @@
+"""The trainer of ``snapshot.py``: steps of a replica of one, with snapshots, without, and being fetched from.
+
+Its state is 1 GB, its gradient 17 MB: one matrix is trained (AdamW), the others are frozen and snapshotted
+like everything else. With gradients of the size of the state, the noise of writing and exchanging them
+would be larger than what is measured. Forward and backward are a timer, which stands for a device, and
+later real products.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from common import WARM_UP, interleave
+
+import fabric.client
+
+WIDTH = int(os.environ.get("SNAPSHOT_WIDTH", "2048"))  # smaller only to try the benchmark itself
+FROZEN = 57
+STEPS, CPU_STEPS = 12, 4  # in a turn
+HERE = Path(__file__).resolve().parent
+
+
+class Model(torch.nn.Module):
+    """60 matrices with AdamW's two averages of the first: 1.0 GB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = torch.nn.Parameter(torch.full((WIDTH, WIDTH), 0.01))
+        self.frozen = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.full((WIDTH, WIDTH), 0.01), requires_grad=False) for _ in range(FROZEN)
+        )
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return (self.trained * float(value)).sum()
+
+
+def make() -> tuple[Model, torch.optim.Optimizer]:
+    """The model, its optimizer with a state."""
+    model = Model()
+    optimizer = torch.optim.AdamW([model.trained], lr=1e-4, fused=True)
+    return model, optimizer
+
+
+class Switch:
+    """A snapshot at every step, or none."""
+
+    on = False
+
+    def is_due(self, step: int, now: float) -> bool:
+        return self.on
+
+    def taken(self, step: int, now: float, cost_s: float) -> None:
+        self.costs.append(cost_s)
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+
+
+def timer(seconds: float) -> None:
+    """A device that computes: this process uses no CPU."""
+    time.sleep(seconds)
+
+
+def products(seconds: float) -> Callable[[], None]:
+    """As many matrix products as take about so long when nothing else runs."""
+    a = b = torch.full((1024, 1024), 1 / 1024)
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < 1.0:
+        a = a @ b
+        count += 1
+    count = max(1, round(count * seconds))
+
+    def compute() -> None:
+        x = b
+        for _ in range(count):
+            x = x @ b
+
+    return compute
+
+
+class Trainer:
+    """The user's loop, step by step. ``gaps`` of the last turn: from an optimizer step's end to the next
+    one's start."""
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        self.switch = Switch()
+        self.compute = compute
+        model, self._optimizer = make()
+        self._model = model
+        self.session = fabric.client.attach(model, self._optimizer, snapshots=self.switch)
+        samples = torch.arange(1, 1001, dtype=torch.float32)
+        data = self.session.loader(samples, global_batch_size=1, micro_batch_size=1, seed=1)
+        self._steps: Iterator[fabric.client.Step] = iter(self.session.steps(data, until=1_000_000))
+        self.gaps: list[float] = []
+        self._ended = 0.0
+
+    def step(self) -> None:
+        step = next(self._steps)
+        for batch in step:
+            step.backward(self._model(batch[0] / 1000))
+            self.compute()
+        if not step.live:
+            raise SystemExit("snapshot_trainer.py: a step was not computed here")
+        self.gaps.append(time.perf_counter() - self._ended)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._ended = time.perf_counter()
+
+    def turn(self, steps: int, snapshots: bool) -> float:
+        """So many steps; seconds per step."""
+        self.switch.on, self.gaps = snapshots, []
+        began = self._ended = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.switch.on = False
+        return (self._ended - began) / steps
+
+
+class Fetching:
+    """The peer's process, while the block lasts; ``rates`` in bytes per second."""
+
+    def __init__(self, url: str, token_file: str) -> None:
+        command = [sys.executable, str(HERE / "snapshot_peer.py"), url, token_file]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.rates: list[float] = []
+
+    def during(self, work: Callable[[], float]) -> float:
+        """What ``work`` measures while the peer fetches."""
+        self._say("go")
+        self._hear()
+        found = work()
+        self._say("stop")
+        got = json.loads(self._hear())
+        self.rates.append(got["bytes"] / got["seconds"])
+        return found
+
+    def _say(self, word: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+
+    def _hear(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"snapshot_trainer.py: the peer ended with {self._process.wait()}")
+        return line
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+def checkpoint_url() -> str:
+    """Of this replica's own server, as everybody learns it."""
+    job, token = os.environ["FABRIC_JOB"], Path(os.environ["FABRIC_TOKEN_FILE"]).read_text().strip()
+    request = urllib.request.Request(  # noqa: S310  (our own lighthouse)
+        f"{os.environ['FABRIC_LIGHTHOUSE']}/v1/jobs/{job}", headers={"Authorization": f"Bearer {token}"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+        return str(json.load(answer)["members"][0]["ckpt"])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    seconds = float(os.environ["SNAPSHOT_COMPUTE_S"])
+    trainer = Trainer(lambda: timer(seconds))
+    trainer.turn(2, snapshots=True)
+    peer = Fetching(checkpoint_url(), os.environ["FABRIC_TOKEN_FILE"])
+    gaps: dict[bool, list[list[float]]] = {False: [], True: []}
+
+    def turn(snapshots: bool) -> float:
+        seconds = trainer.turn(STEPS, snapshots)
+        gaps[snapshots].append(trainer.gaps)
+        return seconds
+
+    measured = interleave(
+        {
+            "plain": lambda: turn(snapshots=False),
+            "snapshot": lambda: turn(snapshots=True),
+            "serving": lambda: peer.during(lambda: trainer.turn(STEPS, snapshots=False)),
+        }
+    )
+    peer.close()
+    costs = list(trainer.switch.costs)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    trainer.compute = products(seconds)
+    cpu = interleave(
+        {
+            "plain": lambda: trainer.turn(CPU_STEPS, snapshots=False),
+            "snapshot": lambda: trainer.turn(CPU_STEPS, snapshots=True),
+        },
+        warm_up=1,
+    )
+    blocked = [
+        gap - statistics.median(plain)
+        for plain, with_one in zip(gaps[False][WARM_UP:], gaps[True][WARM_UP:], strict=True)
+        for gap in with_one
+    ]
+    found = {
+        "measured": measured,
+        "cpu": cpu,
+        "blocked": blocked,
+        "costs": costs,
+        "rates": peer.rates[WARM_UP:],
+    }
+    Path(os.environ["BENCHMARK_OUT"]).write_text(json.dumps(found))
+    # There is no end to train to: the fleet's end is this process's.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -45,9 +45,10 @@ class Leaving:
 
     def _failed(self, error: BaseException) -> None:
         """The user's loop has raised, and nobody caught it: the job fails, and this process with it, once the
-        lighthouse has heard. A device that fails is a death of this replica alone."""
-        if not isinstance(error, Exception) or self._place.group is not None:
-            return  # one rank's exception is the end of its replica, which its other ranks tell
+        lighthouse has heard, which rank 0 tells for all ranks. A device that fails is a death of this replica
+        alone."""
+        if not isinstance(error, Exception):
+            return
         if is_device_fault(error):
             os._exit(75)
         samples = self._samples.get(self._at[1], []) if self._at is not None else []

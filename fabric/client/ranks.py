@@ -27,6 +27,10 @@ from fabric.transport.greeting import Greeting
 _OUTCOMES = get_args(RankEvent)
 # How long an error in the main thread waits to be explained by the loss of another rank.
 _EXPLAINED_S = 2.0
+# How long rank 0 looks for the end of another rank before it believes that a rank's error is its own.
+_SETTLED_S = 0.5
+# How long a main thread may take to obey a stop before it counts as stuck in a collective.
+_STUCK_S = 5.0
 
 
 class RankEngine(Engine):
@@ -35,13 +39,33 @@ class RankEngine(Engine):
     def __init__(self, parts: Parts, group: RankGroup) -> None:
         super().__init__(parts)
         self._group = group
-        self._never = threading.Event()
+        self._ordered: io.Stop | None = None
+        self._told = threading.Event()
+        self._closing = False
 
     def await_explanation(self) -> None:
-        """An error has reached the top of the main thread. When another rank has died, collectives fail here
-        too; the control thread then ends this process in a moment, with the sentence that explains it."""
-        if self._loop is not None:
-            self._never.wait(_EXPLAINED_S)
+        """An error has reached the top of the main thread. When another rank has died or failed, collectives
+        fail here too; this process then ends in a moment, with the sentence that explains it."""
+        if self._loop is not None and self._told.wait(_EXPLAINED_S) and self._ordered is not None:
+            self._end_now(self._ordered)
+
+    def close(self) -> None:
+        """Say goodbye and end the thread: see Engine."""
+        self._closing = True
+        super().close()
+
+    def _perform(self, effect: Any) -> None:
+        if isinstance(effect, io.Stop):
+            assert self._loop is not None
+            self._ordered = effect
+            self._told.set()
+            self._loop.call_later(_STUCK_S, self._end_when_stuck, effect)
+        super()._perform(effect)
+
+    def _end_when_stuck(self, stop: io.Stop) -> None:
+        """The main thread has not obeyed: it waits in a collective for a rank that does not come any more."""
+        if not self._closing:
+            self._end_now(stop)
 
     def _end_now(self, stop: io.Stop) -> None:
         sys.stderr.write(f"fabric: {self._parts.peers.replica}: rank {self._group.rank}: {stop.reason}\n")
@@ -80,6 +104,11 @@ class HeadEngine(RankEngine):
         self._note_planes(event)
         if isinstance(event, _OUTCOMES):
             event = FromRank(0, Outcome(event, number))
+        if isinstance(event, FromRank) and isinstance(event.outcome.event, io.Failed):
+            # Perhaps another rank has died, and the end of its link, which explains this, is not read yet.
+            assert self._loop is not None
+            self._loop.call_later(_SETTLED_S, super()._feed, event)
+            return
         super()._feed(event)
 
     def _refused(self, reason: str) -> None:

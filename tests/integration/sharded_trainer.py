@@ -42,6 +42,8 @@ class Paced(torch.utils.data.Dataset):
         self.samples = samples
         self.step_s = float(os.environ.get("TINY_STEP_S", "0.03"))
         self.replicas = int(os.environ.get("FABRIC_REPLICAS", "1"))
+        rank, _, step = os.environ.get("SHARDED_RAISES", "").partition("@")
+        self.raises_at = int(step) if rank == os.environ["SHARDED_RANK"] else -1
         self.sessions: list = []
         attach = fabric.client.attach
         fabric.client.attach = lambda *a, **k: self.sessions.append(attach(*a, **k)) or self.sessions[-1]
@@ -50,6 +52,8 @@ class Paced(torch.utils.data.Dataset):
         return len(self.samples)
 
     def __getitem__(self, index: int):
+        if self.raises_at == self.sessions[0].committed_step:
+            raise ValueError("the user's own mistake")
         degraded = len(self.sessions[0].members) < self.replicas
         time.sleep(self.step_s / 4 / MICRO_BATCH * (40 if degraded else 1))
         return self.samples[index]

@@ -3,6 +3,8 @@
 The surviving replica's losses are those of one process that trains alone on the same data, whoever was there.
 """
 
+import re
+
 import pytest
 import torch
 from rank_job import RankJob
@@ -63,3 +65,25 @@ def test_a_rank_is_killed_and_its_replica_joins_again(zygote, tmp_path, way, ran
         assert again, f"the killed replica never contributed again\n{job.logs()}"
         job.check_lanes(STEPS)
         assert losses(job, "r0") == pytest.approx(reference(STEPS), rel=1e-4)
+
+
+@pytest.mark.parametrize(("way", "ranks", "raises"), [("fsdp2", 2, 1), ("pipeline", 2, 0)])
+def test_an_exception_at_one_rank_fails_the_job(zygote, tmp_path, way, ranks, raises):
+    """The other rank of its replica is stuck in a collective with it, and a rank of the other replica in user
+    code that does not end; all ranks of all replicas are told."""
+    environment = {"SHARDED": way, "TINY_STEPS": str(STEPS)}
+    with RankJob(zygote, tmp_path, replicas=2, ranks=ranks, environment=environment) as job:
+        job.start("r0", f"forward@5=wait:{job.folder / 'never'}", rank=1)
+        job.start("r1", SHARDED_RAISES=f"{raises}@5")
+        job.finish(restart=False, deadline_s=120)
+        assert set(job.codes.values()) == {1}, job.logs()
+        where = f"rank {raises}: " if raises else ""
+        why = rf"r1 failed at step 5: {where}ValueError: the user's own mistake \(at micro-batch "
+        for name in job.pids:
+            said = (job.folder / f"{name}.log").read_text()
+            if name == f"r1.{raises}":
+                assert said.count("ValueError: the user's own mistake\n") == 1, said
+            else:
+                lines = [line for line in said.splitlines() if line.startswith("fabric: ")]
+                assert len(lines) == 1 and re.search(why, lines[0]), said
+        assert max(e["step"] for e in job.events("r0", "commit")) == 4

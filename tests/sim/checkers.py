@@ -216,6 +216,21 @@ class Checks:
     def published(self, trainer: "Trainer", effect: io.Publish, gradient: "Gradient") -> None:
         if gradient.digest != effect.held.gradient_digest:
             raise Violation(f"{trainer.name} publishes another gradient than it held at step {gradient.step}")
+        self._is_committed(trainer, effect.held)
+
+    def _is_committed(self, trainer: "Trainer", held: io.Hold) -> None:
+        """Everybody of the round has said that it holds it, or a decision names it."""
+        said = {who for who, epoch, step in self.bars if (epoch, step) == (held.epoch, held.step)}
+        named = any(
+            resume.step == held.step + 1 and resume.commit_digest == held.gradient_digest
+            for resume in self.decisions.values()
+        )
+        if not said or named:
+            return  # alone in its round, or in a lane of which no bars are heard; or committed by decision
+        roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[held.epoch].roster}
+        missing = roster - said - {trainer.name}
+        if missing:
+            raise Violation(f"{trainer.name} publishes step {held.step} before {sorted(missing)} hold it")
 
     def applied(self, trainer: "Trainer", order: io.Apply, gradient: "Gradient", generation: int) -> None:
         """Agreement, plus one, exactly once, and one generation at a time."""

@@ -219,12 +219,9 @@ class Checks:
         self._is_committed(trainer, effect.held)
 
     def _is_committed(self, trainer: "Trainer", held: io.Hold) -> None:
-        """Everybody of the round has said that it holds it, or a decision names it."""
+        """Everybody of the round has said that it holds it, or a decision goes on behind it."""
         said = {who for who, epoch, step in self.bars if (epoch, step) == (held.epoch, held.step)}
-        named = any(
-            resume.step == held.step + 1 and resume.commit_digest == held.gradient_digest
-            for resume in self.decisions.values()
-        )
+        named = any(x.step == held.step + 1 and x.commit_digest for x in self.decisions.values())
         if not said or named:
             return  # alone in its round, or in a lane of which no bars are heard; or committed by decision
         roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[held.epoch].roster}

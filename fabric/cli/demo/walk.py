@@ -144,6 +144,8 @@ def _joined(state: Walk, line: Line) -> list[str]:
         broken.append(f"joins at step {step} with the state of step {state.next_step}")
     if replayed != state.replayed:
         broken.append(f"says that it replayed {replayed} steps and recorded {state.replayed}")
+    # Who is left out again may come back with the state that it has, and fetch none.
+    state.replayed = 0
     state.joining = False
     return broken
 

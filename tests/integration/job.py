@@ -69,6 +69,8 @@ class Job:
     codes: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
     later_points: dict[str, list[str]] = field(default_factory=dict)
+    bind: str = "127.0.0.1"
+    inside: tuple[str, ...] = ()  # what the lighthouse's command line begins with
 
     def __enter__(self) -> "Job":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,8 +86,8 @@ class Job:
     def start_lighthouse(self, port: int = 0) -> None:
         ready = self.folder / "lighthouse.json"
         ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self.store]
-        command += ["--bind", "127.0.0.1", "--port", str(port), "--token-file", str(self.token)]
+        command = [*self.inside, sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self.store]
+        command += ["--bind", self.bind, "--port", str(port), "--token-file", str(self.token)]
         command += ["--ready-file", str(ready)]
         command += ["--namespace", self.environment.get("TEST_NAMESPACE", "default")]
         with (self.folder / "lighthouse.log").open("ab") as log:

@@ -1,6 +1,7 @@
 """Starts trainers quickly: imports torch once, then forks one real process per request on stdin.
 
-``TEST_TRAINER`` in a request's environment names another module than ``tiny_trainer`` to run.
+``TEST_TRAINER`` in a request's environment names another module than ``tiny_trainer`` to run, and
+``TEST_NETNS`` a network namespace to run in.
 
 Requests are JSON lines ``{"environment": {...}, "log": path}``; answers ``{"pid": n}``; when a child ends,
 ``{"ended": pid, "status": waitpid status}``. Nothing that starts threads runs before a fork.
@@ -14,6 +15,7 @@ import select
 import signal
 import sys
 
+import namespaces
 import odd_trainer  # noqa: F401  (imported before any fork, like everything that imports torch)
 import sharded_trainer  # noqa: F401
 import tiny_trainer  # noqa: F401
@@ -29,6 +31,8 @@ def child(request: dict) -> None:
     os.environ.update(request["environment"])
     code = 1
     try:
+        if "TEST_NETNS" in os.environ:
+            namespaces.enter(os.environ["TEST_NETNS"])
         importlib.import_module(os.environ.get("TEST_TRAINER", "tiny_trainer")).main()
         code = 0
     except SystemExit as error:

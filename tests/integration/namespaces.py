@@ -1,0 +1,76 @@
+"""Two hosts on one machine: network namespaces with a cable between them, which can be pulled or cut one way.
+
+Only what happens inside them is touched; the machine's own network stays as it is.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+def enter(name: str) -> None:
+    """Move this thread, and every process and thread that it starts, into a namespace."""
+    with Path(f"/run/netns/{name}").open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"the network namespace {name} cannot be entered")
+
+
+class Cable:
+    """Two namespaces, ``names``, and the ADDRESSES at the ends of a cable; ``with`` makes and ends it."""
+
+    def __init__(self) -> None:
+        self.names = tuple(f"fabric-{os.getpid()}-{side}" for side in "ab")
+
+    @staticmethod
+    def problem() -> str:
+        """Why there can be none here, or empty."""
+        if not shutil.which("ip") or not shutil.which("tc"):
+            return "ip and tc (iproute2) are not installed"
+        name = f"fabric-{os.getpid()}-try"
+        made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+        if made.returncode:
+            return f"network namespaces cannot be made here: {made.stderr.strip()}"
+        subprocess.run(["ip", "netns", "del", name], check=True)
+        return ""
+
+    def __enter__(self) -> "Cable":
+        a, b = self.names
+        for name in self.names:
+            _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b)
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        self.plug()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+    def plug(self) -> None:
+        """Both ends are up."""
+        for name in self.names:
+            _run("ip", "-n", name, "link", "set", "cable", "up")
+
+    def pull(self) -> None:
+        """The first end is down: nothing passes, and nobody is told."""
+        _run("ip", "-n", self.names[0], "link", "set", "cable", "down")
+
+    def lose(self, side: int) -> None:
+        """What this side sends is lost, silently; what it is sent arrives."""
+        tc = ("ip", "netns", "exec", self.names[side], "tc", "qdisc")
+        _run(*tc, "replace", "dev", "cable", "root", "pfifo", "limit", "0")
+
+    def lose_nothing(self, side: int) -> None:
+        """Undo ``lose``."""
+        _run("ip", "netns", "exec", self.names[side], "tc", "qdisc", "del", "dev", "cable", "root")
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,0 +1,65 @@
+"""A job over two hosts with networks of their own: the cable between them is pulled, and loses one way. The
+side that keeps the lighthouse goes on, and the other one comes back without a restart."""
+
+import pytest
+from job import Job
+from namespaces import ADDRESSES, Cable
+from test_failures import finish_and_check
+
+PROBLEM = Cable.problem()
+STEPS = 150
+
+pytestmark = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+
+
+def start_on_two_hosts(job: Job, cable: Cable) -> None:
+    """r0 and r1 are on the lighthouse's host, r2 is on the other one."""
+    for replica, side in (("r0", 0), ("r1", 0), ("r2", 1)):
+        job.start(replica, TEST_NETNS=cable.names[side], FABRIC_BIND=ADDRESSES[side])
+
+
+def rosters(job: Job) -> list[list[str]]:
+    return [sorted(e["roster"]) for e in job.events("r0", "epoch")]
+
+
+def links(job: Job, replica: str) -> tuple[str, str]:
+    """What carries a replica's first links to the next in the ring and from the one before."""
+    first = job.events(replica, "plane")[0]
+    return first["next"], first["previous"]
+
+
+def last_step(job: Job, replica: str) -> int:
+    return max((e["step"] for e in job.events(replica, "commit") if e["live"]), default=-1)
+
+
+def goes_on_without_r2(job: Job) -> None:
+    job.wait_for(lambda: rosters(job)[-1] == ["r0", "r1"], "the epoch without r2")
+    at = last_step(job, "r0")
+    job.wait_for(lambda: last_step(job, "r0") > at + 1, "steps without r2")
+    assert last_step(job, "r2") <= at + 1
+
+
+def has_r2_again(job: Job) -> None:
+    at = last_step(job, "r0")
+    job.wait_for(lambda: last_step(job, "r2") > at, "r2's return")
+
+
+def test_a_pulled_cable_and_one_that_loses_one_way(zygote, tmp_path):
+    environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.05", "FABRIC_EXCHANGE_S": "2"}
+    with Cable() as cable:
+        inside = ("ip", "netns", "exec", cable.names[0])
+        with Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], inside=inside) as job:
+            start_on_two_hosts(job, cable)
+            job.wait_for(lambda: last_step(job, "r2") >= 2, "the first steps")
+            # In the ring r0, r1, r2 the neighbours on one host share memory, the others have the cable.
+            assert links(job, "r0") == ("shm", "tcp") and links(job, "r2") == ("tcp", "tcp")
+            cable.pull()
+            goes_on_without_r2(job)
+            cable.plug()
+            has_r2_again(job)
+            cable.lose(0)
+            goes_on_without_r2(job)
+            cable.lose_nothing(0)
+            has_r2_again(job)
+            finish_and_check(job, STEPS)
+            assert job.starts == {"r0": 1, "r1": 1, "r2": 1}

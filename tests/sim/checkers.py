@@ -12,6 +12,7 @@ from fabric.model import EVERYTHING, Member, Record, Sharing
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.changes import for_members
+from fabric.protocol.rank_orders import seen_by_rank
 
 if TYPE_CHECKING:
     from sim.server import Gradient
@@ -33,6 +34,7 @@ class Checks:
 
     def __init__(self, micro_batches: int, min_replicas: int, sharing: Sharing = EVERYTHING) -> None:
         self.sharing = sharing
+        self.rank = 0  # of the lane that is checked, in worlds of ranks
         self.skipped: Counter[tuple[int, int]] = (
             Counter()
         )  # (step, micro-batch) -> generations that left it out
@@ -152,7 +154,10 @@ class Checks:
 
     def believed(self, trainer: "Trainer", record: Record) -> None:
         """A member takes part in epochs as the store has them, however it was told."""
-        if for_members(record) not in map(for_members, self.records):
+        committed = [for_members(r) for r in self.records]
+        if self.rank:
+            committed = [seen_by_rank(r, self.rank) for r in committed]
+        if for_members(record) not in committed:
             raise Violation(f"{trainer.name} believes in a roster {record.names} that nobody committed")
 
     def decided(self, resume: m.Resume) -> None:

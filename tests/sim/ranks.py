@@ -56,6 +56,7 @@ class Lane:
         self.numbers: Counter[str] = Counter()
         settings = world.settings
         self.checks = Checks(settings.micro_batches, settings.min_replicas, settings.sharing)
+        self.checks.rank = rank
         self.checks.records, self.checks.by_epoch = world.checks.records, world.checks.by_epoch
 
     def __getattr__(self, name: str) -> Any:

@@ -14,6 +14,7 @@ from rich.text import Text
 from fabric.cli.asking import Lighthouses, lighthouse_options
 from fabric.errors import FabricError, Unreachable
 
+_SPENT = ("training", "degraded", "recovering", "stalled")
 # Below this width a terminal gets the columns that say who is in trouble, and not the addresses.
 _WIDE = 120
 
@@ -85,6 +86,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     for entry, role in rows:
         table.add_row(*_row(entry, role, wide))
     lighthouse, store = job["lighthouse"], job["store"]
+    ledger = job.get("ledger") or {}
     led = f"led by {lighthouse['url']} over store {store['id']}"
     waiting = f"waiting for {job['waiting_for']}"
     lines = [title + because, waiting, f"recoverable: {recoverable(job['recoverable'])}"]
@@ -92,6 +94,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
         newest = job["durable"]
         lines.append(f"durable: step {newest['step']} of generation {newest['generation']}")
     lines += _orders(job, record)
+    lines += _goodput(ledger)
     return Group(*map(Text, lines), table, Text(led, style="dim"))
 
 
@@ -123,6 +126,14 @@ def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
             f"kept out until {until}"
         )
     return found
+
+
+def _goodput(ledger: dict[str, Any]) -> list[str]:
+    """Where the job's time went, once there is any."""
+    if ledger.get("goodput") is None:
+        return []
+    spent = ", ".join(f"{name} {ledger[name]:.0f} s" for name in _SPENT)
+    return [f"goodput {100 * ledger['goodput']:.1f} %: {spent}"]
 
 
 def _role(member: dict[str, Any]) -> str:

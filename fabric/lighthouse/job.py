@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse import connection as codes
@@ -24,6 +25,7 @@ from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.explainer import Explainer
 from fabric.lighthouse.incoming import MAX_REPLICAS
 from fabric.lighthouse.inquiry import Access
+from fabric.lighthouse.ledger import Ledger, Look
 from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.progress import recoverable, top_step
 from fabric.lighthouse.records import Deposed, StoredRecord
@@ -41,6 +43,12 @@ log = logging.getLogger(__name__)
 
 # An unchanged pulse is told to the core this often; a changed one at once.
 PULSE_S = 0.2
+# How often the ledger is looked at (more rarely where sessions are many), and written; sooner when its state
+# changes.
+LOOK_S = 0.25
+_SESSIONS_PER_S = 4000
+LEDGER_S = 60.0
+_LEDGER_CHANGED_S = 5.0
 _RETRY_S = (0.05, 1.0)
 _REMAKE_S = 1.0
 
@@ -79,6 +87,9 @@ class Job:
         recoveries: Recoveries,
     ) -> None:
         self.name = name
+        self.ledger = Ledger()
+        self.ledger_is_known = True  # False while what an earlier leader stored has not been read
+        self._looked = self._stored_ledger = around.clock()
         self.events = events
         self.recoveries = recoveries
         self.core = Leader(name, around.config, _entropy(), around.clock())
@@ -131,7 +142,11 @@ class Job:
     def gauges(self) -> JobGauges:
         core = self.core
         record, state = core.record, recoverable(core, self.now)
+        roster = record.roster if record else ()
+        seen = [p.seen for x in roster if (p := core.liveness.peers.get(x.replica)) is not None]
         return JobGauges(
+            heartbeat_age_s=self.now - min(seen, default=self.now),
+            ledger=self.look_at_ledger().seconds,
             job=self.name,
             epoch=record.epoch if record else 0,
             step=top_step(core),
@@ -140,6 +155,19 @@ class Job:
             recoverable_step=None if state is None else state["step"],
             recoverable_age_s=None if state is None else state["age_s"],
         )
+
+    def look_at_ledger(self) -> Ledger:
+        """Where the job's time went, up to now."""
+        core, record = self.core, self.core.record
+        is_on = record is not None and not record.complete and not record.failed
+        members = len(record.roster) if record is not None else 0
+        wanted = core.config.policy.start_replicas
+        before, self._looked = self.ledger.state, self.now
+        look = Look(is_on, top_step(core), members, wanted, self.recoveries.is_recovering)
+        self.ledger.observe(look, self.now)
+        if self.is_running and self.ledger_is_known:
+            self._keep_ledger(before, self.ledger.state)
+        return self.ledger
 
     def begin(self, record: Record | None) -> None:
         """Lead this job from ``record``, which the store holds now."""
@@ -264,6 +292,8 @@ class Job:
             self._record = self.core.record
             self._notify_servers()
         self._note_recoveries()
+        if self.now - self._looked >= max(LOOK_S, len(self.sessions) / _SESSIONS_PER_S):
+            self.look_at_ledger()
 
     def _notify_servers(self) -> None:
         """Checkpoint servers log which epoch is in force and why, as the replicas do."""
@@ -346,7 +376,24 @@ class Job:
         for recovery in changed:
             self._around.metrics.recovery(self.name, recovery)
             self._keep(recovery)
+        if changed:
+            self.look_at_ledger()  # a recovery may be over before the next look
         self._explainer.observe(self.core, changed, self.now)
+
+    def _keep_ledger(self, before: str, state: str) -> None:
+        """Into the store when it changes its state, and now and then; a later one is as good as one that is
+        lost."""
+        waits_s = LEDGER_S if state == before else _LEDGER_CHANGED_S
+        if self.now - self._stored_ledger >= waits_s:
+            self._stored_ledger = self.now
+            saved = self.ledger.saved(time.time())
+            self._around.tasks.start(f"keep the ledger of {self.name}", self._write_ledger(saved))
+
+    async def _write_ledger(self, saved: dict[str, Any]) -> None:
+        try:
+            await self._stored.keep_ledger(saved)
+        except StoreError as error:
+            log.warning("job %s: its ledger is not in the store: %s", self.name, error)
 
     def _keep(self, recovery: Recovery) -> None:
         """Into the store, in a moment."""

@@ -19,7 +19,7 @@ from fabric.lighthouse.incoming import MAX_REPLICAS, check_name
 from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.job import Job, Surroundings
 from fabric.lighthouse.metrics import JobGauges, Metrics
-from fabric.lighthouse.records import StoredRecord, job_of, records_prefix, recoveries_of
+from fabric.lighthouse.records import StoredRecord, job_of, ledger_of, records_prefix, recoveries_of
 from fabric.lighthouse.recovery import Recoveries, from_json
 from fabric.model import Record
 from fabric.protocol import wire
@@ -195,12 +195,30 @@ class Jobs:
         except (StoreError, ProtocolError, ValueError) as error:
             log.warning("job %s: its older recovery records are not shown: %s", name, error)
 
+    async def _load_ledger(self, name: str, job: Job) -> None:
+        """As an earlier leader left it; for people, like the recovery records."""
+        try:
+            found = await self._store.get(ledger_of(self._namespace, name))
+            if found is not None:
+                job.ledger.restore(json.loads(found.value), job.now, time.time())
+        except StoreError as error:
+            log.warning("job %s: its ledger is not read, and not written in this term: %s", name, error)
+            return
+        except (ProtocolError, ValueError) as error:
+            log.warning("job %s: its ledger begins anew: %s", name, error)
+        job.ledger_is_known = True
+
     def _make(self, around: Surroundings, name: str, record: Record | None, revision: int) -> Job:
         stored = StoredRecord(self._store, self._namespace, name, around.term, revision, self._metrics)
         events = self._logs.setdefault(name, EventLog())
         recoveries = self._recoveries.setdefault(name, Recoveries())
         if record is not None and not recoveries.kept:
             self._tasks.start(f"recoveries of {name}", self._load_recoveries(name, recoveries))
+        # Always from the store: while another one led, it went on there.
         job = self.by_name[name] = Job(name, around, stored, events, recoveries)
         job.begin(record)
+        if record is not None:
+            job.ledger_is_known = False
+            job.look_at_ledger()
+            self._tasks.start(f"ledger of {name}", self._load_ledger(name, job))
         return job

@@ -3,11 +3,11 @@
 Everything lives in a registry of its own, so that nothing of the process or of other libraries leaks in.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fabric.lighthouse.recovery import Recovery
@@ -21,7 +21,9 @@ _PREFIX = "fabric_lighthouse_"
 
 @dataclass(frozen=True, slots=True)
 class JobGauges:
-    """One job, as it is now; ``recoverable``: the freshest state that checkpoint servers hold, None: none."""
+    """One job, as it is now. ``recoverable``: the freshest state that checkpoint servers hold, None: none.
+    ``heartbeat_age_s``: since the member that has been silent for longest was heard; ``ledger``: seconds by
+    state."""
 
     job: str
     epoch: int
@@ -30,6 +32,8 @@ class JobGauges:
     sessions: int
     recoverable_step: int | None = None
     recoverable_age_s: float | None = None
+    heartbeat_age_s: float = 0.0
+    ledger: Mapping[str, float] = field(default_factory=dict)
 
 
 class Metrics:
@@ -126,15 +130,28 @@ class _Gauges(Collector):
         age = GaugeMetricFamily(
             _PREFIX + "recoverable_age_seconds", "Age of the freshest recoverable state.", labels=["job"]
         )
+        heartbeat = GaugeMetricFamily(
+            _PREFIX + "heartbeat_age_seconds",
+            "Since the member that has been silent for longest was heard.",
+            labels=["job"],
+        )
+        ledger = CounterMetricFamily(
+            _PREFIX + "job_seconds",
+            "The job's time by state: training, degraded, recovering, stalled.",
+            labels=["job", "state"],
+        )
         for job in self._jobs():
+            for state, seconds in job.ledger.items():
+                ledger.add_metric([job.job, state], seconds)
             for family, value in (
                 (sessions, job.sessions),
                 (members, job.members),
                 (epoch, job.epoch),
                 (steps, job.step),
+                (heartbeat, job.heartbeat_age_s),
                 (held, job.recoverable_step),
                 (age, job.recoverable_age_s),
             ):
                 if value is not None:
                     family.add_metric([job.job], value)
-        yield from (sessions, members, epoch, steps, held, age)
+        yield from (sessions, members, epoch, steps, held, age, heartbeat, ledger)

@@ -6,6 +6,7 @@ was read or written here last. So neither a deposed leader nor a stale one can u
 
 import json
 import time
+from collections.abc import Mapping
 
 from fabric.errors import StoreError, StoreIndefinite
 from fabric.lighthouse.election import Term
@@ -38,6 +39,11 @@ def recoveries_of(namespace: str, job: str) -> str:
     return f"/fabric/{namespace}/recoveries/{job}/"
 
 
+def ledger_of(namespace: str, job: str) -> str:
+    """Where the goodput ledger of ``job`` lies."""
+    return f"/fabric/{namespace}/ledgers/{job}"
+
+
 class StoredRecord:
     """The record of ``job`` as one term sees it. ``revision``: of the last read or write, 0 for none."""
 
@@ -47,6 +53,7 @@ class StoredRecord:
         self._store = store
         self._key = record_key(namespace, job)
         self._recoveries = recoveries_of(namespace, job)
+        self._ledger = ledger_of(namespace, job)
         self._term = term
         self._revision = revision
         self._metrics = metrics
@@ -83,14 +90,18 @@ class StoredRecord:
         await self._store.commit([self._term.guard], operations)
 
     async def delete(self) -> bool:
-        """Remove the record and the recovery records of a job that is over; False when a guard refused.
+        """Remove all records and the ledger of a job that is over; False when a guard refused.
         Raises as ``Store.commit`` does."""
         found, _ = await self._store.list(self._recoveries)
         for first in range(0, len(found), 50):
             some = [Delete(kv.key) for kv in found[first : first + 50]]
             await self._store.commit([self._term.guard], some)
         guards = [self._term.guard, Compare(self._key, mod_revision=self._revision)]
-        return await self._store.commit(guards, [Delete(self._key)]) is not None
+        return await self._store.commit(guards, [Delete(self._key), Delete(self._ledger)]) is not None
+
+    async def keep_ledger(self, saved: Mapping[str, object]) -> None:
+        """Write it; raises as ``Store.commit`` does. A deposed leader's is refused and forgotten."""
+        await self._store.commit([self._term.guard], [Put(self._ledger, json.dumps(saved).encode())])
 
     async def read(self) -> Record | None:
         """The record as it is now. Raises StoreError when it cannot be read, ProtocolError when it is

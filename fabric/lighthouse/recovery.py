@@ -91,6 +91,11 @@ class Recoveries:
         self._record: Record | None = None
         self._looked = 0.0
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether a failure waits for the next committed step."""
+        return any(not recovery.step_committed for recovery in self._pending)
+
     def restore(self, stored: list[Recovery]) -> None:
         """What an earlier leader wrote; those that are open go on here."""
         new = {recovery.id for recovery in self.kept}

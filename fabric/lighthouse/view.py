@@ -5,11 +5,11 @@ from typing import Any
 
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.progress import recoverable, top_step
+from fabric.lighthouse.reasons import time_of_day, waiting_for
 from fabric.model import Member, Record
 from fabric.protocol.leader import Leader
+from fabric.protocol.leader_base import Setback
 from fabric.protocol.liveness import Peer, PulseState
-
-_NAMED = 8  # that many replicas are named in a sentence, the rest counted
 
 
 def job_line(job: Job) -> dict[str, Any]:
@@ -53,6 +53,7 @@ def job_view(job: Job) -> dict[str, Any]:
         ],
         "recoverable": recoverable(core, now),
         "durable": _durable(core),
+        "ledger": job.look_at_ledger().to_json(),
     }
 
 
@@ -72,68 +73,6 @@ def _durable(core: Leader) -> dict[str, Any] | None:
     if newest is None:
         return None
     return {**asdict(newest), "steps_behind": max(0, top_step(core) - newest.step)}
-
-
-def waiting_for(core: Leader, now: float) -> str:
-    """What must happen before the leader's next move, in a sentence."""
-    record = core.record
-    if core.reading:
-        return "the store, to read the record again after a write that was refused or got lost"
-    if core.writing is not None:
-        return f"the store, to commit epoch {core.writing.epoch}"
-    if record is None:
-        return _waiting_to_start(core, now)
-    if record.complete:
-        return f"nothing: the job is complete at step {record.base.step}"
-    if record.failed:
-        return f"a person, to mend what failed and start the replicas again: {record.failed}"
-    return _waiting_in_epoch(core, record, now)
-
-
-def _waiting_to_start(core: Leader, now: float) -> str:
-    policy = core.config.policy
-    count = sum(peer.connected for peer in core.liveness.peers.values())
-    if count < core.least:
-        return f"replicas to start with: {count} of at least {core.least} have a session"
-    waited = now - core.waiting_since if core.waiting_since is not None else 0.0
-    return (
-        f"replicas to start with: {count} of {policy.start_replicas} have a session, "
-        f"after {policy.start_wait_s:g} s (now {waited:.1f} s) {core.least} will do"
-    )
-
-
-def _waiting_in_epoch(core: Leader, record: Record, now: float) -> str:
-    epoch = core.epoch
-    left = [x for x in record.roster if x.replica not in epoch.condemned]
-    if epoch.condemned and not any(not x.fresh or x.replica in epoch.running for x in left):
-        unsure = [x.replica for x in record.roster if not core.liveness.confirmed(x)]
-        limit_s = core.config.autonomy_s + core.config.autonomy_margin_s
-        if unsure:
-            return (
-                f"certainty before a cold start: {_some(unsure)} must be seen to have ended, or be out of "
-                f"contact for {limit_s:g} s"
-            )
-        return f"replicas for a cold start: {_waiting_to_start(core, now)}"
-    if epoch.condemned:
-        return f"further deaths within {core.config.coalesce_s:g} s, to evict them together"
-    if epoch.aborted:
-        return f"a death that explains why {_some(sorted(epoch.aborted))} aborted, before forming again"
-    if record.is_forced and epoch.decision is None:
-        silent = [x.replica for x in record.roster if x.replica not in epoch.reports]
-        if silent:
-            return f"the report of {_some(silent)} on epoch {record.epoch}"
-        return "a decision of a person: the reports contradict each other, see the events"
-    if len(record.roster) < core.least:
-        paused = f"; joins are paused {record.orders.paused}" if record.orders.paused else ""
-        return f"replicas: {len(record.roster)} of at least {core.least} are members{paused}"
-    away = [x.replica for x in record.roster if x.replica not in epoch.running]
-    if away:
-        return f"{_some(away)} to enter the first round of epoch {record.epoch}"
-    for joiner, serving in sorted(core.serving.items()):
-        if not serving.told:
-            late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
-            return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}"
-    return "nothing: every member runs"
 
 
 def _record_view(record: Record | None) -> dict[str, Any] | None:
@@ -171,6 +110,9 @@ def _joiner_view(core: Leader, peer: Peer, now: float) -> dict[str, Any]:
         verdict = f"has finished at step {core.finished[session.replica]}"
     elif core.kept_out(peer):
         verdict = core.kept_out(peer)
+    elif now < (setback := core.setbacks.get((session.replica, peer.incarnation), Setback())).until:
+        again, times = time_of_day(setback.until, now), setback.times
+        verdict = f"is not admitted before {again}: evicted {times} times, and waits longer every time"
     elif peer.generation != core.record.generation:
         verdict = "has no state of this generation yet"
     else:
@@ -211,8 +153,3 @@ def _pulse_view(pulse: PulseState, now: float) -> dict[str, Any]:
         "ckpt": pulse.ckpt,
         "snapshots": [asdict(ref) for ref in pulse.snapshots],
     }
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

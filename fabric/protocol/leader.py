@@ -77,7 +77,7 @@ class Leader(Joins):
         if epoch.condemned:
             dues.append(epoch.condemned_at + self.config.coalesce_s)
         if epoch.aborted:
-            dues.append(epoch.aborted_at + self._reform_delay())
+            dues.append(self.reform_due)
         return max(min(d for d in dues if d is not None), self._now + 0.001)
 
     def _plan(self) -> None:
@@ -344,7 +344,7 @@ class Leader(Joins):
         """Rule 3: every abort leads to a new epoch, in a ring order that leaves out the links complained of.
         Evicted is who stalled the exchange twice without an excuse, and whom most others cannot reach."""
         epoch = self.epoch
-        if not epoch.aborted or self._now - epoch.aborted_at < self._reform_delay():
+        if not epoch.aborted or self._now < self.reform_due:
             return False
         self._blame(record)
         worst, why = self._worst(record)
@@ -383,9 +383,6 @@ class Leader(Joins):
     def _reordered(self, record: Record) -> tuple[Member, ...]:
         by_name = {x.replica: x for x in record.roster}
         return tuple(by_name[name] for name in ring_order(record.names, self.reforms.links))
-
-    def _reform_delay(self) -> float:
-        return float(min(self.config.reform_s * 2**self.reforms.tries, self.config.reform_limit_s))
 
     def _expire_mute(self, record: Record) -> None:
         """Who lives and does not answer a forced epoch has as long as its user code, which may hold the

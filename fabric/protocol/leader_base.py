@@ -334,6 +334,12 @@ class LeaderBase:
         peer = self.liveness.peers.get(replica)
         return peer.session.exchange_s if peer is not None else 0.0
 
+    @property
+    def reform_due(self) -> float:
+        """When the same members form again after an abort, unless a death shows itself before."""
+        delay_s = min(self.config.reform_s * 2**self.reforms.tries, self.config.reform_limit_s)
+        return self.epoch.aborted_at + float(delay_s)
+
     def patience_s(self, peer: Peer) -> float:
         """How long the others wait for this member's user code: as agreed, or as it has announced."""
         busy = peer.beat is not None and peer.beat.busy

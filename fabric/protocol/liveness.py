@@ -173,13 +173,17 @@ class Liveness:
 
     def out_of_contact(self, member: Member, now: float, limit_s: float) -> bool:
         """Whether nothing was heard of this process for ``limit_s`` (from the election on)."""
+        return now - self.last_contact(member, now) >= limit_s
+
+    def last_contact(self, member: Member, now: float) -> float:
+        """When this process was last heard of, the election at the earliest."""
         peer, pulse = self._peer(member), self._pulse(member)
         heard = [self.elected]
         if peer is not None:
             heard.append(now if peer.connected else peer.closed)
         if pulse is not None and pulse.trainer != "gone":
             heard.append(pulse.seen)
-        return now - max(heard) >= limit_s
+        return max(heard)
 
     def next_check(self, roster: tuple[Member, ...], now: float) -> float | None:
         """When a verdict may change by time alone: soon while anybody is in doubt, else in a while."""

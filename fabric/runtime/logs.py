@@ -33,17 +33,18 @@ def set_up(service: str, how: str, *, stream: TextIO | None = None, whole_proces
     """Write what fabric logs (INFO and up) to ``stream`` (standard error) as ``how``: text or json.
 
     ``whole_process`` False, in somebody else's program: its own loggers stay as they are, and text is left to
-    what it has set up (nothing, as a rule: the end of a trainer is one sentence on standard error).
+    what it has set up (nothing, as a rule: the end of a trainer is one sentence on standard error). Handlers
+    that are there already stay.
     """
     global _service, _form
     _service, _form = service, how
     logger = logging.getLogger() if whole_process else logging.getLogger(_NAME)
-    if not whole_process and how == "text":
+    if how == "text" and (not whole_process or logger.handlers):
         return
     logger.propagate = whole_process
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if how == "json" else TextLines())
-    logger.handlers[:] = [handler]
+    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
 
 

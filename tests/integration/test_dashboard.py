@@ -65,6 +65,8 @@ def test_a_kill_and_a_return_are_told_on_the_page(job, browser):
     job.kill("r1")
     browser.wait_for(lambda: "death of r1" in browser.text("#recoveries"), "the failure")
     browser.wait_for(lambda: "next step after" in browser.text("#recoveries"), "its phases")
+    browser.wait_for(lambda: "the process of r1 has ended" in browser.text("#recoveries"), "its diagnosis")
+    browser.wait_for(lambda: "recovering" in browser.text("#ledger"), "what it cost the job")
     browser.wait_for(
         lambda: "not yet" not in browser.text("#recoveries li").split("r1 back")[0], "a step after it"
     )

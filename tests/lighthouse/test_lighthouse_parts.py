@@ -2,15 +2,17 @@
 
 import asyncio
 import random
+import re
 from dataclasses import replace
 
 import pytest
 
 from fabric.errors import ConfigError, ProtocolError
+from fabric.lighthouse import reasons
 from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.incoming import check_name, decode_member, decode_pulse, parse_policy
+from fabric.lighthouse.reasons import waiting_for
 from fabric.lighthouse.records import job_of, record_key
-from fabric.lighthouse.view import waiting_for
 from fabric.model import Fence, SnapshotRef
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
@@ -119,20 +121,39 @@ class TestWaiting:
         effects = core.handle(io.SessionOpened(session("r2")), 2.5)
         self.committed(core, effects, 2.5)
         record = core.record
-        assert waiting_for(core, 2.5) == "the report of r0, r1, r2 on epoch 1"
+        until = r"last seen 1\.5 s ago, may take until [\d:]+ UTC"
+        assert re.fullmatch(rf"the report of r0, r1, r2 on epoch 1: {until}", waiting_for(core, 2.5))
         for name in ("r0", "r1", "r2"):
             report = m.Report(record.fence, 1, 0, "", 0, 0, (), False, "", ())
             core.handle(io.FromMember(name, 1, report), 2.6)
-        assert waiting_for(core, 2.6) == "r0, r1, r2 to enter the first round of epoch 1"
+        said = waiting_for(core, 2.6)
+        assert said == "r0, r1, r2 to enter the first round of epoch 1: last seen 0.0 s ago"
         for name in ("r0", "r1", "r2"):
             core.handle(io.FromMember(name, 1, m.Running(record.fence, 0)), 2.7)
         assert waiting_for(core, 2.7) == "nothing: every member runs"
         core.handle(io.FromMember("r1", 1, m.Aborted(record.fence, 0, "link", "r2")), 2.8)
-        assert "explains why r1 aborted" in waiting_for(core, 2.8)
+        said = waiting_for(core, 2.8)
+        assert re.search(r"explains why r1 aborted, before forming again at [\d:]+ UTC", said)
         core.handle(io.PulseSeen(m.Pulse("r2", 1, "gone", 1)), 2.81)
         effects = core.handle(io.Tick(), 2.9)
         self.committed(core, effects, 2.9)
-        assert waiting_for(core, 2.9) == "the report of r0, r1 on epoch 2"
+        assert waiting_for(core, 2.9).startswith("the report of r0, r1 on epoch 2: last seen 0.2 s ago, may")
+
+    def test_a_member_that_stays_away_is_named_with_its_deadline(self, core, monkeypatch):
+        monkeypatch.setattr(reasons.time, "time", lambda: 12 * 3600.0)  # noon on the first day of the epoch
+        for name in ("r0", "r1", "r2"):
+            effects = core.handle(io.SessionOpened(session(name, user_code_s=180.0)), 1.0)
+        self.committed(core, effects, 1.0)
+        for name in ("r0", "r1", "r2"):
+            report = m.Report(core.record.fence, 1, 0, "", 0, 0, (), False, "", ())
+            core.handle(io.FromMember(name, 1, report), 1.0)
+        for name in ("r0", "r1", "r2"):
+            core.handle(io.FromMember(name, 1, m.Running(core.record.fence, 0)), 1.0)
+        core.handle(io.FromMember("r0", 1, m.Beat(1, 1, 1, 0, waiting_for=("r2",))), 2.0)
+        assert waiting_for(core, 2.5) == "nothing: every member runs", "in every step somebody is last"
+        core.handle(io.FromMember("r2", 1, m.Beat(1, 1, 1, 0)), 8.6)
+        said = "r2, in user code in step 0, for 7.0 s now: last seen 0.4 s ago, may take until 12:02:53 UTC"
+        assert waiting_for(core, 9.0) == said
 
     def test_a_lost_write(self, core):
         for name in ("r0", "r1", "r2"):

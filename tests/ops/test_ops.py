@@ -15,11 +15,13 @@ import pytest
 import yaml
 
 from fabric.ckpt_server.__main__ import parse
+from fabric.ckpt_server.durable.dispatch import Dispatch
 from fabric.ckpt_server.memory import Memory
 from fabric.ckpt_server.metrics import Metrics as CkptMetrics
 from fabric.cli.main import cli
 from fabric.lighthouse.metrics import JobGauges
 from fabric.lighthouse.metrics import Metrics as LighthouseMetrics
+from fabric.lighthouse.recovery import Recovery
 from fabric.runtime.config import Settings, parse_replicas
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
@@ -185,11 +187,18 @@ class StillTrainer:
 def known_metrics() -> set[str]:
     """Every sample's name, of both services, with something of each kind counted."""
     lighthouse = LighthouseMetrics()
-    lighthouse.observe(lambda: True, lambda: [JobGauges("job", 1, 1, 1, 1, 1, 1.0)])
+    gauges = JobGauges("job", 1, 1, 1, 1, 1, 1.0, ledger={"training": 1.0})
+    lighthouse.observe(lambda: True, lambda: [gauges])
+    phases = Recovery(1, "death", "", 1, 1.0, epoch_committed=1.1, links_up=1.2, step_committed=1.3)
+    lighthouse.recovery("job", phases)
     lighthouse.event("job", "epoch")
     lighthouse.evicted("job", 1)
     lighthouse.record_write("job", "written", 0.1)
-    text = lighthouse.render().decode() + CkptMetrics(Memory(), StillTrainer()).render().decode()
+    memory = Memory()
+    text = (
+        lighthouse.render().decode()
+        + CkptMetrics(memory, StillTrainer(), Dispatch("job", "r0", memory)).render().decode()
+    )
     names = set(re.findall(r"^([a-z_]+)(?:\{| )", text, flags=re.MULTILINE))
     # Those of a slot exist once there is one.
     source = (OPS.parent / "fabric" / "ckpt_server" / "metrics.py").read_text()

@@ -23,6 +23,11 @@ function took(from, to) {
   return seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds.toFixed(1)} s`;
 }
 
+function spent(seconds) {
+  if (seconds < 60) return `${seconds.toFixed(1)} s`;
+  return seconds < 3600 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
 async function ask(path, options) {
   const answer = await fetch(path, { redirect: "manual", ...options });
   if (answer.type === "opaqueredirect") throw new Error("another lighthouse leads: see the top of the page");
@@ -92,6 +97,9 @@ function showJob(job) {
   $("waiting").textContent = waiting.startsWith("nothing: ") ? waiting.slice(9) : `Waiting for ${waiting}`;
   const facts = [["step", job.step], ["epoch", job.epoch], ["generation", job.generation],
     ["members", job.members.length], ["sessions", job.sessions], ["needs at least", job.policy.min_replicas]];
+  if (job.ledger.goodput !== null) facts.push(["goodput", `${(100 * job.ledger.goodput).toFixed(1)} %`]);
+  $("ledger").textContent = ["training", "degraded", "recovering", "stalled"]
+    .filter((name) => job.ledger[name]).map((name) => `${name} ${spent(job.ledger[name])}`).join(" · ");
   $("facts").replaceChildren(...facts.map(([name, value]) => {
     const pair = element("div");
     pair.append(element("dt", name), element("dd", value));

@@ -1,0 +1,121 @@
+"""What a job waits for, in a sentence with its reason, and until when, as a time of day (UTC)."""
+
+import time
+from datetime import UTC, datetime
+
+from fabric.model import Record
+from fabric.protocol.leader import Leader
+
+_NAMED = 8  # that many replicas are named in a sentence, the rest counted
+# Others are waited for in every step; what lasts longer is worth a sentence.
+_WORTH_S = 1.0
+
+
+def time_of_day(due: float, now: float) -> str:
+    """When the core's clock shows ``due``, as people say it; ``now`` is what it shows now."""
+    return datetime.fromtimestamp(time.time() + due - now, UTC).strftime("%H:%M:%S UTC")
+
+
+def waiting_for(core: Leader, now: float) -> str:
+    """What must happen before the leader's next move, in a sentence."""
+    record = core.record
+    if core.reading:
+        return "the store, to read the record again after a write that was refused or got lost"
+    if core.writing is not None:
+        return f"the store, to commit epoch {core.writing.epoch}"
+    if record is None:
+        return _waiting_to_start(core, now)
+    if record.complete:
+        return f"nothing: the job is complete at step {record.base.step}"
+    if record.failed:
+        return f"a person, to mend what failed and start the replicas again: {record.failed}"
+    return _waiting_in_epoch(core, record, now)
+
+
+def _waiting_to_start(core: Leader, now: float) -> str:
+    policy = core.config.policy
+    count = sum(peer.connected for peer in core.liveness.peers.values())
+    if count < core.least:
+        return f"replicas to start with: {count} of at least {core.least} have a session"
+    waited = now - core.waiting_since if core.waiting_since is not None else 0.0
+    return (
+        f"replicas to start with: {count} of {policy.start_replicas} have a session, "
+        f"after {policy.start_wait_s:g} s (now {waited:.1f} s, at "
+        f"{time_of_day(now + policy.start_wait_s - waited, now)}) {core.least} will do"
+    )
+
+
+def _waiting_in_epoch(core: Leader, record: Record, now: float) -> str:
+    epoch = core.epoch
+    left = [x for x in record.roster if x.replica not in epoch.condemned]
+    if epoch.condemned and not any(not x.fresh or x.replica in epoch.running for x in left):
+        unsure = [x for x in record.roster if not core.liveness.confirmed(x)]
+        limit_s = core.config.autonomy_s + core.config.autonomy_margin_s
+        if unsure:
+            until = max(core.liveness.last_contact(x, now) for x in unsure) + limit_s
+            return (
+                f"certainty before a cold start: {_some([x.replica for x in unsure])} must be seen to have "
+                f"ended, or be out of contact for {limit_s:g} s, which is until {time_of_day(until, now)}"
+            )
+        return f"replicas for a cold start: {_waiting_to_start(core, now)}"
+    if epoch.condemned:
+        return f"further deaths within {core.config.coalesce_s:g} s, to evict them together"
+    if epoch.aborted:
+        due = time_of_day(max(core.reform_due, now), now)
+        who = _some(sorted(epoch.aborted))
+        return f"a death that explains why {who} aborted, before forming again at {due}"
+    if record.is_forced and epoch.decision is None:
+        silent = [x.replica for x in record.roster if x.replica not in epoch.reports]
+        if silent:
+            begun = max(epoch.since, core.liveness.elected)
+            return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(core, silent, begun, now)}"
+        return "a decision of a person: the reports contradict each other, see the events"
+    if len(record.roster) < core.least:
+        paused = f"; joins are paused {record.orders.paused}" if record.orders.paused else ""
+        return f"replicas: {len(record.roster)} of at least {core.least} are members{paused}"
+    away = [x.replica for x in record.roster if x.replica not in epoch.running]
+    if away:
+        return (
+            f"{_some(away)} to enter the first round of epoch {record.epoch}{_heard(core, away, None, now)}"
+        )
+    for joiner, serving in sorted(core.serving.items()):
+        if not serving.told:
+            late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
+            said = _heard(core, late, None, now)
+            return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{said}"
+    return _waiting_in_step(core, now) or "nothing: every member runs"
+
+
+def _waiting_in_step(core: Leader, now: float) -> str:
+    """For whom the others wait in the exchange, and have waited for long."""
+    found = []
+    for name, (step, since) in core.lateness.since.items():
+        peer = core.liveness.peers.get(name)
+        if peer is not None and peer.connected and peer.step <= step and now - since >= _WORTH_S:
+            found.append((since, name, step))
+    if not found:
+        return ""
+    since, name, step = min(found)
+    peer = core.liveness.peers[name]
+    busy = f"busy with {peer.beat.busy}" if peer.beat is not None and peer.beat.busy else "in user code"
+    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    said = _heard(core, [name], since, now)
+    return f"{name}{others}, {busy} in step {step}, for {now - since:.1f} s now{said}"
+
+
+def _heard(core: Leader, names: list[str], since: float | None, now: float) -> str:
+    """When the one of them that has been silent for longest was heard, and until when it may take (waited for
+    since ``since``; None: for that there is no bound of its own)."""
+    peers = [peer for name in names if (peer := core.liveness.peers.get(name)) is not None]
+    if not peers:
+        return ""
+    text = f": last seen {now - min(peer.seen for peer in peers):.1f} s ago"
+    if since is not None:
+        until = since + max(core.patience_s(peer) for peer in peers)
+        text += f", may take until {time_of_day(until, now)}"
+    return text
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

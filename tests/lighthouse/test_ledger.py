@@ -1,0 +1,142 @@
+"""The goodput ledger: every second of a job in one of four states, sums that only grow, and a fail-over."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from in_process import lighthouse_on
+from lighthouse_support import close_all, eventually, headers, start_job
+
+from fabric.errors import ProtocolError
+from fabric.lighthouse.ledger import (
+    DEGRADED,
+    LEAST_STALL_S,
+    RECOVERING,
+    STALLED,
+    STATES,
+    TRAINING,
+    UNKNOWN_STALL_S,
+    Ledger,
+    Look,
+)
+from fabric.lighthouse.records import ledger_of
+from fabric.store import Put
+from fabric.store.memory import MemorySpace, MemoryStore
+
+
+class Watch:
+    """A job that is looked at four times a second."""
+
+    def __init__(self, ledger=None, now=100.0, step=0):
+        self.ledger, self.now = ledger or Ledger(), now
+        self.look = Look(True, step=step, members=3, wanted=3)
+        self.ledger.observe(self.look, self.now)
+        self.begun = now
+
+    def goes_on(self, seconds, step_s=None, **changes):
+        """Time passes, with a step every ``step_s`` if there is one."""
+        self.look = replace(self.look, **changes)
+        began, first = self.now, self.look.step
+        while self.now < began + seconds:
+            self.now += 0.25
+            if step_s:
+                self.look = replace(self.look, step=first + int((self.now - began) / step_s))
+            before = dict(self.ledger.seconds)
+            self.ledger.observe(self.look, self.now)
+            assert all(self.ledger.seconds[name] >= before[name] for name in before)
+        return self.ledger.seconds
+
+
+def test_a_failure_is_recovering_until_a_step_and_degraded_until_everybody_is_back():
+    watch = Watch()
+    watch.goes_on(20, step_s=1)
+    watch.goes_on(2, is_recovering=True, members=2)
+    watch.goes_on(30, step_s=1, is_recovering=False)
+    found = watch.goes_on(40, step_s=1, members=3)
+    assert found[RECOVERING] == pytest.approx(2, abs=0.5)
+    assert found[DEGRADED] == pytest.approx(30, abs=1.5)
+    assert found[TRAINING] == pytest.approx(60, abs=2) and not found[STALLED]
+    assert sum(found.values()) == pytest.approx(watch.now - watch.begun, abs=1.1), "every second is in one"
+    assert watch.ledger.goodput == pytest.approx(60 / 92, abs=0.03)
+
+
+def test_no_step_for_long_is_a_stall_from_the_last_step_on():
+    watch = Watch()
+    watch.goes_on(20, step_s=0.5)
+    assert watch.ledger.stall_s == LEAST_STALL_S
+    assert not watch.goes_on(LEAST_STALL_S - 1)[STALLED]
+    assert watch.goes_on(3)[STALLED] == pytest.approx(LEAST_STALL_S + 2, abs=0.6)
+    found = watch.goes_on(10, step_s=0.5)
+    assert found[STALLED] == pytest.approx(LEAST_STALL_S + 2, abs=1.1) and watch.ledger.state == TRAINING
+
+
+def test_long_steps_are_no_stall_and_neither_is_the_first():
+    assert not Watch().goes_on(UNKNOWN_STALL_S - 1)[STALLED]
+    assert Watch().goes_on(UNKNOWN_STALL_S + 2)[STALLED] > UNKNOWN_STALL_S
+    assert not Watch().goes_on(3 * 60, step_s=60)[STALLED]
+
+
+def test_nothing_is_counted_before_the_start_and_after_the_end():
+    ledger = Ledger()
+    for now in (0.0, 50.0):
+        ledger.observe(Look(False), now)
+    assert ledger.goodput is None and not sum(ledger.seconds.values())
+    watch = Watch(ledger)
+    watch.goes_on(10, step_s=1)
+    before = sum(watch.goes_on(1, is_on=False).values())
+    assert sum(watch.goes_on(100).values()) == before == pytest.approx(10, abs=1.1)
+
+
+@pytest.mark.parametrize("steps, state", [(20, TRAINING), (0, STALLED)])
+def test_the_next_leader_goes_on_from_what_was_stored(steps, state):
+    first = Watch()
+    first.goes_on(60, step_s=1)
+    stored = json.loads(json.dumps(first.ledger.saved(wall=1000.0)))
+    second = Watch(now=5.0, step=first.look.step)  # another clock; what was heard so far is an old step
+    second.ledger.restore(stored, second.now, wall=1030.0)
+    second.look = replace(second.look, step=second.look.step + steps)
+    second.ledger._usual.extend([1.0] * 3)
+    found = second.goes_on(12, step_s=1 if steps else None)
+    assert found[TRAINING if steps else STALLED] == pytest.approx((60 if steps else 0) + 30 + 12, abs=2)
+    assert sum(found.values()) == pytest.approx(60 + 30 + 12, abs=2), "the time between is in it"
+    assert second.ledger.state == state
+
+
+def test_what_is_no_ledger_is_refused():
+    good = Ledger().saved(1.0)
+    for wrong in (None, [], {}, {**good, "t": 0}, {**good, "state": "fine"}, {**good, "seconds": {}}):
+        with pytest.raises(ProtocolError):
+            Ledger().restore(wrong, 0.0, 1.0)
+
+
+async def test_a_lighthouse_reads_the_ledger_and_shows_it_everywhere(http):
+    space = MemorySpace()
+    async with lighthouse_on(MemoryStore(space)) as first:
+        await eventually(leading(first), "the first to lead")
+        await close_all(await start_job(http, first.url))
+    saved = {**Ledger().saved(1.0), "state": "", "seconds": {**dict.fromkeys(STATES, 0.0), TRAINING: 1000.0}}
+    store = MemoryStore(space)
+    await store.connect()
+    await store.commit([], [Put(ledger_of("ns", "job"), json.dumps(saved).encode())])
+    async with lighthouse_on(MemoryStore(space)) as second:
+
+        async def restored() -> bool:
+            jobs = second.jobs
+            return jobs.loaded.is_set() and jobs.by_name["job"].ledger.seconds[TRAINING] >= 1000
+
+        await eventually(restored, "the ledger to be read")
+        async with http.get(f"{second.url}/v1/jobs/job", headers=headers()) as answer:
+            assert (await answer.json())["ledger"][TRAINING] >= 1000
+        async with http.get(f"{second.url}/metrics") as answer:
+            text = await answer.text()
+        counted = re.search(r'fabric_lighthouse_job_seconds_total{job="job",state="training"} (\S+)', text)
+        assert counted is not None and float(counted[1]) >= 1000
+        assert 'fabric_lighthouse_heartbeat_age_seconds{job="job"}' in text
+
+
+def leading(process):
+    async def leads() -> bool:
+        return process.parts.leads and process.jobs.loaded.is_set()
+
+    return leads

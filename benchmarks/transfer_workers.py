@@ -5,7 +5,6 @@ answer a JSON value on standard output. The state lies in one memfd that every h
 once.
 """
 
-import asyncio
 import json
 import mmap
 import os
@@ -118,46 +117,28 @@ def tensors_of(file: memoryview) -> dict[str, Any]:
     from fabric.ckpt_server.encoding import TORCH_DTYPE
     from fabric.ckpt_server.layout import read_header
 
-    return {
-        name: torch.frombuffer(file[begin:end], dtype=TORCH_DTYPE[dtype]).view(shape)
-        for name, dtype, shape, begin, end in read_header(file).tensors
-    }
+    found = {}
+    for name, dtype, shape, begin, end in read_header(file).tensors:
+        flat = torch.frombuffer(file[begin:end], dtype=TORCH_DTYPE[dtype])
+        found[name] = flat if len(shape) == 1 else flat.view(shape)
+    return found
 
 
-def source(fd: int, manifest: str) -> None:
-    """A checkpoint server: its own routes on its own loop, over memory that was there before."""
-    import secrets
-
+def source(fd: int, run_dir: str) -> None:
+    """A checkpoint server as it is, but for its slots, which are memory that was there before."""
     import uvloop
 
-    from fabric.ckpt_server.content import snapshot_content
-    from fabric.ckpt_server.insight import Insight
-    from fabric.ckpt_server.memory import SNAPSHOT, Memory
-    from fabric.ckpt_server.metrics import Metrics
-    from fabric.ckpt_server.region import Region
-    from fabric.ckpt_server.routes import Parts, make_app
-    from fabric.ckpt_server.trainer import Trainer
-    from fabric.runtime.web import serve
+    from fabric.ckpt_server import memory
+    from fabric.ckpt_server.server import ServerSettings, run
 
-    told = json.loads(Path(manifest).read_text())
+    class SharedRegion(memory.Region):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            os.dup2(fd, self.fd)
 
-    async def run() -> None:
-        memory, trainer = Memory(), Trainer()
-        slot = memory.slot(SNAPSHOT, 0)
-        slot.region = Region("snapshot slot 0")
-        os.dup2(fd, slot.region.fd)
-        slot.region.grow(told["nbytes"])  # the pages are there: it only maps them
-        name = {"job": told["job"], "replica": "r0", "instance": secrets.token_hex(8)}
-        insight = Insight(Path(manifest).parent, trainer)
-        app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer), insight), None)
-        runner, port = await serve(app, "127.0.0.1", "0", cancel_abandoned=True)
-        content = snapshot_content(told, slot.region.view, told["job"], f"http://127.0.0.1:{port}")
-        memory.publish(slot, content)
-        say(f"http://127.0.0.1:{port}")
-        await asyncio.to_thread(sys.stdin.read)
-        await runner.cleanup()
-
-    uvloop.run(run())
+    memory.Region = SharedRegion
+    settings = ServerSettings(job="job", replica="r0", run_dir=Path(run_dir), orphan_s=3600.0)
+    uvloop.run(run(settings, ready_fd=os.dup(sys.stdout.fileno())))
 
 
 def sender(fd: int, nbytes: int) -> None:
@@ -179,10 +160,11 @@ def sender(fd: int, nbytes: int) -> None:
 class Receiver:
     """Takes a state into memory of its own that is present before the first byte comes."""
 
-    def __init__(self, nbytes: int, manifest: str, streams: int) -> None:
+    def __init__(self, nbytes: int, manifest: str, tensors: int, streams: int) -> None:
         from fabric.ckpt_server.fetch import StateFetcher
 
         self._manifest = json.loads(Path(manifest).read_text())
+        self._tensors = tensors
         fd = os.memfd_create("transfer-destination")
         os.posix_fallocate(fd, 0, nbytes)
         self._target = mapped(fd, nbytes)
@@ -202,7 +184,7 @@ class Receiver:
         tensors = tensors_of(self._target)
         spent = watch.read()
         assert not fetched.warnings, fetched.warnings
-        assert len(tensors) == len(self._manifest["tensors"])
+        assert len(tensors) == self._tensors
         self._check()
         return spent
 
@@ -244,12 +226,12 @@ class Receiver:
             assert xxhash.xxh3_64_hexdigest(part) == digest, f"block {block} is wrong"
 
 
-def receiver(nbytes: int, manifest: str, streams: int) -> None:
+def receiver(nbytes: int, manifest: str, tensors: int, streams: int) -> None:
     """Takes the state by our client or over raw TCP."""
     import torch
 
     torch.set_num_threads(1)
-    taking = Receiver(nbytes, manifest, streams)
+    taking = Receiver(nbytes, manifest, tensors, streams)
     say("ready")
     obey({"ours": taking.ours, "raw": taking.raw})
 

@@ -133,13 +133,25 @@ def snapshots() -> dict[str, float]:
     }
 
 
+def transfers() -> dict[str, float]:
+    """A state of 1 GiB from a checkpoint server into tensors on the GPU."""
+    from state import state_transfer
+
+    return state_transfer("cuda", GIB, ROUNDS)
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: run this on a machine with a GPU and a torch that can use it")
         return 2
     tests = [sys.executable, "-m", "pytest", "-q", "-rA", "-m", "gpu", "tests/gpu"]
     passed = subprocess.run(tests, cwd=ROOT, check=False).returncode == 0
-    found: dict[str, float] = {"gpu_tests_passed": float(passed), **copy_limits(), **snapshots()}
+    found: dict[str, float] = {
+        "gpu_tests_passed": float(passed),
+        **copy_limits(),
+        **snapshots(),
+        **transfers(),
+    }
     torch.cuda.empty_cache()
     for world in WORLDS:
         found.update(data_plane(world, "cuda", NUMEL, ROUNDS))

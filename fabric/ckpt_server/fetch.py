@@ -15,7 +15,7 @@ import math
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -130,9 +130,14 @@ class StateFetcher:
         return manifest
 
     def fetch_state(
-        self, urls: Sequence[str], state: SnapshotRef, allocate: Callable[[int], memoryview]
+        self,
+        urls: Sequence[str],
+        state: SnapshotRef,
+        allocate: Callable[[int], memoryview],
+        blocks: Collection[int] | None = None,
     ) -> Fetched:
-        """Fetches ``state`` from ``urls`` into ``allocate(nbytes)`` (writable, at least that long).
+        """Fetches ``state`` from ``urls`` into ``allocate(nbytes)`` (writable, at least that long), or, where
+        ``blocks`` are given, those of its blocks alone; the rest of the memory is left as it is.
 
         Returns when all of it is there and its digest is the one asked for. Raises Gone when every
         source says so, IntegrityError when what they have is not what was asked for, StateError
@@ -149,7 +154,7 @@ class StateFetcher:
         manifest, good = self._holders(sources, state)
         if manifest is None:
             raise all_failed(f"step {state.step}", sources)
-        compression = self._stripe(manifest, good, _allocated(allocate, manifest["nbytes"]))
+        compression = self._stripe(manifest, good, _allocated(allocate, manifest["nbytes"]), blocks)
         received = {source.url: source.nbytes for source in sources}
         seconds = time.monotonic() - begun_s
         warnings = tuple(self.warnings)
@@ -191,13 +196,19 @@ class StateFetcher:
             raise StateError(f"The gradient of step {step} was not published within {wait_s:g} s.")
         raise all_failed(f"the gradient of step {step}", sources)
 
-    def _stripe(self, manifest: dict[str, Any], group: list[Source], target: memoryview) -> str:
+    def _stripe(
+        self,
+        manifest: dict[str, Any],
+        group: list[Source],
+        target: memoryview,
+        blocks: Collection[int] | None,
+    ) -> str:
         """Fetches what the group promises; returns whether it came packed, and why."""
         striping = Striping(manifest, group, target, self._access)
         resume = self._unfinished == manifest["digest"]
         self._unfinished = manifest["digest"]
         try:
-            striping.run(self._streams, self._range_bytes, self._progress, resume=resume)
+            striping.run(self._streams, self._range_bytes, self._progress, resume=resume, wanted=blocks)
         finally:
             self.warnings += striping.warnings
         self._unfinished = ""

@@ -15,6 +15,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fabric.errors import StateError
@@ -123,7 +124,7 @@ def read_preamble(begin: memoryview, nbytes: int) -> Header:
     metadata = _metadata(entries.pop("__metadata__", None))
     spans = sorted(
         (_span(name, entry, data_begin) for name, entry in entries.items()),
-        key=lambda span: (span.begin, span.end),
+        key=attrgetter("begin", "end"),
     )
     _check_cover(spans, data_begin, nbytes)
     return Header(data_begin, tuple(spans), metadata)

@@ -89,7 +89,7 @@ class Shardings:
             stride=_strides(shape),
         )
         expected = describe(built)
-        if expected["offset"] != list(description["offset"]) or _local_shape(built) != tuple(local.shape):
+        if expected["offset"] != list(description["offset"]) or local_shape(built) != tuple(local.shape):
             raise StateError(
                 f"the shard at {description['offset']} of a tensor of {list(shape)} belongs to another rank: "
                 f"this one's is at {expected['offset']}"
@@ -97,7 +97,8 @@ class Shardings:
         return built
 
 
-def _local_shape(tensor: Any) -> tuple[int, ...]:
+def local_shape(tensor: Any) -> tuple[int, ...]:
+    """The shape of a DTensor's shard here."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

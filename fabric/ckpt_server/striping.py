@@ -9,7 +9,7 @@ import http.client
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -80,12 +80,23 @@ class Striping:
         """Whether bytes came packed at last, and why."""
         return self._speed.why
 
-    def run(self, streams: int, range_bytes: int, progress: Progress | None, *, resume: bool) -> None:
-        """Returns when the target is complete; raises StateError when it cannot be, or on a cancel.
+    def run(
+        self,
+        streams: int,
+        range_bytes: int,
+        progress: Progress | None,
+        *,
+        resume: bool,
+        wanted: Collection[int] | None = None,
+    ) -> None:
+        """Returns when the target has the ``wanted`` blocks (None: all); raises StateError when that cannot
+        be, or on a cancel.
 
         With ``resume``, blocks that the target holds already are not fetched.
         """
-        done = [resume and self._holds(block) for block in range(len(self._manifest["blocks"]))]
+        count = len(self._manifest["blocks"])
+        wanted = range(count) if wanted is None else wanted
+        done = [block not in wanted or (resume and self._holds(block)) for block in range(count)]
         held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
         most = max(1, range_bytes // int(self._manifest["block_bytes"]))
         workers = len(self._sources) * streams

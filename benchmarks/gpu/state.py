@@ -1,0 +1,73 @@
+"""A state from a checkpoint server into a newcomer's tensors on the GPU: fetched, verified, loaded."""
+
+import mmap
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fabric.ckpt_server.fetch import StateFetcher
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.snapshot import CpuCopier, CudaCopier, build_manifest
+from fabric.ckpt_server.state import capture, restore, verify
+from fabric.model import SnapshotRef
+
+
+def state_transfer(device: str, nbytes: int, rounds: int) -> dict[str, float]:
+    """GB/s of the fetch into host memory that is present, of loading from there, and of both together."""
+    layer = torch.nn.Linear(4096, nbytes // 4 // 4096, bias=False, device=device)
+    newcomer = torch.nn.Linear(4096, nbytes // 4 // 4096, bias=False, device=device)
+    seconds: dict[str, list[float]] = {"state_fetch": [], "state_load": [], "state_usable": []}
+    with tempfile.TemporaryDirectory(prefix="gpu-state-") as folder:
+        handle = ServerHandle.start_or_attach(
+            job="job",
+            replica="r0",
+            incarnation=1,
+            run_dir=Path(folder) / "run",
+            bind="127.0.0.1",
+            port="0",
+            advertise="",
+            token_file=None,
+            lighthouse=[],
+            orphan_s=1.0,
+        )
+        try:
+            ref = _publish(handle, layer)
+            target = memoryview(
+                mmap.mmap(-1, 2 * nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+            )
+            fetcher = StateFetcher()
+            for _ in range(rounds + 1):
+                began = time.perf_counter()
+                size = fetcher.fetch_state([handle.url], ref, lambda n: target[:n]).nbytes
+                fetched = time.perf_counter()
+                restore(target[:size], {"model": newcomer})
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                ended = time.perf_counter()
+                for name, value in zip(
+                    seconds, (fetched - began, ended - fetched, ended - began), strict=True
+                ):
+                    seconds[name].append(value)
+                verify({"model": newcomer}, 1, ref.digest)
+                with torch.no_grad():
+                    newcomer.weight.zero_()
+        finally:
+            handle.finish(0.0)
+            handle.close()
+    return {f"{name}_gb_s": nbytes / statistics.median(times[1:]) / 1e9 for name, times in seconds.items()}
+
+
+def _publish(handle: ServerHandle, layer: torch.nn.Module) -> SnapshotRef:
+    view = capture({"model": layer}, 1)
+    make: Callable[[], CpuCopier | CudaCopier] = CudaCopier if next(layer.parameters()).is_cuda else CpuCopier
+    copier = make()
+    handle.begin("snapshot", 0)
+    copier.start(view, handle.allocate("snapshot", 0, view.nbytes))
+    manifest = build_manifest(view, copier.join(), job="job", replica="r0", generation=1, created=time.time())
+    copier.close()
+    handle.publish_snapshot(0, manifest)
+    return SnapshotRef(1, 1, manifest["digest"])

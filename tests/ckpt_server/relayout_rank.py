@@ -1,0 +1,161 @@
+"""The ranks of a layout: real processes with a real gloo group, forked from one that imported torch once.
+
+A request on standard input is a JSON list with what each rank is told; the answer is the list of what they
+said. A rank builds the model in its layout, then either trains it, publishes its part at a checkpoint server
+of its own and dies, or takes over a state of another layout from such servers.
+"""
+
+import json
+import mmap
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # a second of every rank's first optimizer; starts no thread
+import torch.distributed as dist
+from server_support import options
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.manifest import of_rank
+from fabric.ckpt_server.relayout import fetch_relaid
+from fabric.ckpt_server.snapshot import CpuCopier, build_manifest
+from fabric.ckpt_server.state import capture, restore, verify
+from fabric.errors import StateError
+from fabric.model import SnapshotRef
+
+STEP = 3
+
+
+def build(layout: str, width: int, seed: int) -> dict[str, Any]:
+    """``whole``, ``fsdp``, ``tp`` or ``fsdp*tp`` (2 of tp) over all ranks of the group; trained by AdamW."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(24, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, 7, bias=False),
+        torch.nn.LayerNorm(7),
+    )
+    world = dist.get_world_size()
+    if "tp" in layout:
+        shape = (world // 2, 2) if layout == "fsdp*tp" else (world,)
+        names = ("dp", "tp") if layout == "fsdp*tp" else ("tp",)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if layout == "fsdp*tp":
+            fully_shard(model, mesh=mesh["dp"])
+    elif layout == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+
+
+def train(objects: dict[str, Any], steps: int) -> None:
+    for step in range(steps):
+        inputs = torch.linspace(-1, 1, 48).reshape(2, 24) + step
+        objects["model"](inputs).square().sum().backward()
+        objects["optimizer"].step()
+        objects["optimizer"].zero_grad()
+
+
+def whole_sums(objects: dict[str, Any]) -> dict[str, list[float]]:
+    """Every tensor of model and optimizer, gathered whole: its sum, and its sum weighted by position."""
+    found = {}
+    tensors = dict(objects["model"].state_dict())
+    for index, state in objects["optimizer"].state_dict()["state"].items():
+        tensors |= {f"{index}.{key}": value for key, value in state.items()}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        flat = full.double().reshape(-1)
+        found[name] = [float(flat.sum()), float((flat * torch.arange(1, flat.numel() + 1)).sum())]
+    return found
+
+
+def give(objects: dict[str, Any], run_dir: str) -> dict[str, Any]:
+    """Publish my part of the trained state."""
+    train(objects, STEP)
+    view = capture(objects, STEP)
+    handle = ServerHandle.start_or_attach(**options(Path(run_dir), orphan_s=600.0))
+    copier = CpuCopier()
+    handle.begin("snapshot", 0)
+    copier.start(view, handle.allocate("snapshot", 0, view.nbytes))
+    manifest = build_manifest(view, copier.join(), job="job", replica="r0", generation=1, created=1.0)
+    copier.close()
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, manifest["digest"])
+    if len(digests) > 1:
+        manifest = of_rank(manifest, dist.get_rank(), digests)
+    handle.publish_snapshot(0, manifest)
+    return {"url": handle.url, "digests": digests, "nbytes": view.nbytes, "sums": whole_sums(objects)}
+
+
+def take(objects: dict[str, Any], sources: list[list[str]], digest: str) -> dict[str, Any]:
+    """Take over the state; say what it is now, and how many bytes it took."""
+    before = capture(objects, 0).digest()
+    state = SnapshotRef(1, STEP, digest)
+    found: list[memoryview] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        found.append(memoryview(mmap.mmap(-1, nbytes)))
+        return found[0]
+
+    try:
+        done = fetch_relaid(sources, state, objects, allocate, rank=dist.get_rank())
+        restore(found[0], objects)
+        verify(objects, STEP, done.manifest["digest"])
+    except StateError as error:
+        return {"error": str(error), "untouched": capture(objects, 0).digest() == before}
+    sums = whole_sums(objects)
+    train(objects, 1)  # the optimizer's state is of use
+    return {"fetched": done.fetched, "nbytes": done.manifest["nbytes"], "sums": sums}
+
+
+def be(told: dict[str, Any]) -> dict[str, Any]:
+    """One rank's life."""
+    torch.set_num_threads(1)
+    store = f"file://{told['store']}"
+    dist.init_process_group("gloo", init_method=store, rank=told["rank"], world_size=told["world"])
+    objects = build(told["layout"], told["width"], told["seed"])
+    if "run_dir" in told:
+        return give(objects, told["run_dir"])
+    return take(objects, told["sources"], told["digest"])
+
+
+def fork(told: dict[str, Any]) -> tuple[int, int]:
+    """A rank in a process of its own: its id, and where it answers."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return pid, reader
+    try:
+        os.close(reader)
+        answer = json.dumps(be(told)).encode()
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(answer)
+    except BaseException:  # noqa: BLE001  (the child must never return into the parent's loop)
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # as a trainer that is killed: nothing is closed or said
+
+
+def main() -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        ranks = [fork(told) for told in json.loads(line)]
+        answers = []
+        for pid, reader in ranks:
+            with os.fdopen(reader, "rb") as pipe:
+                data = pipe.read()
+            os.waitpid(pid, 0)
+            answers.append(json.loads(data) if data else {"error": "this rank crashed"})
+        print(json.dumps(answers), flush=True)
+
+
+if __name__ == "__main__":
+    main()

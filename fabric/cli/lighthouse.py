@@ -64,6 +64,7 @@ _LIVENESS = LivenessConfig()
     show_default=True,
     help="The trainers' FABRIC_AUTONOMY_S: how long they step without any lighthouse.",
 )
+@click.option("--otlp", default="", help="Base URL of an OpenTelemetry collector for traces (extra otel).")
 @click.option(
     "--log",
     "form",

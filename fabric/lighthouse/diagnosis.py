@@ -78,6 +78,15 @@ class Seen:
     def name(self) -> str:
         return f"{self.replica} rank {self.rank}" if self.rank else self.replica
 
+    @property
+    def has_come(self) -> bool:
+        """Whether, by its own word, it owes the others nothing: it has put in what is its part, or has no
+        round."""
+        if self.says is None:
+            return False
+        round_ = self.says.get("round")
+        return not isinstance(round_, Mapping) or round_.get("contributed") is True
+
     def to_json(self) -> dict[str, Any]:
         """What is kept of it, bounded."""
         says = self.says or {}
@@ -188,7 +197,8 @@ def _slow_link(case: Case, seen: Sequence[Seen]) -> Finding | None:
     if case.condemned:
         return None
     complaints = {name: a for name, a in case.aborted.items() if a.about and a.about in case.names}
-    if not complaints or case.stuck():
+    come = {one.replica for one in seen if one.has_come}
+    if not complaints or set(case.stuck()) - come:
         return None
     ends = {*complaints, *(a.about for a in complaints.values())}
     if any(case.processes.get(name) != "running" for name in ends):

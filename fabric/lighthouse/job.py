@@ -30,6 +30,7 @@ from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.progress import recoverable, top_step
 from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recovery import Recoveries, Recovery
+from fabric.lighthouse.traces import Traces
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
@@ -62,6 +63,7 @@ class Surroundings:
     metrics: Metrics
     tasks: Tasks
     access_to: Callable[[str], Access] = lambda _job: Access()
+    traces: Traces | None = None
     clock: Callable[[], float] = time.monotonic
     max_replicas: int = MAX_REPLICAS
 
@@ -396,7 +398,9 @@ class Job:
             log.warning("job %s: its ledger is not in the store: %s", self.name, error)
 
     def _keep(self, recovery: Recovery) -> None:
-        """Into the store, in a moment."""
+        """Into the store, in a moment; when it is complete, to whoever collects traces."""
+        if self._around.traces is not None:
+            self._around.traces.recovery(self.name, recovery)
         idle = not self._unkept
         self._unkept[recovery.id] = recovery
         if idle:

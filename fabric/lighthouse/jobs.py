@@ -21,6 +21,7 @@ from fabric.lighthouse.job import Job, Surroundings
 from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.records import StoredRecord, job_of, ledger_of, records_prefix, recoveries_of
 from fabric.lighthouse.recovery import Recoveries, from_json
+from fabric.lighthouse.traces import Traces
 from fabric.model import Record
 from fabric.protocol import wire
 from fabric.protocol.leader import LeaderConfig
@@ -66,6 +67,7 @@ class Jobs:
         self._metrics = metrics
         self._tasks = tasks
         self._access_to = access_to
+        self.traces: Traces | None = None
         self._around: Surroundings | None = None
         self._logs: dict[str, EventLog] = {}
         self._recoveries: dict[str, Recoveries] = {}
@@ -79,6 +81,7 @@ class Jobs:
             self._tasks,
             self._access_to,
             max_replicas=self._quotas.replicas,
+            traces=self.traces,
         )
         self._tasks.start("load the jobs", self._load(self._around))
         self._tasks.start("forget old jobs", self._forget_old(self._around))

@@ -25,6 +25,7 @@ from fabric.lighthouse.jobs import Jobs, Quotas
 from fabric.lighthouse.metrics import Metrics
 from fabric.lighthouse.routes import Parts, StoreProbe, make_app
 from fabric.lighthouse.tokens import Tokens
+from fabric.lighthouse.traces import Traces
 from fabric.protocol.leader import LeaderConfig
 from fabric.runtime.tasks import Tasks
 from fabric.runtime.tls import Tls
@@ -44,7 +45,7 @@ class LighthouseSettings:
     fabrics in one store apart. ``tls``: how it is reached. ``ready_file`` is written once requests can be
     answered. ``lease_s``: how long a dead leader keeps the others waiting. ``store_wait_s``: how long to wait
     for a store that is not up yet. ``token_file`` opens every job, each file in ``job_tokens`` the job
-    of its name."""
+    of its name. ``otlp``: base URL of an OpenTelemetry collector, empty for no traces."""
 
     store: str
     bind: str = "127.0.0.1"
@@ -58,6 +59,7 @@ class LighthouseSettings:
     store_wait_s: float = 15.0
     leader: LeaderConfig = field(default_factory=LeaderConfig)
     quotas: Quotas = field(default_factory=Quotas)
+    otlp: str = ""
     store_access: EtcdAccess = field(default_factory=EtcdAccess)
     tls: Tls = field(default_factory=Tls)
 
@@ -130,7 +132,11 @@ async def _serve(
         for warning in store.warnings:
             log.warning("%s", warning)
         tasks = Tasks(on_death)
+        traces = Traces(settings.otlp) if settings.otlp else None
+        if traces is not None:
+            stack.push_async_callback(asyncio.to_thread, traces.close)
         parts, settled = _assemble(store, settings, tasks, tokens)
+        parts.jobs.traces = traces
         runner, port = await serve(
             make_app(parts, tokens),
             settings.bind,

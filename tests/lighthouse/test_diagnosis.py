@@ -125,6 +125,13 @@ CIRCLE = {
             SLOW_LINK,
             "bytes are late on the way from c to a, a to b, b to c",
         ),
+        (
+            "a b c",
+            case(aborted={"a": aborted("b", ["b"], True), "c": aborted("b", ["b"], True)}),
+            [Seen("b", process="running", says={"round": {"contributed": True}}, main=AT)],
+            SLOW_LINK,
+            "bytes are late on the way from b to a, b to c",
+        ),
         ("a b", case(aborted={"a": aborted("b")}), [], SLOW_LINK, "the link from b to a broke"),
         ("b", case({"b": "evicted by me: hot"}), [], UNKNOWN, "b: evicted by me: hot"),
         ("", case(), [], UNKNOWN, "nothing that was seen explains it"),

@@ -1,6 +1,7 @@
 """Value types that every part shares: who is in the job, which epoch is in force, and the fence."""
 
 import hashlib
+from collections.abc import KeysView
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
@@ -223,6 +224,10 @@ class Record:
     def member(self, replica: str) -> Member | None:
         """The roster entry of ``replica``, or None."""
         return self._members.get(replica)
+
+    def strangers(self, replicas: KeysView[str]) -> set[str]:
+        """Those that are not in the roster, whatever process of them."""
+        return replicas - self._members.keys()
 
     def lists(self, replica: str, incarnation: int) -> bool:
         """Whether exactly this process is in the roster."""

@@ -1,5 +1,6 @@
 """``fabric lighthouse``: run one lighthouse in the foreground."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -107,4 +108,7 @@ def lighthouse(**given: Any) -> None:
     settings = LighthouseSettings(
         leader=leader, quotas=quotas, store_access=access, tls=current_tls(), **given
     )
+    # A session is an open file: as many as this process may have.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     uvloop.run(run(settings))

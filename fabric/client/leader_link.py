@@ -103,8 +103,8 @@ class LeaderLink:
         feed(io.LeaderConnected())
         try:
             async for message in socket:
-                if message.type is not aiohttp.WSMsgType.TEXT:
-                    raise ProtocolError(f"{url} sent {message.type.name} where JSON text was expected")
+                if message.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+                    raise ProtocolError(f"{url} sent {message.type.name} where a message was expected")
                 decoded = wire.decode(message.data)
                 if not isinstance(decoded, _LEADER_KINDS):
                     raise ProtocolError(f"{url} sent a {type(decoded).__name__}, which is not for members")

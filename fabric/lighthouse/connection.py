@@ -1,17 +1,18 @@
-"""One member's WebSocket as a job sees it: messages are queued at once and sent by a task.
+"""One member's WebSocket as a job sees it: what a core orders is written at once, and never waited for.
 
-A core's effects are performed without waiting, so a member that does not read must not hold anybody up:
-what waits for it is bounded, and a connection that is over the bound, or that does not close in time, is
-cut.
+Sessions are many and messages to all of them are the same, so a message is made into a frame once and the
+bytes go straight to the transport. What waits for a member that does not read is bounded: a connection that
+is over the bound, or that does not close in time, is cut.
 """
 
 import asyncio
-from dataclasses import dataclass
+import struct
+from contextlib import suppress
 
 from aiohttp import web
 
 from fabric.protocol import wire
-from fabric.protocol.messages import LeaderMessage
+from fabric.protocol.messages import BeatReply, LeaderMessage
 
 # Close codes of our own; 1008 is the standard's "policy violation" for what cannot be understood.
 NOT_THE_LEADER = 4001
@@ -26,66 +27,89 @@ _CLOSE_WITHIN_S = 2.0
 _MAX_CLOSE_REASON = 123
 
 
-@dataclass(frozen=True, slots=True)
-class _Close:
-    code: int
-    reason: str
+# How many messages are remembered as frames: those of one change of the epoch.
+_FRAMES = 16
+_TEXT, _BINARY = 0x81, 0x82
+
+
+class Frames:
+    """Messages as the bytes that travel, those that go to many made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bool], tuple[LeaderMessage, bytes]] = {}
+
+    def of(self, message: LeaderMessage, packs: bool) -> bytes:
+        """The whole frame; compressed where it is long and the receiver ``packs``."""
+        if type(message) is BeatReply:
+            return _frame(_TEXT, wire.encode(message))  # for one alone
+        # The message is kept with its frame, so that nothing else can have its id.
+        known = self._made.get((id(message), packs))
+        if known is not None:
+            return known[1]
+        plain = wire.encode(message)
+        data = wire.packed(plain) if packs else plain
+        frame = _frame(_TEXT if data is plain else _BINARY, data)
+        if len(self._made) >= _FRAMES:
+            self._made.clear()
+        self._made[id(message), packs] = message, frame
+        return frame
+
+
+def text_frame(text: str) -> bytes:
+    """A frame of what was put into words already."""
+    return _frame(_TEXT, text.encode())
+
+
+def _frame(kind: int, data: bytes) -> bytes:
+    """A server's frame: whole and not masked."""
+    size = len(data)
+    if size < 126:
+        return bytes((kind, size)) + data
+    if size < 1 << 16:
+        return struct.pack(">BBH", kind, 126, size) + data
+    return struct.pack(">BBQ", kind, 127, size) + data
 
 
 class Connection:
-    """Queue with ``send``, finish with ``end``; ``run`` does the sending until the socket is closed."""
+    """``send`` frames, and finish with ``end``. ``packs``: the member understands compressed messages."""
 
     def __init__(self, socket: web.WebSocketResponse, transport: asyncio.Transport | None) -> None:
         self.replica = ""
         self.incarnation = -1
+        self.packs = False
         self.is_ending = False
         self._socket = socket
         self._transport = transport
-        self._queue: asyncio.Queue[str | _Close] = asyncio.Queue()
-        self._queued_bytes = 0
+        self._closing: asyncio.Task[None] | None = None
         self._cut: asyncio.TimerHandle | None = None
 
     def is_of(self, replica: str, incarnation: int) -> bool:
         """Whether this is the connection of exactly this process."""
-        return (self.replica, self.incarnation) == (replica, incarnation)
+        return self.incarnation == incarnation and self.replica == replica
 
-    def send(self, message: LeaderMessage) -> None:
-        """Queue one message; a connection that has fallen too far behind is cut."""
-        if not self.is_ending:
-            self.post(wire.encode(message).decode())
-
-    def post(self, text: str) -> None:
-        """Queue what was encoded once for many."""
-        if self.is_ending:
+    def send(self, frame: bytes) -> None:
+        """Write one frame; a connection that has fallen too far behind is cut."""
+        transport = self._transport
+        if self.is_ending or transport is None or transport.is_closing():
             return
-        self._queued_bytes += len(text)
-        if self._queued_bytes > MAX_QUEUED_BYTES:
+        transport.write(frame)
+        if transport.get_write_buffer_size() > MAX_QUEUED_BYTES:
             self.is_ending = True
-            self._abort()
-            return
-        self._queue.put_nowait(text)
+            transport.abort()
 
     def end(self, code: int, reason: str) -> None:
-        """Close with ``code`` after everything queued, or without it when that takes too long."""
+        """Close with ``code`` after everything sent, or without it when that takes too long."""
         if self.is_ending:
             return
         self.is_ending = True
-        self._queue.put_nowait(_Close(code, reason))
-        self._cut = asyncio.get_running_loop().call_later(_CLOSE_WITHIN_S, self._abort)
+        loop = asyncio.get_running_loop()
+        self._closing = loop.create_task(self._close(code, reason))
+        self._cut = loop.call_later(_CLOSE_WITHIN_S, self._abort)
 
-    async def run(self) -> None:
-        """Send what is queued until ``end`` or until the peer has gone."""
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, _Close):
-                reason = item.reason.encode()[:_MAX_CLOSE_REASON].decode(errors="ignore")
-                await self._socket.close(code=item.code, message=reason.encode())
-                return
-            try:
-                await self._socket.send_str(item)
-            except ConnectionError:
-                return  # the reader of this socket learns of it too
-            self._queued_bytes -= len(item)
+    async def ended(self) -> None:
+        """Wait until the end that was begun is over, if any was."""
+        if self._closing is not None:
+            await self._closing
 
     def forget(self) -> None:
         """The socket is closed: nothing is left to cut."""
@@ -93,6 +117,11 @@ class Connection:
         if self._cut is not None:
             self._cut.cancel()
             self._cut = None
+
+    async def _close(self, code: int, reason: str) -> None:
+        text = reason.encode()[:_MAX_CLOSE_REASON].decode(errors="ignore")
+        with suppress(ConnectionError):  # the reader of this socket learns of it too
+            await self._socket.close(code=code, message=text.encode())
 
     def _abort(self) -> None:
         if self._transport is not None:

@@ -66,6 +66,8 @@ def decode_member(data: str) -> m.MemberMessage:
     if isinstance(message, m.Aborted | m.NeedState | m.Fallen | m.Failed):
         return replace(message, why=_sentence(message.why))
     if isinstance(message, m.Beat):
+        if _is_sentence(message.phase) and _is_sentence(message.busy):
+            return message  # the usual one, which there are very many of
         return replace(message, phase=_sentence(message.phase), busy=_sentence(message.busy))
     return cast(m.MemberMessage, message)
 
@@ -141,6 +143,10 @@ def _check_snapshots(message: m.Session | m.Pulse) -> None:
         raise ProtocolError(f"snapshots must be a list of at most {MAX_SNAPSHOTS}")
     for ref in message.snapshots:
         _check_length("digest", ref.digest, MAX_DIGEST)
+
+
+def _is_sentence(text: str) -> bool:
+    return len(text) <= MAX_SENTENCE and text.isprintable()
 
 
 def _sentence(text: str) -> str:

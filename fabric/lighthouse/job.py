@@ -19,7 +19,7 @@ from typing import Any
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse import connection as codes
-from fabric.lighthouse.connection import Connection
+from fabric.lighthouse.connection import Connection, Frames, text_frame
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.explainer import Explainer
@@ -105,6 +105,7 @@ class Job:
         self._begun = 0.0  # Unix seconds
         self._changed = asyncio.Event()  # the record has; a new one is made every time
         self._record: Record | None = None
+        self._frames = Frames()
         self._unkept: dict[int, Recovery] = {}
         self._explainer = Explainer(around.access_to(name), around.tasks, self._note_cause, self._keep)
 
@@ -219,6 +220,7 @@ class Job:
             session = replace(session, tensors=self._tensors)  # thousands of sessions share one list
         self._tensors = session.tensors
         connection.replica, connection.incarnation = session.replica, session.incarnation
+        connection.packs = bool(session.roster)
         self._opening = connection
         self._feed(io.SessionOpened(session))
         self._opening = None
@@ -251,7 +253,7 @@ class Job:
         key = (pulse.replica, pulse.rank)
         known, now = self.pulses.get(key), self.now
         if (known is None or known.connection is not connection) and self.core.record is not None:
-            connection.post(_notice(self.core.record))
+            connection.send(text_frame(_notice(self.core.record)))
         same = known is not None and known.connection is connection and now - known.told < PULSE_S
         if same and known is not None and _same(known.pulse, pulse):
             return
@@ -300,9 +302,9 @@ class Job:
     def _notify_servers(self) -> None:
         """Checkpoint servers log which epoch is in force and why, as the replicas do."""
         if self._record is not None:
-            text = _notice(self._record)
+            frame = text_frame(_notice(self._record))
             for connection in {source.connection for source in self.pulses.values()}:
-                connection.post(text)
+                connection.send(frame)
 
     def _perform(self, effect: io.Effect) -> None:
         if isinstance(effect, io.SendMember):
@@ -322,7 +324,7 @@ class Job:
     def _send(self, effect: io.SendMember) -> None:
         for connection in (self._opening, self.sessions.get(effect.replica)):
             if connection is not None and connection.is_of(effect.replica, effect.incarnation):
-                connection.send(effect.message)
+                connection.send(self._frames.of(effect.message, connection.packs))
                 if isinstance(effect.message, m.Rejected) and not effect.message.retry:
                     connection.end(codes.REFUSED, effect.message.reason)
                 return

@@ -17,7 +17,7 @@ from fabric.protocol.leader import Leader
 CAPACITY = 200
 # While one is open the core is looked at after every event, or this often at most where members are many.
 _MANY = 100
-_LOOK_S = 0.01
+_LOOK_S = 0.05
 
 
 @dataclass(slots=True)

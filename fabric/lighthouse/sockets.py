@@ -9,12 +9,11 @@ import asyncio
 import logging
 import socket as sockets
 from collections.abc import Callable
-from contextlib import suppress
 
-from aiohttp import WSMsgType, web
+from aiohttp import WSCloseCode, WSMsgType, web
 
 from fabric.errors import FabricError, ProtocolError, StoreUnavailable
-from fabric.lighthouse.connection import MALFORMED, NOT_THE_LEADER, Connection
+from fabric.lighthouse.connection import MALFORMED, NOT_THE_LEADER, Connection, Frames
 from fabric.lighthouse.incoming import (
     MAX_PULSE_BYTES,
     decode_member,
@@ -103,12 +102,27 @@ class _Place:
             self._jobs.release(self.job)
 
 
+class _Socket(web.WebSocketResponse):
+    """A WebSocket that says why it is closed, also where the frames themselves are at fault."""
+
+    def __init__(self, most_bytes: int, silence_s: float | None) -> None:
+        super().__init__(max_msg_size=most_bytes, receive_timeout=silence_s, timeout=_CLOSE_S, compress=False)
+        self._faults = {
+            int(WSCloseCode.MESSAGE_TOO_BIG): f"a message is over {most_bytes} bytes: say less at once",
+            int(WSCloseCode.PROTOCOL_ERROR): "this is no frame of a WebSocket: speak RFC 6455, uncompressed",
+            int(WSCloseCode.INVALID_TEXT): "a text is not UTF-8: send JSON text",
+        }
+
+    async def close(self, *, code: int = WSCloseCode.OK, message: bytes = b"", drain: bool = True) -> bool:
+        """As everywhere; with a sentence where the library found the fault and gave none."""
+        message = message or self._faults.get(code, "").encode()
+        return await super().close(code=code, message=message, drain=drain)
+
+
 async def _accept(
     request: web.Request, most_bytes: int, silence_s: float | None = None
 ) -> tuple[web.WebSocketResponse, Connection]:
-    socket = web.WebSocketResponse(
-        max_msg_size=most_bytes, receive_timeout=silence_s, timeout=_CLOSE_S, compress=False
-    )
+    socket = _Socket(most_bytes, silence_s)
     if not socket.can_prepare(request):
         raise ProtocolError("this is a WebSocket: connect to it as one")
     await socket.prepare(request)
@@ -128,17 +142,15 @@ async def _serve(
     on_end: Callable[[Job], None],
 ) -> None:
     """Give every text to ``on_text`` until it says False, the socket ends, or it raises."""
-    sender = asyncio.get_running_loop().create_task(connection.run())
+    # A task of its own: what awaits a message is woken for each, through all that stands around the request.
+    reading = asyncio.get_running_loop().create_task(_read(place, socket, connection, on_text))
     try:
-        await _read(place, socket, connection, on_text)
-        if connection.is_ending:
-            await sender
+        await reading
+        await connection.ended()
     finally:
+        reading.cancel()
         place.leave(on_end)
         connection.forget()
-        sender.cancel()
-        with suppress(asyncio.CancelledError):
-            await sender
 
 
 async def _read(
@@ -161,5 +173,5 @@ async def _read(
         connection.end(NOT_THE_LEADER, str(error))
     except FabricError as error:
         log.warning("job %s: a connection of %s is closed: %s", place.name, connection.replica or "?", error)
-        connection.send(Rejected(str(error)))
+        connection.send(Frames().of(Rejected(str(error)), packs=False))
         connection.end(MALFORMED, str(error))

@@ -26,6 +26,8 @@ __all__ = ["Leader", "LeaderConfig"]
 # From so many replicas on, what they say often is looked at together, so many seconds after the first of it.
 MANY = 256
 TOGETHER_S = 0.05
+# What tells nothing new of a member may wait for longer.
+ROUTINE_S = 0.25
 _FREQUENT = (io.FromMember, io.PulseSeen, io.SessionOpened, io.SessionClosed, io.PulseClosed)
 
 
@@ -39,6 +41,8 @@ class Leader(Joins):
         if now - self._now > DEAF_S:
             # I was stopped myself: that I heard nothing meanwhile says nothing of the others.
             self.liveness.elected = now
+        if isinstance(event, io.Tick):
+            self.liveness.tick_was_late(max(0.0, now - self._due))
         self._now = now
         self._effects = []
         _HANDLERS[type(event)](self, event)
@@ -50,20 +54,33 @@ class Leader(Joins):
         return self._effects
 
     def _plan_when_due(self, event: io.Event) -> None:
-        """A plan looks at every replica. Where they are thousands it is made for many events together."""
-        together = len(self.liveness.peers) >= MANY and isinstance(event, _FREQUENT)
-        if together and self._now < self._plan_at:
-            self._plan_at = min(self._plan_at, self._now + TOGETHER_S)
+        """A plan looks at every replica. Where they are thousands it is made for many events together, by the
+        timer alone: then how late that is tells how late everything is that I hear."""
+        if len(self.liveness.peers) >= MANY and isinstance(event, _FREQUENT):
+            patience_s = ROUTINE_S if self._is_routine(event) else TOGETHER_S
+            self._plan_at = min(self._plan_at, self._now + patience_s)
             return
         self._plan_at = math.inf
         self._plan()
         self._deadline = self._next_deadline()
 
+    def _is_routine(self, event: io.Event) -> bool:
+        """Whether this says no more than that somebody lives and where it is."""
+        if isinstance(event, io.PulseSeen):
+            return event.pulse.trainer == "running"
+        return (
+            isinstance(event, io.FromMember) and type(event.message) is m.Beat and self._lists(event.replica)
+        )
+
     def next_deadline(self) -> float | None:
         """When to call again with Tick at the latest."""
-        if not self.leading or len(self.liveness.peers) < MANY or self._deadline is None:
-            return self._next_deadline()
-        return max(min(self._deadline, self._plan_at), self._now + 0.001)
+        many = self.leading and len(self.liveness.peers) >= MANY
+        if many and self._deadline is not None:
+            due: float | None = max(min(self._deadline, self._plan_at), self._now + 0.001)
+        else:
+            due = self._next_deadline()
+        self._due = math.inf if due is None else due
+        return due
 
     def _next_deadline(self) -> float | None:
         if not self.leading or (self.record is not None and self.record.complete):

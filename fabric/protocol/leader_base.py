@@ -160,6 +160,7 @@ class LeaderBase:
         self.held: dict[str, str] = {}  # newcomer -> why it is not let in, as it was told
         self._plan_at = math.inf  # when what came since the last plan is looked at, at the latest
         self._deadline: float | None = None
+        self._due = math.inf  # when I asked to be called
         self._now = now
         self._unix = 0.0  # the time of day minus ``now``
         self._effects: list[io.Effect] = []
@@ -361,7 +362,7 @@ class LeaderBase:
 
     def _doubt(self, peer: Peer) -> str:
         """Why this process would be evicted at once if it were in a roster, or empty."""
-        return self.liveness.verdict(as_member(peer.session), self._now)
+        return self.liveness.doubt(peer.session, self._now)
 
     def _knows(self, member: Member) -> bool:
         """Whether it knows every step that may be committed: it is not fresh, or has entered a round of
@@ -404,17 +405,3 @@ class LeaderBase:
 def base_ref(record: Record) -> SnapshotRef:
     """The state that the record's generation begins from."""
     return SnapshotRef(record.base.generation, record.base.step, record.base.digest)
-
-
-def as_member(session: m.Session) -> Member:
-    """The roster entry of a session."""
-    return Member(
-        replica=session.replica,
-        incarnation=session.incarnation,
-        link=session.link,
-        ckpt=session.ckpt,
-        shares=session.shares,
-        layout=session.layout,
-        seat=session.seat,
-        ranks=session.ranks,
-    )

@@ -6,9 +6,9 @@ from dataclasses import replace
 from fabric.model import DURABLE, Base, Member, Record, SnapshotRef, cause_of
 from fabric.protocol import messages as m
 from fabric.protocol.assignment import seated
-from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, as_member, base_ref
+from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, base_ref
 from fabric.protocol.leader_failures import Failures
-from fabric.protocol.liveness import Peer, PulseState, lanes
+from fabric.protocol.liveness import Peer, PulseState, as_member, lanes
 
 
 class Joins(Failures):
@@ -171,7 +171,8 @@ class Joins(Failures):
     # --- admitting and draining ------------------------------------------------------------------------
 
     def _admit(self, record: Record) -> bool:
-        ready = [p for p in self.liveness.peers.values() if self._may_join(record, p)]
+        outside = record.strangers(self.liveness.peers.keys())
+        ready = [p for p in map(self.liveness.peers.__getitem__, outside) if self._may_join(record, p)]
         room = self.most - len(record.roster)
         if room <= 0:
             return False

@@ -67,14 +67,22 @@ class PulseState:
 
 @dataclass(slots=True)
 class Liveness:
-    """Both sources by replica; ``verdict`` and ``confirmed`` are pure functions of them and the time."""
+    """Both sources by replica; ``verdict`` and ``confirmed`` are pure functions of them and the time.
+    ``late_s``: how much longer than usual silence is tolerated now, see ``tick_was_late``."""
 
     config: LivenessConfig
     elected: float
     peers: dict[str, Peer] = field(default_factory=dict)
     pulses: dict[str, PulseState] = field(default_factory=dict)
+    late_s: float = 0.0
+    _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> what that rank's checkpoint server says.
     rank_pulses: dict[int, dict[str, PulseState]] = field(default_factory=dict)
+
+    def tick_was_late(self, by_s: float) -> None:
+        """The leader was called so much later than it asked: what it was told meanwhile may still lie before
+        it, unread, so that silence is believed so much later. Two turns, for a message takes as many."""
+        self.late_s, self._late_before_s = by_s + self._late_before_s, by_s
 
     def pulses_of(self, rank: int) -> dict[str, PulseState]:
         """By replica, of the checkpoint servers of this rank."""
@@ -138,6 +146,8 @@ class Liveness:
 
     def verdict(self, member: Member, now: float) -> str:
         """Why this member counts as dead, or empty."""
+        if self._is_well(member, now):
+            return ""
         confirmed = self.confirmed(member)
         if confirmed:
             return confirmed
@@ -157,9 +167,26 @@ class Liveness:
         if peer is None or not peer.connected:
             patience = config.reconnect_s if heard else config.lost_s
             return f"its session ended {now - away:.2f} s ago" if now - away >= patience else ""
-        if not heard and not credit and now - peer.seen >= config.silence_s:
+        if not heard and not credit and now - peer.seen >= config.silence_s + self.late_s:
             return f"its host has been silent for {now - peer.seen:.2f} s"
         return ""
+
+    def _is_well(self, member: Member | Session, now: float) -> bool:
+        """Nearly everybody nearly always, found without looking at everything: its session is there and was
+        heard, and its checkpoint server says nothing else."""
+        peer, pulse = self.peers.get(member.replica), self.pulses.get(member.replica)
+        return (
+            peer is not None
+            and peer.connected
+            and peer.session.incarnation == member.incarnation
+            and now - peer.seen < self.config.silence_s
+            and (pulse is None or pulse.trainer == "running")
+            and not member.ranks
+        )
+
+    def doubt(self, session: Session, now: float) -> str:
+        """Why the process of this session would be evicted at once if it were in a roster, or empty."""
+        return "" if self._is_well(session, now) else self.verdict(as_member(session), now)
 
     def confirmed(self, member: Member) -> str:
         """Why it is certain that this process has ended, or empty."""
@@ -188,6 +215,8 @@ class Liveness:
     def next_check(self, roster: tuple[Member, ...], now: float) -> float | None:
         """When a verdict may change by time alone: soon while anybody is in doubt, else in a while."""
         for member in roster:
+            if self._is_well(member, now):
+                continue
             peer, pulse = self._peer(member), self._pulse(member)
             stopped = pulse is not None and pulse.trainer == "stopped"
             for pulses in self.rank_pulses.values():
@@ -213,3 +242,17 @@ def lanes(urls: set[str]) -> int:
     """How many ranks these servers have between them, counted from rank 0 without a gap."""
     ranks = {rank_of_url(url) for url in urls}
     return next(n for n in range(len(ranks) + 1) if n not in ranks)
+
+
+def as_member(session: Session) -> Member:
+    """The roster entry of a session."""
+    return Member(
+        replica=session.replica,
+        incarnation=session.incarnation,
+        link=session.link,
+        ckpt=session.ckpt,
+        shares=session.shares,
+        layout=session.layout,
+        seat=session.seat,
+        ranks=session.ranks,
+    )

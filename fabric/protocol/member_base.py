@@ -22,6 +22,9 @@ from fabric.protocol.member_state import (
 )
 from fabric.protocol.round import Round
 
+# A beat names so many that are waited for; the others are named when these have come or were left out.
+MAX_NAMED = 64
+
 
 class MemberBase:
     """State, and moves that keep it consistent. Times are monotonic seconds."""
@@ -156,6 +159,7 @@ class MemberBase:
         contact.beaten = self._now
         contact.beaten_epoch = self.newest.epoch if self.newest is not None else 0
         waiting_for = self.round.missing() if self.round is not None and self.round.contributed else ()
+        waiting_for = waiting_for[:MAX_NAMED]
         self._do(
             io.SendLeader(
                 m.Beat(

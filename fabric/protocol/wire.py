@@ -3,7 +3,8 @@
 ``{"kind": "Bar", "version": 1, ...fields}``. A codec is derived once from each class's annotations:
 unknown fields are ignored, a missing field takes its default, anything else raises ProtocolError with the
 path of the offending field. Non-finite numbers never pass. The same codec serves the stored record, which
-is compressed when it is long: a value of a store is bounded, and a roster of thousands is repetitive.
+is compressed when it is long: a value of a store is bounded, and a roster of thousands is repetitive. Long
+messages to members that understand it are compressed likewise.
 """
 
 import json
@@ -25,8 +26,8 @@ MAX_BYTES = 16 * 1024 * 1024
 # Nothing we send nests deeper than record -> roster -> member -> field.
 MAX_INTEGER = 2**63 - 1
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-# A stored record longer than this is compressed: shorter ones can be read with the store's own tools.
-PLAIN_RECORD_BYTES = 64 * 1024
+# What is longer than this is compressed: shorter records can be read with the store's own tools.
+PLAIN_BYTES = 64 * 1024
 # A zlib stream begins with this byte, which no JSON text does.
 _ZLIB = b"\x78"
 
@@ -41,11 +42,18 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(messages.Mes
 def encode(message: messages.Message) -> bytes:
     """The bytes of one message."""
     cls: type = type(message)
+    if cls is messages.BeatReply:  # one for every beat of every replica, and nothing but a number
+        return b'{"kind":"BeatReply","version":%d,"number":%d}' % (PROTOCOL_VERSION, message.number)  # type: ignore[union-attr]
     return _dump({"kind": cls.__name__, "version": PROTOCOL_VERSION, **_fields(cls)(message)})
 
 
+def packed(data: bytes) -> bytes:
+    """``data`` compressed where it is long; ``decode`` takes both."""
+    return data if len(data) <= PLAIN_BYTES else zlib.compress(data)
+
+
 def decode(data: bytes | str) -> messages.Message:
-    """The message in ``data``; raises ProtocolError for anything that is not exactly one."""
+    """The message in ``data``, packed or not; raises ProtocolError for anything that is not exactly one."""
     body = _load(data)
     kind = body.get("kind")
     cls = _KINDS.get(kind) if isinstance(kind, str) else None
@@ -73,26 +81,26 @@ def check_version(version: object) -> None:
 def encode_record(record: Record) -> bytes:
     """The bytes of the membership record as it lies in the store: JSON, compressed when it is long."""
     plain = _dump({"version": PROTOCOL_VERSION, **_fields(Record)(record)})
-    return plain if len(plain) <= PLAIN_RECORD_BYTES else zlib.compress(plain)
+    return packed(plain)
 
 
 def decode_record(data: bytes) -> Record:
     """The membership record; raises ProtocolError when the store holds something else."""
-    body = _load(_inflate(data) if data[:1] == _ZLIB else data)
+    body = _load(data)
     check_version(body.get("version"))
     record: Record = _decoded(Record, body, "Record")
     return record
 
 
 def _inflate(data: bytes) -> bytes:
-    """At most MAX_BYTES of it: what a store holds is not to be trusted with our memory."""
+    """At most MAX_BYTES of it: what others hold or send is not to be trusted with our memory."""
     stream = zlib.decompressobj()
     try:
         plain = stream.decompress(data, MAX_BYTES)
     except zlib.error as error:
-        raise ProtocolError(f"not a membership record: {error}") from error
+        raise ProtocolError(f"what is compressed cannot be inflated: {error}") from error
     if not stream.eof:
-        raise ProtocolError(f"not a membership record: it is cut off, or over the limit of {MAX_BYTES} bytes")
+        raise ProtocolError(f"what is compressed is cut off, or over the limit of {MAX_BYTES} bytes")
     return plain
 
 
@@ -109,6 +117,8 @@ def _dump(body: dict[str, Any]) -> bytes:
 def _load(data: bytes | str) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {MAX_BYTES}")
+    if isinstance(data, bytes) and data[:1] == _ZLIB:
+        data = _inflate(data)
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -244,8 +254,9 @@ def _object_decoder(cls: type) -> Decoder:
         found, name = {}, ""
         try:
             for name, decoder, required in plan:
-                if name in value:
-                    found[name] = decoder(value[name])
+                each = value.get(name, MISSING)
+                if each is not MISSING:
+                    found[name] = decoder(each)
                 elif required:
                     raise _Offence("is missing")
         except _Offence as offence:

@@ -38,6 +38,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_TOKEN_BYTES = 4096
 # A connection on which no request is under way is closed after so long, also in the middle of a head.
 IDLE_S = 60.0
+# Thousands of sessions come back at once after a fail-over; the kernel cuts this down to its own limit.
+_BACKLOG = 4096
 
 # The first class that an error is an instance of decides.
 _STATUSES: tuple[tuple[type[FabricError], int], ...] = (
@@ -211,7 +213,7 @@ async def serve(
     )
     try:
         await runner.setup()
-        await web.SockSite(runner, listening, ssl_context=ssl_context).start()
+        await web.SockSite(runner, listening, ssl_context=ssl_context, backlog=_BACKLOG).start()
     except BaseException:
         listening.close()
         await runner.cleanup()

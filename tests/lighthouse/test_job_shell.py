@@ -5,7 +5,7 @@ from in_process import TroubledStore, lighthouse_on
 from lighthouse_support import WireMember, close_all, eventually, get, start_job
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.connection import DEFECT
+from fabric.lighthouse.connection import DEFECT, Frames
 from fabric.model import SnapshotRef
 from fabric.protocol import messages as m
 from fabric.protocol.liveness import LivenessConfig
@@ -114,7 +114,7 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
     deaf.pause_reading()
     job = instance.jobs.by_name["job"]
     connection = job.sessions["r1"]
-    reply = m.Rejected("x" * 100_000)
+    reply = Frames().of(m.Rejected("x" * 100_000), packs=False)
     # More than the sockets' buffers take, sent as fast as the core would; nothing here waits.
     for _ in range(400):
         connection.send(reply)

@@ -8,7 +8,7 @@ from protocol.makers import member_of, record_of, report_of, session_of
 from fabric.model import Base, Policy, SnapshotRef
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
-from fabric.protocol.leader import MANY, TOGETHER_S, Leader, LeaderConfig
+from fabric.protocol.leader import MANY, ROUTINE_S, TOGETHER_S, Leader, LeaderConfig
 
 M = 4
 
@@ -651,3 +651,50 @@ def test_a_large_job_that_waits_for_the_store_is_not_woken_all_the_time():
         lighthouse.do(io.Tick())
         ticks += 1
     assert ticks <= 1.0 / TOGETHER_S + 1
+
+
+# --- very many -------------------------------------------------------------------------------------------
+
+
+def crowd():
+    """So many that what they say is looked at together, all of them with a session alone."""
+    names = " ".join(f"r{i:03d}" for i in range(MANY))
+    lighthouse = Lighthouse(record_of(names, epoch=1))
+    lighthouse.open(*names.split(), generation=1, step=5, epoch=1)
+    lighthouse.now += lighthouse.core.config.liveness.credit_s + 1
+    for name in names.split():
+        lighthouse.beat(name, 5)
+    lighthouse.core.liveness.elected = 0.0  # and the gap before that is forgotten
+    lighthouse.core.next_deadline()
+    return lighthouse
+
+
+def tick_at(lighthouse, now):
+    lighthouse.now = now
+    lighthouse.do(io.Tick())
+    lighthouse.core.next_deadline()
+
+
+def test_silence_is_believed_later_by_a_leader_that_is_called_late():
+    """What they said meanwhile may lie before it unread."""
+    for late_s, believed in ((0.0, True), (0.6, False)):
+        lighthouse = crowd()
+        silent_at = lighthouse.now + lighthouse.core.config.liveness.silence_s
+        condemned = []
+        while lighthouse.core._due + late_s < silent_at + 0.6:
+            tick_at(lighthouse, lighthouse.core._due + late_s)
+            condemned += lighthouse.told("condemned")
+        assert bool(condemned) is believed
+        for _ in range(4):
+            tick_at(lighthouse, lighthouse.core._due)
+            condemned += lighthouse.told("condemned")
+        assert condemned, "it is called in time again"
+
+
+def test_what_tells_nothing_new_waits_for_longer_than_what_does():
+    lighthouse = crowd()
+    tick_at(lighthouse, lighthouse.now + 0.01)
+    lighthouse.beat("r000", 6)
+    assert lighthouse.core._plan_at == lighthouse.now + ROUTINE_S
+    lighthouse.say("r001", m.Finished(lighthouse.record.fence, 5))
+    assert lighthouse.core._plan_at == lighthouse.now + TOGETHER_S

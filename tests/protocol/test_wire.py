@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
-from fabric.model import Base, Fence, Member, Record
+from fabric.model import PROTOCOL_VERSION, Base, Fence, Member, Record
 from fabric.protocol import messages, wire
 from fabric.store.base import MAX_VALUE_BYTES
 
@@ -143,7 +143,7 @@ def test_a_short_record_is_plain_json_in_the_store_and_a_long_plain_one_is_read(
     assert json.loads(wire.encode_record(record))["epoch"] == 1
     long = Record("s", 1, 1, 1, 1, "n", roster_of(1000), Base(0, 0))
     packed = wire.encode_record(long)
-    assert len(packed) < wire.PLAIN_RECORD_BYTES < len(zlib.decompress(packed))
+    assert len(packed) < wire.PLAIN_BYTES < len(zlib.decompress(packed))
     assert wire.decode_record(zlib.decompress(packed)) == long
 
 
@@ -161,3 +161,26 @@ def test_a_compressed_record_that_is_damaged_is_refused(damage):
     record = Record("s", 1, 1, 1, 1, "n", roster_of(1000), Base(0, 0))
     with pytest.raises(ProtocolError):
         wire.decode_record(damage(wire.encode_record(record)))
+
+
+def test_a_long_message_is_packed_and_read_either_way():
+    message = messages.Epoch(Record("s", 1, 1, 1, 1, "n", roster_of(1000), Base(0, 0)))
+    plain = wire.encode(message)
+    packed = wire.packed(plain)
+    assert len(packed) < len(plain) // 3
+    assert wire.decode(packed) == wire.decode(plain) == message
+    assert wire.packed(wire.encode(messages.BeatReply(1))) == wire.encode(messages.BeatReply(1))
+
+
+@pytest.mark.parametrize("cut", [1, 5, -1])
+def test_a_packed_message_that_is_cut_off_or_too_long_is_refused(cut):
+    packed = zlib.compress(b" " * (wire.MAX_BYTES + 1))
+    with pytest.raises(ProtocolError, match="over the limit"):
+        wire.decode(packed)
+    with pytest.raises(ProtocolError, match="compressed"):
+        wire.decode(zlib.compress(b"{}" * 1000)[:cut])
+
+
+def test_the_reply_to_a_beat_is_what_the_codec_would_say():
+    body = json.loads(wire.encode(messages.BeatReply(17)))
+    assert body == {"kind": "BeatReply", "version": PROTOCOL_VERSION, "number": 17}

@@ -334,7 +334,7 @@ async def test_events_are_listed_and_followed(lighthouse, http, job):
     listed = await events(http, lighthouse.url, job)
     assert {"session opened", "epoch", "resume"} <= {e["kind"] for e in listed}
     assert [e["id"] for e in listed] == sorted({e["id"] for e in listed})
-    assert set(listed[0]) == {"id", "t", "kind", "epoch", "about", "why"}
+    assert set(listed[0]) == {"id", "t", "kind", "epoch", "about", "why", "cause"}
     last = listed[-1]["id"]
     assert await events(http, lighthouse.url, job, last) == []
     url = f"{lighthouse.url}/v1/jobs/{job}/events?follow=1&after={listed[0]['id']}"

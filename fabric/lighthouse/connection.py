@@ -7,6 +7,7 @@ is over the bound, or that does not close in time, is cut.
 
 import asyncio
 import struct
+from collections import deque
 from contextlib import suppress
 
 from aiohttp import web
@@ -30,6 +31,9 @@ _MAX_CLOSE_REASON = 123
 # How many messages are remembered as frames: those of one change of the epoch.
 _FRAMES = 16
 _TEXT, _BINARY = 0x81, 0x82
+# Frames from this size on are paced, so many bytes per turn of the loop.
+_LARGE_BYTES = 32 * 1024
+_PER_TURN_BYTES = 8 << 20
 
 
 class Frames:
@@ -126,3 +130,30 @@ class Connection:
     def _abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+
+class Pacer:
+    """Sends large frames a few at a time: whole rosters for thousands are gigabytes, and neither lease nor
+    beats must wait for them. Small frames may overtake; the protocol bears what comes in another order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Connection, bytes]] = deque()
+
+    def send(self, connection: Connection, frame: bytes) -> None:
+        """Send it now, or in its turn where it is large."""
+        if len(frame) < _LARGE_BYTES:
+            connection.send(frame)
+            return
+        self._waiting.append((connection, frame))
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        left = _PER_TURN_BYTES
+        while self._waiting and left > 0:
+            connection, frame = self._waiting[0]
+            connection.send(frame)
+            left -= len(frame)
+            self._waiting.popleft()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._turn)

@@ -19,7 +19,7 @@ from typing import Any
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse import connection as codes
-from fabric.lighthouse.connection import Connection, Frames, text_frame
+from fabric.lighthouse.connection import Connection, Frames, Pacer, text_frame
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.explainer import Explainer
@@ -106,6 +106,7 @@ class Job:
         self._changed = asyncio.Event()  # the record has; a new one is made every time
         self._record: Record | None = None
         self._frames = Frames()
+        self._pacer = Pacer()
         self._unkept: dict[int, Recovery] = {}
         self._explainer = Explainer(around.access_to(name), around.tasks, self._note_cause, self._keep)
 
@@ -324,7 +325,7 @@ class Job:
     def _send(self, effect: io.SendMember) -> None:
         for connection in (self._opening, self.sessions.get(effect.replica)):
             if connection is not None and connection.is_of(effect.replica, effect.incarnation):
-                connection.send(self._frames.of(effect.message, connection.packs))
+                self._pacer.send(connection, self._frames.of(effect.message, connection.packs))
                 if isinstance(effect.message, m.Rejected) and not effect.message.retry:
                     connection.end(codes.REFUSED, effect.message.reason)
                 return

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from fabric.model import Failure, Member, Orders, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
-from fabric.protocol.leader_base import LeaderBase, Setback, as_member
-from fabric.protocol.liveness import Peer
+from fabric.protocol.leader_base import LeaderBase, Setback
+from fabric.protocol.liveness import Peer, as_member
 
 # A record stays small: beyond so many the oldest evidence is forgotten.
 MAX_FAILURES = 256

@@ -8,7 +8,7 @@ from aiohttp._websocket.reader import WebSocketDataQueue
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_websocket import WebSocketReader
 
-from fabric.lighthouse.connection import Frames
+from fabric.lighthouse.connection import Frames, Pacer
 from fabric.protocol import messages as m
 from fabric.protocol import wire
 
@@ -45,3 +45,26 @@ def test_a_message_to_many_is_made_once_and_replies_do_not_push_it_out():
     for number in range(1000):
         frames.of(m.Rejected(str(number)), packs=True)
     assert frames.of(message, packs=True) == first and len(frames._made) < 100
+
+
+async def test_large_frames_leave_turns_to_others_and_all_are_sent():
+    class Wire:
+        def send(self, frame):
+            sent.append(len(frame))
+            turns.append(turn)
+
+    sent, turns, turn = [], [], 0
+    pacer, wires = Pacer(), [Wire() for _ in range(100)]
+    for wire_ in wires:
+        pacer.send(wire_, bytes(1 << 20))
+    pacer.send(wires[0], b"small")
+    assert sent == [5], "it overtakes"
+    while len(sent) <= 100:
+        turn += 1
+        assert turn < 1000
+        await asyncio.sleep(0)
+    assert sent == [5, *[1 << 20] * 100]
+    assert max(turns.count(x) for x in set(turns)) <= 10
+    pacer.send(wires[0], bytes(1 << 20))
+    await asyncio.sleep(0)
+    assert len(sent) == 102

@@ -1,0 +1,280 @@
+"""The lighthouse at 10,000 sessions, and what a fail-over costs a training job.
+
+First 10,000 real sessions over loopback (``lighthouse_crowd.py``: as many processes as there are cores beside
+the leader's), each beating once a second, with one real lighthouse on a core of its own and a real etcd:
+five minutes, in which three members die. Then three training processes with steps of 50 ms beside two
+lighthouses: the leader is stopped, killed, and all of etcd is killed, five times each.
+
+``SESSIONS`` and ``WINDOW_S`` in the environment make it smaller for a quick look; the bounds stay the same.
+Lateness is from when a member sent a beat to when it had the answer, so it holds the crowd's own share too.
+"""
+
+import functools
+import json
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from common import finish, machine, quantile, say, table, verdict
+from lighthouse_fleet import Etcd, Lighthouse, Trainers, wait_for
+
+HERE = Path(__file__).resolve().parent
+
+SESSIONS = int(os.environ.get("SESSIONS", "10000"))
+WINDOW_S = float(os.environ.get("WINDOW_S", "300"))
+DEATHS = 3
+REPEATS = 5
+STEADY_S = 3.0  # between the start's burst and the window
+TOLD_WITHIN_S = 30.0
+UNDISTURBED = 200  # steps
+JOB = "crowd"
+
+
+# --- ten thousand sessions ----------------------------------------------------------------------------------
+
+
+class Crowd:
+    """The processes that hold the sessions, asked by lines."""
+
+    def __init__(self, lighthouse: Lighthouse, token: str, stack: ExitStack) -> None:
+        self.names = [f"replica-{i:05d}" for i in range(SESSIONS)]
+        cores = sorted(os.sched_getaffinity(0))
+        others = cores[1:] or cores
+        self.processes: list[subprocess.Popen[str]] = []
+        for number in range(len(others)):
+            mine = self.names[number :: len(others)]
+            about = {"url": lighthouse.url, "token": token, "job": JOB, "names": mine, "total": SESSIONS}
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "lighthouse_crowd.py"), json.dumps(about)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=HERE.parent,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            os.sched_setaffinity(process.pid, others)
+            self.processes.append(process)
+        for process in self.processes:
+            self._answer(process)
+
+    def ask(self, word: str) -> list[dict[str, Any]]:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(word + "\n")
+            process.stdin.flush()
+        return [self._answer(process) for process in self.processes]
+
+    def kill(self, number: int) -> float:
+        """Cut this session as the kernel does for a dead process; the time of it."""
+        process = self.processes[number % len(self.processes)]
+        assert process.stdin is not None
+        process.stdin.write(f"kill {self.names[number]}\n")
+        process.stdin.flush()
+        return float(self._answer(process)["at"])
+
+    def run(self, sessions: int, after: int) -> bool:
+        """Whether so many sessions run, and all in an epoch later than this one."""
+        states = self.ask("state")
+        return sum(s["running"] for s in states) == sessions and min(s["lowest"] for s in states) > after
+
+    @staticmethod
+    def _answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit("lighthouse.py: a process of the crowd ended: its words are above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def crowd_figures(stack: ExitStack, folder: Path) -> dict[str, float]:
+    """Start, then the window with its deaths."""
+    etcd = stack.enter_context(Etcd(folder))
+    lighthouse = stack.enter_context(Lighthouse(folder, etcd.url, "crowd"))
+    core = min(os.sched_getaffinity(0))
+    os.sched_setaffinity(lighthouse.pid, {core})
+    empty_kb, began = lighthouse.rss_kb(), time.monotonic()
+    crowd = Crowd(lighthouse, lighthouse.token, stack)
+    wait_for(lambda: crowd.run(SESSIONS, after=0), "every session to run in the first epoch", 120.0)
+    start_s = time.monotonic() - began
+    say(f"{SESSIONS} sessions run {start_s:.1f} s after the first was opened")
+    time.sleep(STEADY_S)
+    full_kb = lighthouse.rss_kb()
+    crowd.ask("mark")
+    cpu_s, revision, began = lighthouse.cpu_s(), etcd.revision(), time.monotonic()
+    pushes, late = deaths(crowd, began)
+    seconds = time.monotonic() - began
+    cpu_s, writes = lighthouse.cpu_s() - cpu_s, etcd.revision() - revision
+    left = crowd.ask("state")
+    open_ = sum(state["open"] for state in left)
+    for state in left:
+        for sentence in (*state["lost"], *state["refused"]):
+            say(f"lost: {sentence}")
+    members = len(lighthouse.job(JOB)["roster"])
+    result = {
+        "sessions": SESSIONS,
+        "push_epoch_p99_s": round(quantile(pushes, 0.99), 4),
+        "core_share": round(cpu_s / seconds, 4),
+        "beat_lateness_p99_s": share_of(late, 0.99),
+        "false_deaths": (SESSIONS - DEATHS) - min(open_, members),
+        "store_writes_per_s": round(writes / seconds, 3),
+        "rss_kb_per_session": round((full_kb - empty_kb) / SESSIONS, 2),
+        "window_s": round(seconds, 1),
+        "start_s": round(start_s, 2),
+        "push_epoch_max_s": round(max(pushes), 4),
+        "beats_per_s": round(late.total() / seconds, 1),
+        "beat_lateness_median_s": share_of(late, 0.5),
+        "beat_lateness_max_s": share_of(late, 1.0),
+    }
+    table(
+        "ten thousand sessions" if SESSIONS == 10_000 else f"{SESSIONS} sessions",
+        ("what", "figure"),
+        [*result.items()],
+    )
+    return result
+
+
+def share_of(late: Counter[int], share: float) -> float:
+    """The lateness in seconds that this share of the beats does not exceed."""
+    seen, all_ = 0, late.total()
+    for tenths in sorted(late):
+        seen += late[tenths]
+        if seen >= share * all_:
+            return tenths / 10_000
+    return 0.0
+
+
+def deaths(crowd: Crowd, began: float) -> tuple[list[float], Counter[int]]:
+    """The window: its deaths evenly in it. From each death to when each member was told of the epoch without
+    the dead one; and the lateness of every beat in tenths of a millisecond."""
+    pushes: list[float] = []
+    late: Counter[int] = Counter()
+
+    def collect(at: float) -> None:
+        for found in crowd.ask("mark"):
+            late.update({int(tenths): count for tenths, count in found["late"].items()})
+            for times in found["told"].values():
+                pushes.extend(told - at for told in times)
+
+    for number in range(DEATHS):
+        pause = began + WINDOW_S * (number + 1) / (DEATHS + 1) - time.monotonic()
+        time.sleep(max(0.0, pause))
+        collect(0.0)
+        epoch = min(state["lowest"] for state in crowd.ask("state"))
+        at = crowd.kill(SESSIONS // 2 + number)
+        left = SESSIONS - 1 - number
+        gone_on = functools.partial(crowd.run, left, after=epoch)
+        wait_for(gone_on, "the members to go on", TOLD_WITHIN_S)
+        pushes_before = len(pushes)
+        collect(at)
+        if len(pushes) - pushes_before != left:
+            say(f"death {number + 1}: {len(pushes) - pushes_before} epochs were told to {left} members")
+    time.sleep(max(0.0, began + WINDOW_S - time.monotonic()))
+    collect(0.0)
+    return pushes, late
+
+
+# --- a training job -----------------------------------------------------------------------------------------
+
+
+def training_figures(stack: ExitStack, folder: Path) -> dict[str, Any]:
+    """What happens to three trainers, and how long nobody leads."""
+    etcd = stack.enter_context(Etcd(folder))
+    pair = [stack.enter_context(Lighthouse(folder, etcd.url, name)) for name in ("first", "second")]
+    trainers = stack.enter_context(Trainers(folder, [x.url for x in pair], pair[0].token))
+    trainers.wait_steps(UNDISTURBED + 20)
+    undisturbed = trainers.durations()[20:]
+    p99 = quantile(undisturbed, 0.99)
+    clean, killed, stalls = [], [], {"kill": [], "etcd": []}  # type: ignore[var-annotated]
+    for _ in range(REPEATS):
+        clean.append(hand_over(pair, signal.SIGTERM, trainers)[0])
+        seconds, longest = hand_over(pair, signal.SIGKILL, trainers)
+        killed.append(seconds)
+        stalls["kill"].append(longest - p99)
+        began = time.monotonic()
+        etcd.kill()
+        trainers.wait_steps(100)
+        etcd.launch()
+        wait_for(lambda: any(x.serves() for x in pair), "somebody to lead again")
+        stalls["etcd"].append(max(trainers.durations(since=began)) - p99)
+    table(
+        "three trainers, steps of 50 ms",
+        ("what", "median", "worst"),
+        [
+            ("undisturbed step", f"{statistics.median(undisturbed):.4f}", f"{max(undisturbed):.4f}"),
+            ("undisturbed step, p99", f"{p99:.4f}", ""),
+            *(
+                (name, f"{statistics.median(values):.4f}", f"{max(values):.4f}")
+                for name, values in (
+                    ("clean hand-over", clean),
+                    ("fail-over after a kill", killed),
+                    ("stall: leader killed", stalls["kill"]),
+                    ("stall: etcd killed", stalls["etcd"]),
+                )
+            ),
+        ],
+    )
+    medians = {name: round(statistics.median(values), 4) for name, values in stalls.items()}
+    return {
+        "failover_s": {
+            "clean": round(statistics.median(clean), 4),
+            "kill": round(statistics.median(killed), 4),
+        },
+        "training_stall_during_failover_s": max(medians.values()),
+        "training_stall_s": medians,
+        "step_undisturbed_p99_s": round(p99, 4),
+    }
+
+
+def hand_over(pair: list[Lighthouse], number: signal.Signals, trainers: Trainers) -> tuple[float, float]:
+    """End the leader by this signal: seconds until the other leads, and the longest step meanwhile."""
+    wait_for(lambda: any(x.serves() for x in pair), "somebody to lead")
+    leader = next(x for x in pair if x.serves())
+    other = pair[1 - pair.index(leader)]
+    wait_for(other.follows, "the other to stand in line")
+    began = time.monotonic()
+    leader.signal(number)
+    wait_for(other.serves, "the other to lead", pause_s=0.001)
+    seconds = time.monotonic() - began
+    leader.wait()
+    leader.launch()
+    trainers.wait_steps(20)
+    return seconds, max(trainers.durations(since=began))
+
+
+def main() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < SESSIONS + 200:
+        raise SystemExit(
+            f"lighthouse.py: {SESSIONS} sessions need as many open files, and {hard} are allowed"
+        )
+    say(machine())
+    result: dict[str, Any] = {}
+    for figures in (crowd_figures, training_figures):
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabric-lighthouse-")))
+            result |= figures(stack, folder)
+    verdict("sessions", result["sessions"], at_least=10_000)
+    verdict("epoch told to all after a death, p99 s", result["push_epoch_p99_s"], at_most=1.0)
+    verdict("share of one core", result["core_share"], at_most=0.8)
+    verdict("lateness of beats, p99 s", result["beat_lateness_p99_s"], at_most=0.25)
+    verdict("false deaths", result["false_deaths"], at_most=0)
+    verdict("store writes per s", result["store_writes_per_s"], at_most=5.0)
+    verdict("clean hand-over, s", result["failover_s"]["clean"], at_most=0.05)
+    verdict("training stall, s", result["training_stall_during_failover_s"], at_most=0.05)
+    finish(result)
+
+
+if __name__ == "__main__":
+    main()

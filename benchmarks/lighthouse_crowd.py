@@ -1,0 +1,301 @@
+"""Many members of one job in one process: real sessions with a lighthouse over loopback.
+
+Each session is a connection of its own that speaks the members' protocol in its shipping bytes: it says who
+it is, beats once a second, follows epochs (told whole or as changes), reports and runs. Only the training is
+left out. What the sessions of a process share is the decoding of messages that are the same for all.
+
+Run by ``benchmarks/lighthouse.py`` with one line of JSON as the argument; then commands come as lines on
+stdin (``kill NAME``, ``mark``, ``state``, ``end``), and every answer is one line of JSON on stdout.
+"""
+
+import asyncio
+import base64
+import json
+import os
+import resource
+import struct
+import sys
+import time
+from array import array
+from collections import Counter
+
+import uvloop
+
+from fabric.model import Record
+from fabric.protocol import changes, wire
+from fabric.protocol import messages as m
+
+SLICES = 100  # beats of a second are spread over so many instants
+DIALS = 512  # sessions that are opened at a time
+
+
+class Crowd:
+    """All sessions of this process. Times are of the machine's monotonic clock, which processes share."""
+
+    def __init__(self, url: str, token: str, job: str, names: list[str], total: int) -> None:
+        self.host, self.port = url.removeprefix("http://").split(":")
+        key = base64.b64encode(os.urandom(16)).decode()
+        self.head = (
+            f"GET /v1/jobs/{job}/session?replicas={total // 2}:{total} HTTP/1.1\r\nHost: {self.host}\r\n"
+            f"Authorization: Bearer {token}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n"
+        ).encode()
+        self.total = total
+        self.names = names
+        self.sessions = {name: Session(self, name, number) for number, name in enumerate(names)}
+        self.late: Counter[int] = Counter()  # tenths of a millisecond -> beats
+        self.record: Record | None = None  # the newest that any session here was told
+        self.told: dict[int, array[float]] = {}  # epoch -> when each session was told
+        self.lost: list[str] = []
+        self.refused: list[str] = []
+        self.last = b""
+        self.decoded: object = None
+
+    def decode(self, frame: bytes) -> m.Message:
+        """Messages that are the same for all are decoded once in a row."""
+        if frame != self.last:
+            self.last, self.decoded = frame, wire.decode(frame)
+        return self.decoded  # type: ignore[return-value]
+
+    async def open(self) -> None:
+        loop = asyncio.get_running_loop()
+        gate = asyncio.Semaphore(DIALS)
+
+        async def one(session: "Session") -> None:
+            async with gate:
+                await loop.create_connection(lambda: session, self.host, int(self.port))
+                await session.upgraded
+
+        await asyncio.gather(*(one(s) for s in self.sessions.values()))
+
+    async def beat(self) -> None:
+        """Every session once a second, evenly spread, by the clock and not by what came of the last one."""
+        slices = [list(self.sessions.values())[i::SLICES] for i in range(SLICES)]
+        begun, turn = time.monotonic(), 0
+        while True:
+            turn += 1
+            due = begun + turn / SLICES
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            for session in slices[turn % SLICES]:
+                session.beat()
+
+    def state(self) -> dict[str, object]:
+        epochs = [s.epoch for s in self.sessions.values() if s.open]
+        running = sum(s.running == s.epoch > 0 and s.open for s in self.sessions.values())
+        return {
+            "open": len(epochs),
+            "lowest": min(epochs, default=0),
+            "running": running,
+            "lost": self.lost[:5],
+            "refused": self.refused[:5],
+        }
+
+    def marks(self) -> dict[str, object]:
+        """What was measured since the last time."""
+        late, self.late = self.late, Counter()
+        told, self.told = self.told, {}
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "late": late,
+            "told": {epoch: list(times) for epoch, times in told.items()},
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+        }
+
+
+class Session(asyncio.Protocol):
+    """One member's connection."""
+
+    def __init__(self, crowd: Crowd, name: str, number: int) -> None:
+        self.crowd, self.name, self.number = crowd, name, number
+        self.incarnation = 1_763_717_000_000 + number
+        self.transport: asyncio.Transport | None = None
+        self.upgraded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.buffer = b""
+        self.open = False
+        self.record: Record | None = None
+        self.epoch = self.running = self.step = self.beats = 0
+        self.sent = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        transport.write(self.crowd.head)  # type: ignore[attr-defined]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.open:
+            self.crowd.lost.append(f"{self.name}: {error}")
+        self.open = False
+        if not self.upgraded.done():
+            self.upgraded.set_exception(ConnectionError(f"{self.name}: {error}"))
+
+    def data_received(self, data: bytes) -> None:
+        data = self.buffer + data if self.buffer else data
+        if not self.upgraded.done():
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                self.buffer = data
+                return
+            if not data.startswith(b"HTTP/1.1 101"):
+                self.upgraded.set_exception(ConnectionError(data[:300].decode()))
+                return
+            self.upgraded.set_result(None)
+            self.open = True
+            self.introduce()
+            data = data[end + 4 :]
+        at = 0
+        while (frame := _frame(data, at)) is not None:
+            at, code, body = frame
+            if code in (1, 2):
+                self.hear(body)
+            elif code == 8:
+                self.crowd.refused.append(f"{self.name}: {body[2:].decode(errors='replace')}")
+        self.buffer = data[at:]
+
+    def say(self, message: m.MemberMessage) -> None:
+        self.write(wire.encode(message))
+
+    def write(self, body: bytes) -> None:
+        assert self.transport is not None
+        size = len(body)
+        # Masked, as the standard wants it of clients, with the mask zero.
+        if size < 126:
+            head = struct.pack(">BBI", 0x81, 0x80 | size, 0)
+        elif size < 65536:
+            head = struct.pack(">BBHI", 0x81, 0xFE, size, 0)
+        else:
+            head = struct.pack(">BBQI", 0x81, 0xFF, size, 0)
+        self.transport.write(head + body)
+
+    def introduce(self) -> None:
+        n = self.number
+        place = f"10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}"
+        digest = "0123456789abcdef" * 2
+        self.say(
+            m.Session(
+                replica=self.name,
+                incarnation=self.incarnation,
+                generation=0,
+                step=0,
+                digest=digest,
+                epoch=0,
+                link=f"{place}:41234",
+                ckpt=f"http://{place}:51234",
+                micro_batches=self.crowd.total,
+                layout=digest,
+                roster=self.record.roster_digest if self.record is not None else "none",
+            )
+        )
+
+    def beat(self) -> None:
+        if not self.open:
+            return
+        self.beats += 1
+        generation = self.record.generation if self.record is not None else 0
+        self.step += self.running > 0
+        self.sent = time.monotonic()
+        beat = (
+            f'{{"kind":"Beat","version":1,"number":{self.beats},"epoch":{self.epoch},"generation":{generation},'
+            f'"step":{self.step},"digest":"","phase":"run","waiting_for":[],"busy":"","times":null,"busy_s":0.0}}'
+        )
+        self.write(beat.encode())
+
+    def hear(self, body: bytes) -> None:
+        if body.startswith(b'{"kind":"BeatReply"'):
+            behind = self.beats - int(body[body.rindex(b":") + 1 : -1])  # beats since, a second apart
+            self.crowd.late[int(10_000 * (time.monotonic() - self.sent + behind))] += 1
+            return
+        message = self.crowd.decode(body)
+        if isinstance(message, m.Epoch):
+            self.enter(message.record)
+        elif isinstance(message, m.Change):
+            newest = self.crowd.record
+            if newest is not None and newest.fence == message.record.fence:
+                record: Record | None = newest  # another session here has put it together already
+            else:
+                record = changes.applied(message, self.record)
+            if record is None or self.record is None:
+                self.say(m.NeedRoster(message.record.fence))
+            else:
+                self.enter(record)
+        elif isinstance(message, m.Resume):
+            self.step = message.step
+            self.running = self.epoch
+            self.say(m.Running(message.fence, message.step))
+        elif isinstance(message, m.Rejected):
+            self.crowd.refused.append(f"{self.name}: {message.reason}")
+
+    def enter(self, record: Record) -> None:
+        """A new epoch: note when it was told, and report where it is forced."""
+        self.crowd.told.setdefault(record.epoch, array("d")).append(time.monotonic())
+        before, self.record, self.crowd.record, self.epoch = self.record, record, record, record.epoch
+        if not record.is_forced:
+            return
+        ran = before is not None and self.running == before.epoch
+        self.say(
+            m.Report(
+                fence=record.fence,
+                state_generation=record.generation if ran else 0,
+                step=self.step,
+                digest="",
+                round_epoch=self.running,
+                round_step=self.step,
+                round_roster=(),
+                holds=False,
+                gradient_digest="",
+                have=(self.number,) if ran else (),
+                round_lacked=(),
+            )
+        )
+
+
+def _frame(data: bytes, at: int) -> tuple[int, int, bytes] | None:
+    """The next frame from ``at`` on: where it ends, its code, its bytes. A server's frames are not masked."""
+    if len(data) < at + 2:
+        return None
+    size, begin = data[at + 1] & 127, at + 2
+    if size == 126:
+        if len(data) < at + 4:
+            return None
+        size, begin = int.from_bytes(data[at + 2 : at + 4], "big"), at + 4
+    elif size == 127:
+        if len(data) < at + 10:
+            return None
+        size, begin = int.from_bytes(data[at + 2 : at + 10], "big"), at + 10
+    if len(data) < begin + size:
+        return None
+    return begin + size, data[at] & 15, data[begin : begin + size]
+
+
+async def main(url: str, token: str, job: str, names: list[str], total: int) -> None:
+    crowd = Crowd(url, token, job, names, total)
+    beating = asyncio.get_running_loop().create_task(crowd.beat())
+    beating.add_done_callback(lambda task: task.cancelled() or task.result())
+    await crowd.open()
+    answer(crowd.state())
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    async for line in lines:
+        word, *rest = line.decode().split()
+        if word == "kill":
+            session = crowd.sessions[rest[0]]
+            assert session.transport is not None
+            session.open = False
+            at = time.monotonic()
+            session.transport.abort()
+            answer({"at": at})
+        elif word == "mark":
+            answer(crowd.marks())
+        elif word == "state":
+            answer(crowd.state())
+        else:
+            break
+    beating.cancel()
+
+
+def answer(body: dict[str, object]) -> None:
+    print(json.dumps(body), flush=True)
+
+
+if __name__ == "__main__":
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    uvloop.run(main(**json.loads(sys.argv[1])))

@@ -208,7 +208,7 @@ class Job:
                 "this lighthouse allows; end another one first, or have --max-replicas raised"
             )
             self._note("session refused", session.replica, reason)
-            connection.send(m.Rejected(reason))
+            connection.send(self._frames.of(m.Rejected(reason), connection.packs))
             connection.end(codes.REFUSED, reason)
             return False
         most = min(policy.max_replicas, self._around.max_replicas)

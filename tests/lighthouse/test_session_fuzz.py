@@ -21,11 +21,12 @@ from lighthouse_support import DEADLINE_S, WireMember, start_job
 
 from fabric.protocol import messages as m
 from fabric.protocol import wire
+from fabric.protocol.liveness import LivenessConfig
 from fabric.store.memory import MemorySpace
 
 HUNT = int(os.environ.get("FABRIC_FUZZ", "0"))
 FUZZ = settings(
-    max_examples=HUNT or 120,
+    max_examples=HUNT or 80,
     derandomize=not HUNT,
     database=None,
     deadline=None,
@@ -53,10 +54,12 @@ class World:
 
     async def _begin(self) -> None:
         self.instance: Instance = await self.stack.enter_async_context(
-            lighthouse_on(TroubledStore(MemorySpace()))
+            lighthouse_on(TroubledStore(MemorySpace()), liveness=LivenessConfig(silence_s=3600.0))
         )
         self.http = await self.stack.enter_async_context(aiohttp.ClientSession())
-        self.members: list[WireMember] = await start_job(self.http, self.instance.url, count=2)
+        self.members: list[WireMember] = await start_job(
+            self.http, self.instance.url, count=2, exchange_s=86400.0, user_code_s=86400.0
+        )
         self.record = self.job.core.record
         self.beats = 1
 
@@ -111,7 +114,7 @@ class World:
             fence = self.record.fence
             await member.say(m.Beat(self.beats, fence.epoch, fence.generation, 0, phase="run"))
             assert (await member.next(m.BeatReply)).number == self.beats
-        assert self.job.core.record is self.record, "the record has changed"
+        assert self.job.core.record is self.record, self.job.core.record.reason
         assert not self.instance.deaths
         kinds = {event.kind for event in self.job.events.after(0)}
         assert not kinds & {"defect", "condemned", "stopped", "write failed"}

@@ -1,0 +1,109 @@
+"""A trainer's view of durable checkpoints: who writes one and when, what is found, memory before storage."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from ckpt_server.test_durable_format import objects, write_one
+from protocol.makers import record_of
+
+from fabric.ckpt_server.fetch import StateFetcher
+from fabric.client.durable import Durable
+from fabric.client.journal import Journal
+from fabric.client.place import Place
+from fabric.client.transfer import Transfer
+from fabric.errors import StateError
+from fabric.model import DURABLE, SnapshotRef
+from fabric.protocol import member_io as io
+from fabric.runtime.config import Settings
+from fabric.runtime.points import Points
+
+RECORD = record_of("a b c", epoch=1)
+NOBODY = "http://127.0.0.1:9"  # discard: nothing listens there
+
+
+def durable(url: str, replica: str = "a", group=None, **settings) -> Durable:
+    found = Settings(job="job", replica=replica, durable=url, **settings)
+    return Durable(found, Journal(None, replica, 1), Place(1, True, group))
+
+
+class TestWhoAndWhen:
+    def writers(self, step: int, record=RECORD, **settings) -> list[str]:
+        return [r for r in "abc" if durable("x", r, **settings).is_due(step, record)]
+
+    def test_the_lowest_member_writes_every_so_many_steps(self):
+        assert self.writers(20, durable_every=10) == ["a"]
+        assert self.writers(25, durable_every=10) == self.writers(0, durable_every=10) == []
+
+    def test_the_next_one_does_when_it_is_gone_and_no_newcomer(self):
+        without = replace(RECORD, roster=RECORD.roster[1:])
+        assert self.writers(20, without, durable_every=10) == ["b"]
+        fresh = replace(RECORD, roster=(replace(RECORD.roster[0], fresh=True), *RECORD.roster[1:]))
+        assert self.writers(20, fresh, durable_every=10) == ["b"]
+
+    def test_time_counts_from_the_start(self):
+        assert self.writers(3, durable_every_s=0.0) == ["a"]
+        assert self.writers(3, durable_every_s=1e6) == []
+
+    def test_a_step_is_written_once_and_the_last_one_always(self):
+        mine = durable("x", durable_every=10)
+        assert mine.is_due(20, RECORD) and not mine.is_due(20, RECORD)
+        assert not mine.is_due(20, RECORD, last=True) and mine.is_due(23, RECORD, last=True)
+
+    def test_nothing_without_storage_or_before_the_first_epoch(self):
+        assert not durable("", durable_every=1).is_due(5, RECORD)
+        assert not durable("x", durable_every=1).is_due(5, None)
+        assert durable("").find(1) == ()
+
+
+class TestFinding:
+    def test_what_is_complete_is_found(self, tmp_path):
+        _, state = write_one(str(tmp_path), objects(1), 3)
+        assert durable(str(tmp_path)).find(1) == (state,)
+
+    def test_another_number_of_ranks_is_refused_by_name(self, tmp_path):
+        write_one(str(tmp_path), objects(1), 3)
+        with pytest.raises(StateError, match="of 1 ranks and this one has 2"):
+            durable(str(tmp_path)).find(2)
+
+    def test_storage_that_cannot_be_read_does_not_mean_that_it_is_empty(self, tmp_path):
+        (tmp_path / "job").write_text("a file where a folder should be")
+        with pytest.raises(StateError, match="could not be listed: Not a directory"):
+            durable(str(tmp_path) + "/job/deeper").find(1)
+
+
+@dataclass
+class Slots:
+    """Where a fetched state goes."""
+
+    memory: bytearray
+
+    def target(self, nbytes: int) -> tuple[int, memoryview]:
+        self.memory = bytearray(nbytes)
+        return 0, memoryview(self.memory)
+
+
+class TestLadder:
+    def fetch(self, url: str, state: SnapshotRef, urls: tuple[str, ...]):
+        """What the member hears, and what lies in its memory."""
+        slots, heard = Slots(bytearray()), []
+        transfer = Transfer(
+            lambda: StateFetcher(timeout_s=5.0), slots, 0, Points(""), heard.append, durable(url)
+        )
+        transfer.fetch_state(io.FetchState(state, urls), heard.append)
+        transfer._worker.close(within_s=60.0)
+        transfer.close()
+        return heard, bytes(slots.memory)
+
+    def test_storage_is_asked_when_memory_fails(self, tmp_path):
+        file, state = write_one(str(tmp_path), objects(1), 3)
+        heard, found = self.fetch(str(tmp_path), state, (DURABLE, NOBODY))
+        assert heard == [io.StateFetched(3, state.digest)] and found == file
+
+    def test_memory_that_is_away_may_come_back_and_storage_that_fails_does_not(self, tmp_path):
+        state = SnapshotRef(1, 3, "0" * 32)
+        (away,), _ = self.fetch(str(tmp_path), state, (NOBODY,))
+        assert isinstance(away, io.FetchFailed) and not away.unusable
+        (gone,), _ = self.fetch(str(tmp_path), state, (NOBODY, DURABLE))
+        assert gone.unusable and NOBODY in gone.why and "no complete checkpoint of step 3" in gone.why
+        (unset,), _ = self.fetch("", state, (DURABLE,))
+        assert unset.unusable and "FABRIC_DURABLE is not set" in unset.why

@@ -54,7 +54,7 @@ class Crowd:
             mine = self.names[number :: len(others)]
             about = {"url": lighthouse.url, "token": token, "job": JOB, "names": mine, "total": SESSIONS}
             process = subprocess.Popen(
-                [sys.executable, str(HERE / "lighthouse_crowd.py"), json.dumps(about)],
+                [sys.executable, str(HERE / "lighthouse_crowd.py")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -64,6 +64,9 @@ class Crowd:
             stack.callback(process.kill)
             os.sched_setaffinity(process.pid, others)
             self.processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(about) + "\n")
+            process.stdin.flush()
         for process in self.processes:
             self._answer(process)
 

@@ -4,8 +4,8 @@ Each session is a connection of its own that speaks the members' protocol in its
 it is, beats once a second, follows epochs (told whole or as changes), reports and runs. Only the training is
 left out. What the sessions of a process share is the decoding of messages that are the same for all.
 
-Run by ``benchmarks/lighthouse.py`` with one line of JSON as the argument; then commands come as lines on
-stdin (``kill NAME``, ``mark``, ``state``, ``end``), and every answer is one line of JSON on stdout.
+Run by ``benchmarks/lighthouse.py`` with one line of JSON on stdin; then commands come as lines there
+(``kill NAME``, ``mark``, ``state``, ``end``), and every answer is one line of JSON on stdout.
 """
 
 import asyncio
@@ -298,4 +298,4 @@ def answer(body: dict[str, object]) -> None:
 if __name__ == "__main__":
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    uvloop.run(main(**json.loads(sys.argv[1])))
+    uvloop.run(main(**json.loads(sys.stdin.readline())))

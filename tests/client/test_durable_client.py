@@ -73,9 +73,12 @@ class TestFinding:
 
 @dataclass
 class Slots:
-    """Where a fetched state goes."""
+    """Where a fetched state goes; this host's own server holds none."""
 
     memory: bytearray
+
+    def held(self, state: SnapshotRef) -> int:
+        return -1
 
     def target(self, nbytes: int) -> tuple[int, memoryview]:
         self.memory = bytearray(nbytes)

@@ -152,7 +152,7 @@ class Lighthouse(Process):
         return [
             *(sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self._store),
             *("--port", str(self._port), "--token-file", str(self._token_file)),
-            *("--ready-file", str(self._ready), "--max-replicas", "100000"),
+            *("--ready-file", str(self._ready), "--max-replicas", "30000"),
         ]
 
     def environment(self) -> dict[str, str]:

@@ -24,6 +24,8 @@ MAX_RANKS = 65_536
 MAX_SNAPSHOTS = 64
 MAX_MICRO_BATCHES = 1_000_000
 MAX_REPLICAS = 1024
+# As many as a lighthouse may be told to take; a record of some 35,000 is as long as a store's value may be.
+MOST_REPLICAS = 30_000
 MAX_DEATHS = 64
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

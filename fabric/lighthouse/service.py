@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fabric.errors import ConfigError, FabricError, StoreUnavailable
 from fabric.lighthouse.election import Candidate, Election, Hooks, Term
-from fabric.lighthouse.incoming import MAX_REPLICAS, check_name
+from fabric.lighthouse.incoming import MOST_REPLICAS, check_name
 from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.jobs import Jobs, Quotas
 from fabric.lighthouse.metrics import Metrics
@@ -106,8 +106,8 @@ def check_settings(settings: LighthouseSettings) -> None:
     if not 0 <= settings.leader.failures <= 1000:
         raise ConfigError(f"failures is {settings.leader.failures}: give 0 (never) to 1000")
     quotas = settings.quotas
-    if min(quotas.jobs, quotas.replicas) < 1 or quotas.replicas > MAX_REPLICAS:
-        raise ConfigError(f"max-jobs and max-replicas: give at least 1, and at most {MAX_REPLICAS} replicas")
+    if min(quotas.jobs, quotas.replicas) < 1 or quotas.replicas > MOST_REPLICAS:
+        raise ConfigError(f"max-jobs and max-replicas: give at least 1, and at most {MOST_REPLICAS} replicas")
     if not 0.25 <= quotas.retain_s <= 1e9:
         raise ConfigError(f"retain-s is {quotas.retain_s:g}: give 0.25 to 1e9 seconds")
     if settings.job_tokens is not None and not settings.job_tokens.is_dir():

@@ -83,10 +83,14 @@ class Job:
     def token(self) -> Path:
         return self.folder / "token"
 
-    def start_lighthouse(self, port: int = 0) -> None:
+    def start_lighthouse(self, port: int = 0, apart: int = 0) -> None:
+        """``apart``: it speaks a protocol version that many above ours."""
         ready = self.folder / "lighthouse.json"
         ready.unlink(missing_ok=True)
-        command = [*self.inside, sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self.store]
+        program = (
+            ["-m", "fabric.cli.main"] if not apart else [str(HERE / "version_lighthouse.py"), str(apart)]
+        )
+        command = [*self.inside, sys.executable, *program, "lighthouse", "--store", self.store]
         command += ["--bind", self.bind, "--port", str(port), "--token-file", str(self.token)]
         command += ["--ready-file", str(ready)]
         command += ["--namespace", self.environment.get("TEST_NAMESPACE", "default")]

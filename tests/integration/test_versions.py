@@ -22,6 +22,25 @@ def test_a_neighbouring_version_takes_part(zygote, tmp_path, apart):
         assert any(len(e["contributions"]) == 3 for e in job.events("r0", "commit"))
 
 
+@pytest.mark.parametrize("apart", [-1, 1])
+def test_a_lighthouse_is_replaced_by_one_of_a_neighbouring_version(zygote, tmp_path, apart):
+    """A rolling upgrade, and one that is taken back: the other reads its record and its members go on."""
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "300", "TINY_STEP_S": "0.01"}) as job:
+        job.start_all()
+        job.wait_for(lambda: len(job.events("r0", "commit")) > 10, "ten steps under our lighthouse")
+        port = int(job.url.rsplit(":", 1)[1])
+        job.stop_lighthouse()
+        job.start_lighthouse(port, apart)
+        job.kill("r1")
+        job.wait_for(lambda: job.ended("r1") is not None, "r1's end")
+        job.start("r1")
+        job.wait_for(lambda: job.events("r1", "joined"), "the other lighthouse to let r1 back in")
+        job.stop_lighthouse()
+        job.start_lighthouse(port)
+        finish_and_check(job, 300)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
+
+
 @pytest.mark.parametrize("apart", [-2, 2])
 def test_a_version_further_away_is_refused_and_disturbs_nobody(pair, apart):  # noqa: F811
     said = refused(pair, "r2", **of(apart))

@@ -201,10 +201,16 @@ class Job:
 
     def open(self, connection: Connection, session: m.Session, policy: Policy) -> bool:
         """Begin (or say again) a session; False when the core refused it, and it is being closed."""
-        others = {*self.sessions, *(self.core.record.names if self.core.record else ())} - {session.replica}
-        if len(others) >= self._around.max_replicas:
+        # Only a job that may be full is counted: thousands of sessions open within seconds.
+        record = self.core.record
+        known = len(self.sessions) + (len(record.roster) if record else 0)
+        names = (
+            {*self.sessions, *(record.names if record else ())} if known >= self._around.max_replicas else ()
+        )
+        count = len(set(names) - {session.replica})
+        if count >= self._around.max_replicas:
             reason = (
-                f"{session.replica} is not taken: job {self.name} has {len(others)} replicas, as many as "
+                f"{session.replica} is not taken: job {self.name} has {count} replicas, as many as "
                 "this lighthouse allows; end another one first, or have --max-replicas raised"
             )
             self._note("session refused", session.replica, reason)

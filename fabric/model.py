@@ -29,6 +29,11 @@ def cause_of(epoch: int) -> str:
     return f"e{epoch}"
 
 
+def counted(count: int, noun: str) -> str:
+    """For sentences: "1 step", "2 steps"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where one rank of a replica is reached: ``host:port`` of its links, base URL of its checkpoint server

@@ -9,6 +9,10 @@ from typing import Any
 import click
 
 from fabric.cli.asking import Lighthouses, lighthouse_options
+from fabric.lighthouse.incoming import MOST_REPLICAS
+
+# The lighthouse's own --max-replicas bounds it further.
+_REPLICAS = click.IntRange(0, MOST_REPLICAS)
 
 
 def _command(action: str, help_text: str, done: str) -> Callable[..., None]:
@@ -75,8 +79,8 @@ scale = _order(
     "scale",
     "Set how many members a job needs to step and how many it may have; surplus ones leave, newest first.",
     "needs {least}, and may have {most}",
-    click.option("--min", type=click.IntRange(0, 1024), help="Needed to step; 0: as the replicas ask."),
-    click.option("--max", type=click.IntRange(0, 1024), help="At most so many; 0: as the replicas ask."),
+    click.option("--min", type=_REPLICAS, help="Needed to step; 0: as the replicas ask."),
+    click.option("--max", type=_REPLICAS, help="At most so many; 0: as the replicas ask."),
 )
 admit = _order(
     "admit",

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fabric.cli.asking import Lighthouses, lighthouse_options
 from fabric.errors import FabricError, Unreachable
+from fabric.model import counted
 
 _SPENT = ("training", "degraded", "recovering", "stalled")
 # Below this width a terminal gets the columns that say who is in trouble, and not the addresses.
@@ -88,8 +89,9 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     lighthouse, store = job["lighthouse"], job["store"]
     ledger = job.get("ledger") or {}
     led = f"led by {lighthouse['url']} over store {store['id']}"
-    waiting = f"waiting for {job['waiting_for']}"
-    lines = [title + because, waiting, f"recoverable: {recoverable(job['recoverable'])}"]
+    lines = [title + because]
+    if not job["complete"]:
+        lines += [f"waiting for {job['waiting_for']}", f"recoverable: {recoverable(job['recoverable'])}"]
     if job.get("durable"):
         newest = job["durable"]
         lines.append(f"durable: step {newest['step']} of generation {newest['generation']}")
@@ -105,7 +107,7 @@ def recoverable(state: dict[str, Any] | None) -> str:
     behind, age_s = state["steps_behind"], state["age_s"]
     said = [f"step {state['step']} of generation {state['generation']}"]
     said += [f"{age_s:.1f} s old"] if age_s is not None else []
-    said += [f"{behind} steps behind"] if behind is not None else []
+    said += [f"{counted(behind, 'step')} behind"] if behind is not None else []
     return ", ".join(said)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from fabric.errors import ProtocolError, Refused
-from fabric.lighthouse.incoming import MAX_REPLICAS, check_name
+from fabric.lighthouse.incoming import check_name
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
 from fabric.protocol import leader_io as io
@@ -60,11 +60,12 @@ def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await _body(request, '{"who": "me", "why": "maintenance"}')
         about = _text(body, "about") if action == "admit" else ""
-        least, most = _count(body, "min"), _count(body, "max")
-        asked = io.Operator(action, about, _text(body, "who"), _text(body, "why"), least, most)
+        who, why = _text(body, "who"), _text(body, "why")
         job = find_job(jobs(), request)
         if isinstance(job, web.Response):
             return job
+        least, most = (_count(body, name, job.max_replicas) for name in ("min", "max"))
+        asked = io.Operator(action, about, who, why, least, most)
         _check_order(job, asked)
         job.operate(asked)
         await job.kept(KEPT_WITHIN_S)
@@ -127,10 +128,12 @@ def _text(body: dict[str, Any], name: str) -> str:
     return value
 
 
-def _count(body: dict[str, Any], name: str) -> int | None:
+def _count(body: dict[str, Any], name: str, most: int) -> int | None:
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_REPLICAS:
-        raise ProtocolError(f'"{name}" must be a count of replicas from 0 to {MAX_REPLICAS}')
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ProtocolError(
+            f'"{name}" must be a count of replicas from 0 to {most}, this lighthouse\'s --max-replicas'
+        )
     return value

@@ -23,6 +23,7 @@ MAX_DESCRIPTION = 64 * 1024
 MAX_RANKS = 65_536
 MAX_SNAPSHOTS = 64
 MAX_MICRO_BATCHES = 1_000_000
+# As many replicas as a job may have where a lighthouse is not told otherwise.
 MAX_REPLICAS = 1024
 # As many as a lighthouse may be told to take; a record of some 35,000 is as long as a store's value may be.
 MOST_REPLICAS = 30_000
@@ -44,9 +45,9 @@ def check_name(what: str, name: str) -> str:
 
 def parse_policy(text: str, start_wait_s: float) -> Policy:
     """The policy that ``?replicas=`` asks for: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
-    takes 8. Empty is "1". Raises ConfigError."""
+    takes 8. Empty is "1". The lighthouse bounds it by its own setting. Raises ConfigError."""
     least, start = parse_replicas(text or "1")
-    most = start if ":" in text else max(MAX_REPLICAS, start)
+    most = start if ":" in text else max(MOST_REPLICAS, start)
     return Policy(min_replicas=least, max_replicas=most, start_replicas=start, start_wait_s=start_wait_s)
 
 
@@ -120,7 +121,7 @@ def _checked_session(session: m.Session) -> m.Session:
         ("generation", 0, wire.MAX_INTEGER),
         ("step", 0, wire.MAX_INTEGER),
         ("epoch", 0, wire.MAX_INTEGER),
-        ("seat", -1, MAX_REPLICAS - 1),
+        ("seat", -1, MOST_REPLICAS - 1),
     ):
         if not low <= getattr(session, name) <= high:
             raise ProtocolError(f"Session.{name} must be from {low} to {high}")
@@ -131,8 +132,8 @@ def _checked_session(session: m.Session) -> m.Session:
 def _check_sharing(sharing: Sharing) -> None:
     if sharing.policy not in ("constant", "shrink") or sharing.on_poison not in ("stop", "skip"):
         raise ProtocolError("Session.sharing has a policy or an on_poison that nobody knows")
-    if not (1 <= sharing.seats <= MAX_REPLICAS and 0 <= sharing.readers <= sharing.seats):
-        raise ProtocolError(f"Session.sharing must have 1 to {MAX_REPLICAS} seats, and no more readers")
+    if not (1 <= sharing.seats <= MOST_REPLICAS and 0 <= sharing.readers <= sharing.seats):
+        raise ProtocolError(f"Session.sharing must have 1 to {MOST_REPLICAS} seats, and no more readers")
 
 
 def _check_length(name: str, text: str, most: int) -> None:

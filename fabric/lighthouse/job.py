@@ -31,7 +31,7 @@ from fabric.lighthouse.progress import recoverable, top_step
 from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recovery import Recoveries, Recovery
 from fabric.lighthouse.traces import Traces
-from fabric.model import Policy, Record
+from fabric.model import Policy, Record, counted
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol import wire
@@ -119,6 +119,11 @@ class Job:
     def is_running(self) -> bool:
         """False for the moment between a defect and the core's remaking."""
         return self._driver is not None
+
+    @property
+    def max_replicas(self) -> int:
+        """As many as this lighthouse lets a job have."""
+        return self._around.max_replicas
 
     @property
     def is_idle(self) -> bool:
@@ -210,8 +215,8 @@ class Job:
         count = len(set(names) - {session.replica})
         if count >= self._around.max_replicas:
             reason = (
-                f"{session.replica} is not taken: job {self.name} has {count} replicas, as many as "
-                "this lighthouse allows; end another one first, or have --max-replicas raised"
+                f"{session.replica} is not taken: job {self.name} has {counted(count, 'replica')}, as "
+                "many as this lighthouse allows; end another one first, or have --max-replicas raised"
             )
             self._note("session refused", session.replica, reason)
             connection.send(self._frames.of(m.Rejected(reason), connection.packs))

@@ -22,7 +22,7 @@ from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.records import StoredRecord, job_of, ledger_of, records_prefix, recoveries_of
 from fabric.lighthouse.recovery import Recoveries, from_json
 from fabric.lighthouse.traces import Traces
-from fabric.model import Record
+from fabric.model import Record, counted
 from fabric.protocol import wire
 from fabric.protocol.leader import LeaderConfig
 from fabric.runtime.tasks import Tasks
@@ -115,8 +115,8 @@ class Jobs:
             raise StoreUnavailable("this lighthouse does not lead now: connect again")
         if sum(not job.is_complete for job in self.by_name.values()) >= self._quotas.jobs:
             raise Refused(
-                f"job {name} is not taken: this lighthouse leads {self._quotas.jobs} jobs, as many as it "
-                "may; wait until one is complete, or have --max-jobs raised"
+                f"job {name} is not taken: this lighthouse leads {counted(self._quotas.jobs, 'job')}, as "
+                "many as it may; wait until one is complete, or have --max-jobs raised"
             )
         return self._make(self._around, name, None, 0)
 

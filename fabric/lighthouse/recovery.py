@@ -22,7 +22,8 @@ _LOOK_S = 0.05
 
 @dataclass(slots=True)
 class Return:
-    """A lost replica on its way back: its new process's session, its state, its first round. 0.0: not yet."""
+    """A lost replica on its way back: its new process's session (or that the lost one goes on and knows that
+    it is outside), its state, its first round. 0.0: not yet."""
 
     started: float = 0.0
     has_state: float = 0.0
@@ -32,7 +33,8 @@ class Return:
 @dataclass(slots=True)
 class Recovery:
     """``id`` is that of the event that began it. ``kind``: death, abort or cold start. ``lost``: the replicas
-    that it cost, ``step`` the newest one known then. Times are 0.0 until they come. ``steps_lost`` and
+    that it cost, ``incarnations`` which process of each. ``step``: the newest one known then, or the one that
+    the others went on from where that was news. Times are 0.0 until they come. ``steps_lost`` and
     ``micro_batches_lost`` count committed work that only dead memory held. ``cause``: the id that events,
     replicas and checkpoint servers give to it. ``diagnosis``: why, as ``fabric.lighthouse.diagnosis`` judged
     from what the ranks concerned showed; None until then, and where nobody could be asked."""
@@ -45,6 +47,7 @@ class Recovery:
     generation: int = 0
     epoch: int = 0
     lost: dict[str, Return] = field(default_factory=dict)
+    incarnations: dict[str, int] = field(default_factory=dict)
     epoch_committed: float = 0.0
     links_up: float = 0.0
     step_committed: float = 0.0
@@ -72,8 +75,9 @@ def from_json(body: Any) -> Recovery:
         lost = {
             str(name): Return(**{k: float(v) for k, v in back.items()}) for name, back in body["lost"].items()
         }
+        incarnations = {str(name): int(number) for name, number in body.get("incarnations", {}).items()}
         known = {name: value for name, value in body.items() if name in _FIELDS}
-        recovery = Recovery(**{**known, "lost": lost})
+        recovery = Recovery(**{**known, "lost": lost, "incarnations": incarnations})
         if not isinstance(recovery.diagnosis, dict | None):
             raise TypeError("its diagnosis is no object")
         recovery.id, recovery.step, recovery.epoch = int(recovery.id), int(recovery.step), int(recovery.epoch)
@@ -157,6 +161,7 @@ class Recoveries:
             if not record.lists(member.replica, member.incarnation) and not member.leaving:
                 recovery.kind = "death"
                 self._supersede(member.replica, recovery)
+                recovery.incarnations[member.replica] = member.incarnation
         if record.generation != before.generation:
             recovery.kind = "cold start"
             recovery.steps_lost = max(0, recovery.step - record.base.step)
@@ -186,26 +191,48 @@ def _fill(recovery: Recovery, core: Leader, now: float) -> bool:
     changed = False
     if not recovery.links_up and (record.epoch > recovery.epoch or _everybody_runs(core, record)):
         recovery.links_up, changed = now, True
-    if not recovery.step_committed and (record.complete or top_step(core) > recovery.step):
+    changed = _note_resume(recovery, core) or changed
+    if not recovery.step_committed and _has_stepped(recovery, core, record):
         recovery.links_up = recovery.links_up or now
         recovery.step_committed, changed = now, True
-    for replica, back in recovery.lost.items():
-        changed = _fill_return(back, replica, core, record, now) or changed
+    for replica in recovery.lost:
+        changed = _fill_return(recovery, replica, core, record, now) or changed
     return changed
+
+
+def _note_resume(recovery: Recovery, core: Leader) -> bool:
+    """The step that the others go on from: a leader that has just begun knew none when the failure came."""
+    decision = core.epoch.decision
+    if recovery.step_committed or decision is None or decision.step <= recovery.step:
+        return False
+    recovery.step = decision.step
+    return True
+
+
+def _has_stepped(recovery: Recovery, core: Leader, record: Record) -> bool:
+    """Whether a step was committed since: before the decision, what a member tells of is an older one."""
+    is_decided = not record.is_forced or core.epoch.decision is not None
+    return record.complete or (is_decided and top_step(core) > recovery.step)
 
 
 def _everybody_runs(core: Leader, record: Record) -> bool:
     return len(core.epoch.running) >= len(record.roster)
 
 
-def _fill_return(back: Return, replica: str, core: Leader, record: Record, now: float) -> bool:
-    peer = core.liveness.peers.get(replica)
+def _fill_return(recovery: Recovery, replica: str, core: Leader, record: Record, now: float) -> bool:
+    back, peer = recovery.lost[replica], core.liveness.peers.get(replica)
     if back.joined or peer is None or not peer.connected:
         return False
+    # A session may outlive its process for a while. One that goes on says that it knows of the epoch without
+    # it, and has its old state: it counts as one that has the job's when it has caught up.
+    is_lost_one = peer.incarnation == recovery.incarnations.get(replica)
+    if is_lost_one and (peer.beat is None or peer.beat.epoch < recovery.epoch):
+        return False
+    is_near = not is_lost_one or top_step(core) - peer.step <= 1
     member = record.lists(replica, peer.incarnation)
     before = (back.started, back.has_state, back.joined)
     back.started = back.started or now
-    if member or peer.generation == record.generation:
+    if member or (is_near and peer.generation == record.generation):
         back.has_state = back.has_state or now
     if member and replica in core.epoch.running:
         back.joined = now

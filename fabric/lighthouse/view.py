@@ -6,7 +6,7 @@ from typing import Any
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.progress import recoverable, top_step
 from fabric.lighthouse.reasons import time_of_day, waiting_for
-from fabric.model import Member, Record
+from fabric.model import Member, Record, counted
 from fabric.protocol.leader import Leader
 from fabric.protocol.leader_base import Setback
 from fabric.protocol.liveness import Peer, PulseState
@@ -87,15 +87,20 @@ def _member_view(core: Leader, member: Member, now: float) -> dict[str, Any]:
     liveness, epoch = core.liveness, core.epoch
     peer, pulse = liveness.peers.get(member.replica), liveness.pulses.get(member.replica)
     verdict = epoch.condemned.get(member.replica) or liveness.verdict(member, now)
-    if not verdict and member.replica in epoch.aborted:
+    is_complete = core.record is not None and core.record.complete
+    if is_complete:
+        verdict = "finished"
+    elif not verdict and member.replica in epoch.aborted:
         verdict = f"aborted: {epoch.aborted[member.replica].why}"
+    session = _session_view(peer if peer and peer.incarnation == member.incarnation else None, now)
     alive = pulse is not None and pulse.incarnation == member.incarnation and pulse.ckpt
     return {
         **asdict(member),
         # A server that was started again listens elsewhere than the record says.
         "ckpt": pulse.ckpt if pulse is not None and alive else member.ckpt,
         "running": member.replica in epoch.running,
-        **_session_view(peer if peer and peer.incarnation == member.incarnation else None, now),
+        **session,
+        "phase": "" if is_complete else session["phase"],
         "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == member.incarnation else None,
         "verdict": verdict or "alive",
     }
@@ -108,15 +113,21 @@ def _joiner_view(core: Leader, peer: Peer, now: float) -> dict[str, Any]:
         verdict = "waits for the first start"
     elif session.replica in core.finished:
         verdict = f"has finished at step {core.finished[session.replica]}"
+    elif core.record.complete:
+        verdict = "the job is complete"
+    elif doubt := core.liveness.doubt(session, now):
+        verdict = doubt
     elif core.kept_out(peer):
         verdict = core.kept_out(peer)
     elif now < (setback := core.setbacks.get((session.replica, peer.incarnation), Setback())).until:
         again, times = time_of_day(setback.until, now), setback.times
-        verdict = f"is not admitted before {again}: evicted {times} times, and waits longer every time"
+        verdict = (
+            f"is not admitted before {again}: evicted {counted(times, 'time')}, and waits longer every time"
+        )
     elif peer.generation != core.record.generation:
         verdict = "has no state of this generation yet"
     else:
-        verdict = f"catches up: {max(0, top_step(core) - peer.step)} steps behind"
+        verdict = f"catches up: {counted(max(0, top_step(core) - peer.step), 'step')} behind"
     return {
         "replica": session.replica,
         "incarnation": session.incarnation,

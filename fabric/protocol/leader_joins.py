@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from fabric.model import DURABLE, Base, Member, Record, SnapshotRef, cause_of
+from fabric.model import DURABLE, Base, Member, Record, SnapshotRef, cause_of, counted
 from fabric.protocol import messages as m
 from fabric.protocol.assignment import seated
 from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, base_ref
@@ -332,7 +332,11 @@ class Joins(Failures):
         if record is None and base.generation == 0:
             return "first start"
         known = max(self._top_step(record), base.step) if record is not None else base.step
-        lost = f", {known - base.step} steps lost with the memory that held them" if known > base.step else ""
+        lost = (
+            f", {counted(known - base.step, 'step')} lost with the memory that held them"
+            if known > base.step
+            else ""
+        )
         where = ", a durable checkpoint" if base.sources == (DURABLE,) else ""
         passed = f" ({self._unusable()})" if self.unusable else ""
         return f"cold start from step {base.step} of generation {base.generation}{where}{lost}{passed}"

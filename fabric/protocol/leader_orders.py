@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from fabric.model import Failure, Member, Orders, Record
+from fabric.model import Failure, Member, Orders, Record, counted
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.leader_base import LeaderBase, Setback
@@ -35,8 +35,8 @@ class Penalty:
     def sentence(self) -> str:
         end = f"{datetime.fromtimestamp(self.until, UTC):%Y-%m-%d %H:%M:%S} UTC"
         return (
-            f"{self.kind} {self.about} failed {self.times} times, last: {self.why}; it is not admitted "
-            f"before {end}: mend it, then `fabric admit {self.about}` lets it in at once"
+            f"{self.kind} {self.about} failed {counted(self.times, 'time')}, last: {self.why}; it is not "
+            f"admitted before {end}: mend it, then `fabric admit {self.about}` lets it in at once"
         )
 
 
@@ -111,7 +111,8 @@ class Admission(LeaderBase):
         """Members learn how many are needed from their epoch: a forced one, as it parks or wakes them all."""
         if (len(record.roster) < self.least) == self._is_parked(record):
             return False
-        why = f"{self.least} replicas are needed: scaled {self.orders.scaled}"
+        said = f"scaled {self.orders.scaled}" if self.orders.min_replicas else "as its replicas ask for"
+        why = f"the job needs {counted(self.least, 'replica')}: {said}"
         self._write_epoch(record, record.roster, forced=True, why=why)
         return True
 
@@ -203,7 +204,10 @@ class Admission(LeaderBase):
             return penalty.sentence
         enough = self.full if peer.session.spare else self.most
         if len(record.roster) >= enough:
-            return f"the job has its {enough} members: this one stands by, to take the place of one that dies"
+            return (
+                f"the job has its {counted(enough, 'member')}: this one stands by, to take the place of one "
+                "that dies"
+            )
         return ""
 
     def _is_penalised(self, record: Record, peer: Peer) -> bool:
@@ -213,6 +217,8 @@ class Admission(LeaderBase):
         """Who waits outside is told why, once for every reason."""
         for name, peer in self.liveness.peers.items():
             why = self.kept_out(peer) if peer.connected and name not in self.draining else ""
+            # The session of a process that has ended may stand for a while: that one does not wait.
+            why = "" if why and self._doubt(peer) else why
             if why == self.held.get(name, ""):
                 continue
             self.held[name] = why

@@ -14,6 +14,7 @@ from lighthouse_support import (
     ROOT,
     LighthouseProcess,
     WireMember,
+    WirePulse,
     close_all,
     eventually,
     fabric,
@@ -174,6 +175,24 @@ class TestStatus:
         state = {"generation": 2, "step": 7, "digest": "d", "steps_behind": 3, "age_s": 90.04}
         assert recoverable(state) == "step 7 of generation 2, 90.0 s old, 3 steps behind"
         assert recoverable({**state, "steps_behind": None, "age_s": None}) == "step 7 of generation 2"
+        assert recoverable({**state, "steps_behind": 1}).endswith(", 1 step behind")
+
+    async def test_a_complete_job_is_shown_as_finished(self, lighthouse, http, job):
+        members = await start_job(http, lighthouse.url, count=2, job=job)
+        pulse = await WirePulse(http, lighthouse.url, "r1", job).open()
+        for member in members:
+            await member.say(m.Finished(member.newest.fence, 7))
+        for member in members:
+            await member.next(m.Complete)
+        await pulse.beat("gone")
+        await close_all(members)
+        shown = fabric(
+            *("status", "--lighthouse", lighthouse.url, "--token-file", lighthouse.token_file, "--job", job)
+        )
+        assert shown.returncode == 0, shown.stderr
+        assert "finished at step 7" in shown.stdout and shown.stdout.count(" finished ") == 2, "both members"
+        for wrong in ("recoverable", "waiting for", " run ", "is gone", "newer process"):
+            assert wrong not in shown.stdout
 
     async def test_the_list_and_one_job(self, lighthouse, http, job):
         members = await start_job(http, lighthouse.url, count=2, job=job)

@@ -10,7 +10,7 @@ import pytest
 from fabric.errors import ConfigError, ProtocolError
 from fabric.lighthouse import reasons
 from fabric.lighthouse.events import EventLog
-from fabric.lighthouse.incoming import check_name, decode_member, decode_pulse, parse_policy
+from fabric.lighthouse.incoming import MOST_REPLICAS, check_name, decode_member, decode_pulse, parse_policy
 from fabric.lighthouse.reasons import waiting_for
 from fabric.lighthouse.records import job_of, record_key
 from fabric.model import Fence, SnapshotRef
@@ -56,11 +56,14 @@ class TestEventLog:
 class TestIncoming:
     def test_policies(self):
         assert parse_policy("3", 9.0).start_replicas == 3 and parse_policy("3", 9.0).min_replicas == 1
-        assert parse_policy("3", 9.0).max_replicas == 1024 and parse_policy("3", 9.0).start_wait_s == 9.0
+        assert (
+            parse_policy("3", 9.0).max_replicas == MOST_REPLICAS
+            and parse_policy("3", 9.0).start_wait_s == 9.0
+        )
         ranged = parse_policy("2:8", 9.0)
         assert (ranged.min_replicas, ranged.start_replicas, ranged.max_replicas) == (2, 8, 8)
         assert parse_policy("", 9.0).start_replicas == 1
-        assert parse_policy("5000", 9.0).max_replicas == 5000
+        assert parse_policy("50000", 9.0).max_replicas == 50_000
         for bad in ("0", "0:1", "3:2", "a", "1:2:3", "-1"):
             with pytest.raises(ConfigError):
                 parse_policy(bad, 9.0)

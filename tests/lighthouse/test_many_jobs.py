@@ -16,6 +16,7 @@ from lighthouse_support import (
     get,
     headers,
     post,
+    sentence_of,
     start_job,
 )
 
@@ -131,6 +132,20 @@ async def test_a_job_is_let_in_and_shut_out_without_a_restart(http, tmp_path):
         await eventually(lambda: answers(401, "another"), "the job to be shut out")
 
 
+async def test_the_lighthouses_own_setting_bounds_what_a_job_may_have(http, tmp_path):
+    with LighthouseProcess(tmp_path, "memory:", arguments=("--max-replicas", "5000")) as lighthouse:
+        member, *_ = await start_job(http, lighthouse.url, count=1, job="large", seat=1500)
+        url = f"{lighthouse.url}/v1/jobs/large"
+        assert (await get(http, url))[1]["policy"]["max_replicas"] == 5000
+        where = ("--lighthouse", lighthouse.url, "--token-file", lighthouse.token_file, "--job", "large")
+        done = fabric("scale", "--max", "3000", *where, "--why", "it grows")
+        assert done.returncode == 0 and "may have 3000" in done.stdout, done.stderr
+        assert (await get(http, url))[1]["policy"]["max_replicas"] == 3000
+        refused = fabric("scale", "--max", "5001", *where, "--why", "it grows")
+        assert "from 0 to 5000" in sentence_of(refused)
+        await member.close()
+
+
 async def test_quotas_are_refused_with_what_to_do(http, tmp_path):
     with LighthouseProcess(
         tmp_path, "memory:", arguments=("--max-jobs", "1", "--max-replicas", "2")
@@ -141,7 +156,13 @@ async def test_quotas_are_refused_with_what_to_do(http, tmp_path):
         assert "job first has 2 replicas" in reason and "--max-replicas" in reason
         other = await WireMember(http, lighthouse.url, "r0", job="second", replicas="1").open()
         reason = (await other.next(m.Rejected)).reason
-        assert "leads 1 jobs" in reason and "--max-jobs" in reason
+        assert "leads 1 job," in reason and "--max-jobs" in reason
+        # What is ordered has the same bound, and no other one.
+        url = f"{lighthouse.url}/v1/jobs/first/scale"
+        asked = {"who": "me", "why": "more"}
+        code, answer = await post(http, url, {**asked, "max": 3})
+        assert code == 400 and "from 0 to 2" in answer["error"]
+        assert (await post(http, url, {**asked, "max": 2}))[0] == 200
         # Who is a member already comes back after its connection broke.
         members[1].cut()
         await members[1].open()

@@ -125,6 +125,7 @@ async def test_the_size_of_a_job_is_set_and_members_learn_what_it_needs(lighthou
         ("scale", {**ANN, "min": 5, "max": 2}, 409, "at least 5 and at most 2"),
         ("scale", ANN, 400, "give"),
         ("scale", {**ANN, "max": -1}, 400, "count of replicas"),
+        ("scale", {**ANN, "max": 1025}, 400, "from 0 to 1024, this lighthouse's --max-replicas"),
         ("scale", {**ANN, "max": True}, 400, "count of replicas"),
         ("scale", {**ANN, "max": "2"}, 400, "count of replicas"),
         ("pause", {"who": "ann"}, 400, '"why" must be'),

@@ -76,6 +76,89 @@ async def test_a_death_is_timed_from_detection_to_the_return(lighthouse, http, j
     await close_all([*survivors, again])
 
 
+async def test_a_process_that_is_lost_is_back_only_when_it_knows_that_it_was_out(lighthouse, http, job):
+    """Evidence comes from the checkpoint server: the session stands, in the generation that goes on."""
+    members = await start_job(http, lighthouse.url, job=job)
+    for member in members:
+        await beat_step(member, 2, 7)
+    pulse = await WirePulse(http, lighthouse.url, "r1", job).open()
+    await pulse.beat("stopped")
+    survivors = [members[0], members[2]]
+    for member in survivors:
+        await member.epoch(2)
+    # As it was written before the signal, heard late.
+    before = members[1].newest.epoch
+    assert before == 1
+    await beat_step(members[1], 3, 7)
+    (record,) = await recoveries(http, lighthouse.url, job)
+    assert record["lost"]["r1"] == {"started": 0.0, "has_state": 0.0, "joined": 0.0}
+    assert record["incarnations"] == {"r1": 1}
+    async with http.get(f"{lighthouse.url}/v1/jobs/{job}", headers=headers()) as answer:
+        (joiner,) = (await answer.json())["joiners"]
+    assert "its trainer has been stopped for" in joiner["verdict"]
+    for member in survivors:
+        await member.say(m.Report(member.newest.fence, 1, 9, "", 0, 0, (), False, "", ()))
+    for member in survivors:
+        await member.next(m.Resume)
+        await member.say(m.Running(member.newest.fence, 9))
+        await beat_step(member, 3, 9)
+    await pulse.beat("running")
+    await members[1].epoch(2)
+    await beat_step(members[1], 4, 7)
+    (record,) = await recoveries(http, lighthouse.url, job)
+    assert record["lost"]["r1"]["started"] and not record["lost"]["r1"]["has_state"], "two steps behind"
+    await beat_step(members[1], 5, 9)
+    (record,) = await recoveries(http, lighthouse.url, job)
+    assert record["lost"]["r1"]["has_state"]
+    await close_all(members)
+
+
+async def test_a_leader_that_has_just_begun_learns_the_step_and_counts_only_the_next_one(http):
+    space = MemorySpace()
+
+    async def led_by(lighthouse):
+        async def leads() -> bool:
+            return lighthouse.parts.leads and lighthouse.jobs.loaded.is_set()
+
+        await eventually(leads, "it to lead")
+
+    async with lighthouse_on(MemoryStore(space)) as first:
+        await led_by(first)
+        members = await start_job(http, first.url)
+        for member in members:
+            await beat_step(member, 2, 56)
+        await close_all(members)
+    async with lighthouse_on(MemoryStore(space)) as second:
+        await led_by(second)
+        pulse = await WirePulse(http, second.url, "r1").open()
+        await pulse.beat("gone")
+
+        async def answered() -> bool:
+            found = await recoveries(http, second.url, "job")
+            return bool(found and found[0]["epoch_committed"])
+
+        await eventually(answered, "the epoch without it, before anybody has a session")
+        survivors = [WireMember(http, second.url, x, generation=1, step=56) for x in ("r0", "r2")]
+        for member in survivors:
+            await member.open()
+            await member.epoch(2)
+            await beat_step(member, 3, 56)
+        (record,) = await recoveries(http, second.url, "job")
+        assert not record["step_committed"], "what they tell of was committed before"
+        for member in survivors:
+            await member.say(m.Report(member.newest.fence, 1, 56, "", 0, 0, (), False, "", ()))
+        for member in survivors:
+            await member.next(m.Resume)
+            await member.say(m.Running(member.newest.fence, 56))
+            await beat_step(member, 4, 56)
+        (record,) = await recoveries(http, second.url, "job")
+        assert (record["step"], record["step_committed"]) == (56, 0.0)
+        await beat_step(survivors[0], 5, 57)
+        (record,) = await recoveries(http, second.url, "job")
+        assert (record["step"], record["steps_lost"]) == (56, 0) and record["step_committed"]
+        await close_all(survivors)
+
+
 async def test_records_outlive_the_lighthouse_that_wrote_them(http):
     space = MemorySpace()
     async with lighthouse_on(MemoryStore(space)) as first:
@@ -114,9 +197,14 @@ def test_only_the_newest_are_kept_and_a_loss_is_waited_for_once():
 
 
 def test_a_record_survives_the_store_and_nothing_else_is_taken_for_one():
-    recovery = Recovery(5, "death", "why", 3, 1.5, lost={"r1": Return(2.0, 3.0, 0.0)})
+    recovery = Recovery(5, "death", "why", 3, 1.5, lost={"r1": Return(2.0, 3.0, 0.0)}, incarnations={"r1": 7})
     assert from_json(json.loads(json.dumps(recovery.to_json()))) == recovery
     assert from_json({**recovery.to_json(), "of_a_later_release": 1}) == recovery
+    older = {name: value for name, value in recovery.to_json().items() if name != "incarnations"}
+    assert not from_json(older).incarnations
+    for wrong in ({"incarnations": 1}, {"incarnations": {"r": "x"}}):
+        with pytest.raises(ProtocolError):
+            from_json({**recovery.to_json(), **wrong})
     for wrong in ({}, [], {"lost": 1}, {"lost": {"r": {"x": 1}}}, {**recovery.to_json(), "id": "x"}):
         with pytest.raises(ProtocolError):
             from_json(wrong)

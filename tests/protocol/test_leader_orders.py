@@ -168,6 +168,34 @@ def test_who_comes_to_a_full_job_stands_by_and_takes_the_place_of_the_next_to_di
     assert lighthouse.record.names == ("a", "c"), "no process had to start"
 
 
+def test_a_process_that_has_ended_is_no_spare_and_one_that_goes_on_is():
+    lighthouse = started("a b c", max_replicas=2, start_replicas=2)
+    newcomer(lighthouse, "d")
+    lighthouse.pulse("b", "gone")
+    lighthouse.pulse("c", "stopped")
+    lighthouse.wait(1.0)
+    runs(lighthouse, "a", 5)
+    lighthouse.beat("d", 5)
+    runs(lighthouse, "a d", 5)
+    lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a", "d")
+    assert all(lighthouse.core.liveness.peers[x].connected for x in "bc"), "their sessions still stand"
+    assert not lighthouse.core.held.get("b") and not lighthouse.core.held.get("c")
+    lighthouse.pulse("c")
+    assert "the job has its 2 members" in told_to(lighthouse, "c")[0]
+    assert not lighthouse.core.held.get("b")
+
+
+def test_back_to_what_the_replicas_ask_for_is_said_as_that():
+    lighthouse = started("a")
+    order(lighthouse, "scale", min_replicas=2)
+    lighthouse.wait(0.1)
+    assert lighthouse.record.reason == "the job needs 2 replicas: scaled by ann: a test"
+    order(lighthouse, "scale", min_replicas=0)
+    runs(lighthouse, "a", 5)
+    assert lighthouse.record.reason == "the job needs 1 replica: as its replicas ask for"
+
+
 # --- penalties -------------------------------------------------------------------------------------------
 
 

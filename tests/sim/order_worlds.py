@@ -108,7 +108,7 @@ class OrderWorld(World):
                 counts[name] += 1
                 self.kept_out[name].add(effect.about)
         if effect.kind == "epoch":
-            counts["orders: scaled by a forced epoch"] += "replicas are needed: scaled" in effect.why
+            counts["orders: scaled by a forced epoch"] += effect.why.startswith("the job needs ")
             counts["orders: surplus left"] += "no longer wanted" in effect.why
             joined = effect.why.removesuffix(" joins").split(", ") if effect.why.endswith(" joins") else []
             for name, kept_out in self.kept_out.items():

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from sim.trainer import Trainer
 
 
+# Many times what a world of all faults needs; a leader that writes one after the other plays for minutes.
+MOST_EPOCHS = 1000
+
+
 class Violation(AssertionError):
     """An invariant was broken; the message says which, by whom, and how."""
 
@@ -76,6 +80,8 @@ class Checks:
         within = after.complete or bool(after.failed) or (before is not None and after.names == before.names)
         if before is not None and after.epoch not in (before.epoch + 1, before.epoch + (0 if within else 1)):
             raise Violation(f"epoch {after.epoch} was written over {before.epoch}")
+        if after.epoch > MOST_EPOCHS:
+            raise Violation(f"liveness: epochs follow each other without end ({after.reason})")
         if before is not None and before.complete:
             raise Violation("a record was written after the job was complete")
         if before is not None and after.generation != before.generation:

@@ -51,8 +51,8 @@ def redo_although_everybody_holds(patch: Patch) -> None:
 def drop_the_hold_on_abort(patch: Patch) -> None:
     abort = Member._abort
 
-    def aborted(member: Member, why: str, about: str) -> None:
-        abort(member, why, about)
+    def aborted(member: Member, why: str, about: str, **more: bool) -> None:
+        abort(member, why, about, **more)
         member.hold = None
 
     patch.setattr(Member, "_abort", aborted)
@@ -61,8 +61,8 @@ def drop_the_hold_on_abort(patch: Patch) -> None:
 def lose_have_on_abort(patch: Patch) -> None:
     abort = Member._abort
 
-    def aborted(member: Member, why: str, about: str) -> None:
-        abort(member, why, about)
+    def aborted(member: Member, why: str, about: str, **more: bool) -> None:
+        abort(member, why, about, **more)
         member.kept.have.clear()
 
     patch.setattr(Member, "_abort", aborted)
@@ -71,9 +71,9 @@ def lose_have_on_abort(patch: Patch) -> None:
 def keep_what_was_given_away(patch: Patch) -> None:
     abort = Member._abort
 
-    def aborted(member: Member, why: str, about: str) -> None:
+    def aborted(member: Member, why: str, about: str, **more: bool) -> None:
         config, member.config = member.config, replace(member.config, retain=True)
-        abort(member, why, about)
+        abort(member, why, about, **more)
         member.config = config
 
     patch.setattr(Member, "_abort", aborted)

@@ -104,9 +104,9 @@ def let_the_awaited_in_with_what_it_had(patch: Patch) -> None:
 def admit_the_awaited_by_a_planned_epoch(patch: Patch) -> None:
     write = Leader._write_epoch
 
-    def planned(leader: Leader, record: Record, roster: tuple, forced: bool, why: str) -> None:
+    def planned(leader: Leader, record: Record, roster: tuple, forced: bool, why: str, **more: str) -> None:
         awaits = any(x.awaited and not record.lists(x.replica, x.incarnation) for x in roster)
-        write(leader, record, roster, forced and not awaits, why)
+        write(leader, record, roster, forced and not awaits, why, **more)
 
     patch.setattr(Leader, "_write_epoch", planned)
 

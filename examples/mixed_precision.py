@@ -22,7 +22,7 @@ def main() -> None:
         for x, y in step:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = loss_fn(model, x, y)
-            if step.number == OVERFLOW_AT and os.environ["FABRIC_REPLICA"] == "r0":
+            if step.number == OVERFLOW_AT and os.environ.get("FABRIC_REPLICA") == "r0":
                 loss = loss * float("inf")
             step.backward(scaler.scale(loss))
         scaler.unscale_(optimizer)

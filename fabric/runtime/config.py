@@ -16,7 +16,9 @@ from fabric.errors import ConfigError
 from fabric.protocol.budget import problem
 from fabric.runtime.logs import FORMATS
 from fabric.runtime.tls import Tls
-from fabric.runtime.web import read_token
+from fabric.runtime.web import parse_ports, read_token
+
+_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("", "0", "false", "no", "off"), False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +163,18 @@ def _parse(name: str, text: str) -> Any:
     if name == "lighthouse":
         return tuple(part.strip().rstrip("/") for part in text.split(",") if part.strip())
     if isinstance(default, bool):
-        return text.lower() not in ("0", "false", "no")
+        return _yes_or_no(name, text)
     try:
         return type(default)(text)
     except ValueError:
         raise ConfigError(f'{_variable(name)} is "{text}": it must be a {type(default).__name__}') from None
+
+
+def _yes_or_no(name: str, text: str) -> bool:
+    word = text.strip().lower()
+    if word not in _WORDS:
+        raise ConfigError(f'{_variable(name)} is "{text}": it must be 1, true, yes or on, or 0, false, no or off')
+    return _WORDS[word]
 
 
 def _checked(found: Settings) -> Settings:
@@ -184,6 +193,12 @@ def _checked(found: Settings) -> Settings:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url}": give URLs such as http://host:port')
     found.tls.check()
+    try:
+        parse_ports(str(found.ports))
+    except ConfigError:
+        raise ConfigError(
+            f'FABRIC_PORTS is "{found.ports}": give a port, a range such as 29500-29510, or 0 for any'
+        ) from None
     for name in ("job", "replica"):
         _check_name(name, getattr(found, name))
     for name in (

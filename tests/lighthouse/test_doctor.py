@@ -52,6 +52,8 @@ def test_the_command_prints_it_and_its_exit_code_tells(lighthouse, tmp_path):
         ("RUN_DIR", "/etc/passwd/here", "bad", "cannot be made here"),
         ("ADVERTISE", "no-such-host.invalid", "bad", "has no address"),
         ("BIND", "203.0.113.7", "bad", "cannot be bound"),
+        ("DISABLE", "maybe", "bad", 'FABRIC_DISABLE is "maybe"'),
+        ("PORTS", "abc", "bad", 'FABRIC_PORTS is "abc"'),
     ],
 )
 def test_what_is_wrong_is_found(environment, monkeypatch, name, value, level, sentence):

@@ -35,6 +35,11 @@ def test_arguments_come_before_environment_before_defaults():
         ({"FABRIC_SNAPSHOT_EVERY": "-1"}, "FABRIC_SNAPSHOT_EVERY"),
         ({"FABRIC_SNAPSHOT_EVERY": "often"}, "FABRIC_SNAPSHOT_EVERY"),
         ({"FABRIC_SNAPSHOT_MAX_AGE_S": "nan"}, "FABRIC_SNAPSHOT_MAX_AGE_S"),
+        ({"FABRIC_DISABLE": "maybe"}, "FABRIC_DISABLE"),
+        ({"FABRIC_SPARE": "banana"}, "FABRIC_SPARE"),
+        ({"FABRIC_REPRODUCIBLE": "2"}, "FABRIC_REPRODUCIBLE"),
+        ({"FABRIC_PORTS": "abc"}, "FABRIC_PORTS"),
+        ({"FABRIC_PORTS": "9-1"}, "FABRIC_PORTS"),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_it(more, words):
@@ -51,6 +56,13 @@ def test_unknown_arguments_are_refused():
 def test_disabled_needs_nothing():
     assert settings({"FABRIC_DISABLE": "1"}).disable
     assert not settings({**GOOD, "FABRIC_DISABLE": "0"}).disable
+
+
+@pytest.mark.parametrize(("words", "meant"), [("1 true YES On", True), ("0 False no OFF", False)])
+def test_yes_and_no_have_four_words_each(words, meant):
+    for word in words.split():
+        assert settings({**GOOD, "FABRIC_SPARE": word}).spare is meant
+    assert settings({**GOOD, "FABRIC_REPRODUCIBLE": ""}).reproducible, "empty: the default"
 
 
 def test_replica_ranges():

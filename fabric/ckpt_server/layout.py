@@ -116,8 +116,8 @@ def read_preamble(begin: memoryview, nbytes: int) -> Header:
     (length,) = _LENGTH.unpack(begin[: _LENGTH.size])
     if length > MAX_HEADER_BYTES or length > min(nbytes, len(begin)) - _LENGTH.size:
         raise StateError(
-            f"The state announces a header of {length} bytes in a file of {nbytes}; it is damaged"
-            " or no snapshot at all."
+            f"this is no safetensors file: its first eight bytes are no length of a header in {nbytes} bytes"
+            " (or it is damaged)"
         )
     data_begin = _LENGTH.size + length
     entries = _parse(bytes(begin[_LENGTH.size : data_begin]))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from yarl import URL
 
 from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, Refused, Unauthorized, Unreachable
-from fabric.runtime.tls import Tls
+from fabric.runtime.tls import Tls, why
 from fabric.runtime.web import read_token
 
 _TIMEOUT_S = 5.0
@@ -155,8 +156,10 @@ def _why(error: Exception) -> str:
         return f"no answer within {_TIMEOUT_S:g} s"
     if isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error):
         return "nobody listens there"
+    if isinstance(error, ssl.SSLError | aiohttp.ClientSSLError):
+        return why(error)
     if isinstance(error, aiohttp.ClientConnectorError):
         return error.os_error.strerror or str(error.os_error)
     if isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError):
         return "what answers there is not a lighthouse"
-    return str(error) or type(error).__name__
+    return why(error)

@@ -19,6 +19,7 @@ import click
 
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime.config import Settings, advertised_host, settings
+from fabric.runtime.tls import why
 from fabric.runtime.web import bind_first_free, parse_ports
 from fabric.store import open_store
 
@@ -170,7 +171,7 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str) -> list[Finding]:
         return [
             Finding(
                 "warn",
-                f"{url} does not answer ({str(error) or type(error).__name__})",
+                f"{url} does not answer ({why(error)})",
                 "is a lighthouse there?",
             )
         ]

@@ -3,8 +3,9 @@ piece."""
 
 import mmap
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -17,9 +18,11 @@ from fabric.ckpt_server.manifest import check_manifest
 from fabric.ckpt_server.source import TRANSIENT, Access, Address, Connection, read_exactly, read_json, refusal
 from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
+from fabric.runtime.tls import why
 
 _TIMEOUT_S = 30.0
 _MAX_MANIFEST_BYTES = 256 << 20
+_MAX_HEALTH_BYTES = 4 << 10
 _SNAPSHOTS = "/v1/snapshots/"
 
 
@@ -153,7 +156,7 @@ def _spans(state: "RemoteState | DurableState") -> tuple[TensorSpan, ...]:
     """The tensors that the state's own header describes."""
     length = int.from_bytes(state.read(0, 8), "little")
     if length > min(MAX_HEADER_BYTES, state.nbytes - 8):
-        raise StateError(f"{state.name} announces a header of {length} bytes; it is damaged")
+        raise StateError(f"{state.name}: this is no safetensors file, or it is damaged")
     return read_preamble(state.read(0, 8 + length), state.nbytes).tensors
 
 
@@ -229,10 +232,23 @@ class RemoteState:
         try:
             response = self._connection.get(path)
             if response.status != 200:
-                raise refusal(response)
+                raise self._refused(response)
             return read_json(response, _MAX_MANIFEST_BYTES)
         except TRANSIENT as error:
-            raise Unreachable(f"{self.name} does not answer: {error}") from error
+            raise Unreachable(f"{self.name} does not answer: {why(error)}") from error
+
+    def _refused(self, response: HTTPResponse) -> StateError:
+        """Why there is no manifest: also because somebody else answers there, as /healthz tells."""
+        refused = refusal(response)
+        self._connection.close()
+        health = self._connection.get("/healthz")
+        with suppress(StateError):
+            told = read_json(health, _MAX_HEALTH_BYTES)
+            if isinstance(told, dict) and "ok" in told and "is_leader" not in told:
+                return refused
+        return StateError(
+            f"{self.name} is no checkpoint server: take the address under `ckpt` from `fabric status --json`"
+        )
 
     def close(self) -> None:
         self._connection.close()

@@ -18,7 +18,9 @@ from fabric.runtime.logs import FORMATS
 from fabric.runtime.tls import Tls
 from fabric.runtime.web import parse_ports, read_token
 
-_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("", "0", "false", "no", "off"), False)
+_WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
+    ("", "0", "false", "no", "off"), False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,9 @@ def _parse(name: str, text: str) -> Any:
 def _yes_or_no(name: str, text: str) -> bool:
     word = text.strip().lower()
     if word not in _WORDS:
-        raise ConfigError(f'{_variable(name)} is "{text}": it must be 1, true, yes or on, or 0, false, no or off')
+        raise ConfigError(
+            f'{_variable(name)} is "{text}": it must be 1, true, yes or on, or 0, false, no or off'
+        )
     return _WORDS[word]
 
 
@@ -193,12 +197,7 @@ def _checked(found: Settings) -> Settings:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url}": give URLs such as http://host:port')
     found.tls.check()
-    try:
-        parse_ports(str(found.ports))
-    except ConfigError:
-        raise ConfigError(
-            f'FABRIC_PORTS is "{found.ports}": give a port, a range such as 29500-29510, or 0 for any'
-        ) from None
+    _check_ports(str(found.ports))
     for name in ("job", "replica"):
         _check_name(name, getattr(found, name))
     for name in (
@@ -224,6 +223,15 @@ def _checked(found: Settings) -> Settings:
     if wrong:
         raise ConfigError(wrong)
     return found
+
+
+def _check_ports(text: str) -> None:
+    try:
+        parse_ports(text)
+    except ConfigError:
+        raise ConfigError(
+            f'FABRIC_PORTS is "{text}": give a port, a range such as 29500-29510, or 0 for any'
+        ) from None
 
 
 def _check_name(what: str, name: str) -> None:

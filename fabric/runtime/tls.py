@@ -12,6 +12,12 @@ from pathlib import Path
 from fabric.errors import ConfigError
 
 
+def why(error: Exception) -> str:
+    """The reason that a client gives who could not dial or ask, in words where OpenSSL has none."""
+    text = str(error) or type(error).__name__
+    return "it does not speak TLS: write http://" if "WRONG_VERSION_NUMBER" in text else text
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """``cert`` and ``key``: this process's own (PEM), ``ca``: the authority that is believed. All or none."""

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 from fabric.errors import (
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+
 MAX_TOKEN_BYTES = 4096
 # A connection on which no request is under way is closed after so long, also in the middle of a head.
 IDLE_S = 60.0
@@ -52,6 +54,22 @@ _STATUSES: tuple[tuple[type[FabricError], int], ...] = (
     (StoreError, 503),
     (StateError, 409),
 )
+
+
+class _NoBytesOfRequests(logging.Filter):
+    """A request that is no HTTP is one line, without aiohttp's traceback, which quotes it, token and all."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.msg += f": it is malformed ({type(error).__name__})"
+            record.exc_info = record.exc_text = None
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
+_requests_log = logging.getLogger(f"{__name__}.requests")
+_requests_log.addFilter(_NoBytesOfRequests())
 
 
 def read_token(path: Path) -> str:
@@ -209,6 +227,7 @@ async def serve(
         access_log=None,
         shutdown_timeout=shutdown_s,
         handler_cancellation=cancel_abandoned,
+        logger=_requests_log,
         keepalive_timeout=IDLE_S,
     )
     try:

@@ -110,7 +110,7 @@ def test_inspect_lists_what_is_there(url, tmp_path, where):
 def test_inspect_of_what_is_no_state(tmp_path):
     file = tmp_path / "state"
     file.write_bytes(b"not a state at all")
-    assert str(file) in error_of(call(inspect_state, file))
+    assert f"{file}: this is no safetensors file" in error_of(call(inspect_state, file))
     file.write_bytes(b"")
     assert "cannot be read" in error_of(call(inspect_state, file))
     assert "cannot be read" in error_of(call(inspect_state, tmp_path / "missing"))

@@ -199,5 +199,5 @@ def test_headers_that_exhaust_are_refused() -> None:
     for text in (b"[" * 100_000, b'{"a":' * 50_000, b'{"a":1,"a":2}', b'{"a":NaN}', b"9" * 5000):
         with pytest.raises(StateError):
             parse_json(text)
-    with pytest.raises(StateError, match="announces a header"):
+    with pytest.raises(StateError, match="no safetensors file"):
         read_header(memoryview((1 << 62).to_bytes(8, "little") + b"{}"))

@@ -3,9 +3,10 @@
 import asyncio
 
 import aiohttp
+import pytest
 from aiohttp import web
 
-from fabric.runtime.web import serve
+from fabric.runtime.web import errors_as_json, serve
 
 
 async def test_a_client_that_never_ends_its_request_is_cut_off(monkeypatch):
@@ -35,3 +36,40 @@ async def test_a_client_that_never_ends_its_request_is_cut_off(monkeypatch):
                 assert await answer.text() == "done", "a request under way is not idle"
     finally:
         await runner.cleanup()
+
+
+SECRET = "a-secret-token"
+HEAD = f"Host: x\r\nAuthorization: Bearer {SECRET}\r\n"
+NO_HTTP = {
+    "a long header": f"GET / HTTP/1.1\r\n{HEAD}X: {'x' * 9000}\r\n\r\n".encode(),
+    "a long token": f"GET / HTTP/1.1\r\nAuthorization: Bearer {SECRET * 900}\r\n\r\n".encode(),
+    "no request line": f"GARBAGE\r\n{HEAD}\r\n".encode(),
+    "a version": f"GET / HTTP/9.9\r\n{HEAD}\r\n".encode(),
+    "a length": f"POST / HTTP/1.1\r\n{HEAD}Content-Length: zz{SECRET}\r\n\r\n".encode(),
+    "a header without a colon": f"GET / HTTP/1.1\r\nAuthorization Bearer {SECRET}\r\n\r\n".encode(),
+    "a chunk": f"POST / HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n{SECRET}\r\n\r\n".encode(),
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + SECRET.encode(),
+    "a second request": f"GET / HTTP/1.1\r\n{HEAD}\r\nGARBAGE {SECRET}\r\n\r\n".encode(),
+}
+
+
+@pytest.mark.parametrize("what", NO_HTTP)
+async def test_what_is_no_request_is_refused_and_leaves_no_bytes_in_the_log(what, caplog):
+    app = web.Application(middlewares=[errors_as_json])
+
+    async def read(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    app.router.add_route("*", "/", read)
+    runner, port = await serve(app, "127.0.0.1", 0)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(NO_HTTP[what])
+        async with asyncio.timeout(30):
+            answer = await reader.read()
+        writer.close()
+    finally:
+        await runner.cleanup()
+    assert b"HTTP/1.1 400 " in answer or b"HTTP/1.0 400 " in answer, answer
+    assert SECRET not in caplog.text and "Traceback" not in caplog.text
+    assert len(caplog.text.splitlines()) <= 1, "a line at most"

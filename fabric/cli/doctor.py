@@ -180,8 +180,8 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str) -> list[Finding]:
         findings.append(Finding("ok", f"{url} {role}"))
     else:
         idle = "it leads, and has yet to read the jobs' records" if body["is_leader"] else "nobody leads"
-        why = idle if reachable else "its store does not answer"
-        findings.append(Finding("warn", f"{url}: {why}", "docs/runbook.md, 'No lighthouse leads'"))
+        cause = idle if reachable else "its store does not answer"
+        findings.append(Finding("warn", f"{url}: {cause}", "docs/runbook.md, 'No lighthouse leads'"))
     if abs(date - time.time()) > _CLOCK_S:
         apart = f"the clocks of {url} and this host are {abs(date - time.time()):.0f} s apart"
         findings.append(Finding("warn", apart, "only logs and tables suffer, no decision: run an NTP client"))

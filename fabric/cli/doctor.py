@@ -17,6 +17,7 @@ from pathlib import Path
 import aiohttp
 import click
 
+from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime.config import Settings, advertised_host, settings
 from fabric.runtime.tls import why
@@ -70,7 +71,7 @@ def examine(store: str, state_gb: float) -> Iterator[Finding]:
 
 
 def _replica(found: Settings) -> Iterator[Finding]:
-    checks: tuple[Callable[[Settings], Finding], ...] = (_token, _run_dir, _bind, _advertise)
+    checks: tuple[Callable[[Settings], Finding], ...] = (_token, _run_dir, _durable, _bind, _advertise)
     for check in checks:
         yield check(found)
     yield from asyncio.run(_lighthouses(found))
@@ -120,6 +121,18 @@ def _run_dir(found: Settings) -> Finding:
             "bad", f"the run folder {home} cannot be made here", "set FABRIC_RUN_DIR to a folder of this user"
         )
     return Finding("ok", f"run folder {home}")
+
+
+def _durable(found: Settings) -> Finding:
+    if not found.durable:
+        return Finding("ok", "no durable checkpoints: FABRIC_DURABLE is not set")
+    try:
+        Storage(found.durable).try_writing()
+    except StorageError as error:
+        return Finding(
+            "bad", str(error), "set FABRIC_DURABLE to a folder or fsspec URL that this user may write to"
+        )
+    return Finding("ok", f"durable checkpoints can be written to {found.durable}")
 
 
 def _bind(found: Settings) -> Finding:

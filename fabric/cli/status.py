@@ -16,7 +16,7 @@ from fabric.errors import FabricError, Unreachable
 from fabric.model import counted
 
 _SPENT = ("training", "degraded", "recovering", "stalled")
-# Below this width a terminal gets the columns that say who is in trouble, and not the addresses.
+# Below this width the table has the columns that say who is in trouble, and the addresses stand below it.
 _WIDE = 120
 
 
@@ -97,7 +97,10 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
         lines.append(f"durable: step {newest['step']} of generation {newest['generation']}")
     lines += _orders(job, record)
     lines += _goodput(ledger)
-    return Group(*map(Text, lines), table, Text(led, style="dim"))
+    # Whole addresses, to be copied: they are not wrapped.
+    below = [] if wide else [_address(entry) for entry, _ in rows if entry["ckpt"]]
+    addresses = (Text(line, no_wrap=True, overflow="ignore") for line in below)
+    return Group(*map(Text, lines), table, *addresses, Text(led, style="dim"))
 
 
 def recoverable(state: dict[str, Any] | None) -> str:
@@ -151,6 +154,11 @@ def _row(entry: dict[str, Any], role: str, wide: bool) -> list[Text]:
     step = "" if entry["step"] is None else entry["step"]
     cells = _cells(entry["replica"], role, phase, step, session, pulse.get("trainer", ""), entry["verdict"])
     return cells + (_cells(_age(pulse.get("age_s")), entry["ckpt"]) if wide else [])
+
+
+def _address(entry: dict[str, Any]) -> str:
+    age = _age((entry["pulse"] or {}).get("age_s"))
+    return f"{entry['replica']}: checkpoint server {entry['ckpt']}" + (f", pulse {age}" if age else "")
 
 
 def _age(seconds: float | None) -> str:

@@ -4,11 +4,12 @@ already.
 One replica writes each of them: the lowest name among the members that have the state. All count steps and
 time alike, so when that one dies the next one takes over by itself, at the next checkpoint that is due."""
 
+import sys
 import time
 from collections.abc import Callable
 
 from fabric.ckpt_server.durable.reader import list_checkpoints, restore
-from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.ckpt_server.fetch import Fetched
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.client.journal import Journal
@@ -35,6 +36,7 @@ class Durable:
         cannot be read: to begin again from nothing would be worse than not to begin."""
         if not self._settings.durable:
             return ()
+        self._tell_unless_writable()
         listing = list_checkpoints(self._job(), self._settings.job)
         for warning in listing.warnings:
             self._journal.write("durable", warning=warning)
@@ -46,6 +48,18 @@ class Durable:
                 "them with torch.distributed.checkpoint, or name another FABRIC_DURABLE"
             )
         return tuple(c.state for c in fit[-_MOST_TOLD:])
+
+    def _tell_unless_writable(self) -> None:
+        """What the first checkpoint would meet later. No reason to refuse: memory of peers needs no storage,
+        and storage may be mended while the job trains."""
+        try:
+            Storage(self._settings.durable).try_writing()
+        except StorageError as error:
+            sys.stderr.write(
+                f"fabric: {self._settings.replica}: no durable checkpoint will be written while this lasts: "
+                f"{error}; mend the storage, or correct FABRIC_DURABLE\n"
+            )
+            sys.stderr.flush()
 
     def is_due(self, step: int, record: Record | None, last: bool = False) -> bool:
         """Whether the state at ``step`` is to become a durable checkpoint, and this replica is the one.

@@ -138,7 +138,7 @@ def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> 
         text = environment.get(_variable(name), "")
         if name not in values and text:
             values[name] = _parse(name, text)
-    return _checked(Settings(**values))
+    return _checked(_anchored(Settings(**values)))
 
 
 def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
@@ -179,6 +179,13 @@ def _yes_or_no(name: str, text: str) -> bool:
             f'{_variable(name)} is "{text}": it must be 1, true, yes or on, or 0, false, no or off'
         )
     return _WORDS[word]
+
+
+def _anchored(found: Settings) -> Settings:
+    # The process that writes durable checkpoints has another working folder than the trainer that reads them.
+    if not found.durable or "://" in found.durable or found.durable.startswith("~"):
+        return found
+    return replace(found, durable=str(Path(found.durable).absolute()))
 
 
 def _checked(found: Settings) -> Settings:

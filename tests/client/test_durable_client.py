@@ -56,6 +56,18 @@ class TestWhoAndWhen:
 
 
 class TestFinding:
+    def test_a_place_that_cannot_be_written_is_told_once(self, tmp_path, capfd):
+        (tmp_path / "file").touch()
+        assert durable("/proc/nope").find(1) == ()
+        said = capfd.readouterr().err
+        assert said.startswith("fabric: a: no durable checkpoint will be written") and "/proc/nope" in said
+        assert said.count("\n") == 1
+        assert durable(str(tmp_path / "fine")).find(1) == () and capfd.readouterr().err == ""
+
+    def test_a_scheme_that_nobody_knows_is_refused(self):
+        with pytest.raises(StateError, match="nosuchfs"):
+            durable("nosuchfs://x").find(1)
+
     def test_what_is_complete_is_found(self, tmp_path):
         _, state = write_one(str(tmp_path), objects(1), 3)
         assert durable(str(tmp_path)).find(1) == (state,)

@@ -52,6 +52,8 @@ def test_the_command_prints_it_and_its_exit_code_tells(lighthouse, tmp_path):
         ("RUN_DIR", "/etc/passwd/here", "bad", "cannot be made here"),
         ("ADVERTISE", "no-such-host.invalid", "bad", "has no address"),
         ("BIND", "203.0.113.7", "bad", "cannot be bound"),
+        ("DURABLE", "/proc/nope", "bad", "FABRIC_DURABLE to a folder"),
+        ("DURABLE", "nosuchfs://x", "bad", "nosuchfs"),
         ("DISABLE", "maybe", "bad", 'FABRIC_DISABLE is "maybe"'),
         ("PORTS", "abc", "bad", 'FABRIC_PORTS is "abc"'),
     ],
@@ -59,6 +61,12 @@ def test_the_command_prints_it_and_its_exit_code_tells(lighthouse, tmp_path):
 def test_what_is_wrong_is_found(environment, monkeypatch, name, value, level, sentence):
     monkeypatch.setenv(f"FABRIC_{name}", value)
     assert sentence in findings(level)
+
+
+def test_a_durable_place_is_written_to_and_left_empty(environment, monkeypatch, tmp_path):
+    monkeypatch.setenv("FABRIC_DURABLE", str(tmp_path / "durable"))
+    assert "can be written to" in findings("ok") and not findings("bad")
+    assert list((tmp_path / "durable").iterdir()) == []
 
 
 def test_a_loopback_address_that_peers_are_told_is_found(environment, monkeypatch):

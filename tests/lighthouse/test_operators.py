@@ -156,7 +156,9 @@ def read_terminal(master: int, wanted: str) -> str:
 async def test_a_narrow_terminal_gets_whole_words(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=2, job=job)
     shown = fabric("status", *common(lighthouse, job), COLUMNS="80").stdout
-    assert "checkpoint server" not in shown
+    for member in members:
+        address = f"{member.replica}: checkpoint server http://127.0.0.1:9999/{member.replica}"
+        assert address in shown.replace(", pulse", "\n").splitlines(), "below the table, whole"
     for word in ("replica", "member", "session", "trainer", "verdict", "alive"):
         assert word in shown
     await close_all(members)

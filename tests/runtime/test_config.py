@@ -65,6 +65,14 @@ def test_yes_and_no_have_four_words_each(words, meant):
     assert settings({**GOOD, "FABRIC_REPRODUCIBLE": ""}).reproducible, "empty: the default"
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"), [("runs", "{cwd}/runs"), ("/a/b", "/a/b"), ("s3://a/b", "s3://a/b"), ("", "")]
+)
+def test_a_relative_durable_folder_is_one_of_the_trainers_working_folder(tmp_path, monkeypatch, text, meant):
+    monkeypatch.chdir(tmp_path)
+    assert settings({**GOOD, "FABRIC_DURABLE": text}).durable == meant.format(cwd=tmp_path)
+
+
 def test_replica_ranges():
     assert parse_replicas("3") == (1, 3)
     assert parse_replicas("2:8") == (2, 8)

@@ -6,6 +6,7 @@ file and its folder, elsewhere when the service has taken the whole object.
 
 import contextlib
 import os
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,13 @@ class Storage:
             except FileNotFoundError:
                 return []
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
+
+    def try_writing(self) -> None:
+        """Make the folder, and write and delete a small file of its own in it. Raises StorageError."""
+        probe = f".fabric-probe-{uuid.uuid4().hex}"
+        with self.create(probe) as file:
+            file.write(b"may this be written?\n")
+        self.remove(probe)
 
     def size(self, name: str) -> int:
         """Bytes in the file. Raises StorageError."""

@@ -61,7 +61,7 @@ class _NoBytesOfRequests(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             record.msg += f": it is malformed ({type(error).__name__})"
             record.exc_info = record.exc_text = None
             record.levelno, record.levelname = logging.WARNING, "WARNING"
@@ -125,6 +125,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         if error.status < 400:
             raise
         return json_error(error.status, _http_sentence(request, error), headers=_kept_headers(error))
+    except web.RequestPayloadError:
+        return json_error(400, "the request's body is malformed: check its Content-Encoding and its length")
     except ConnectionError:
         raise  # the peer has gone: nobody is left to answer
     except Exception:  # the supervisor of requests: a defect of ours must not show its insides

@@ -48,19 +48,23 @@ NO_HTTP = {
     "a length": f"POST / HTTP/1.1\r\n{HEAD}Content-Length: zz{SECRET}\r\n\r\n".encode(),
     "a header without a colon": f"GET / HTTP/1.1\r\nAuthorization Bearer {SECRET}\r\n\r\n".encode(),
     "a chunk": f"POST / HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n{SECRET}\r\n\r\n".encode(),
+    "a compressed body": (
+        f"POST / HTTP/1.1\r\n{HEAD}Content-Encoding: gzip\r\nContent-Length: {len(SECRET)}\r\n\r\n{SECRET}"
+    ).encode(),
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + SECRET.encode(),
     "a second request": f"GET / HTTP/1.1\r\n{HEAD}\r\nGARBAGE {SECRET}\r\n\r\n".encode(),
 }
 
 
 @pytest.mark.parametrize("what", NO_HTTP)
-async def test_what_is_no_request_is_refused_and_leaves_no_bytes_in_the_log(what, caplog):
+async def test_what_is_no_request_is_refused_and_leaves_no_bytes_in_the_log(what, caplog, monkeypatch):
     app = web.Application(middlewares=[errors_as_json])
 
     async def read(request: web.Request) -> web.Response:
         return web.Response(body=await request.read())
 
     app.router.add_route("*", "/", read)
+    monkeypatch.setattr("fabric.runtime.web.IDLE_S", 0.2)
     runner, port = await serve(app, "127.0.0.1", 0)
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

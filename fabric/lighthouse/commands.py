@@ -15,7 +15,7 @@ from fabric.lighthouse.incoming import check_name
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
 from fabric.protocol import leader_io as io
-from fabric.runtime.web import Handler, json_error
+from fabric.runtime.web import Handler, json_error, read_body
 
 KEPT_WITHIN_S = 4.0
 _MAX_TEXT = 300
@@ -113,7 +113,7 @@ def _is_going(job: Job, replica: str, incarnation: int) -> bool:
 async def _body(request: web.Request, example: str) -> dict[str, Any]:
     """The JSON object of a command. Raises ProtocolError."""
     try:
-        body = json.loads(await request.read())
+        body = json.loads(await read_body(request))
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):

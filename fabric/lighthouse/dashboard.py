@@ -20,7 +20,7 @@ from fabric.errors import ProtocolError
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.tokens import Scope, Tokens
 from fabric.lighthouse.view import job_view
-from fabric.runtime.web import Handler
+from fabric.runtime.web import Handler, read_body
 
 COOKIE = "fabric-page"
 LOGIN = "/login"
@@ -94,7 +94,7 @@ def _login(tokens: Tokens) -> Handler:
         if (request.content_length or 0) > _MAX_LOGIN_BYTES:
             raise ProtocolError("a login is a small JSON object")
         try:
-            given = (await request.json())["token"]
+            given = json.loads(await read_body(request))["token"]
         except (ValueError, KeyError, TypeError, RecursionError):
             given = None
         if not isinstance(given, str):

@@ -6,6 +6,7 @@ person what to do; a defect of ours is logged here and answered with a sentence 
 traceback. Listening takes a port or a range of ports ("8000-8010") and the first free one wins.
 """
 
+import asyncio
 import errno
 import hmac
 import ipaddress
@@ -40,6 +41,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_TOKEN_BYTES = 4096
 # A connection on which no request is under way is closed after so long, also in the middle of a head.
 IDLE_S = 60.0
+# What a request's body may take to arrive: those that are read are small.
+BODY_S = 10.0
+# How long the rest of a body that was refused is read, so that its sender reads the answer and no reset.
+_LINGER_S = 1.0
 # Thousands of sessions come back at once after a fail-over; the kernel cuts this down to its own limit.
 _BACKLOG = 4096
 
@@ -165,6 +170,18 @@ def bearer_of(header: str) -> str:
     return given.strip()
 
 
+async def read_body(request: web.Request) -> bytes:
+    """The body of a request. Raises HTTPRequestTimeout (408) where it has not arrived within ``BODY_S``."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(
+            text=f"the request's body did not arrive within {BODY_S:g} s: send all of it",
+            headers={"Connection": "close"},
+        ) from None
+
+
 def query_integer(request: web.Request, name: str, *, low: int, high: int) -> int | None:
     """Query parameter ``name`` as an integer from ``low`` to ``high``, None when absent. ProtocolError."""
     text = request.query.get(name)
@@ -231,6 +248,7 @@ async def serve(
         handler_cancellation=cancel_abandoned,
         logger=_requests_log,
         keepalive_timeout=IDLE_S,
+        lingering_time=_LINGER_S,
     )
     try:
         await runner.setup()

@@ -9,6 +9,7 @@ from fabric.lighthouse.election import Candidate, Election, Hooks, boot_time
 from fabric.lighthouse.jobs import Jobs
 from fabric.lighthouse.metrics import Metrics
 from fabric.lighthouse.routes import Parts, StoreProbe, make_app
+from fabric.lighthouse.tokens import Tokens
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.liveness import LivenessConfig
 from fabric.runtime.tasks import Tasks
@@ -100,6 +101,7 @@ async def lighthouse_on(
     lease_s: float = 5.0,
     clock: Callable[[], float] = boot_time,
     liveness: LivenessConfig = PATIENT,
+    tokens: Tokens | None = None,
 ) -> AsyncIterator[Instance]:
     """Start one on ``store``; at the end nothing of it may have died unnoticed."""
     deaths: list[BaseException] = []
@@ -118,7 +120,8 @@ async def lighthouse_on(
     election = Election(store, "ns", lease_s, hooks, clock=clock)
     parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix, every_s=0.0))
     metrics.observe(lambda: parts.leads, jobs.gauges)
-    runner, port = await serve(make_app(parts, None), "127.0.0.1", 0, shutdown_s=0.5, cancel_abandoned=True)
+    app = make_app(parts, tokens)
+    runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.5, cancel_abandoned=True)
     url = f"http://127.0.0.1:{port}"
     tasks.start("election", election.run(store_id, url))
     try:

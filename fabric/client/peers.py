@@ -18,6 +18,7 @@ from fabric.model import Member, Record
 from fabric.protocol import member_io as io
 from fabric.protocol import wire
 from fabric.protocol.messages import Bar, Contribution, PeerMessage
+from fabric.runtime.web import parse_ports
 from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
 from fabric.transport.tcp import Identity, Listener, dial
@@ -79,7 +80,7 @@ class Peers:
     async def start(self, bind: str, ports: str, feed: Callable[[io.Event], None]) -> int:
         """Listen; returns the port."""
         self._feed = feed
-        await self._listener.start(bind, ports, local=self._plane.shares_memory)
+        await self._listener.start(bind, parse_ports(ports), local=self._plane.shares_memory)
         return self._listener.address[1]
 
     async def close(self) -> None:

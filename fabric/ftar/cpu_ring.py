@@ -13,15 +13,15 @@ from collections.abc import Callable
 
 import torch
 
-from fabric.errors import ConfigError, RoundAborted
+from fabric.errors import ConfigError
 from fabric.ftar.chunks import Round
-from fabric.ftar.epochs import Epochs, Turn
-from fabric.ftar.exchange import Bounds, Exchange, Means, Waiting
+from fabric.ftar.epochs import Bounds, EpochPlane
+from fabric.ftar.exchange import Exchange, Means
 from fabric.ftar.links import RingLinks
 from fabric.ftar.operands import Workspace, make_operands
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
-from fabric.ftar.reduction import SUM, Reduction
+from fabric.ftar.reduction import SUM, Reduction, check_tensors
 from fabric.ftar.segments import OwnSegments, PeerSegments
 from fabric.ftar.shared_stream import MOST_PLACES, SUPPORTED
 
@@ -30,7 +30,7 @@ CHUNK_BYTES = 2 * 1024 * 1024
 _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 
 
-class CpuRing:
+class CpuRing(EpochPlane[RingLinks]):
     """DataPlane over links of shared memory and TCP: see ``plane``.
 
     ``exchange_s`` bounds the silence inside an exchange, ``entry_s`` the wait for members that are late for
@@ -54,8 +54,7 @@ class CpuRing:
                 f"chunks of {chunk_bytes} bytes are not possible: "
                 f"choose between {_CHUNK_UNIT_BYTES} bytes and 1 GiB"
             )
-        self._bounds = Bounds(entry_s, exchange_s)
-        self.set_bounds()
+        super().__init__(Bounds(entry_s, exchange_s))
         self._shared_memory = shared_memory and SUPPORTED
         self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
         # Partial results of 16-bit elements are twice as large on their way.
@@ -63,9 +62,6 @@ class CpuRing:
         self._own = OwnSegments()
         self._others = PeerSegments()
         self._workspace = Workspace(self._own)
-        self._epochs: Epochs[RingLinks] = Epochs()
-        self._turn = Turn()
-        self._waiting = Waiting("", {})
 
     kind = "host"
 
@@ -73,20 +69,6 @@ class CpuRing:
     def shares_memory(self) -> bool:
         """Whether links on one host should be of shared memory: see DataPlane."""
         return self._shared_memory
-
-    @property
-    def waiting_for(self) -> str:
-        """Name of the peer that the exchange waits for at this moment, or empty."""
-        return self._waiting.peer
-
-    @property
-    def waiting_s(self) -> dict[str, float]:
-        """Seconds waited for each peer in the newest exchange."""
-        return dict(self._waiting.seconds)
-
-    def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
-        """Change the bounds, from any thread, for the exchanges to come: see DataPlane."""
-        self._bounds = self._bounds.changed(exchange_s, entry_s)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory that neighbours can read in place: see DataPlane. Raises ConfigError without memory."""
@@ -127,56 +109,33 @@ class CpuRing:
         raises ConfigError before a byte is sent. Raises RoundAborted.
         """
         result = source if result is None else result
-        _check(source, result, reduction, retain_gradients)
-        with self._turn:
-            self._reduce(self._epochs.get(epoch), step, (source.detach(), result.detach()), reduction)
-
-    def abort(self, epoch: int, why: str, about: str = "") -> None:
-        """End the epoch's exchange from any thread: see DataPlane."""
-        self._epochs.abort(epoch, why, about)
-
-    def retire(self, before_epoch: int) -> None:
-        """Close the links of older epochs: see DataPlane."""
-        self._epochs.retire(before_epoch)
-        self._others.retire(before_epoch)
-
-    def close(self) -> None:
-        """Abort and close everything; idempotent."""
-        self._epochs.close()
-        self._own.close()
-        self._others.close()
-
-    def _reduce(
-        self, links: RingLinks, step: int, tensors: tuple[torch.Tensor, torch.Tensor], reduction: Reduction
-    ) -> None:
-        ring, (source, result) = links.ring, tensors
-        self._waiting = waiting = Waiting("", {})
-        links.enter()
-        try:
+        check_tensors((source, result), reduction, retain_gradients, _in_host_memory, "in host memory")
+        with self._entered(epoch) as links:
             round_ = Round(
-                ring.epoch,
+                epoch,
                 step,
-                self._turn.number(ring.epoch, step),
-                ring.world,
+                self._turn.number(epoch, step),
+                links.ring.world,
                 DTYPE_CODES[source.dtype],
                 source.numel(),
                 reduction.code,
             )
-            if ring.world == 1:
-                reduction.alone(source, result)
+            tensors = (source.detach(), result.detach())
+            if links.ring.world == 1:
+                reduction.alone(*tensors)
             elif source.numel():
-                self._exchange(links, round_, tensors, reduction, waiting)
-        except RoundAborted as error:
-            error.waited_for = waiting.last
-            # The first cause wins: an abort that came while this one unwound is not overwritten.
-            links.abort(str(error), error.about)
-            raise
-        except BaseException as error:
-            # Half an exchange is on the links: nobody may go on with them.
-            links.abort(f"an error here ended the exchange: {error!r}")
-            raise
-        finally:
-            links.leave()
+                self._exchange(links, round_, tensors, reduction)
+
+    def retire(self, before_epoch: int) -> None:
+        """Close the links of older epochs: see DataPlane."""
+        super().retire(before_epoch)
+        self._others.retire(before_epoch)
+
+    def close(self) -> None:
+        """Abort and close everything; idempotent."""
+        super().close()
+        self._own.close()
+        self._others.close()
 
     def _exchange(
         self,
@@ -184,7 +143,6 @@ class CpuRing:
         round_: Round,
         tensors: tuple[torch.Tensor, torch.Tensor],
         reduction: Reduction,
-        waiting: Waiting,
     ) -> None:
         ring, (source, result) = links.ring, tensors
         chunk_elements = self._chunk_bytes // source.element_size()
@@ -198,30 +156,8 @@ class CpuRing:
         operands = make_operands(
             source, result, reduction, shown, ring.world, partial, self._workspace, visible
         )
-        Exchange(links, operands, round_, plan, self._means).run(self._bounds, waiting)
+        Exchange(links, operands, round_, plan, self._means).run(self._bounds, self._waiting)
 
 
-def _check(source: torch.Tensor, result: torch.Tensor, reduction: Reduction, retain: bool) -> None:
-    for tensor in (source, result):
-        if tensor.dtype not in DTYPE_CODES:
-            raise ConfigError(
-                f"a tensor of {tensor.dtype} cannot be reduced: use one of "
-                + ", ".join(str(d).removeprefix("torch.") for d in DTYPE_CODES)
-            )
-        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
-            raise ConfigError(
-                f"the ring reduces flat contiguous tensors in host memory, not shape "
-                f"{tuple(tensor.shape)} on {tensor.device}: copy it into one first"
-            )
-    reduction.check(source.dtype)
-    if result.dtype != source.dtype or result.numel() != source.numel():
-        raise ConfigError(
-            f"the result has {result.numel()} elements of {result.dtype}, the gradient {source.numel()} of "
-            f"{source.dtype}: they must agree"
-        )
-    distance = abs(result.data_ptr() - source.data_ptr())
-    if source.numel() and distance < source.numel() * source.element_size() and (retain or distance):
-        raise ConfigError(
-            "the result would overwrite the gradient: give it memory of its own, or the gradient itself with "
-            "retain_gradients=False"
-        )
+def _in_host_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

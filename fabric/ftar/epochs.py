@@ -5,17 +5,47 @@ it is retired. Descriptors are closed only when no exchange uses them, since a c
 somebody else's by the next poll.
 """
 
+import math
 import os
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from fabric.errors import IllegalTransition, RoundAborted
+from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.plane import Ring
 
 # Aborts of epochs whose links have not come yet are remembered, so many at most.
 _MAX_EARLY_ABORTS = 64
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Whom the exchange waits for now and last, and for how long it has waited for each in this step."""
+
+    peer: str
+    seconds: dict[str, float]
+    last: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How long a wait may last, in seconds: which of the two when, see ``exchange``."""
+
+    entry_s: float
+    exchange_s: float
+
+    def changed(self, exchange_s: float | None, entry_s: float | None) -> "Bounds":
+        """These, with what is given in place of its own. Raises ConfigError for what bounds nothing."""
+        new = Bounds(
+            self.entry_s if entry_s is None else entry_s,
+            self.exchange_s if exchange_s is None else exchange_s,
+        )
+        if not (0 < new.exchange_s < math.inf and 0 < new.entry_s < math.inf):
+            raise ConfigError("the bounds of an exchange are positive, finite numbers of seconds")
+        return new
 
 
 class EpochLinks:
@@ -187,3 +217,60 @@ class Turn:
         exchange = last + 1 if (epoch, step) == (last_epoch, last_step) else 0
         self._newest = (epoch, step, exchange)
         return exchange
+
+
+class EpochPlane(Generic[Links]):
+    """What the planes have in common of DataPlane: bounds, waits, and how an exchange of an epoch ends."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds.changed(None, None)
+        self._epochs: Epochs[Links] = Epochs()
+        self._turn = Turn()
+        self._waiting = Waiting("", {})
+
+    @property
+    def waiting_for(self) -> str:
+        """Name of the peer that the exchange waits for at this moment, or empty."""
+        return self._waiting.peer
+
+    @property
+    def waiting_s(self) -> dict[str, float]:
+        """Seconds waited for each peer in the newest exchange."""
+        return dict(self._waiting.seconds)
+
+    def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
+        """Change the bounds, from any thread, for the exchanges to come: see DataPlane."""
+        self._bounds = self._bounds.changed(exchange_s, entry_s)
+
+    def abort(self, epoch: int, why: str, about: str = "") -> None:
+        """End the epoch's exchange from any thread: see DataPlane."""
+        self._epochs.abort(epoch, why, about)
+
+    def retire(self, before_epoch: int) -> None:
+        """Close the links of older epochs: see DataPlane."""
+        self._epochs.retire(before_epoch)
+
+    def close(self) -> None:
+        """Abort and close everything; idempotent."""
+        self._epochs.close()
+
+    @contextmanager
+    def _entered(self, epoch: int) -> Iterator[Links]:
+        """The links of ``epoch`` for one exchange; however that fails, the epoch is aborted."""
+        with self._turn:
+            links = self._epochs.get(epoch)
+            self._waiting = waiting = Waiting("", {})
+            links.enter()
+            try:
+                yield links
+            except RoundAborted as error:
+                error.waited_for = waiting.last
+                # The first cause wins: an abort that came while this one unwound is not overwritten.
+                links.abort(str(error), error.about)
+                raise
+            except BaseException as error:
+                # Half an exchange is on the links: nobody may go on with them.
+                links.abort(f"an error here ended the exchange: {error!r}")
+                raise
+            finally:
+                links.leave()

@@ -10,7 +10,6 @@ went through everybody's hands the bound is ``entry_s``; from then on all are in
 an excuse: ``exchange_s`` since the last byte that counted.
 """
 
-import math
 import select
 import time
 from collections.abc import Callable
@@ -18,40 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
-from fabric.errors import ConfigError, Mismatch, ProtocolError, RoundAborted
+from fabric.errors import Mismatch, ProtocolError, RoundAborted
 from fabric.ftar.byte_stream import ByteReceiver, ByteSender
 from fabric.ftar.chunks import GATHER, REDUCE, Header, Round
+from fabric.ftar.epochs import Bounds, Waiting
 from fabric.ftar.links import RingLinks, lost
 from fabric.ftar.operands import Operands
 from fabric.ftar.reduce import Piece, Schedule
 from fabric.ftar.shared_stream import PlaceReceiver, PlaceSender
-
-
-@dataclass(slots=True)
-class Waiting:
-    """Whom the exchange waits for now and last, and for how long it has waited for each in this step."""
-
-    peer: str
-    seconds: dict[str, float]
-    last: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """How long a wait may last, in seconds: see the module's docstring."""
-
-    entry_s: float
-    exchange_s: float
-
-    def changed(self, exchange_s: float | None, entry_s: float | None) -> "Bounds":
-        """These, with what is given in place of its own. Raises ConfigError for what bounds nothing."""
-        new = Bounds(
-            self.entry_s if entry_s is None else entry_s,
-            self.exchange_s if exchange_s is None else exchange_s,
-        )
-        if not (0 < new.exchange_s < math.inf and 0 < new.entry_s < math.inf):
-            raise ConfigError("the bounds of an exchange are positive, finite numbers of seconds")
-        return new
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ NaN anywhere gives a NaN.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fabric.errors import ConfigError
+from fabric.ftar.reduce import DTYPE_CODES
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 # torch converts more elements than this on its thread pool, which the trainer's step needs; and a block of
@@ -154,3 +155,41 @@ MAX = Reduction("max")
 def mean(weight: float) -> Reduction:
     """The sum divided by the total ``weight``."""
     return Reduction("mean", weight)
+
+
+def check_tensors(
+    tensors: tuple[torch.Tensor, torch.Tensor],
+    reduction: Reduction,
+    retain_gradients: bool,
+    is_here: Callable[[torch.Tensor], bool],
+    where: str,
+) -> None:
+    """Raise ConfigError if ``tensors``, the gradient and the result, cannot be reduced.
+
+    ``is_here`` says whether a tensor's memory is of the plane's kind, which ``where`` names.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_CODES:
+            raise ConfigError(
+                f"a tensor of {tensor.dtype} cannot be reduced: use one of "
+                + ", ".join(str(d).removeprefix("torch.") for d in DTYPE_CODES)
+            )
+        if tensor.dim() != 1 or not tensor.is_contiguous() or not is_here(tensor):
+            raise ConfigError(
+                f"this data plane reduces flat contiguous tensors {where}, not shape "
+                f"{tuple(tensor.shape)} on {tensor.device}: copy it into one first"
+            )
+    source, result = tensors
+    reduction.check(source.dtype)
+    if result.dtype != source.dtype or result.numel() != source.numel():
+        raise ConfigError(
+            f"the result has {result.numel()} elements of {result.dtype}, the gradient {source.numel()} of "
+            f"{source.dtype}: they must agree"
+        )
+    distance = abs(result.data_ptr() - source.data_ptr())
+    overlap = source.numel() > 0 and distance < source.numel() * source.element_size()
+    if overlap and (retain_gradients or distance):
+        raise ConfigError(
+            "the result would overwrite the gradient: give it memory of its own, or the gradient itself with "
+            "retain_gradients=False"
+        )

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -83,13 +83,13 @@ class Listener:
         host, port = self._server.getsockname()[:2]
         return str(host), int(port)
 
-    async def start(self, host: str, ports: int | str = 0, local: bool = False) -> None:
-        """Bind and begin to accept on the first free of ``ports`` ("29500-29510", a number, 0: any), with
+    async def start(self, host: str, ports: Sequence[int] = (0,), local: bool = False) -> None:
+        """Bind and begin to accept on the first free of ``ports`` (0: any), with
         ``local`` also on a unix socket for data links from this host.
 
         Raises ConfigError where none can be bound.
         """
-        self._server = await _bind(host, parse_ports(ports))
+        self._server = await _bind(host, ports)
         self._spawn(self._accept_loop(self._server))
         self._local = listen_locally(self.address[1]) if local else None
         if self._local is not None:
@@ -262,19 +262,7 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def parse_ports(ports: int | str) -> range:
-    """The ports that "29500-29510", "29500" or a number stand for; raises ConfigError."""
-    first, dash, last = str(ports).partition("-")
-    numbers = [first, last if dash else first]
-    if not all(n.strip().isascii() and n.strip().isdigit() for n in numbers):
-        raise ConfigError(f"{ports!r} is not a port or a range of ports: write 29500-29510")
-    low, high = (int(n) for n in numbers)
-    if not 0 <= low <= high <= 65535 or (low == 0 and high > 0):
-        raise ConfigError(f"{ports!r} is not a range of ports between 1 and 65535, low to high")
-    return range(low, high + 1)
-
-
-async def _bind(host: str, ports: range) -> socket.socket:
+async def _bind(host: str, ports: Sequence[int]) -> socket.socket:
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

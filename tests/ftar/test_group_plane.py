@@ -191,7 +191,7 @@ def test_misuse_is_refused_in_a_sentence():
             ((torch.ones(2, 2),), "flat contiguous"),
             ((x, torch.ones(9)), "must agree"),
             ((x, x), "would overwrite the gradient"),
-            ((torch.ones(8, device="meta"),), "not on the device"),
+            ((torch.ones(8, device="meta"),), "on its own device, not shape"),
             ((x.int(), torch.zeros(8, dtype=torch.int32), mean(2.0)), "have no mean"),
         ]:
             with pytest.raises(ConfigError, match=sentence):

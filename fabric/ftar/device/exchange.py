@@ -19,7 +19,7 @@ from fabric.ftar.device.links import DeviceLinks, lost
 from fabric.ftar.device.pieces import Incoming, Outgoing
 from fabric.ftar.device.plan import Piece
 from fabric.ftar.device.workspace import Job, Workspace
-from fabric.ftar.exchange import Bounds, Waiting
+from fabric.ftar.epochs import Bounds, Waiting
 
 
 class Exchange:

@@ -24,11 +24,9 @@ import torch
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
 from fabric.ftar.device import frames
 from fabric.ftar.device.links import lost
-from fabric.ftar.epochs import EpochLinks, Epochs, Turn
-from fabric.ftar.exchange import Bounds, Waiting
+from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce import DTYPE_CODES
-from fabric.ftar.reduction import SUM, Reduction
+from fabric.ftar.reduction import SUM, Reduction, check_tensors
 
 _MEETING = struct.Struct("<4sI")
 _MAGIC = b"FGM1"
@@ -221,7 +219,7 @@ class GroupLinks(EpochLinks):
             raise RoundAborted(found.why, found.about if found.about in self.ring.names else "")
 
 
-class GroupPlane:
+class GroupPlane(EpochPlane[GroupLinks]):
     """DataPlane over communicators that ``maker`` makes: see ``plane``.
 
     ``owns`` says which tensors it takes, for a sentence instead of a crash. ``make_s`` bounds the building of
@@ -236,14 +234,10 @@ class GroupPlane:
         exchange_s: float = 30.0,
         make_s: float = 120.0,
     ) -> None:
+        super().__init__(Bounds(7200.0, exchange_s))
         self._maker = maker
         self._owns = owns
         self._make_s = make_s
-        self._epochs: Epochs[GroupLinks] = Epochs()
-        self._turn = Turn()
-        self._bounds = Bounds(7200.0, 30.0)
-        self.set_bounds(exchange_s)
-        self._waiting = Waiting("", {})
 
     kind = "nccl"
 
@@ -252,20 +246,10 @@ class GroupPlane:
         """Never: a library has its own ways."""
         return False
 
-    @property
-    def waiting_for(self) -> str:
-        """Always empty: a collective does not say for whom it waits."""
-        return self._waiting.peer
-
-    @property
-    def waiting_s(self) -> dict[str, float]:
-        """Always empty, as above."""
-        return dict(self._waiting.seconds)
-
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
         """Change the bounds for the exchanges to come. Who is late cannot be told from who is stuck, so
         ``entry_s`` bounds an exchange, and ``exchange_s`` is checked and not used."""
-        self._bounds = self._bounds.changed(exchange_s, entry_s)
+        super().set_bounds(exchange_s, entry_s)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Refused: any memory of the device will do."""
@@ -299,33 +283,12 @@ class GroupPlane:
     ) -> None:
         """Reduce over the members of ``epoch``: see DataPlane, and the class for the bits."""
         result = source if result is None else result
-        self._check(source, result, reduction, retain_gradients)
-        with self._turn:
-            links = self._epochs.get(epoch)
-            links.enter()
+        check_tensors((source, result), reduction, retain_gradients, self._owns, "on its own device")
+        with self._entered(epoch) as links:
             try:
                 self._reduce(links, source.detach(), result.detach(), reduction)
-            except RoundAborted as error:
-                links.abort(str(error), error.about)
-                raise
-            except BaseException as error:
-                links.abort(f"an error here ended the exchange: {error!r}")
-                raise
             finally:
                 links.deadline_s = math.inf
-                links.leave()
-
-    def abort(self, epoch: int, why: str, about: str = "") -> None:
-        """End the epoch's exchange from any thread: see DataPlane."""
-        self._epochs.abort(epoch, why, about)
-
-    def retire(self, before_epoch: int) -> None:
-        """End the communicators of older epochs: see DataPlane."""
-        self._epochs.retire(before_epoch)
-
-    def close(self) -> None:
-        """Abort and close everything; idempotent."""
-        self._epochs.close()
 
     def _reduce(
         self, links: GroupLinks, source: torch.Tensor, result: torch.Tensor, reduction: Reduction
@@ -346,25 +309,6 @@ class GroupPlane:
             wide = torch.float64 if result.dtype == torch.float64 else torch.float32
             weight = torch.full((), reduction.weight, dtype=wide, device=result.device)
             result.copy_(result.to(wide).div_(weight))
-
-    def _check(self, source: torch.Tensor, result: torch.Tensor, reduction: Reduction, retain: bool) -> None:
-        for tensor in (source, result):
-            if tensor.dtype not in DTYPE_CODES or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise ConfigError(
-                    f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} cannot be reduced: copy it "
-                    "into a flat contiguous one of a type that can"
-                )
-            if not self._owns(tensor):
-                raise ConfigError(f"a tensor on {tensor.device} is not on the device of this data plane")
-        reduction.check(source.dtype)
-        if result.dtype != source.dtype or result.numel() != source.numel():
-            raise ConfigError("the result and the gradient must agree in type and length")
-        distance = abs(result.data_ptr() - source.data_ptr())
-        if source.numel() and distance < source.numel() * source.element_size() and (retain or distance):
-            raise ConfigError(
-                "the result would overwrite the gradient: give it memory of its own, or the gradient itself "
-                "with retain_gradients=False"
-            )
 
 
 def _until_done(links: GroupLinks, work: Callable[[], None]) -> None:

@@ -7,23 +7,22 @@ in the order and the arithmetic of every other plane.
 
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
-from fabric.errors import ConfigError, RoundAborted
+from fabric.errors import ConfigError
 from fabric.ftar.device import frames
 from fabric.ftar.device.exchange import Exchange
 from fabric.ftar.device.links import DeviceLinks
 from fabric.ftar.device.plan import Piece, plan
 from fabric.ftar.device.seam import Device
 from fabric.ftar.device.workspace import Job, Workspace
-from fabric.ftar.epochs import Epochs, Turn
-from fabric.ftar.exchange import Bounds, Waiting
+from fabric.ftar.epochs import Bounds, EpochPlane
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES
-from fabric.ftar.reduction import SUM, Reduction
+from fabric.ftar.reduction import SUM, Reduction, check_tensors
 
 CHUNK_BYTES = 4 * 1024 * 1024
 SLOTS = 8
@@ -32,7 +31,7 @@ GROUP = 8
 _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 
 
-class DeviceRing:
+class DeviceRing(EpochPlane[DeviceLinks]):
     """DataPlane for one device: see ``plane``.
 
     ``chunk_bytes``, ``slots`` and ``group`` must be equal on all members; chunk_bytes * slots bounds what is
@@ -58,18 +57,14 @@ class DeviceRing:
                 f"chunks of {chunk_bytes} bytes in {slots} slots, {group} at a time, are not possible: "
                 f"choose between {_CHUNK_UNIT_BYTES} bytes and 1 GiB, at least two slots, and a group"
             )
+        super().__init__(Bounds(7200.0, exchange_s))
         self._device = device
         self._shares = shares
         self._checksum = checksum
         self._on_piece = on_piece
         self._space = Workspace(device, chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES, slots, group)
-        self._epochs: Epochs[DeviceLinks] = Epochs()
         self._showing = threading.Lock()
         self._shown: list[torch.Tensor] = []
-        self._turn = Turn()
-        self._waiting = Waiting("", {})
-        self._bounds = Bounds(7200.0, 30.0)
-        self.set_bounds(exchange_s)
 
     kind = "device"
 
@@ -77,20 +72,6 @@ class DeviceRing:
     def shares_memory(self) -> bool:
         """Whether links on one host should come as unix sockets: see DataPlane."""
         return self._shares
-
-    @property
-    def waiting_for(self) -> str:
-        """Name of the peer that the exchange waits for at this moment, or empty."""
-        return self._waiting.peer
-
-    @property
-    def waiting_s(self) -> dict[str, float]:
-        """Seconds waited for each peer in the newest exchange."""
-        return dict(self._waiting.seconds)
-
-    def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
-        """Change the bounds, from any thread, for the exchanges to come: see DataPlane."""
-        self._bounds = self._bounds.changed(exchange_s, entry_s)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Device memory: see DataPlane."""
@@ -136,55 +117,39 @@ class DeviceRing:
         when RoundAborted is raised: nobody synchronises. It is this thread that blocks, not that stream.
         """
         result = source if result is None else result
-        _check(self._device, source, result, reduction, retain_gradients)
-        with self._turn:
-            self._reduce(self._epochs.get(epoch), step, (source.detach(), result.detach()), reduction)
-
-    def abort(self, epoch: int, why: str, about: str = "") -> None:
-        """End the epoch's exchange from any thread: see DataPlane."""
-        self._epochs.abort(epoch, why, about)
-
-    def retire(self, before_epoch: int) -> None:
-        """Close the links of older epochs: see DataPlane."""
-        self._epochs.retire(before_epoch)
+        check_tensors((source, result), reduction, retain_gradients, self._device.owns, "on its own device")
+        with self._entered(epoch) as links, self._abandoned():
+            self._reduce(links, step, (source.detach(), result.detach()), reduction)
 
     def close(self) -> None:
         """Abort and close everything; idempotent. The device stays open: it is its maker's."""
-        self._epochs.close()
+        super().close()
         self._space.close()
 
     def _reduce(
         self, links: DeviceLinks, step: int, tensors: tuple[torch.Tensor, torch.Tensor], reduction: Reduction
     ) -> None:
-        space, compute = self._space, self._device.compute()
-        self._waiting = waiting = Waiting("", {})
-        links.enter()
+        space, compute, ring = self._space, self._device.compute(), links.ring
+        number = self._turn.number(ring.epoch, step)
+        job = self._job(ring, (step, number), tensors, reduction)
+        if ring.world == 1:
+            compute.run(lambda: _alone(job))
+        elif job.source.numel():
+            space.begin(compute.record())
+            elements = space.chunk_bytes // job.wide.itemsize
+            pieces = plan(job.source.numel(), ring.world, ring.position, elements, space.group)
+            Exchange(job, links, space, pieces).run(self._bounds, self._waiting)
+            compute.wait(space.up.record())
+
+    @contextmanager
+    def _abandoned(self) -> Iterator[None]:
+        """What is under way on the side streams when an exchange fails comes before what the caller does."""
         try:
-            number = self._turn.number(links.ring.epoch, step)
-            job = self._job(links.ring, (step, number), tensors, reduction)
-            if links.ring.world == 1:
-                compute.run(lambda: _alone(job))
-            elif job.source.numel():
-                space.begin(compute.record())
-                elements = space.chunk_bytes // job.wide.itemsize
-                ring = links.ring
-                pieces = plan(job.source.numel(), ring.world, ring.position, elements, space.group)
-                Exchange(job, links, space, pieces).run(self._bounds, waiting)
-                compute.wait(space.up.record())
-        except RoundAborted as error:
-            error.waited_for = waiting.last
-            # The first cause wins: an abort that came while this one unwound is not overwritten.
-            links.abort(str(error), error.about)
-            compute.wait(space.abandon())
-            raise
-        except BaseException as error:
-            # Half an exchange is on the links: nobody may go on with them.
-            links.abort(f"an error here ended the exchange: {error!r}")
+            yield
+        except BaseException:
             with suppress(RuntimeError):  # a device that is lost records nothing
-                compute.wait(space.abandon())
+                self._device.compute().wait(self._space.abandon())
             raise
-        finally:
-            links.leave()
 
     def _job(
         self,
@@ -221,31 +186,3 @@ def _alone(job: Job) -> None:
     """The reduction over one member."""
     total = job.source.to(job.wide, copy=True)
     job.finish(total, job.result)
-
-
-def _check(
-    device: Device, source: torch.Tensor, result: torch.Tensor, reduction: Reduction, retain: bool
-) -> None:
-    for tensor in (source, result):
-        if tensor.dtype not in DTYPE_CODES:
-            raise ConfigError(
-                f"a tensor of {tensor.dtype} cannot be reduced: use one of "
-                + ", ".join(str(d).removeprefix("torch.") for d in DTYPE_CODES)
-            )
-        if tensor.dim() != 1 or not tensor.is_contiguous() or not device.owns(tensor):
-            raise ConfigError(
-                f"this ring reduces flat contiguous tensors on its own device, not shape "
-                f"{tuple(tensor.shape)} on {tensor.device}: copy it into one first"
-            )
-    reduction.check(source.dtype)
-    if result.dtype != source.dtype or result.numel() != source.numel():
-        raise ConfigError(
-            f"the result has {result.numel()} elements of {result.dtype}, the gradient {source.numel()} of "
-            f"{source.dtype}: they must agree"
-        )
-    distance = abs(result.data_ptr() - source.data_ptr())
-    if source.numel() and distance < source.numel() * source.element_size() and (retain or distance):
-        raise ConfigError(
-            "the result would overwrite the gradient: give it memory of its own, or the gradient itself with "
-            "retain_gradients=False"
-        )

@@ -41,7 +41,7 @@ class Host:
 )
 async def test_a_link_is_local_where_both_sides_want_it(listens, dials, family):
     host = Host()
-    await host.listener.start("127.0.0.1", 0, local=listens)
+    await host.listener.start("127.0.0.1", local=listens)
     sock = await dial(host.address, greeting(), TOKEN, 5.0, local=dials)
     said, theirs = await host.arrivals.get()
     assert said == greeting()
@@ -54,8 +54,8 @@ async def test_a_link_is_local_where_both_sides_want_it(listens, dials, family):
 async def test_another_member_behind_the_name_is_not_taken_for_the_one_that_is_meant():
     """As when the port in an address is another host's, and a member here has the same one."""
     host, impostor = Host("r0"), Host("r9")
-    await host.listener.start("127.0.0.1", 0)
-    await impostor.listener.start("127.0.0.1", 0)
+    await host.listener.start("127.0.0.1")
+    await impostor.listener.start("127.0.0.1")
     name = listen_locally(host.listener.address[1])
     assert name is not None
     impostor.listener._spawn(impostor.listener._accept_loop(name))
@@ -72,7 +72,7 @@ async def test_another_member_behind_the_name_is_not_taken_for_the_one_that_is_m
 
 async def test_a_wrong_token_is_refused_as_on_any_link():
     host = Host()
-    await host.listener.start("127.0.0.1", 0, local=True)
+    await host.listener.start("127.0.0.1", local=True)
     with pytest.raises(Unauthorized):
         await dial(host.address, greeting(), b"another", 5.0, local=True)
     assert host.arrivals.empty()

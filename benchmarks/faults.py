@@ -1,6 +1,7 @@
 """What a fault costs those that survive it: the stall, the join, and who is evicted without having failed.
 
     python benchmarks/faults.py
+    python benchmarks/faults.py --joins 5     # kills and joins alone, phase by phase
 
 Three replicas of 84 million float32 parameters with AdamW (1.0 GB of state, 336 MB of gradients), default
 settings, one lighthouse on SQLite, everything on this machine. The compute phase stands for a device: a timer
@@ -20,6 +21,7 @@ Where torchft is installed it meets the same faults on the same model afterwards
 and no repeated exchange: its stall is the time between the commits around the fault minus its median step.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import random
@@ -31,6 +33,7 @@ import time
 from collections.abc import Iterator
 
 import common
+import faults_joins
 import faults_torchft
 from faults_fleet import REPLICAS, FaultFleet, durations
 from faults_record import Fault, Record
@@ -147,7 +150,37 @@ def busy(count: int) -> Iterator[None]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="what a fault costs those that survive it")
+    parser.add_argument("--joins", type=int, metavar="N", help="only so many kills and joins, by phase")
+    joins = parser.parse_args().joins
     common.say(common.machine())
+    if joins:
+        joins_alone(joins)
+    else:
+        everything()
+
+
+def joins_alone(count: int) -> None:
+    """Kills and joins, and which phase of a join costs the others what."""
+    with FaultFleet() as fleet, faults_joins.ProcessorTime(fleet) as used:
+        disturbance = Disturbance(fleet)
+        for name in REPLICAS:
+            fleet.begin(name)
+        for _ in range(count):
+            disturbance.fault("kill")
+        disturbance.settle(len(REPLICAS), UNDISTURBED_STEPS)
+        record = Record(fleet, disturbance.faults, [])
+    tell_calm(record)
+    tell_joins(record)
+    faults_joins.tell_phases(record, disturbance.faults, used)
+    figures = join_figures(record)
+    common.say("")
+    tell_verdict(figures)
+    common.finish({key: round(value, 4) for key, value in figures.items()})
+
+
+def everything() -> None:
+    """All faults, what is no failure, and torchft where it is installed."""
     common.say(
         f"seed {SEED}: {KILLS} kills, each with a join, and {STOPS} stops; a device that computes is a timer"
     )
@@ -189,8 +222,6 @@ def report(record: Record, disturbance: Disturbance) -> dict[str, float]:
     )
     kills = stalls(record, "kill")
     stops = stalls(record, "stop")
-    ratios = [x for fault in record.faults if is_kill(fault) for x in record.join_ratios(fault)]
-    back = [fault.back - fault.started for fault in record.faults if is_kill(fault)]
     result = {
         "sigkill_stall_s": statistics.median(kills),
         "sigkill_stall_max_s": max(kills),
@@ -199,9 +230,7 @@ def report(record: Record, disturbance: Disturbance) -> dict[str, float]:
         "sigstop_stall_max_s": max(stops),
         "repeated_exchange_s": statistics.median(s.repeated for f in record.faults for s in f.stalls),
         "steps_lost": sum(record.lost(fault) for fault in record.faults),
-        "join_step_ratio_p50": statistics.median(ratios),
-        "join_step_ratio_p99": common.quantile(ratios, 0.99),
-        "catch_up_s": statistics.median(back),
+        **join_figures(record),
         "false_evictions": sum(record.evictions(*times) for times in disturbance.provoked.values()),
     }
     if cpu := stalls(record, "kill", mode="cpu"):
@@ -211,9 +240,25 @@ def report(record: Record, disturbance: Disturbance) -> dict[str, float]:
     common.verdict("SIGKILL stall, worst, s", result["sigkill_stall_max_s"], at_most=0.6)
     common.verdict("SIGSTOP stall, worst, s", result["sigstop_stall_max_s"], at_most=0.6)
     common.verdict("steps lost", result["steps_lost"], at_most=0)
-    common.verdict("others' steps during a join, median ratio", result["join_step_ratio_p50"], at_most=1.1)
+    tell_verdict(result)
     common.verdict("false evictions", result["false_evictions"], at_most=0)
     return result
+
+
+def join_figures(record: Record) -> dict[str, float]:
+    """What the joins cost the others, and how long they took."""
+    joins = [fault for fault in record.faults if is_kill(fault)]
+    ratios = [x for fault in joins for x in record.join_ratios(fault)]
+    return {
+        "join_step_ratio_p50": statistics.median(ratios),
+        "join_step_ratio_p99": common.quantile(ratios, 0.99),
+        "catch_up_s": statistics.median(fault.back - fault.started for fault in joins),
+    }
+
+
+def tell_verdict(figures: dict[str, float]) -> None:
+    """Whether a join may cost the others what it does."""
+    common.verdict("others' steps during a join, median ratio", figures["join_step_ratio_p50"], at_most=1.1)
 
 
 def is_kill(fault: Fault) -> bool:

@@ -63,6 +63,10 @@ class FaultFleet(Fleet):
             self.trainers[name].wait()
         return sent
 
+    def server_pid(self, name: str) -> int:
+        """The process id of a replica's checkpoint server; OSError or ValueError where there is none."""
+        return int((self.folder / "run" / name / "ckpt.lock").read_text())
+
     def mode(self, name: str) -> None:
         """``timer`` or ``cpu``: what the trainers compute with from their next step on."""
         new = self.folder / "mode.new"

@@ -2,11 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import faults_joins
 import faults_record
 from faults_record import Fault, Record
 
@@ -101,3 +103,40 @@ def test_steps_that_are_gone_and_evictions_are_counted():
     assert found.lost(found.faults[0]) == 1
     assert found.evictions(0.0, 100.0) == 1
     assert found.evictions(KILLED + 1, 100.0) == 0
+
+
+class Used:
+    """The newcomer computes all the time, each survivor half of it, nobody else anything."""
+
+    def between(self, who, begun, end):
+        return {"r0": 0.5, "r1": 0.5, "r2": 1.0}.get(who, 0.0) * (end - begun)
+
+
+def test_the_phases_of_a_join_have_the_steps_that_end_in_them(monkeypatch, capsys):
+    found = record(MadeUp())
+    stages = {"registered": 1.0, "loaded": 2.5, "member": 3.0, "given": BACK - STARTED}
+    monkeypatch.setattr(Record, "join_stages", lambda self, fault: stages)
+    faults_joins.tell_phases(found, found.faults, Used())
+    rows = {line[:10].strip(): line[10:].split() for line in capsys.readouterr().out.splitlines()}
+    # Seconds, steps, what they took over 1.2 s (median and range), then processor seconds.
+    assert rows["start"] == ["1.0", "2", "1.00", "(1.00-1.00)", "1.00", "0.00", "1.00", "0.00"]
+    assert rows["state"] == ["1.5", "2", "1.25", "(1.25-1.25)", "1.50", "0.00", "1.50", "0.00"]
+    assert rows["replay"] == ["0.5", "0", "0.50", "0.00", "0.50", "0.00"]
+    assert rows["first step"] == ["1.0", "2", "1.25", "(1.25-1.25)", "1.00", "0.00", "1.00", "0.00"]
+
+
+def test_processor_time_goes_on_counting_where_a_process_ended(tmp_path):
+    class Fleet:
+        trainers: ClassVar = {}
+
+        def server_pid(self, name):
+            raise FileNotFoundError(name)
+
+    used = faults_joins.ProcessorTime(Fleet())
+    now = iter([10.0, 11.0, 12.0])
+    for pid, seconds in ((7, 2.0), (7, 3.0), (8, 0.5)):
+        used.note(next(now), "r0", pid, seconds)
+    assert used.between("r0", 10.0, 11.0) == 1.0
+    assert used.between("r0", 10.5, 12.0) == 1.0
+    assert used.between("r0", 0.0, 99.0) == 1.5
+    assert used.between("nobody", 0.0, 99.0) == 0.0

@@ -234,6 +234,10 @@ class Record:
         """Those that are not in the roster, whatever process of them."""
         return replicas - self._members.keys()
 
+    def missing(self, replicas: KeysView[str]) -> set[str]:
+        """The members that are not among these."""
+        return self._members.keys() - replicas
+
     def lists(self, replica: str, incarnation: int) -> bool:
         """Whether exactly this process is in the roster."""
         member = self.member(replica)

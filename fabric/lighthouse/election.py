@@ -7,6 +7,10 @@ The lease is only a hint, so two things make a leader safe. It counts the end of
 clock, from before each renewal was sent and with a margin, and stops by itself. And every write that it
 makes is guarded by the revision at which its key was created (``Term.guard``), so that a leader that was
 stopped, or whose clock lies, can change nothing once its key is gone; and before that nobody else leads.
+
+Thousands of sessions that come back at once keep the loop busy for seconds, just when losing the lead would
+cost most. So the lease is renewed from a thread of its own, over a handle on the store of its own. A loop
+that does not turn any more must not lead for ever: the thread renews only while it has turned lately.
 """
 
 import asyncio
@@ -20,6 +24,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.runtime.side_loop import SideLoop
 from fabric.store import Compare, KeyValue, Lease, Put, Store
 
 log = logging.getLogger(__name__)
@@ -30,6 +35,8 @@ Clock = Callable[[], float]
 MARGIN_SHARE = 0.2
 MARGIN_MOST_S = 1.0
 _REVOKE_S = 1.5
+# So many leases without a turn of the loop, and its lease is not renewed any more.
+STUCK_LEASES = 3.0
 _RETRY_S = (0.05, 1.0)
 _MAX_VALUE_BYTES = 4096
 
@@ -48,7 +55,8 @@ class Candidate:
 
 
 class Term:
-    """One time of leading. ``revision`` is that of the election key's creation: it fences every write."""
+    """One time of leading. ``revision`` is that of the election key's creation: it fences every write.
+    ``ends``, the lease's end, and ``turned``, when the loop last turned, are what the two threads share."""
 
     def __init__(
         self, store_id: str, guard: Compare, clock: Clock, resign: Callable[["Term", str], None]
@@ -56,6 +64,7 @@ class Term:
         self.store_id = store_id
         self.guard = guard
         self.ends = 0.0
+        self.turned = clock()
         self.is_over = False
         self._clock = clock
         self._resign = resign
@@ -89,16 +98,26 @@ class Hooks:
 
 
 class Election:
-    """Stands for election until cancelled. ``leader`` is whom the store named last."""
+    """Stands for election until cancelled. ``leader`` is whom the store named last. ``lease_store``: another
+    handle on the store, for the thread that renews; without one (a store in memory) the loop does."""
 
     def __init__(
-        self, store: Store, namespace: str, lease_s: float, hooks: Hooks, *, clock: Clock = boot_time
+        self,
+        store: Store,
+        namespace: str,
+        lease_s: float,
+        hooks: Hooks,
+        *,
+        lease_store: Store | None = None,
+        clock: Clock = boot_time,
     ) -> None:
         self.prefix = f"/fabric/{namespace}/election/"
         self.me = Candidate(secrets.token_hex(8), "")
         self.leader: Candidate | None = None
         self.term: Term | None = None
         self._store = store
+        self._lease_store = lease_store
+        self._side: SideLoop | None = None
         self._lease_s = lease_s
         self._hooks = hooks
         self._clock = clock
@@ -108,6 +127,14 @@ class Election:
     async def run(self, store_id: str, url: str) -> None:
         """Follow or lead, for ever. ``url`` is how others reach this process; the store is connected."""
         self.me = Candidate(self.me.id, url)
+        self._side = SideLoop("fabric-lease") if self._lease_store is not None else None
+        try:
+            await self._stand_again_and_again(store_id)
+        finally:
+            if self._side is not None:
+                self._side.close()
+
+    async def _stand_again_and_again(self, store_id: str) -> None:
         jitter = random.Random()  # noqa: S311 - spreads attempts, protects nothing
         pause_s = _RETRY_S[0]
         while True:
@@ -165,27 +192,32 @@ class Election:
         return Term(store_id, guard, self._clock, self._end)
 
     async def _hold(self, term: Term, lease: Lease, sent: float) -> None:
-        """Renew the lease until the place is lost; lead from the moment when it is the first."""
+        """Keep the place in the line until it is lost; lead from the moment when it is the first."""
         self._changed.clear()
         turn = asyncio.get_running_loop().create_task(self._await_turn(term))
-        turn.add_done_callback(lambda _: self._changed.set())
-        renew = sent + lease.ttl_s / 3
+        renewals = self._start_renewals(term, lease, sent)
+        for each in (turn, renewals):
+            each.add_done_callback(lambda _: self._changed.set())
         try:
             while not term.is_over:
-                await self._wait_until(min(renew, term.ends))
+                term.turned = self._clock()
+                await self._wait_until(min(term.turned + lease.ttl_s / 3, term.ends))
                 if turn.done() and self.term is None:
                     turn.result()
                     self._begin(term)
-                if not term.in_force():
+                if renewals.done():
+                    self._end(term, renewals.result())
+                elif not term.in_force():
                     self._end(term, "its lease may have ended, for the store did not renew it in time")
-                elif self._clock() >= renew:
-                    sent = self._clock()
-                    renewed = await self._renew(term, lease)
-                    # After a failure the store is asked more often, for the time is running.
-                    renew = sent + (lease.ttl_s / 3 if renewed else lease.ttl_s / 20)
         finally:
             turn.cancel()
-            await asyncio.wait([turn])
+            renewals.cancel()
+            await asyncio.gather(turn, renewals, return_exceptions=True)
+
+    def _start_renewals(self, term: Term, lease: Lease, sent: float) -> "asyncio.Future[str]":
+        if self._side is None or self._lease_store is None:
+            return asyncio.get_running_loop().create_task(self._renew(term, lease, sent, self._store))
+        return asyncio.wrap_future(self._side.start(self._renew_aside(term, lease, sent, self._lease_store)))
 
     async def _await_turn(self, term: Term) -> None:
         """Return when no key in the line is older than mine. Raises LeaseGone when mine is not there."""
@@ -230,22 +262,42 @@ class Election:
         log.info("this lighthouse leads from now on (%s)", self.me.url)
         self._hooks.elected(term)
 
-    async def _renew(self, term: Term, lease: Lease) -> bool:
-        sent = self._clock()
+    async def _renew_aside(self, term: Term, lease: Lease, sent: float, store: Store) -> str:
+        """In the thread: nothing of the loop's may be touched here but ``term``."""
         try:
-            async with asyncio.timeout(max(0.0, term.ends - sent)):
-                ttl_s = await self._store.keep_alive(lease.id)
-        except LeaseGone as error:
-            self._end(term, str(error))
-        except TimeoutError:
-            self._say("the store does not answer the renewal of the lease")
-        except StoreError as error:
-            self._say(str(error))
-        else:
-            term.ends = max(term.ends, sent + ttl_s - _margin(ttl_s))
-            self._said = ""
-            return True
-        return False
+            return await self._renew(term, lease, sent, store)
+        finally:
+            await store.close()
+
+    async def _renew(self, term: Term, lease: Lease, sent: float, store: Store) -> str:
+        """Renew the lease in time until it is gone; returns the sentence of that."""
+        said, connected = "", store is self._store
+        renew = sent + lease.ttl_s / 3
+        while True:
+            await asyncio.sleep(max(0.0, renew - self._clock()))
+            sent = self._clock()
+            why = ""
+            if sent - term.turned > STUCK_LEASES * lease.ttl_s:
+                why = f"the loop has not turned for {sent - term.turned:.0f} s: the lease is left to end"
+            else:
+                try:
+                    async with asyncio.timeout(max(0.0, term.ends - sent)):
+                        if not connected:
+                            await store.connect()
+                            connected = True
+                        ttl_s = await store.keep_alive(lease.id)
+                    term.ends = max(term.ends, sent + ttl_s - _margin(ttl_s))
+                except TimeoutError:
+                    why = "the store does not answer the renewal of the lease"
+                except LeaseGone as error:
+                    return str(error)
+                except StoreError as error:
+                    why = str(error)
+            if why and why != said:
+                log.warning("election: %s", why)
+            said = why
+            # After a failure the store is asked more often, for the time is running.
+            renew = sent + lease.ttl_s / (20 if why else 3)
 
     async def _wait_until(self, moment: float) -> None:
         with suppress(TimeoutError):

@@ -180,7 +180,10 @@ def _assemble(
         settled.set()
 
     hooks = Hooks(elected=elected, lost=jobs.end, followed=followed, written=metrics.election_write)
-    election = Election(store, settings.namespace, settings.lease_s, hooks)
+    lease_store = (
+        None if settings.store == "memory:" else open_store(settings.store, access=settings.store_access)
+    )
+    election = Election(store, settings.namespace, settings.lease_s, hooks, lease_store=lease_store)
     parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix))
     metrics.observe(lambda: parts.leads, jobs.gauges)
     return parts, settled

@@ -76,7 +76,8 @@ class Leader(Joins):
         """When to call again with Tick at the latest."""
         many = self.leading and len(self.liveness.peers) >= MANY
         if many and self._deadline is not None:
-            due: float | None = max(min(self._deadline, self._plan_at), self._now + 0.001)
+            # However many events come meanwhile: what each of them would postpone would never be.
+            due: float | None = min(self._deadline, self._plan_at)
         else:
             due = self._next_deadline()
         self._due = math.inf if due is None else due
@@ -222,7 +223,7 @@ class Leader(Joins):
             ckpt=pulse.ckpt,
             snapshots=pulse.snapshots,
             deaths=pulse.deaths,
-            taken=tuple(self._now - age_s for age_s in pulse.ages_s),
+            taken=tuple(self._now - age_s for age_s in pulse.ages_s) if pulse.ages_s else (),
             durable=pulse.durable or (known.durable if known is not None else ()),
             durable_error=pulse.durable_error,
         )
@@ -256,7 +257,8 @@ class Leader(Joins):
             self._tell("not evicted", event.replica, "nobody else in the roster knows the job's state")
 
     def on_beat(self, peer: Peer, beat: m.Beat) -> None:
-        if peer.beat is not None and beat.step > peer.beat.step and self._in_force(peer):
+        went_on = peer.beat is not None and beat.step > peer.beat.step
+        if went_on and self.reforms.tries and self._in_force(peer):
             self.reforms = Reforms()
         if peer.beat is not None and beat.busy != peer.beat.busy:
             # What it announced is over, or something else begins: its time counts from now.
@@ -271,7 +273,11 @@ class Leader(Joins):
         name = peer.session.replica
         if beat.step > self.lateness.since.get(name, (beat.step, 0.0))[0]:
             self.lateness.came(name)
-        if not self._in_force(peer) or beat.epoch != (self.record.epoch if self.record else 0):
+        if (
+            not beat.waiting_for
+            or not self._in_force(peer)
+            or beat.epoch != (self.record.epoch if self.record else 0)
+        ):
             return
         for other in beat.waiting_for:
             late = self.liveness.peers.get(other)
@@ -328,7 +334,7 @@ class Leader(Joins):
 
     def _evict(self, record: Record) -> bool:
         """Rule 2, and the wait for a cold start when nobody who knows the job's state is left."""
-        for member in record.roster:
+        for member in self.liveness.doubtful(record.roster, self._now):
             if member.replica not in self.epoch.condemned:
                 verdict = self.liveness.verdict(member, self._now)
                 if verdict:
@@ -461,7 +467,7 @@ class Leader(Joins):
         """Rule 4: every member runs in the current epoch, and nothing is outstanding."""
         if self.epoch.aborted or (record.is_forced and self.epoch.decision is None):
             return False
-        return all(x.replica in self.epoch.running for x in record.roster) or self._is_parked(record)
+        return not record.missing(self.epoch.running.keys()) or self._is_parked(record)
 
 
 _HANDLERS: dict[type, Callable[[Leader, Any], None]] = {

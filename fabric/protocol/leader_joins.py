@@ -41,6 +41,8 @@ class Joins(Failures):
 
     def _serve(self, record: Record) -> None:
         """Catch-up: have the members snapshot at a step to come, and tell the newcomer who did."""
+        if not self.serving:
+            return
         names = {x.replica for x in record.roster}
         for joiner, serving in list(self.serving.items()):
             peer, member = self.liveness.peers.get(joiner), record.member(joiner)
@@ -212,7 +214,7 @@ class Joins(Failures):
 
     def _drain(self, record: Record) -> bool:
         self._drain_surplus(record)
-        names = [x for x in record.roster if x.replica in self.draining]
+        names = [x for x in record.roster if x.replica in self.draining] if self.draining else []
         leaving = [x for x in record.roster if x.leaving]
         self._dismiss(record)
         left = tuple(x for x in record.roster if not x.leaving)

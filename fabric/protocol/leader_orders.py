@@ -118,9 +118,11 @@ class Admission(LeaderBase):
 
     def _drain_surplus(self, record: Record) -> None:
         """More members than there may be: the newest of them leave at a step boundary."""
+        if not self.orders.max_replicas:
+            return
         staying = [x for x in record.roster if not x.leaving and x.replica not in self.draining]
         staying.sort(key=lambda x: (x.since, x.seat, x.replica))
-        for member in staying[self.most :] if self.orders.max_replicas else ():
+        for member in staying[self.most :]:
             self.draining[member.replica] = f"no longer wanted: scaled {self.orders.scaled}"
 
     # --- evidence ----------------------------------------------------------------------------------------
@@ -215,14 +217,17 @@ class Admission(LeaderBase):
 
     def _tell_held(self, record: Record) -> None:
         """Who waits outside is told why, once for every reason."""
-        for name, peer in self.liveness.peers.items():
+        peers = self.liveness.peers
+        for name in sorted(record.strangers(peers.keys()) | (self.held.keys() & peers.keys())):
+            peer = peers[name]
             why = self.kept_out(peer) if peer.connected and name not in self.draining else ""
             # The session of a process that has ended may stand for a while: that one does not wait.
             why = "" if why and self._doubt(peer) else why
             if why == self.held.get(name, ""):
                 continue
-            self.held[name] = why
+            self.held.pop(name, None)
             if why:
+                self.held[name] = why
                 self._tell("kept out", name, why)
                 self._send(name, m.Rejected(why, retry=True))
 

@@ -4,11 +4,15 @@ The kernel's word (gone, stopped) counts at once; silence counts only when both 
 trainers may hold the GIL for long. A verdict is a sentence that says what was seen, or empty: alive.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fabric.model import Death, Member, SnapshotRef
 from fabric.protocol.messages import Beat, Session
 from fabric.protocol.rank_orders import rank_of_url
+
+Process = TypeVar("Process", Member, Session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,7 @@ class Liveness:
 
     def verdict(self, member: Member, now: float) -> str:
         """Why this member counts as dead, or empty."""
-        if self._is_well(member, now):
+        if not self.doubtful((member,), now):
             return ""
         confirmed = self.confirmed(member)
         if confirmed:
@@ -171,22 +175,30 @@ class Liveness:
             return f"its host has been silent for {now - peer.seen:.2f} s"
         return ""
 
-    def _is_well(self, member: Member | Session, now: float) -> bool:
-        """Nearly everybody nearly always, found without looking at everything: its session is there and was
-        heard, and its checkpoint server says nothing else."""
-        peer, pulse = self.peers.get(member.replica), self.pulses.get(member.replica)
-        return (
-            peer is not None
-            and peer.connected
-            and peer.session.incarnation == member.incarnation
-            and now - peer.seen < self.config.silence_s
-            and (pulse is None or pulse.trainer == "running")
-            and not member.ranks
-        )
+    def doubtful(self, roster: Sequence[Process], now: float) -> list[Process]:
+        """Those that have to be looked at more closely, found without looking at everything: of nearly
+        everybody nearly always the session is there and was heard, and its checkpoint server says nothing
+        else. One loop without calls, for there are thousands several times a second."""
+        peers, pulses, since = self.peers, self.pulses, now - self.config.silence_s
+        found = []
+        for member in roster:
+            peer = peers.get(member.replica)
+            if (
+                peer is not None
+                and peer.connected
+                and peer.seen > since
+                and peer.session.incarnation == member.incarnation
+                and not member.ranks
+            ):
+                pulse = pulses.get(member.replica)
+                if pulse is None or pulse.trainer == "running":
+                    continue
+            found.append(member)
+        return found
 
     def doubt(self, session: Session, now: float) -> str:
         """Why the process of this session would be evicted at once if it were in a roster, or empty."""
-        return "" if self._is_well(session, now) else self.verdict(as_member(session), now)
+        return self.verdict(as_member(session), now) if self.doubtful((session,), now) else ""
 
     def confirmed(self, member: Member) -> str:
         """Why it is certain that this process has ended, or empty."""
@@ -214,9 +226,7 @@ class Liveness:
 
     def next_check(self, roster: tuple[Member, ...], now: float) -> float | None:
         """When a verdict may change by time alone: soon while anybody is in doubt, else in a while."""
-        for member in roster:
-            if self._is_well(member, now):
-                continue
+        for member in self.doubtful(roster, now):
             peer, pulse = self._peer(member), self._pulse(member)
             stopped = pulse is not None and pulse.trainer == "stopped"
             for pulses in self.rank_pulses.values():

@@ -14,7 +14,7 @@ from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.liveness import LivenessConfig
 from fabric.runtime.tasks import Tasks
 from fabric.runtime.web import serve
-from fabric.store import Compare, Operation
+from fabric.store import Compare, Operation, Store
 from fabric.store.memory import MemorySpace, MemoryStore
 
 # Members of a test do not beat all the time, and a loaded machine is slow: silence is no death here.
@@ -80,7 +80,7 @@ class Instance:
 
     url: str
     parts: Parts
-    store: MemoryStore
+    store: Store
     deaths: list[BaseException] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     followed: list[Candidate] = field(default_factory=list)
@@ -96,9 +96,10 @@ class Instance:
 
 @asynccontextmanager
 async def lighthouse_on(
-    store: MemoryStore,
+    store: Store,
     *,
     lease_s: float = 5.0,
+    lease_store: Store | None = None,
     clock: Callable[[], float] = boot_time,
     liveness: LivenessConfig = PATIENT,
     tokens: Tokens | None = None,
@@ -117,7 +118,7 @@ async def lighthouse_on(
         jobs.end(reason)
 
     hooks = Hooks(jobs.begin, end, followed.append, metrics.election_write)
-    election = Election(store, "ns", lease_s, hooks, clock=clock)
+    election = Election(store, "ns", lease_s, hooks, lease_store=lease_store, clock=clock)
     parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix, every_s=0.0))
     metrics.observe(lambda: parts.leads, jobs.gauges)
     app = make_app(parts, tokens)

@@ -1,6 +1,9 @@
 """Who leads, when it stops, and that a deposed leader changes nothing, with clocks under control."""
 
 import asyncio
+import sqlite3
+import time
+from contextlib import asynccontextmanager
 
 import pytest
 from in_process import Clock, TroubledStore, lighthouse_on
@@ -12,7 +15,7 @@ from fabric.lighthouse.election import boot_time
 from fabric.lighthouse.records import record_key
 from fabric.protocol import messages as m
 from fabric.protocol import wire
-from fabric.store import Delete, Put
+from fabric.store import Delete, Put, open_store
 from fabric.store.memory import MemorySpace, MemoryStore
 
 ELECTION = "/fabric/ns/election/"
@@ -319,6 +322,53 @@ async def test_a_stopped_task_gives_the_lease_back():
         await eventually(leads(instance), "it to lead")
         assert space.find(ELECTION)[0]
     assert not space.find(ELECTION)[0]
+
+
+@asynccontextmanager
+async def leader_on_a_file(tmp_path, **settings):
+    """One that leads, whose lease is renewed from a thread as in the service."""
+    url = f"sqlite://{tmp_path}/store.db"
+    async with lighthouse_on(open_store(url), lease_store=open_store(url), **settings) as instance:
+        await eventually(leads(instance), "it to lead")
+        yield instance
+
+
+def block_until(condition, what):
+    """Keep the loop from turning, as thousands of sessions do that come back at once."""
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.02)
+
+
+async def test_a_loop_that_is_busy_for_longer_than_the_lease_does_not_cost_the_lead(tmp_path):
+    async with leader_on_a_file(tmp_path, lease_s=6) as instance:
+        term = instance.election.term
+        first = term.ends
+        block_until(lambda: term.ends > first + 3.0, "two renewals of the lease")
+        # The loop turns again: nothing was lost meanwhile.
+        await eventually(leads(instance), "it to answer")
+        assert instance.election.term is term and not instance.lost
+
+
+async def test_a_loop_that_never_turns_again_is_not_kept_in_the_lead(tmp_path):
+    """Its process lives and its lease would be renewed for ever: then nobody could take over."""
+    async with leader_on_a_file(tmp_path, lease_s=1) as instance:
+        term, space = instance.election.term, sqlite3.connect(tmp_path / "store.db")
+
+        def lease_ended() -> bool:
+            (deadline_s,) = space.execute("SELECT MAX(deadline_s) FROM leases").fetchone()
+            return deadline_s is None or deadline_s < time.monotonic()
+
+        block_until(lease_ended, "the lease to end")
+        space.close()
+        assert not term.in_force()
+
+        async def another_term() -> bool:
+            return instance.parts.leads and instance.election.term is not term
+
+        await eventually(another_term, "it to stand again once it turns")
+        assert len(instance.lost) == 1
 
 
 def test_the_clock_goes_on_while_the_machine_sleeps():

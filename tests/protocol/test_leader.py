@@ -698,3 +698,20 @@ def test_what_tells_nothing_new_waits_for_longer_than_what_does():
     assert lighthouse.core._plan_at == lighthouse.now + ROUTINE_S
     lighthouse.say("r001", m.Finished(lighthouse.record.fence, 5))
     assert lighthouse.core._plan_at == lighthouse.now + TOGETHER_S
+
+
+def test_a_death_is_looked_at_however_many_others_speak_meanwhile():
+    """With 10,000 sessions a beat comes every tenth of a millisecond: what each put off by a millisecond was
+    never done."""
+    lighthouse = crowd()
+    tick_at(lighthouse, lighthouse.now + 0.01)
+    lighthouse.do(io.PulseSeen(m.Pulse("r007", 1, "gone", 1)))
+    died, turn = lighthouse.now, 0
+    while lighthouse.record.epoch == 1 and lighthouse.now < died + 1.0:
+        lighthouse.now += 0.0001
+        turn += 1
+        lighthouse.beat(f"r{turn % MANY:03d}", 6)
+        if lighthouse.core.next_deadline() <= lighthouse.now:
+            lighthouse.do(io.Tick())
+    assert lighthouse.records[-1].epoch == 2 and "r007" not in lighthouse.records[-1].names
+    assert lighthouse.now - died <= 2 * TOGETHER_S + lighthouse.core.config.coalesce_s

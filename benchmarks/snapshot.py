@@ -1,6 +1,6 @@
 """What snapshots cost: the copy against memcpy, the time that training is blocked, serving them to a peer.
 
-    python benchmarks/snapshot.py
+    python benchmarks/snapshot.py [--gb 0.25] [--rounds 3]
 
 State is 1 GB of float32. First, alone in this process, turn by turn: fabric's copy into pre-faulted memory
 with all of its digests; memcpy into the same memory, on one thread and on two, of which the faster counts;
@@ -17,6 +17,7 @@ takes its time from them; that is printed beside, without a limit, for the state
 that compute.
 """
 
+import argparse
 import mmap
 import shutil
 import statistics
@@ -30,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import describe, finish, interleave, machine, paired, quantile, say, table, verdict
+from common import ROUNDS, describe, finish, interleave, machine, paired, quantile, say, table, verdict
 from fleet import Fleet
 from snapshot_trainer import make
 
@@ -135,11 +136,11 @@ class Theirs:
         self._stager.close()
 
 
-def alone() -> tuple[dict[str, list[float]], float, float]:
+def alone(gb: float, rounds: int) -> tuple[dict[str, list[float]], float, float]:
     """The copies: seconds by way, GB of state, and the seconds that forward and backward shall take."""
     warnings.filterwarnings("ignore", module="torch.distributed")
     torch.set_num_threads(1)
-    model, optimizer = make()
+    model, optimizer = make(gb)
     model(torch.ones(1)).backward()
     optimizer.step()
     view = capture({"model": model, "optimizer": optimizer}, 0)
@@ -160,7 +161,7 @@ def alone() -> tuple[dict[str, list[float]], float, float]:
         "async_save, staged beside": beside.blocked,
     }
     try:
-        measured = interleave(sides, warm_up=1)
+        measured = interleave(sides, rounds, warm_up=1)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for side in (in_call, beside, copies):
@@ -168,9 +169,14 @@ def alone() -> tuple[dict[str, list[float]], float, float]:
     return measured, view.nbytes / 1e9, compute_s
 
 
-def job(compute_s: float) -> dict[str, Any]:
+def job(gb: float, rounds: int, compute_s: float) -> dict[str, Any]:
     """What the trainer of a real job measured."""
-    environment = {"SNAPSHOT_COMPUTE_S": str(compute_s), "FABRIC_JOB": "snapshot"}
+    environment = {
+        "FABRIC_JOB": "snapshot",
+        "SNAPSHOT_COMPUTE_S": str(compute_s),
+        "SNAPSHOT_GB": str(gb),
+        "SNAPSHOT_ROUNDS": str(rounds),
+    }
     with Fleet(str(HERE / "snapshot_trainer.py"), 1, environment) as fleet:
         fleet.start("r0")
         found = fleet.wait(LIMIT_S)["r0"]
@@ -212,10 +218,14 @@ def tell_job(found: dict[str, Any], compute_s: float) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="what snapshots cost")
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the state (default 1)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds that count (default {ROUNDS})")
+    wanted = parser.parse_args()
     say(machine())
-    measured, gb, compute_s = alone()
+    measured, gb, compute_s = alone(wanted.gb, wanted.rounds)
     tell_copies(measured, gb)
-    found = job(compute_s)
+    found = job(gb, wanted.rounds, compute_s)
     tell_job(found, compute_s)
     timed, cpu = found["measured"], found["cpu"]
     memcpys = zip(measured["memcpy, 1 thread"], measured["memcpy, 2 threads"], strict=True)

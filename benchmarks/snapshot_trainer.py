@@ -1,8 +1,8 @@
 """The trainer of ``snapshot.py``: steps of a replica of one, with snapshots, without, and being fetched from.
 
-Its state is 1 GB, its gradient 17 MB: one matrix is trained (AdamW), the others are frozen and snapshotted
-like everything else. With gradients of the size of the state, the noise of writing and exchanging them
-would be larger than what is measured. Forward and backward are a timer, which stands for a device, and
+Its state is ``SNAPSHOT_GB`` (1), its gradient 17 MB: one matrix is trained (AdamW), the others are frozen and
+snapshotted like everything else. With gradients of the size of the state, the noise of writing and exchanging
+them would be larger than what is measured. Forward and backward are a timer, which stands for a device, and
 later real products.
 """
 
@@ -17,33 +17,35 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from common import WARM_UP, interleave
+from common import ROUNDS, WARM_UP, interleave
 
 import fabric.client
 
-WIDTH = int(os.environ.get("SNAPSHOT_WIDTH", "2048"))  # smaller only to try the benchmark itself
-FROZEN = 57
+WIDTH = 2048
+GB = float(os.environ.get("SNAPSHOT_GB", "1"))
+ROUND_COUNT = int(os.environ.get("SNAPSHOT_ROUNDS", str(ROUNDS)))
 STEPS, CPU_STEPS = 12, 4  # in a turn
 HERE = Path(__file__).resolve().parent
 
 
 class Model(torch.nn.Module):
-    """60 matrices with AdamW's two averages of the first: 1.0 GB."""
+    """Matrices of 17 MB, of which the first is trained: with AdamW's two averages of it, ``gb``."""
 
-    def __init__(self) -> None:
+    def __init__(self, gb: float) -> None:
         super().__init__()
+        frozen = max(1, round(gb * 1e9 / (4 * WIDTH**2)) - 3)
         self.trained = torch.nn.Parameter(torch.full((WIDTH, WIDTH), 0.01))
         self.frozen = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.full((WIDTH, WIDTH), 0.01), requires_grad=False) for _ in range(FROZEN)
+            torch.nn.Parameter(torch.full((WIDTH, WIDTH), 0.01), requires_grad=False) for _ in range(frozen)
         )
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return (self.trained * float(value)).sum()
 
 
-def make() -> tuple[Model, torch.optim.Optimizer]:
+def make(gb: float) -> tuple[Model, torch.optim.Optimizer]:
     """The model, its optimizer with a state."""
-    model = Model()
+    model = Model(gb)
     optimizer = torch.optim.AdamW([model.trained], lr=1e-4, fused=True)
     return model, optimizer
 
@@ -92,7 +94,7 @@ class Trainer:
     def __init__(self, compute: Callable[[], None]) -> None:
         self.switch = Switch()
         self.compute = compute
-        model, self._optimizer = make()
+        model, self._optimizer = make(GB)
         self._model = model
         self.session = fabric.client.attach(model, self._optimizer, snapshots=self.switch)
         samples = torch.arange(1, 1001, dtype=torch.float32)
@@ -187,7 +189,8 @@ def main() -> None:
             "plain": lambda: turn(snapshots=False),
             "snapshot": lambda: turn(snapshots=True),
             "serving": lambda: peer.during(lambda: trainer.turn(STEPS, snapshots=False)),
-        }
+        },
+        ROUND_COUNT,
     )
     peer.close()
     costs = list(trainer.switch.costs)
@@ -198,6 +201,7 @@ def main() -> None:
             "plain": lambda: trainer.turn(CPU_STEPS, snapshots=False),
             "snapshot": lambda: trainer.turn(CPU_STEPS, snapshots=True),
         },
+        ROUND_COUNT,
         warm_up=1,
     )
     blocked = [

@@ -35,7 +35,7 @@ _FACTORIES: Mapping[str, type | None] = {
     "int": int,
     "float": float,
 }
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMPY_KINDS = "biufcSUMm"
 # What the constructors of values raise when they are given something else than they wrote.
 _MALFORMED = (
@@ -174,7 +174,7 @@ _Encoder = Callable[[Any, Path, Blobs, _Ties], Any]
 
 def check_tensor(tensor: torch.Tensor, path: Path) -> None:
     """Raises StateError for a tensor whose value is not simply its own elements in memory."""
-    if type(tensor) not in _PLAIN_TENSORS:
+    if type(tensor) not in PLAIN_TENSORS:
         raise StateError(
             f"{path.spoken} is a tensor of type {type(tensor).__qualname__}, which cannot be captured as "
             "plain memory."
@@ -196,7 +196,7 @@ def check_tensor(tensor: torch.Tensor, path: Path) -> None:
 def memory_key(tensor: torch.Tensor) -> object:
     """Equal for two tensors that are the same elements of the same memory."""
     tensor = local_part(tensor)
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:

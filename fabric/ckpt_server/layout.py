@@ -13,7 +13,7 @@ that a process which only moves bytes can check them.
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ ALIGNMENT_BYTES = 64
 MAX_HEADER_BYTES = 100_000_000  # what readers of the format accept
 MAX_FILE_BYTES = 1 << 46
 METADATA_KEY = "fabric"
+_NO_METADATA = f'"__metadata__":{{"{METADATA_KEY}":""}}'
 _LENGTH = struct.Struct("<Q")
 _MAX_DIMENSIONS = 64
 _MAX_NAME_CHARACTERS = 4096
@@ -80,25 +81,41 @@ def file_order(name: str, dtype: str) -> tuple[int, str]:
     return -ELEMENT_BYTES[dtype], name
 
 
-def build_preamble(tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: str) -> bytes:
+def build_preamble(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: str) -> bytes:
     """The bytes before the data, for (name, dtype, shape, nbytes) given in file order.
 
     Raises StateError where the header would be longer than readers accept.
     """
-    entries: dict[str, object] = {"__metadata__": {METADATA_KEY: metadata}}
-    offset = 0
-    for name, dtype, shape, nbytes in tensors:
-        end = offset + nbytes
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = canonical_json(entries).encode()
-    padding = -(len(text) + _LENGTH.size) % ALIGNMENT_BYTES
-    if len(text) + padding > MAX_HEADER_BYTES:
-        raise StateError(
-            f"The training state needs a header of {len(text)} bytes and at most {MAX_HEADER_BYTES} are"
-            " allowed; keep large lists in tensors."
-        )
-    return _LENGTH.pack(len(text) + padding) + text + b" " * padding
+    return Preamble(tensors).with_metadata(metadata)
+
+
+class Preamble:
+    """The bytes before the data of files whose tensors are the same and whose metadata is not.
+
+    ``tensors`` are (name, dtype, shape, nbytes) in file order.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
+        entries: dict[str, object] = {"__metadata__": {METADATA_KEY: ""}}
+        offset = 0
+        for name, dtype, shape, nbytes in tensors:
+            end = offset + nbytes
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        # Inside a name every quote stands behind a backslash, so that this is found once.
+        self._before, self._after = canonical_json(entries).split(_NO_METADATA)
+
+    def with_metadata(self, metadata: str) -> bytes:
+        """The preamble. Raises StateError where it would be longer than readers accept."""
+        told = canonical_json({"__metadata__": {METADATA_KEY: metadata}})[1:-1]
+        text = (self._before + told + self._after).encode()
+        padding = -(len(text) + _LENGTH.size) % ALIGNMENT_BYTES
+        if len(text) + padding > MAX_HEADER_BYTES:
+            raise StateError(
+                f"The training state needs a header of {len(text)} bytes and at most {MAX_HEADER_BYTES} are"
+                " allowed; keep large lists in tensors."
+            )
+        return _LENGTH.pack(len(text) + padding) + text + b" " * padding
 
 
 def read_header(file: memoryview) -> Header:

@@ -14,7 +14,7 @@ Two things differ from what ``load_state_dict`` alone would give. Optimizer stat
 parameter). And tensors are never left pointing into the file.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,11 @@ from fabric.ckpt_server.encoding import (
     Path,
     bytes_of,
     encode,
+    memory_key,
 )
 from fabric.ckpt_server.layout import (
+    Preamble,
     TensorSpan,
-    build_preamble,
     canonical_json,
     file_order,
     is_count,
@@ -41,6 +42,8 @@ from fabric.ckpt_server.layout import (
     read_header,
 )
 from fabric.ckpt_server.loading import check_fit, load_all
+from fabric.ckpt_server.outline import outline
+from fabric.ckpt_server.sharded import Shardings
 from fabric.errors import IntegrityError, StateError
 
 FORMAT = 1
@@ -79,23 +82,118 @@ def capture(objects: Mapping[str, object], step: int) -> StateView:
 
     Raises StateError with the path of whatever cannot be serialised.
     """
-    if not is_count(step, _MAX_STEP):
-        raise StateError(f"A step must be a whole number from 0, not {step!r}.")
-    tree, blobs = _walk(objects)
-    entries = []
-    for name, tensor in blobs.tensors.items():
-        dtype, shape = FILE_DTYPE.get(tensor.dtype), tuple(tensor.shape)
-        if dtype is None:  # the format has no word for it: raw bytes, one dimension more
-            dtype, shape = "U8", (*shape, tensor.dtype.itemsize)
-        entries.append((name, dtype, shape, tensor.numel() * tensor.dtype.itemsize))
-    entries.sort(key=lambda entry: file_order(entry[0], entry[1]))
+    return Describer(objects).capture(step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What was written about an object, or about one item of its state, and the outline that it had then.
+
+    ``entries`` are those of the file's header, each with the place of its tensor among the ``count`` that
+    are met on the way through the part. No tensor is kept, so none is kept alive.
+    """
+
+    outline: list[object] | None
+    json: str
+    entries: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    places: tuple[int, ...]
+    count: int
+
+
+class Describer:
+    """Captures the same objects again and again, and writes anew only what has changed since.
+
+    A tensor has not changed while it is the elements of the same memory, whatever they are now. One thread
+    at a time.
+    """
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self.objects = objects
+        self._parts: dict[tuple[str, str | None], _Part] = {}
+        self._preamble = Preamble(())
+        self._nbytes = 0  # of all tensors
+        self._order: list[tuple[str, int]] = []  # the file's tensors, by place among all that are met
+
+    def capture(self, step: int) -> StateView:
+        """As the function ``capture`` of these objects."""
+        if not is_count(step, _MAX_STEP):
+            raise StateError(f"A step must be a whole number from 0, not {step!r}.")
+        before, parts = self._parts, {}
+        met: list[torch.Tensor] = []
+        told = []
+        for name, value, state in _states(self.objects):
+            texts = []
+            for key, item in _items(value, state):
+                ties: dict[object, str] | None = {} if isinstance(value, torch.nn.Module) else None
+                path = Path.root(name) if key is None else Path.root(name).key(key)
+                part, found = _describe(item, path, ties, before.get((name, key)))
+                parts[name, key] = part
+                met += found
+                texts.append(part.json if key is None else f"{canonical_json(key)}:{part.json}")
+            whole = (name, None) in parts
+            told.append(f"{canonical_json(name)}:" + (texts[0] if whole else f"{{{','.join(texts)}}}"))
+        if [_laid(part) for part in parts.values()] != [_laid(part) for part in before.values()]:
+            self._arrange(parts.values())
+        self._parts = parts
+        header = self._preamble.with_metadata(
+            f'{{"format":{FORMAT},"state":{{{",".join(told)}}},"step":{step}}}'
+        )
+        tensors = tuple((name, met[place].detach()) for name, place in self._order)
+        return StateView(header, tensors, len(header) + self._nbytes, step)
+
+    def _arrange(self, parts: Iterable[_Part]) -> None:
+        """Put the tensors of all parts in the order of the file."""
+        placed, first = [], 0
+        for part in parts:
+            placed += [(entry, first + at) for entry, at in zip(part.entries, part.places, strict=True)]
+            first += part.count
+        placed.sort(key=lambda pair: file_order(pair[0][0], pair[0][1]))
+        self._preamble = Preamble([entry for entry, _ in placed])
+        self._nbytes = sum(entry[3] for entry, _ in placed)
+        self._order = [(entry[0], place) for entry, place in placed]
+
+
+def _laid(part: _Part) -> tuple[object, ...]:
+    return part.entries, part.places, part.count
+
+
+def _items(value: object, state: Any) -> list[tuple[str | None, object]]:
+    """The parts of an object's state: settings change more often than where tensors lie."""
+    in_parts = type(state) is dict and bool(state) and not isinstance(value, torch.nn.Module)
+    if in_parts and all(type(key) is str and not key.startswith("$") for key in state):
+        return [(key, state[key]) for key in sorted(state)]
+    return [(None, state)]
+
+
+def _describe(
+    value: object, path: Path, ties: dict[object, str] | None, known: _Part | None
+) -> tuple[_Part, list[torch.Tensor]]:
+    """What there is to write about ``value``, ``known`` itself where that still holds, and its tensors."""
+    words: list[object] = []
+    met: list[torch.Tensor] = []
+    has_outline = outline(value, words, met)
+    if has_outline and known is not None and known.outline == words:
+        return known, met
+    blobs = Blobs()
     try:
-        metadata = canonical_json({"format": FORMAT, "step": step, "state": tree})
+        text = canonical_json(encode(value, path, blobs, ties))
     except ValueError as error:
         raise StateError(f"The training state has a number that cannot be written down: {error}.") from error
-    header = build_preamble(entries, metadata)
-    tensors = tuple((entry[0], blobs.tensors[entry[0]]) for entry in entries)
-    return StateView(header, tensors, len(header) + sum(entry[3] for entry in entries), step)
+    tensors = list(blobs.tensors.values())
+    entries = tuple(_entry(name, tensor) for name, tensor in blobs.tensors.items())
+    if not has_outline:
+        return _Part(None, text, entries, tuple(range(len(tensors))), len(tensors)), tensors
+    # Tensors of the same memory are the same, whichever of them is taken.
+    place = {memory_key(tensor): at for at, tensor in enumerate(met)}
+    places = tuple(place[memory_key(tensor)] for tensor in tensors)
+    return _Part(words, text, entries, places, len(met)), met
+
+
+def _entry(name: str, tensor: torch.Tensor) -> tuple[str, str, tuple[int, ...], int]:
+    dtype, shape = FILE_DTYPE.get(tensor.dtype), tuple(tensor.shape)
+    if dtype is None:  # the format has no word for it: raw bytes, one dimension more
+        dtype, shape = "U8", (*shape, tensor.dtype.itemsize)
+    return name, dtype, shape, tensor.numel() * tensor.dtype.itemsize
 
 
 def check_serialisable(objects: Mapping[str, object]) -> None:
@@ -127,7 +225,7 @@ def restore(file: memoryview, objects: Mapping[str, object]) -> int:
     def own(name: str) -> torch.Tensor:
         return view(name).clone()
 
-    shardings = _walk(objects)[1].shardings
+    shardings = _shardings(objects)
     decoded = {}
     for name, node in tree.items():  # a module copies out of the file by itself
         source = view if isinstance(objects[name], torch.nn.Module) else own
@@ -163,9 +261,8 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return bytes_of(tensor).numpy().data
 
 
-def _walk(objects: Mapping[str, object]) -> tuple[dict[str, Any], Blobs]:
-    tree: dict[str, Any] = {}
-    blobs = Blobs()
+def _states(objects: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+    """Name, object and its state, in the order of the file. Raises StateError for what has none."""
     for name in sorted(objects):
         if not isinstance(name, str) or not name:
             raise StateError(
@@ -178,9 +275,15 @@ def _walk(objects: Mapping[str, object]) -> tuple[dict[str, Any], Blobs]:
                     f"{name} is a {type(value).__qualname__} without {method}(); shared state needs both"
                     " state_dict() and load_state_dict()."
                 )
-        ties: dict[object, str] | None = {} if isinstance(value, torch.nn.Module) else None
-        tree[name] = encode(value.state_dict(), Path.root(name), blobs, ties)  # type: ignore[attr-defined]
-    return tree, blobs
+        yield name, value, value.state_dict()  # type: ignore[attr-defined]
+
+
+def _shardings(objects: Mapping[str, object]) -> Shardings:
+    """How the sharded tensors in ``objects`` are placed."""
+    blobs = Blobs()
+    for name, _, state in _states(objects):
+        encode(state, Path.root(name), blobs)
+    return blobs.shardings
 
 
 def describe(metadata: str) -> tuple[int, dict[str, Any]]:

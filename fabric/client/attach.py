@@ -15,7 +15,7 @@ import torch
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.ckpt_server.snapshot import Copier, CpuCopier, CudaCopier, CudaLane
-from fabric.ckpt_server.state import check_serialisable
+from fabric.ckpt_server.state import Describer, check_serialisable
 from fabric.client.buffers import AveragedBuffers, changing_buffers
 from fabric.client.durable import Durable
 from fabric.client.engine import Parts
@@ -128,8 +128,9 @@ def _attach(
         tls=found.tls,
     )
     policy = snapshots or policy_of(found)
-    parts = _parts(found, place, handle, (gradients, averaged), (objects, policy), (journal, points))
-    session = Session(found, place, objects, gradients, parts, ModelWatch(model, parameters))
+    describer = Describer(objects)
+    parts = _parts(found, place, handle, (gradients, averaged), (describer, policy), (journal, points))
+    session = Session(found, place, describer, gradients, parts, ModelWatch(model, parameters))
     session.let_look_in()
     return session
 
@@ -139,11 +140,11 @@ def _parts(
     place: Place,
     handle: ServerHandle,
     model_parts: tuple[FlatGradients, AveragedBuffers],
-    state: tuple[Mapping[str, object], SnapshotPolicy],
+    state: tuple[Describer, SnapshotPolicy],
     records: tuple[Journal, Points],
 ) -> Parts:
     token, rank = found.token, place.rank
-    objects, policy = state
+    describer, policy = state
     journal, points = records
     gradients, averaged = model_parts
     mark = Mark(handle)
@@ -163,7 +164,7 @@ def _parts(
     who = (found.job, found.replica)
     own_rank = rank if place.group else None
     snapshots = Snapshots(
-        handle, objects, _copier(where), policy, who, where.type == "cuda", recover, own_rank
+        handle, describer, _copier(where), policy, who, where.type == "cuda", recover, own_rank
     )
     snapshots.durable = durable = Durable(found, journal, place)
     plane.set_bounds(time_budget.exchange_s, time_budget.entry_s)

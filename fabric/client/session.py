@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fabric.ckpt_server.state import capture, restore, verify
+from fabric.ckpt_server.state import Describer, restore, verify
 from fabric.client import mistakes
 from fabric.client.clock import Clock
 from fabric.client.data import Loader, Slice, describe_sharing, make_loader, parse_options, seat_of
@@ -37,7 +37,7 @@ from fabric.client.start import Work, begin, make_engine
 from fabric.client.step import Step
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
-from fabric.model import EVERYTHING, Sharing, StepTimes
+from fabric.model import EVERYTHING, Sharing, SnapshotRef, StepTimes
 from fabric.protocol import member_io as io
 from fabric.protocol.rank_orders import SnapshotDue
 from fabric.runtime.config import Settings, parse_replicas
@@ -54,14 +54,14 @@ class Session(Leaving):
         self,
         settings: Settings,
         place: Place,
-        objects: Mapping[str, object],
+        describer: Describer,
         gradients: FlatGradients,
         parts: Parts,
         watch: ModelWatch,
     ) -> None:
         self.settings = settings
         self._place = place
-        self._objects = objects
+        self._state = describer
         self._gradients = gradients
         self._watch = watch
         self._snapshots = parts.snapshots
@@ -104,7 +104,7 @@ class Session(Leaving):
 
     def digest(self) -> str:
         """xxh3_128 of the shared state as it is now; equal on all members after the same step."""
-        return capture(self._objects, self._state_step).digest()
+        return self._state.capture(self._state_step).digest()
 
     # --- the trainer's loop -------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Session(Leaving):
         return parse_replicas(self.settings.replicas)[1]
 
     def _optimizers(self) -> list[Any]:
-        return [x for name, x in self._objects.items() if name.startswith("optimizer")]
+        return [x for name, x in self._state.objects.items() if name.startswith("optimizer")]
 
     def _start(
         self, data: Mapping[str, Any], data_hash: str, sharing: Sharing = EVERYTHING, seat: int = -1
@@ -315,11 +315,11 @@ class Session(Leaving):
     def _ready(self) -> io.Ready:
         """The user's update has run (or nothing has yet): the state stands at ``_state_step``."""
         self._clock.optimizer_s += self._clock.lap()
+        digest, self._digest_wanted = self._digest_when_due(self._digest_wanted), False
         if self._engine.generation > 0:
             durable = self._parts.durable.is_due(self._state_step, self._engine.current)
             if durable or self._snapshots.is_due(self._state_step):
-                self._snapshot_by_policy(durable)
-        digest, self._digest_wanted = self._digest_when_due(self._digest_wanted), False
+                self._snapshot_by_policy(durable, digest)
         self._note_state(digest)
         return io.Ready(self._state_step, digest, self._times())
 
@@ -424,8 +424,8 @@ class Session(Leaving):
         self._drop_gradient()
         self._snapshots.wait_copied()
         try:
-            restore(arrived.file, self._objects)
-            verify(self._objects, order.step, digest)
+            restore(arrived.file, self._state.objects)
+            verify(self._state.objects, order.step, digest)
         except FabricError as error:
             self._engine.post(io.InstallFailed(f"the state of step {order.step} does not fit: {error}"))
             return
@@ -448,19 +448,19 @@ class Session(Leaving):
         self._note_state(digest)
         self._engine.post(io.Installed(order.step, digest, last=order.step >= self._until))
 
-    def _snapshot_by_policy(self, durable: bool) -> None:
+    def _snapshot_by_policy(self, durable: bool, digest: str) -> None:
         """With several ranks all take theirs at the same step, when rank 0 says so."""
         if self._place.group is None:
-            self._snapshot(-1, durable)
+            self._snapshot(-1, durable, digest)
         elif self._place.rank == 0:
             self._engine.post(SnapshotDue(self._state_step, durable))
 
-    def _snapshot(self, generation: int, durable: bool = False) -> None:
-        """Begin one; a negative ``generation`` is the current one."""
+    def _snapshot(self, generation: int, durable: bool = False, digest: str = "") -> None:
+        """Begin one; a negative ``generation`` is the current one. ``digest``: the state's, where known."""
         generation = self._engine.generation if generation < 0 else generation
         self._parts.points.reach("snapshot", self._state_step)
-        submit, post = self._parts.keeper.submit, self._engine.post
-        self._snapshots.start(self._state_step, generation, submit, post, durable)
+        state = SnapshotRef(generation, self._state_step, digest)
+        self._snapshots.start(state, self._parts.keeper.submit, self._engine.post, durable)
 
     def _drop_gradient(self) -> None:
         for _, parameter in self._gradients.parameters:

@@ -8,14 +8,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.ckpt_server.manifest import of_rank
 from fabric.ckpt_server.snapshot import Copier, build_manifest
-from fabric.ckpt_server.state import StateView, capture
+from fabric.ckpt_server.state import Describer, StateView
 from fabric.client.durable import Durable
 from fabric.client.snapshot_policy import SnapshotPolicy
 from fabric.errors import FabricError, StateError
@@ -26,17 +28,28 @@ from fabric.protocol.rank_orders import NameSnapshot, SnapshotNamed
 _SLOTS = 2
 _PAUSE_S = 1.0  # after one that failed
 _log = logging.getLogger(__name__)
+_MEANWHILE = (
+    " while forward and backward ran, but it is part of the shared state, which is equal on all replicas and "
+    "is copied meanwhile: change it only beside optimizer.step(), or leave it out (a buffer: "
+    "persistent=False)"
+)
+# Through .data, numpy or a captured graph: torch counts no such write, so that nothing names the tensor.
+_UNNAMED = f"a tensor was changed without torch's knowledge{_MEANWHILE}"
+
+_Watched = tuple[str, torch.Tensor, int]  # with its version: how often it was written, as autograd counts it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Taking:
-    """One snapshot under way: where the state stood when, in monotonic seconds and as Unix time."""
+    """One snapshot under way: of which state (without a digest where that is not known yet), and when it was
+    begun, in monotonic seconds and as Unix time. ``watched``: its tensors, until it is settled whether they
+    were written meanwhile; ``refused``: that they were."""
 
-    view: StateView
-    generation: int
+    state: SnapshotRef
     started: float
     created: float
-    versions: list[int]
+    watched: list[_Watched]
+    refused: str = ""
 
 
 class Snapshots:
@@ -47,7 +60,7 @@ class Snapshots:
     def __init__(
         self,
         handle: ServerHandle,
-        objects: Mapping[str, object],
+        describer: Describer,
         copier: Copier,
         policy: SnapshotPolicy,
         who: tuple[str, str],
@@ -57,7 +70,7 @@ class Snapshots:
     ) -> None:
         self.durable: Durable | None = None  # set where snapshots may become durable checkpoints
         self._handle = handle
-        self._objects = objects
+        self._describer = describer
         self._copier = copier
         self._policy = policy
         self._again_at: float | None = None  # after one that failed, whatever the policy says
@@ -68,7 +81,8 @@ class Snapshots:
         self._copied = threading.Event()
         self._copied.set()
         self._begun = threading.Event()
-        self._refused = ""  # what changed while it was copied
+        self._taking: _Taking | None = None  # the last one that was begun
+        self._look_lock = threading.Lock()
         self._on_device = on_device
         self._recover = recover
         self._rank = rank
@@ -86,28 +100,30 @@ class Snapshots:
 
     def start(
         self,
-        step: int,
-        generation: int,
+        state: SnapshotRef,
         submit: Callable[[Callable[[], None]], None],
         post: Callable[[Snapshotted], None],
         durable: bool = False,
     ) -> None:
-        """Begin to copy the state at ``step``, which must not change until ``wait_copied`` returns.
+        """Begin to copy ``state``, which must not change until ``wait_copied`` returns; its digest is empty
+        where it is not known yet. Raises StateError where the last one had been changed.
 
         The trainer's thread only says what to copy: the keeper asks the server for the slot and starts the
         copy. On a device it is started here, behind the work that is enqueued so far. ``durable``: it becomes
         a durable checkpoint when it is there.
         """
         self._copied.wait()
+        self._demand_unchanged()
         started, created = time.monotonic(), time.time()
-        view = capture(self._objects, step)
-        taking = _Taking(view, generation, started, created, _versions(view))
+        view = self._describer.capture(state.step)
+        watched = [(name, tensor, _version(tensor)) for name, tensor in view.tensors]
+        self._taking = taking = _Taking(state, started, created, watched)
         self._copied.clear()
         self._begun.clear()
-        begun = self._begin(taking.view) if self._on_device else None
-        submit(lambda: self._take(taking, begun, post))
+        begun = self._begin(view) if self._on_device else None
+        submit(lambda: self._take(view, taking, begun, post))
         if durable and self._rank is None:
-            submit(lambda: self._persist(step, generation))
+            submit(lambda: self._persist(state.step, state.generation))
 
     def _begin(self, view: StateView) -> int | FabricError:
         """Start the copy; the slot that it goes to, or why there is none."""
@@ -163,10 +179,14 @@ class Snapshots:
                 self.durable.persist(self._handle, step, generation)
 
     def _take(
-        self, taking: _Taking, begun: int | FabricError | None, post: Callable[[Snapshotted], None]
+        self,
+        view: StateView,
+        taking: _Taking,
+        begun: int | FabricError | None,
+        post: Callable[[Snapshotted], None],
     ) -> None:
         """On the keeper thread: start the copy (where it has not ``begun``), wait for it, have it served."""
-        view, generation, step = taking.view, taking.generation, taking.view.step
+        generation, step = taking.state.generation, taking.state.step
         digest = ""
         try:
             try:
@@ -174,12 +194,14 @@ class Snapshots:
                 if isinstance(slot, FabricError):
                     raise slot
                 digests = self._copier.join()
-                self._refused = "" if self._on_device else _changed(taking)
+                if taking.state.digest not in ("", digests.digest):
+                    taking.refused = taking.refused or _UNNAMED
             finally:
+                self._look(taking)
                 self._policy.taken(step, taking.started, time.monotonic() - taking.started)
                 self._copied.set()
-            if self._refused:
-                raise StateError(self._refused)
+            if taking.refused:
+                raise StateError(taking.refused)
             manifest = build_manifest(
                 view,
                 digests,
@@ -202,14 +224,29 @@ class Snapshots:
 
     def wait_copied(self) -> None:
         """Return once the state may change: on a device, once the compute stream is told to wait. Raises
-        StateError where the user's code has changed it already (not noticed on a device)."""
+        StateError where the user's code has changed it already."""
         if not self._copied.is_set():
+            assert self._taking is not None
+            self._look(self._taking)
             self._begun.wait()
             self._copier.fence()
             if not self._on_device:
                 self._copied.wait()
-        if self._refused:
-            raise StateError(self._refused)
+        self._demand_unchanged()
+
+    def _look(self, taking: _Taking) -> None:
+        """Settle whether anything was written: at the copy's end, or when the trainer goes on to what may
+        write, whichever is first. Versions count writes when they are asked for, so those too that a device
+        has yet to make."""
+        with self._look_lock:
+            watched, taking.watched = taking.watched, []
+            changed = next((name for name, tensor, before in watched if _version(tensor) != before), "")
+            if changed:
+                taking.refused = f"{changed} changed{_MEANWHILE}"
+
+    def _demand_unchanged(self) -> None:
+        if self._taking is not None and self._taking.refused:
+            raise StateError(self._taking.refused)
 
     def held(self, state: SnapshotRef) -> int:
         """The slot in which the server held this state when this trainer attached, or -1."""
@@ -235,19 +272,5 @@ class Snapshots:
         return slot, self._handle.allocate("snapshot", slot, nbytes)
 
 
-def _versions(view: StateView) -> list[int]:
-    """How often each tensor was written, as autograd counts it."""
-    return [0 if tensor.is_inference() else tensor._version for _, tensor in view.tensors]  # noqa: SLF001
-
-
-def _changed(taking: _Taking) -> str:
-    """What to say where a tensor was written since the copy was begun, or empty."""
-    now = zip(taking.view.tensors, taking.versions, _versions(taking.view), strict=True)
-    for (name, _), before, after in now:
-        if before != after:
-            return (
-                f"{name} changed while forward and backward ran, but it is part of the shared state, which "
-                "is equal on all replicas and is copied meanwhile: change it only beside optimizer.step(), "
-                "or leave it out (a buffer: persistent=False)"
-            )
-    return ""
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001

@@ -7,14 +7,20 @@ import torch
 from server_support import fetch
 
 from fabric.ckpt_server.copying import Copying
-from fabric.ckpt_server.snapshot import CpuCopier
-from fabric.ckpt_server.state import capture
+from fabric.ckpt_server.snapshot import CpuCopier, CudaCopier
+from fabric.ckpt_server.state import Describer, capture
 from fabric.client.snapshot_policy import EverySteps
 from fabric.client.snapshots import Snapshots
 from fabric.client.worker import Worker
 from fabric.errors import StateError
+from fabric.model import SnapshotRef
 
 NAME = "model/weight"
+WHO = ("job", "r0")
+
+
+def ref(step, digest=""):
+    return SnapshotRef(1, step, digest)
 
 
 def crash(error):
@@ -39,7 +45,7 @@ def taken(attach, model):
     copier = CpuCopier()
     handle = attach()
     yield (
-        Snapshots(handle, {"model": model}, copier, EverySteps(1), ("job", "r0"), False, lambda: None),
+        Snapshots(handle, Describer({"model": model}), copier, EverySteps(1), WHO, False, lambda: None),
         handle,
     )
     copier.close()
@@ -65,7 +71,7 @@ def test_the_state_of_the_boundary_is_served_and_the_next_may_begin(taken, keepe
     for step in (4, 5):
         done.clear()
         expected = capture({"model": model}, step).digest()
-        snapshots.start(step, 1, keeper.submit, lambda event: (said.append(event), done.set()))
+        snapshots.start(ref(step), keeper.submit, lambda event: (said.append(event), done.set()))
         snapshots.wait_copied()
         with torch.no_grad():
             model.weight.add_(1.0)
@@ -77,7 +83,7 @@ def test_the_state_of_the_boundary_is_served_and_the_next_may_begin(taken, keepe
 
 def test_the_trainer_is_held_back_until_its_state_is_read(taken, keeper, model, slow):
     snapshots, _ = taken
-    snapshots.start(1, 1, keeper.submit, lambda event: None)
+    snapshots.start(ref(1), keeper.submit, lambda event: None)
     passed = threading.Event()
     trainer = threading.Thread(target=lambda: (snapshots.wait_copied(), passed.set()))
     trainer.start()
@@ -92,11 +98,125 @@ def test_a_state_that_changes_while_it_is_copied_is_refused_by_name_and_not_serv
 ):
     snapshots, handle = taken
     said, done = [], threading.Event()
-    snapshots.start(1, 1, keeper.submit, lambda event: (said.append(event), done.set()))
+    snapshots.start(ref(1), keeper.submit, lambda event: (said.append(event), done.set()))
     with torch.no_grad():
         model.weight[0, 0] += 1.0
     slow.set()
     with pytest.raises(StateError, match=f"{NAME} changed while forward and backward ran"):
         snapshots.wait_copied()
     assert done.wait(30) and said[0].digest == ""
+    assert fetch(handle.url, "/v1/snapshots").json == []
+
+
+def test_a_change_that_torch_does_not_count_is_found_where_the_digest_is_known(taken, keeper, model, slow):
+    snapshots, handle = taken
+    said, done = [], threading.Event()
+    digest = capture({"model": model}, 1).digest()
+    snapshots.start(ref(1, digest), keeper.submit, lambda event: (said.append(event), done.set()))
+    model.weight.data[0, 0] += 1.0
+    slow.set()
+    with pytest.raises(StateError, match="changed without torch's knowledge while forward"):
+        snapshots.wait_copied()
+    assert done.wait(30) and said[0].digest == ""
+    assert fetch(handle.url, "/v1/snapshots").json == []
+
+
+def test_the_digest_that_is_known_is_that_of_the_copy(taken, keeper, model):
+    snapshots, handle = taken
+    done = threading.Event()
+    digest = capture({"model": model}, 7).digest()
+    snapshots.start(ref(7, digest), keeper.submit, lambda event: done.set())
+    snapshots.wait_copied()
+    assert done.wait(30)
+    assert [s["digest"] for s in fetch(handle.url, "/v1/snapshots").json] == [digest]
+
+
+class SlowLane:
+    """A device whose memory is the host's; nothing is copied before ``go`` is set."""
+
+    def __init__(self):
+        self.go, self.held = threading.Event(), threading.Event()
+        self._pending = []
+
+    def owns(self, tensor):
+        return True
+
+    def register(self, memory):
+        pass
+
+    def begin(self):
+        pass
+
+    def copy(self, tensors, memory):
+        self._pending.append((tensors, memory))
+
+    def end(self):
+        return self
+
+    def hold(self, event):
+        self.held.set()
+
+    def synchronize(self):
+        assert self.go.wait(30)
+        for tensors, memory in self._pending:
+            memory[:] = torch.cat(tensors).numpy()
+        self._pending.clear()
+
+    def close(self):
+        self.go.set()
+
+
+@pytest.fixture
+def on_device(attach, model):
+    lane = SlowLane()
+    copier = CudaCopier(lane)
+    handle = attach()
+    yield (
+        Snapshots(handle, Describer({"model": model}), copier, EverySteps(1), WHO, True, lambda: None),
+        handle,
+        lane,
+    )
+    lane.go.set()
+    copier.close()
+
+
+def test_on_a_device_a_change_before_the_fence_is_refused_by_name_and_not_served(on_device, keeper, model):
+    """The device has not read a byte yet: the host knows what was asked of it."""
+    snapshots, handle, lane = on_device
+    said, done = [], threading.Event()
+    snapshots.start(ref(1), keeper.submit, lambda event: (said.append(event), done.set()))
+    with torch.no_grad():
+        model.weight[0, 0] += 1.0
+    with pytest.raises(StateError, match=f"{NAME} changed while forward and backward ran"):
+        snapshots.wait_copied()
+    lane.go.set()
+    assert done.wait(30) and said[0].digest == ""
+    assert fetch(handle.url, "/v1/snapshots").json == []
+
+
+def test_on_a_device_what_is_changed_behind_the_fence_is_no_change(on_device, keeper, model):
+    snapshots, handle, lane = on_device
+    done = threading.Event()
+    snapshots.start(ref(1), keeper.submit, lambda event: done.set())
+    snapshots.wait_copied()
+    assert lane.held.is_set() and not done.is_set()
+    with torch.no_grad():
+        model.weight.add_(0.0)  # an update that the device makes after the copy, which it has yet to make
+    lane.go.set()
+    assert done.wait(30)
+    assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [1]
+
+
+def test_on_a_device_a_write_that_nobody_counted_stops_the_next_snapshot(on_device, keeper, model):
+    """The digest is known when the device has copied: the trainer is at its next step by then."""
+    snapshots, handle, lane = on_device
+    done = threading.Event()
+    digest = capture({"model": model}, 1).digest()
+    snapshots.start(ref(1, digest), keeper.submit, lambda event: done.set())
+    model.weight.data[0, 0] += 1.0
+    snapshots.wait_copied()
+    lane.go.set()
+    assert done.wait(30)
+    with pytest.raises(StateError, match="changed without torch's knowledge"):
+        snapshots.start(ref(2), keeper.submit, lambda event: None)
     assert fetch(handle.url, "/v1/snapshots").json == []

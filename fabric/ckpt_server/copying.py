@@ -21,7 +21,7 @@ from fabric.ckpt_server.state import StateView
 from fabric.errors import StateError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 256 << 10  # beside what it is copied from, well within a core's second cache
 
 
 @dataclass(frozen=True, slots=True)

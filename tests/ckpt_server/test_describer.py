@@ -183,7 +183,7 @@ def test_what_cannot_be_described_is_refused_whenever_it_comes_and_then_again_de
     same(describer, 1)
     for _ in range(2):
         holder.value = {"a": object()}
-        with pytest.raises(StateError, match="x.a is a builtins.object"):
+        with pytest.raises(StateError, match=r"x\.a is a builtins\.object"):
             describer.capture(2)
     holder.value = {"a": 1, "b": torch.ones(2)}
     same(describer, 3)

@@ -1,4 +1,5 @@
-"""The worker's pulse: what the kernel says of its trainer, told to the lighthouse every 50 ms.
+"""The worker's pulse: what the kernel says of its trainer, told to the lighthouse every 50 ms
+(by the thousands: once a second).
 
 The trainer's own beats stop when C code holds its interpreter lock, and say nothing when it is stopped
 or killed. This process is small and does nothing else for long, so its beat is a second source that
@@ -23,12 +24,15 @@ from fabric.errors import ProtocolError
 from fabric.protocol.messages import Notice, Pulse
 from fabric.protocol.wire import decode, encode
 from fabric.runtime.tls import Tls
+from fabric.runtime.web import come_back_s
 
 log = logging.getLogger(__name__)
 
 # A reply to a beat is small; what is larger is no reply of ours.
 _MAX_REPLY_BYTES = 64 * 1024
 _MAX_REDIRECTS = 3
+# No lighthouse is followed beyond this: it would take the silence for death.
+_MOST_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class PulseSender:
         self._timing = timing or Timing()
         self._tls = tls or Tls()
         self._number = 0
+        self._every_s = 0.0
         self._said = ""
         self._at: URL | None = None
         self._problem = ""
@@ -108,6 +113,11 @@ class PulseSender:
                             async with asyncio.timeout(self._timing.send_s):
                                 await socket.close()
                     self._say(target, "the lighthouse closed the connection")
+                except aiohttp.WSServerHandshakeError as error:
+                    self._say(target, f"it answered {error.status}")
+                    if error.status == 429:  # thousands come back at once, and it says when
+                        away_s = come_back_s(error.headers or {})
+                        await asyncio.sleep(away_s * self._chance.uniform(0.5, 1.0))
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                     self._say(target, f"{type(error).__name__}: {error}")
                 if self._number > beats + 1:
@@ -134,11 +144,11 @@ class PulseSender:
 
     async def _beat(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Send beats on ``socket`` until it ends."""
-        replies = asyncio.create_task(_listen(socket, self._vitals.heard))
+        replies = asyncio.create_task(_listen(socket, self._hear))
         loop = asyncio.get_running_loop()
         try:
             while not replies.done():
-                due = loop.time() + self._timing.period_s
+                due = loop.time() + max(self._timing.period_s, self._every_s)
                 self._vitals.changed.clear()
                 self._number += 1
                 message = encode(self._vitals.compose(self._number)).decode()
@@ -149,6 +159,11 @@ class PulseSender:
         finally:
             replies.cancel()
             await asyncio.wait({replies})
+
+    def _hear(self, notice: Notice) -> None:
+        """A lighthouse of thousands hears of an unchanged trainer less often; of a change at once."""
+        self._every_s = min(notice.every_s, _MOST_EVERY_S)
+        self._vitals.heard(notice)
 
     async def _wait_change(self, due: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -15,6 +15,7 @@ from fabric.protocol import member_io as io
 from fabric.protocol import wire
 from fabric.protocol.messages import LeaderMessage, MemberMessage
 from fabric.runtime.config import Settings
+from fabric.runtime.web import come_back_s
 
 _CONNECT_S = 0.9
 _BACKOFF_S = (0.05, 0.5)
@@ -70,6 +71,11 @@ class LeaderLink:
                         await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
                         continue
                     self._problem = f"{url} answered {error.status}"
+                    if error.status == 429:
+                        # Thousands come back at once: it is there, and says when. Not all at that moment.
+                        self._reached = True
+                        await asyncio.sleep(come_back_s(error.headers or {}) * jitter.uniform(0.5, 1.0))
+                        continue
                     if error.status in (400, 401, 403, 404):
                         on_refused(_refusal(url, error.status))
                         return

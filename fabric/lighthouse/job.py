@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 # An unchanged pulse is told to the core this often; a changed one at once.
 PULSE_S = 0.2
+# Checkpoint servers of a large job are asked to say it so much less often themselves, down to once a second.
+_PULSES_PER_S = 2000
 # How often the ledger is looked at (more rarely where sessions are many), and written; sooner when its state
 # changes.
 LOOK_S = 0.25
@@ -472,7 +474,8 @@ class Job:
 
 
 def _notice(record: Record) -> str:
-    return wire.encode(m.Notice(record.fence, record.cause, record.reason)).decode()
+    every_s = min(len(record.roster) / _PULSES_PER_S, 1.0)
+    return wire.encode(m.Notice(record.fence, record.cause, record.reason, every_s)).decode()
 
 
 def _same(one: m.Pulse, other: m.Pulse) -> bool:

@@ -16,6 +16,7 @@ from aiohttp.typedefs import Middleware
 from fabric.errors import StoreError
 from fabric.lighthouse import dashboard, metrics, sockets
 from fabric.lighthouse.commands import add_commands, find_job
+from fabric.lighthouse.door import Door
 from fabric.lighthouse.election import Election
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
@@ -64,6 +65,7 @@ class Parts:
     jobs: Jobs
     metrics: metrics.Metrics
     probe: StoreProbe
+    door: Door = field(default_factory=Door)
 
     @property
     def leads(self) -> bool:
@@ -208,11 +210,21 @@ class Routes:
 
     async def session(self, request: web.Request) -> web.StreamResponse:
         """A trainer's WebSocket."""
-        return await sockets.session(request, self._parts.jobs)
+        return await self._come_again() or await sockets.session(request, self._parts.jobs)
 
     async def pulse(self, request: web.Request) -> web.StreamResponse:
         """A checkpoint server's WebSocket."""
-        return await sockets.pulse(request, self._parts.jobs)
+        return await self._come_again() or await sockets.pulse(request, self._parts.jobs)
+
+    async def _come_again(self) -> web.Response | None:
+        """None when it is this one's turn to be let in."""
+        seconds = await self._parts.door.enter()
+        if not seconds:
+            return None
+        sentence = (
+            f"very many connect at this moment: this one's turn comes within {seconds} s, connect again"
+        )
+        return json_error(429, sentence, headers={"Retry-After": str(seconds)})
 
     def _job(self, request: web.Request) -> Job | web.Response:
         return find_job(self._parts.jobs, request)

@@ -65,12 +65,12 @@ class Leader(Joins):
         self._deadline = self._next_deadline()
 
     def _is_routine(self, event: io.Event) -> bool:
-        """Whether this says no more than that somebody lives and where it is."""
+        """Whether this says no more than that somebody lives and where it is, or that one more has come."""
         if isinstance(event, io.PulseSeen):
             return event.pulse.trainer == "running"
-        return (
-            isinstance(event, io.FromMember) and type(event.message) is m.Beat and self._lists(event.replica)
-        )
+        if isinstance(event, io.FromMember):
+            return type(event.message) is m.Beat and (self.record is None or self._lists(event.replica))
+        return isinstance(event, io.SessionOpened)
 
     def next_deadline(self) -> float | None:
         """When to call again with Tick at the latest."""
@@ -151,6 +151,8 @@ class Leader(Joins):
             self._tell("session refused", session.replica, refusal.reason)
             return
         known = self.liveness.peers.get(session.replica)
+        if known is None and self._lists(session.replica):
+            self.liveness.came_back(self._now)
         self.liveness.peers[session.replica] = Peer(session, True, self._now)
         if known is None or known.incarnation != session.incarnation:
             self.finished.pop(session.replica, None)

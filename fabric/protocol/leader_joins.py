@@ -323,10 +323,13 @@ class Joins(Failures):
 
     def _startable(self) -> list[Peer]:
         """Who could begin a generation; the penalised only where too few are left without them."""
-        peers = self.liveness.peers.values()
-        found = sorted(
-            (p for p in peers if p.connected and not self._doubt(p)), key=lambda p: p.session.replica
-        )
+        there = [p for p in self.liveness.peers.values() if p.connected]
+        suspects = self.liveness.doubtful([p.session for p in there], self._now)
+        doubted = {x.replica for x in suspects if self.liveness.doubt(x, self._now)}
+        found = [p for p in there if p.session.replica not in doubted]
+        found.sort(key=lambda p: p.session.replica)
+        if not self.penalties():
+            return found
         good = [p for p in found if self._penalty_of(as_member(p.session)) is None]
         return good if len(good) >= self.least else found
 

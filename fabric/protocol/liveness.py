@@ -4,6 +4,7 @@ The kernel's word (gone, stopped) counts at once; silence counts only when both 
 trainers may hold the GIL for long. A verdict is a sentence that says what was seen, or empty: alive.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,7 +20,8 @@ Process = TypeVar("Process", Member, Session)
 class LivenessConfig:
     """Seconds. ``stopped_s``: how long a stopped trainer is waited for. ``reconnect_s``: how long a
     session may be away while the pulse says that the trainer runs. ``silence_s``: both sources silent.
-    ``credit_s``: after an election nobody is dead for silence or absence."""
+    ``credit_s``: after an election, and after the last return of a member, nobody is dead for silence or
+    absence."""
 
     stopped_s: float = 0.15
     reconnect_s: float = 3.0
@@ -79,9 +81,21 @@ class Liveness:
     peers: dict[str, Peer] = field(default_factory=dict)
     pulses: dict[str, PulseState] = field(default_factory=dict)
     late_s: float = 0.0
+    returned: float = -math.inf  # when a member was last heard for the first time after the election
     _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> what that rank's checkpoint server says.
     rank_pulses: dict[int, dict[str, PulseState]] = field(default_factory=dict)
+
+    def came_back(self, now: float) -> None:
+        """A member is heard for the first time since the election. Thousands take longer than ``credit_s`` to
+        come back, one after the other: the credit lasts until nobody has come for so long."""
+        if now < self.credit_end:
+            self.returned = now
+
+    @property
+    def credit_end(self) -> float:
+        """Until then nobody is dead for silence or absence."""
+        return max(self.elected, self.returned) + self.config.credit_s
 
     def tick_was_late(self, by_s: float) -> None:
         """The leader was called so much later than it asked: what it was told meanwhile may still lie before
@@ -162,12 +176,12 @@ class Liveness:
         trouble = self.rank_trouble(member, now)
         if trouble:
             return trouble
-        credit = now - self.elected < config.credit_s
+        credit = now < self.credit_end
         heard = self._pulse_heard(pulse, now) or (credit and pulse is None)
         peer = self._peer(member)
         if peer is None and credit:
             return ""
-        away = self.elected + config.credit_s if peer is None else peer.closed
+        away = self.credit_end if peer is None else peer.closed
         if peer is None or not peer.connected:
             patience = config.reconnect_s if heard else config.lost_s
             return f"its session ended {now - away:.2f} s ago" if now - away >= patience else ""

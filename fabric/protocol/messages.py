@@ -394,11 +394,13 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The epoch in force and what it answers, for the server's log and state: nothing is decided by it."""
+    """The epoch in force and what it answers, for the server's log and state: nothing is decided by it.
+    ``every_s``: how often an unchanged pulse is wanted, where that is less often than the server's own."""
 
     fence: Fence
     cause: str = ""
     why: str = ""
+    every_s: float = 0.0
 
 
 Message = PeerMessage | LeaderMessage | MemberMessage | Pulse | Notice

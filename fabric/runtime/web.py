@@ -45,6 +45,7 @@ IDLE_S = 60.0
 BODY_S = 10.0
 # How long the rest of a body that was refused is read, so that its sender reads the answer and no reset.
 _LINGER_S = 1.0
+_MOST_AWAY_S = 60.0
 # Thousands of sessions come back at once after a fail-over; the kernel cuts this down to its own limit.
 _BACKLOG = 4096
 
@@ -203,6 +204,13 @@ def query_seconds(request: web.Request, name: str, *, most: float) -> float:
     if not 0 <= value <= most:
         raise ProtocolError(f"the query parameter {name} must be a number of seconds from 0 to {most:g}")
     return value
+
+
+def come_back_s(headers: Mapping[str, str]) -> float:
+    """The seconds after which a service that answered 429 wants to be asked again; it is not believed beyond
+    reason."""
+    text = headers.get("Retry-After", "")
+    return min(float(text), _MOST_AWAY_S) if text.isascii() and text.isdecimal() and len(text) < 9 else 1.0
 
 
 def parse_ports(text: str) -> range:

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from fabric.errors import StoreError
+from fabric.lighthouse.door import Door
 from fabric.lighthouse.election import Candidate, Election, Hooks, boot_time
 from fabric.lighthouse.jobs import Jobs
 from fabric.lighthouse.metrics import Metrics
@@ -102,6 +103,7 @@ async def lighthouse_on(
     lease_store: Store | None = None,
     clock: Callable[[], float] = boot_time,
     liveness: LivenessConfig = PATIENT,
+    door: Door | None = None,
     tokens: Tokens | None = None,
 ) -> AsyncIterator[Instance]:
     """Start one on ``store``; at the end nothing of it may have died unnoticed."""
@@ -119,7 +121,7 @@ async def lighthouse_on(
 
     hooks = Hooks(jobs.begin, end, followed.append, metrics.election_write)
     election = Election(store, "ns", lease_s, hooks, lease_store=lease_store, clock=clock)
-    parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix, every_s=0.0))
+    parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix, every_s=0.0), door or Door())
     metrics.observe(lambda: parts.leads, jobs.gauges)
     app = make_app(parts, tokens)
     runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.5, cancel_abandoned=True)

@@ -715,3 +715,17 @@ def test_a_death_is_looked_at_however_many_others_speak_meanwhile():
             lighthouse.do(io.Tick())
     assert lighthouse.records[-1].epoch == 2 and "r007" not in lighthouse.records[-1].names
     assert lighthouse.now - died <= 2 * TOGETHER_S + lighthouse.core.config.coalesce_s
+
+
+def test_after_a_fail_over_nobody_is_dead_while_the_others_still_come_back():
+    names = "a b c d e"
+    lighthouse = Lighthouse(record_of(names, epoch=1))
+    for name in "abcd":
+        lighthouse.wait(2.5)
+        lighthouse.open(name, generation=1, step=5, epoch=1)
+        lighthouse.pulse(name)
+    assert lighthouse.record.epoch == 1
+    lighthouse.wait(2.5)
+    lighthouse.open("a", generation=1, step=5, epoch=1)  # again: it had come back before
+    lighthouse.wait(1.0)
+    assert lighthouse.record.epoch == 2 and "e" not in lighthouse.record.names

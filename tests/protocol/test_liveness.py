@@ -56,6 +56,18 @@ def test_after_an_election_absence_is_no_evidence():
     assert liveness(elected=LATE).verdict(member_of("a"), LATE + 3.1) != ""
 
 
+def test_the_credit_lasts_while_members_still_come_back():
+    """Thousands do not come back within three seconds, and who has not come yet is not dead for that."""
+    found, now = liveness(elected=LATE), LATE
+    for _ in range(20):
+        now += 2.9
+        found.came_back(now)
+        assert found.verdict(member_of("a"), now + 2.9) == ""
+    assert found.verdict(member_of("a"), now + 3.1) == "its session ended 0.10 s ago"
+    found.came_back(now + 3.5)
+    assert found.verdict(member_of("a"), now + 3.6) != "", "credit that is over does not begin again"
+
+
 def test_after_an_election_both_ends_seen_is_evidence():
     """The host died while this lighthouse watched: no credit is due."""
     dead = liveness(peer(False, closed=LATE + 1), pulse(connected=False), elected=LATE)

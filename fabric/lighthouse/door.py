@@ -1,0 +1,53 @@
+"""Connections are let in a few at a time: thousands come back at once after a fail-over.
+
+Letting one in costs a dozen times what a beat costs. So those who knock stand in line, and a few are let
+in per turn of the loop: between them go the beats of those who are inside, and what is told to them.
+Who would stand in line for longer than its patience lasts is sent away before anything is done for it, with
+the time to come back, which grows with the number of those sent away, so that they come back spread out.
+"""
+
+import asyncio
+import math
+from collections import deque
+
+# As many as are let in within the time that a member waits for its connection.
+MOST_WAITING = 1000
+_PER_TURN = 8
+# What a core that is busy with beats lets in, roughly; it only spreads those who come back.
+_PER_S = 500
+_AGAIN_S = (1, 30)
+
+
+class Door:
+    """One for all jobs of a lighthouse."""
+
+    def __init__(self, most_waiting: int = MOST_WAITING) -> None:
+        self._most_waiting = most_waiting
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._sent_away = 0  # since the line was last empty
+
+    async def enter(self) -> int:
+        """Wait for the turn; returns 0, or after how many seconds to come back: the line is too long."""
+        if len(self._waiting) >= self._most_waiting:
+            self._sent_away += 1
+            seconds = math.ceil((self._most_waiting + self._sent_away) / _PER_S)
+            return min(max(seconds, _AGAIN_S[0]), _AGAIN_S[1])
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._let_in)
+        await turn
+        return 0
+
+    def _let_in(self) -> None:
+        left = _PER_TURN
+        while self._waiting and left:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else it has gone away meanwhile
+                turn.set_result(None)
+                left -= 1
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._let_in)
+        else:
+            self._sent_away = 0

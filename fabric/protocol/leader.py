@@ -74,8 +74,7 @@ class Leader(Joins):
 
     def next_deadline(self) -> float | None:
         """When to call again with Tick at the latest."""
-        many = self.leading and len(self.liveness.peers) >= MANY
-        if many and self._deadline is not None:
+        if self.leading and len(self.liveness.peers) >= MANY and self._deadline is not None:
             # However many events come meanwhile: what each of them would postpone would never be.
             due: float | None = min(self._deadline, self._plan_at)
         else:

@@ -112,16 +112,10 @@ def mapped(fd: int, nbytes: int) -> memoryview:
 
 def tensors_of(file: memoryview) -> dict[str, Any]:
     """Every tensor of a snapshot file, in place."""
-    import torch
-
-    from fabric.ckpt_server.encoding import TORCH_DTYPE
     from fabric.ckpt_server.layout import read_header
+    from fabric.ckpt_server.state import tensors_of as open_tensors
 
-    found = {}
-    for name, dtype, shape, begin, end in read_header(file).tensors:
-        flat = torch.frombuffer(file[begin:end], dtype=TORCH_DTYPE[dtype])
-        found[name] = flat if len(shape) == 1 else flat.view(shape)
-    return found
+    return open_tensors(file, read_header(file).tensors)
 
 
 def source(fd: int, run_dir: str) -> None:

@@ -10,10 +10,8 @@ Everything here blocks and belongs into a thread; ``cancel`` may come from any o
 needs no torch.
 """
 
-import http.client
 import math
 import ssl
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -28,6 +26,7 @@ from fabric.ckpt_server.source import (
     Access,
     Address,
     Connection,
+    Idle,
     SourceRefused,
     read_exactly,
     read_json,
@@ -110,12 +109,13 @@ class StateFetcher:
         self._max_nbytes = max_nbytes
         self._rank = rank
         self._unfinished = ""
-        self._idle = _Idle(self._access)
+        self._idle = Idle(self._access)
         self.warnings: list[str] = []
 
     def cancel(self) -> None:
         """Ends every transfer at once, from any thread; the fetcher cannot be used afterwards."""
         self._access.sockets.shutdown()
+        self._idle.close()
 
     def close(self) -> None:
         """Closes idle connections."""
@@ -124,7 +124,7 @@ class StateFetcher:
     def fetch_manifest(self, url: str, step: int, generation: int) -> dict[str, Any]:
         """The checked manifest of that state from the source ``url``. Raises StateError or Gone."""
         source = Source(Address.parse(url))
-        manifest = self._ask(source, step, generation)
+        manifest = self._ask(source, SnapshotRef(generation, step, ""), self._idle.take(source.address))
         if manifest is None:
             raise all_failed(f"the manifest of step {step}", [source])
         return manifest
@@ -204,7 +204,7 @@ class StateFetcher:
         blocks: Collection[int] | None,
     ) -> str:
         """Fetches what the group promises; returns whether it came packed, and why."""
-        striping = Striping(manifest, group, target, self._access)
+        striping = Striping(manifest, group, target, self._access, self._idle)
         resume = self._unfinished == manifest["digest"]
         self._unfinished = manifest["digest"]
         try:
@@ -232,11 +232,26 @@ class StateFetcher:
         return promised, good
 
     def _manifests(self, sources: list[Source], state: SnapshotRef) -> list[tuple[Source, dict[str, Any]]]:
-        """The manifests of those that answer in time, asked all at once."""
-        lines = [Connection(source.address, self._access) for source in sources]
+        """The manifests of those that answer in time."""
+        if len(sources) == 1:
+            answers = [self._ask(sources[0], state, self._idle.take(sources[0].address))]
+        else:
+            answers = self._ask_all(sources, state)
+        self._require_running()
+        found = []
+        for source, manifest in zip(sources, answers, strict=True):
+            if manifest is not None:
+                found.append((source, manifest))
+            else:
+                self.warnings.append(f"{source.url} is not used: {source.error}.")
+        return found
+
+    def _ask_all(self, sources: list[Source], state: SnapshotRef) -> list[dict[str, Any] | None]:
+        """All sources at once; None for those that have nothing, or are much later than the first."""
+        lines = [self._idle.take(source.address) for source in sources]
         with ThreadPoolExecutor(len(sources), "fabric-manifest") as pool:
             asked: list[Future[dict[str, Any] | None]] = [
-                pool.submit(self._ask, source, state.step, state.generation, line)
+                pool.submit(self._ask, source, state, line)
                 for source, line in zip(sources, lines, strict=True)
             ]
             late = set(asked)
@@ -246,30 +261,23 @@ class StateFetcher:
             for line, future in zip(lines, asked, strict=True):
                 if future in late:
                     line.retire()
-        self._require_running()
-        found = []
-        for source, future in zip(sources, asked, strict=True):
-            manifest = future.result()
-            if manifest is not None and future not in late:
-                found.append((source, manifest))
-            else:
-                self.warnings.append(f"{source.url} is not used: {source.error}.")
-        return found
+        return [None if future in late else future.result() for future in asked]
 
-    def _ask(
-        self, source: Source, step: int, generation: int, connection: Connection | None = None
-    ) -> dict[str, Any] | None:
+    def _ask(self, source: Source, state: SnapshotRef, line: Connection) -> dict[str, Any] | None:
         """The source's manifest, or None with the reason in ``source.error``."""
-        line = connection or Connection(source.address, self._access)
+        step, generation = state.step, state.generation
+        path = f"/v1/snapshots/{step}/manifest?generation={generation}&tensors=0"
         for _ in range(_MANIFEST_TRIES):
+            whole = False
             try:
-                response = line.get(f"/v1/snapshots/{step}/manifest?generation={generation}&tensors=0")
+                response = line.get(path)
                 if response.status != 200:
                     raise refusal(response)
                 manifest = check_manifest(read_json(response, _MAX_MANIFEST_BYTES), self._max_nbytes)
                 if (manifest["step"], manifest["generation"]) != (step, generation):
                     raise SourceRefused("it answers with another step or generation")
                 manifest.pop("tensors", None)  # who loads the state reads them from its own header
+                whole = True
                 return manifest
             except (Gone, IntegrityError, SourceRefused) as error:
                 source.error = error
@@ -277,7 +285,7 @@ class StateFetcher:
             except (*TRANSIENT, StateError) as error:
                 source.error = StateError(describe(error))
             finally:
-                line.close()
+                self._idle.give(line, reusable=whole)
         return None
 
     def _gradient(
@@ -287,7 +295,7 @@ class StateFetcher:
         whole = False
         try:
             path = f"/v1/gradients/{step}?generation={generation}&wait_s={wait_s:.3f}"
-            response = _get_again(connection, path, wait_s)
+            response = connection.get(path, wait_s=wait_s)
             if response.status != 200:
                 error = refusal(response)
                 raise _NotYet(str(error)) if response.status == 409 and not isinstance(error, Gone) else error
@@ -309,44 +317,6 @@ class StateFetcher:
 
 class _NotYet(StateError):
     """The source is well and does not have it so far."""
-
-
-class _Idle:
-    """Connections kept open between gradients."""
-
-    def __init__(self, access: Access) -> None:
-        self._access = access
-        self._connections: dict[str, Connection] = {}
-        self._lock = threading.Lock()
-
-    def take(self, address: Address) -> Connection:
-        with self._lock:
-            return self._connections.pop(address.url, None) or Connection(address, self._access)
-
-    def give(self, connection: Connection, *, reusable: bool) -> None:
-        with self._lock:
-            if reusable and connection.address.url not in self._connections:
-                self._connections[connection.address.url] = connection
-                return
-        connection.close()
-
-    def close(self) -> None:
-        with self._lock:
-            connections, self._connections = list(self._connections.values()), {}
-        for connection in connections:
-            connection.close()
-
-
-def _get_again(connection: Connection, path: str, wait_s: float) -> http.client.HTTPResponse:
-    """A GET that dials anew where a kept connection turns out to be closed."""
-    if connection.is_open:
-        try:
-            return connection.get(path, wait_s=wait_s)
-        except TimeoutError:
-            raise
-        except TRANSIENT:
-            connection.close()
-    return connection.get(path, wait_s=wait_s)
 
 
 def _usable(future: "Future[dict[str, Any] | None]") -> bool:

@@ -13,9 +13,9 @@ that a process which only moves bytes can check them.
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fabric.errors import StateError
@@ -27,6 +27,7 @@ METADATA_KEY = "fabric"
 _NO_METADATA = f'"__metadata__":{{"{METADATA_KEY}":""}}'
 _LENGTH = struct.Struct("<Q")
 _MAX_DIMENSIONS = 64
+_MAX_SIZE = 1 << 62
 _MAX_NAME_CHARACTERS = 4096
 
 ELEMENT_BYTES: Mapping[str, int] = {
@@ -56,6 +57,9 @@ class TensorSpan(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+_place = itemgetter(3, 4)  # a span's begin and end
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,18 +143,20 @@ def read_preamble(begin: memoryview, nbytes: int) -> Header:
     data_begin = _LENGTH.size + length
     entries = _parse(bytes(begin[_LENGTH.size : data_begin]))
     metadata = _metadata(entries.pop("__metadata__", None))
-    spans = sorted(
-        (_span(name, entry, data_begin) for name, entry in entries.items()),
-        key=attrgetter("begin", "end"),
-    )
+    spans = [_span(name, entry, data_begin) for name, entry in entries.items()]
+    spans.sort(key=_place)
     _check_cover(spans, data_begin, nbytes)
     return Header(data_begin, tuple(spans), metadata)
 
 
 def parse_json(text: str | bytes) -> Any:
     """JSON from outside, without duplicate keys, NaN or endless depth. Raises StateError otherwise."""
+    return _load_json(text, _unique)
+
+
+def _load_json(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any]) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=make_object, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise StateError(f"The state's description is not valid JSON ({error}); it is damaged.") from error
 
@@ -167,10 +173,24 @@ def _no_constant(name: str) -> Any:
 
 
 def _parse(text: bytes) -> dict[str, Any]:
-    entries = parse_json(text)
+    entries = _load_json(text, _entry)
     if not isinstance(entries, dict):
         raise StateError("The state's header is not a JSON object; it is damaged.")
     return entries
+
+
+def _entry(pairs: list[tuple[str, Any]]) -> Any:
+    """An object of the header; of a tensor spelled as we do it only (dtype, shape, begin, end), so that
+    little of a long header is kept."""
+    if len(pairs) == 3:
+        (first, offsets), (second, dtype), (third, shape) = pairs
+        if first == "data_offsets" and second == "dtype" and third == "shape" and _is_pair(offsets):
+            return dtype, shape, offsets[0], offsets[1]
+    return _unique(pairs)
+
+
+def _is_pair(offsets: object) -> bool:
+    return type(offsets) is list and len(offsets) == 2
 
 
 def _metadata(value: object) -> str:
@@ -187,28 +207,34 @@ def is_count(value: object, most: int) -> bool:
 
 def _span(name: str, entry: object, data_begin: int) -> TensorSpan:
     # Once for each of perhaps a hundred thousand tensors, before a newcomer can load any.
-    if not name or len(name) > _MAX_NAME_CHARACTERS or not isinstance(entry, dict):
+    if isinstance(entry, dict):
+        entry = entry.get("dtype"), entry.get("shape"), *_offsets(name, entry.get("data_offsets"))
+    if not name or len(name) > _MAX_NAME_CHARACTERS or not isinstance(entry, tuple):
         raise _bad(name, "has no usable name or description; the state is damaged")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    dtype, shape, begin, end = entry
     nbytes = ELEMENT_BYTES.get(dtype, 0) if isinstance(dtype, str) else 0
-    if not nbytes or not isinstance(dtype, str):
+    if not nbytes:
         raise _bad(name, f"has the unknown dtype {str(dtype)[:40]!r}")
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+    if type(shape) is not list or len(shape) > _MAX_DIMENSIONS:
         raise _bad(name, "has an impossible shape")
     for size in shape:
-        if not is_count(size, 1 << 62):
+        if type(size) is not int or not 0 <= size <= _MAX_SIZE:
             raise _bad(name, "has an impossible shape")
         nbytes *= size
     if nbytes > MAX_FILE_BYTES:
         raise _bad(name, "has an impossible shape")
-    if not isinstance(offsets, list) or len(offsets) != 2:
-        raise _bad(name, "has impossible offsets")
-    begin, end = offsets
-    if not is_count(begin, MAX_FILE_BYTES) or not is_count(end, MAX_FILE_BYTES):
+    if type(begin) is not int or type(end) is not int or not (0 <= begin <= MAX_FILE_BYTES >= end >= 0):
         raise _bad(name, "has impossible offsets")
     if end - begin != nbytes:
         raise _bad(name, f"has {end - begin} bytes where its shape needs {nbytes}")
     return TensorSpan(name, dtype, tuple(shape), data_begin + begin, data_begin + end)
+
+
+def _offsets(name: str, value: object) -> list[object]:
+    if not _is_pair(value):
+        raise _bad(name, "has impossible offsets")
+    assert isinstance(value, list)
+    return value
 
 
 def _bad(name: str, what: str) -> StateError:

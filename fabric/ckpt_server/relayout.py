@@ -126,7 +126,8 @@ class _OldPart:
             self._there |= missing
 
     def let_go(self) -> None:
-        """Its memory is needed no more."""
+        """Its memory and its connections are needed no more."""
+        self._fetcher.close()
         self.file = memoryview(b"")
 
     def _memory(self, nbytes: int) -> memoryview:

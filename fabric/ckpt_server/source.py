@@ -12,6 +12,7 @@ import socket
 import ssl
 import struct
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from fabric.ckpt_server.packing import IDENTITY
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 
 CONNECT_S = 5.0
+_MOST_IDLE = 32
 _MAX_ERROR_BYTES = 64 << 10
 _MAX_ERROR_CHARACTERS = 300
 # What a source that died, stalled or talks nonsense makes the HTTP client raise.
@@ -112,6 +114,7 @@ class Connection:
         self._http = http.client.HTTPConnection(address.host, address.port)
         self._http.auto_open = 0  # dialling is ours, so that a cancel can reach it
         self._sock: socket.socket | None = None
+        self._ended = False
         self._retired = False
 
     def get(
@@ -122,17 +125,30 @@ class Connection:
         coding: str = IDENTITY,
     ) -> http.client.HTTPResponse:
         """Sends a GET; returns the response with its headers read. ``wait_s`` lengthens the timeout,
-        ``coding`` is the content coding that may be used.
+        ``coding`` is the content coding that may be used. Where a connection that was kept turns out to be
+        closed, it dials anew.
 
         Raises what is in TRANSIENT, or StateError after a cancel.
         """
-        sock = self._sock if self._sock is not None and self._http.sock is not None else self._dial()
-        sock.settimeout(self._access.timeout_s + wait_s)
         headers = {"Accept-Encoding": coding}
         if self._access.token:
             headers["Authorization"] = f"Bearer {self._access.token}"
         if byte_range is not None:
             headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
+        if self._sock is not None and self._http.sock is not None:
+            try:
+                return self._ask(self._sock, path, headers, wait_s)
+            except TimeoutError:
+                raise
+            except TRANSIENT:
+                if self._ended:
+                    raise
+        return self._ask(self._dial(), path, headers, wait_s)
+
+    def _ask(
+        self, sock: socket.socket, path: str, headers: dict[str, str], wait_s: float
+    ) -> http.client.HTTPResponse:
+        sock.settimeout(self._access.timeout_s + wait_s)
         self._http.request("GET", self.address.path + path, headers=headers)
         response = self._http.getresponse()
         sock.settimeout(self._access.timeout_s)
@@ -145,8 +161,9 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the next request goes over a connection that was used before."""
-        return self._sock is not None
+        """Whether it is connected and nobody has ended it."""
+        ended = self._ended or self._retired or self._access.sockets.closed
+        return self._sock is not None and not ended
 
     def retire(self) -> None:
         """From another thread: ends the wait, and every later one."""
@@ -155,6 +172,7 @@ class Connection:
 
     def abort(self) -> None:
         """From another thread: ends the wait of whoever uses this connection."""
+        self._ended = True
         sock = self._sock
         if sock is not None:
             abort(sock)
@@ -162,6 +180,7 @@ class Connection:
     def close(self) -> None:
         """Closes the connection; the next ``get`` dials again."""
         sock, self._sock = self._sock, None
+        self._ended = False
         self._http.close()
         if sock is not None:
             self._access.sockets.close(sock)
@@ -194,6 +213,41 @@ class Connection:
         self._access.sockets.add(wrapped)
         self._access.sockets.close(sock)
         return wrapped
+
+
+class Idle:
+    """Connections that are open and have nothing to do, kept for the next request to their server."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._connections: deque[Connection] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, address: Address) -> Connection:
+        """A connection to ``address``, which is open already where one was kept."""
+        with self._lock:
+            kept = next((c for c in self._connections if c.address == address and c.is_open), None)
+            if kept is not None:
+                self._connections.remove(kept)
+                return kept
+        return Connection(address, self._access)
+
+    def give(self, connection: Connection, *, reusable: bool) -> None:
+        """Gives one back; ``reusable``: its last response was read to the end."""
+        if not reusable or not connection.is_open:
+            connection.close()
+            return
+        with self._lock:
+            self._connections.appendleft(connection)
+            oldest = self._connections.pop() if len(self._connections) > _MOST_IDLE else None
+        if oldest is not None:
+            oldest.close()
+
+    def close(self) -> None:
+        """Closes them all."""
+        with self._lock:
+            while self._connections:
+                self._connections.pop().close()
 
 
 class Body:

@@ -33,6 +33,7 @@ from fabric.ckpt_server.encoding import (
     memory_key,
 )
 from fabric.ckpt_server.layout import (
+    ELEMENT_BYTES,
     Preamble,
     TensorSpan,
     canonical_json,
@@ -211,16 +212,16 @@ def restore(file: memoryview, objects: Mapping[str, object]) -> int:
     header = read_header(file)
     step, tree = describe(header.metadata)
     _require_names(set(tree), objects)
-    spans = {span.name: span for span in header.tensors}
-    unused = set(spans)
+    tensors = tensors_of(file, header.tensors)
+    unused = set(tensors)
 
     def view(name: str) -> torch.Tensor:
-        span = spans.get(name)
-        if span is None:
+        found = tensors.get(name)
+        if found is None:
             raise StateError(
                 f"The state refers to tensor {name[:200]!r}, which it does not contain; it is damaged."
             )
-        return tensor_at(file, span)
+        return found
 
     def own(name: str) -> torch.Tensor:
         return view(name).clone()
@@ -307,6 +308,22 @@ def _require_names(found: set[str], objects: Mapping[str, object]) -> None:
             f"The snapshot holds {', '.join(sorted(found)) or 'nothing'} and here the shared state is"
             f" {', '.join(sorted(objects)) or 'nothing'}; attach the same objects on every replica."
         )
+
+
+def tensors_of(file: memoryview, spans: Iterable[TensorSpan]) -> dict[str, torch.Tensor]:
+    """All tensors of ``file`` by name, each as ``tensor_at`` gives it."""
+    address = np.frombuffer(file, np.uint8).ctypes.data
+    found = {}
+    for span in spans:
+        name, word, shape, begin, end = span
+        width = ELEMENT_BYTES[word]
+        if begin == end or file.readonly or (address + begin) % width:
+            found[name] = tensor_at(file, span)
+            continue
+        dtype, count = TORCH_DTYPE[word], (end - begin) // width
+        flat = torch.frombuffer(file, dtype=dtype, count=count, offset=begin)
+        found[name] = flat if len(shape) == 1 else flat.view(shape)
+    return found
 
 
 def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:

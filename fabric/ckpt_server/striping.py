@@ -26,6 +26,7 @@ from fabric.ckpt_server.source import (
     Address,
     Body,
     Connection,
+    Idle,
     SourceRefused,
     refusal,
 )
@@ -63,12 +64,18 @@ class Striping:
     """Fetches what ``manifest`` describes from ``sources`` into ``target`` (exactly its size)."""
 
     def __init__(
-        self, manifest: Mapping[str, Any], sources: Sequence[Source], target: memoryview, access: Access
+        self,
+        manifest: Mapping[str, Any],
+        sources: Sequence[Source],
+        target: memoryview,
+        access: Access,
+        idle: Idle,
     ) -> None:
         self._manifest = manifest
         self._sources = sources
         self._target = target
         self._access = access
+        self._idle = idle
         self._lock = threading.Lock()
         self._snapshot = f"/v1/snapshots/{manifest['step']}"
         self._query = f"?generation={manifest['generation']}"
@@ -136,12 +143,13 @@ class Striping:
             queue.wait(_WAIT_S)
 
     def _stream(self, queue: RangeQueue, source: Source) -> None:
-        connection = Connection(source.address, self._access)
+        connection, sound = self._idle.take(source.address), False
         try:
             while (lease := queue.take(source.url, connection.abort)) is not None:
                 self._serve(queue, source, connection, lease)
+            sound = True  # a connection with a response that was not read to the end is closed by now
         finally:
-            connection.close()
+            self._idle.give(connection, reusable=sound)
 
     def _serve(self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease) -> None:
         failed, packed, begun_s = True, source.packs and self._speed.next_is_packed(), time.monotonic()

@@ -217,7 +217,24 @@ def test_striped_over_all_sources_and_verified(origins) -> None:
     assert all(any("/data" in path for path in origin.asked) for origin in three)
     assert done.warnings == ()
     assert seen[-1] == (done.nbytes, done.nbytes)
-    assert sum(len(origin.connections) for origin in three) <= 3 * (2 + 1)  # kept alive
+    assert sum(len(origin.connections) for origin in three) <= 3 * 2  # kept alive
+
+
+def test_connections_are_kept_for_the_next_fetch_and_dialled_anew_where_closed(origins) -> None:
+    two = origins(2)
+    fetch, urls = fetcher(), [origin.url for origin in two]
+    fetch.fetch_state(urls, ref(two[0]), Memory())
+    opened = [len(origin.connections) for origin in two]
+    assert max(opened) <= 2  # the manifest's is one of the two streams'
+    fetch.fetch_state(urls, ref(two[0]), Memory())
+    assert all(len(origin.connections) <= 2 for origin in two)
+    for origin in two:
+        for connection in list(origin.connections):
+            connection.shutdown(socket.SHUT_RDWR)
+    memory = Memory()
+    assert fetch.fetch_state(urls, ref(two[0]), memory).warnings == ()
+    assert memory.buffer == two[0].file
+    fetch.close()
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, BLOCK - 200, 3 * BLOCK])

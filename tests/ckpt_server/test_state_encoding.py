@@ -1,6 +1,7 @@
 """The reversible encoding: whatever a state_dict may contain comes back equal, type for type."""
 
 import math
+import random
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
@@ -201,3 +202,24 @@ def test_headers_that_exhaust_are_refused() -> None:
             parse_json(text)
     with pytest.raises(StateError, match="no safetensors file"):
         read_header(memoryview((1 << 62).to_bytes(8, "little") + b"{}"))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_headers_keys_may_stand_in_any_order(seed: int) -> None:
+    keys = [("dtype", '"F32"'), ("shape", "[2,3]"), ("data_offsets", "[0,24]"), ("more", '{"a":1}')]
+    random.Random(seed).shuffle(keys)
+    header = read_header(memoryview(_file(keys)))
+    assert [(span.name, span.dtype, span.shape) for span in header.tensors] == [("x", "F32", (2, 3))]
+
+
+@pytest.mark.parametrize("key", ["dtype", "shape", "data_offsets"])
+def test_a_header_that_says_a_thing_twice_is_refused(key: str) -> None:
+    keys = [("data_offsets", "[0,24]"), ("dtype", '"F32"'), ("shape", "[2,3]")]
+    with pytest.raises(StateError, match="a key occurs twice"):
+        read_header(memoryview(_file([*keys, (key, dict(keys)[key])])))
+
+
+def _file(keys: list[tuple[str, str]]) -> bytes:
+    entry = ",".join(f'"{key}":{value}' for key, value in keys)
+    text = f'{{"__metadata__":{{"fabric":"{{}}"}},"x":{{{entry}}}}}'.encode()
+    return len(text).to_bytes(8, "little") + text + bytes(24)

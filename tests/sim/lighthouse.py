@@ -31,7 +31,7 @@ class Lighthouse(Process):
         self.lease_end = 0.0  # by my own clock
         self.sessions: dict[str, tuple[int, Connection]] = {}  # replica -> incarnation, connection
         self.pulses: dict[tuple[str, int], Connection] = {}
-        self._refused = False
+        self._opening: tuple[str, int, Connection] | None = None  # the session whose first message is heard
         self._armed: float | None = None
         self._feeding = False
         self._inbox: list[io.Event] = []
@@ -165,12 +165,22 @@ class Lighthouse(Process):
         if isinstance(effect.message, m.Resume) and self.core is not None:
             assert self.core.epoch.decision is not None
             self.store.checks.decided(self.core.epoch.decision)
-        self._refused = self._refused or isinstance(effect.message, m.Rejected)
-        incarnation, connection = self.sessions.get(effect.replica, (0, None))
-        if connection is not None and incarnation == effect.incarnation:
-            if self.clockwork.tracing and not isinstance(effect.message, m.BeatReply):
-                self.clockwork.trace(self.name, f"> {effect.replica} {effect.message}")
-            connection.send(1, encode(effect.message))
+        connection = self._connection_to(effect.replica, effect.incarnation)
+        if connection is None:
+            return
+        if self.clockwork.tracing and not isinstance(effect.message, m.BeatReply):
+            self.clockwork.trace(self.name, f"> {effect.replica} {effect.message}")
+        connection.send(1, encode(effect.message))
+        if isinstance(effect.message, m.Rejected) and not effect.message.retry:
+            connection.close(1, "refused")
+            self.clockwork.counts["session refused"] += 1
+            self.after(0.0, lambda: self.on_session_closed(connection))
+
+    def _connection_to(self, replica: str, incarnation: int) -> Connection | None:
+        if self._opening is not None and self._opening[:2] == (replica, incarnation):
+            return self._opening[2]
+        known, connection = self.sessions.get(replica, (0, None))
+        return connection if known == incarnation else None
 
     def _write(self, effect: io.WriteRecord) -> None:
         nonce, core = effect.record.nonce, self.core
@@ -204,18 +214,18 @@ class Lighthouse(Process):
                 return
 
     def _open(self, connection: Connection, session: m.Session) -> None:
-        old = self.sessions.get(session.replica)
-        self.sessions[session.replica] = (session.incarnation, connection)
-        self._refused = False
+        """As the shell does it: the core has taken a session that its peer now has."""
+        name = session.replica
+        self._opening = (name, session.incarnation, connection)
         self.feed(io.SessionOpened(session))
-        if self._refused:
+        self._opening = None
+        peer = self.core.liveness.peers.get(name) if self.core is not None else None
+        if peer is None or peer.session is not session:
             connection.close(1, "refused")
-            self.clockwork.counts["session refused"] += 1
-            if old is None:
-                self.sessions.pop(session.replica, None)
-            else:
-                self.sessions[session.replica] = old
-        elif old is not None:
+            return
+        old = self.sessions.get(name)
+        self.sessions[name] = (session.incarnation, connection)
+        if old is not None and old[1] is not connection:
             old[1].close(1, "replaced by a newer session")
 
     def on_session_closed(self, connection: Connection) -> None:

@@ -325,12 +325,18 @@ class Leader(Joins):
         return any(self._knows(x) for x in others)
 
     def _complete(self, record: Record) -> bool:
-        if not self.finished:
+        """Rule 10: all that stay have finished; where nobody stays, all. A newcomer that has entered no round
+        gets into none any more, for nobody contributes: published gradients take it to the end, if any."""
+        left = [x for x in record.roster if not x.leaving] or list(record.roster)
+        missing = [x for x in left if x.replica not in self.finished]
+        if len(missing) == len(left) or any(not x.fresh or x.replica in self.epoch.running for x in missing):
             return False
-        left = [x for x in record.roster if not x.leaving]
-        if not left or any(x.replica not in self.finished for x in left):
+        if self.epoch.ended_at is None:
+            self.epoch.ended_at = self._now
+        waited_s = self._now - self.epoch.ended_at
+        if any(waited_s < self._join_stall_s(x.replica) for x in missing):
             return False
-        self._write_complete(record, max(self.finished[x.replica] for x in left))
+        self._write_complete(record, max(self.finished[x.replica] for x in left if x not in missing))
         return True
 
     def _evict(self, record: Record) -> bool:

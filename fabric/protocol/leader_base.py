@@ -78,6 +78,7 @@ class EpochState:
     too_slow: set[str] = field(default_factory=set)  # held the others up, and did not get in
     fallen: set[str] = field(default_factory=set)  # hold nothing of worth: by their own word, or found wrong
     condemned_at: float = 0.0
+    ended_at: float | None = None  # when all had finished but newcomers that take part in no round
 
 
 @dataclass(slots=True)

@@ -6,6 +6,8 @@ resume and what each must still compute. Every leader that sees the same reports
 Why T = C + 1 needs *all* reporters of the newest round to hold: holding is a promise (who loses it exits),
 so if one member of that round reports without holding, nobody can have left its commit barrier, dead or
 alive, and the round is redone. If all of them hold, somebody may have committed, and committing is allowed.
+Not so where one of them was told of another result before the round ended: then nobody can have committed it,
+those who said so may be gone, and what is left may be the wrong one.
 """
 
 from collections import Counter
@@ -60,7 +62,8 @@ def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) ->
     if witnesses and all(_holds(w, record, newest) for w in witnesses.values()):
         digests = {name: w.gradient_digest for name, w in witnesses.items()}
         split = _minority(record, digests, f"the reduced gradient of step {newest}")
-        return split or _commit(record, witnesses, newest, work)
+        if split is not None or not any(w.disputed for w in witnesses.values()):
+            return split or _commit(record, witnesses, newest, work)
     return _redo(record, valid, newest, work)
 
 

@@ -269,6 +269,7 @@ class Member(Rounds):
             round_roster=roster,
             holds=hold is not None and (hold.epoch, hold.step) == (epoch, step),
             gradient_digest=hold.gradient_digest if hold is not None else "",
+            disputed=self.disputed == (epoch, step),
             # What the main thread is computing is promised: it is finished before I contribute again.
             have=() if self.kept.stale else tuple(sorted(self.kept.have)),
             committed_digest=self.state.committed_digest,

@@ -46,6 +46,7 @@ class MemberBase:
         self.waiting = False  # whether the main thread waits for an Apply, Compute, ...
         self.kept = Kept()
         self.hold: io.Hold | None = None
+        self.disputed = (0, 0)  # the (epoch, step) of a round that ended so, see ``Round.is_disputed``
         self.round: Round | None = None
         self.current: Record | None = None  # the epoch I run in (or last ran in)
         self.newest: Record | None = None
@@ -108,7 +109,10 @@ class MemberBase:
             return
         waiting_for = self._waits_for()
         self._enter_mode(Mode.ABORTED)
-        given_away = self.round is not None and self.round.exchanging and not self.config.retain
+        round_ = self.round
+        given_away = round_ is not None and round_.exchanging and not self.config.retain
+        if round_ is not None and round_.is_disputed(self.identity.replica):
+            self.disputed = (round_.record.epoch, round_.step)
         self.round = None
         self._do(io.AbortExchange(self.current.epoch, why))
         if given_away:

@@ -263,8 +263,10 @@ class Report:
     """My answer to forced epoch ``fence.epoch``; built once, and a promise to stay out of older ones.
 
     ``round_epoch``, ``round_step``, ``round_roster`` describe the newest round I entered (epoch 0:
-    none); ``holds`` whether I hold it; ``have`` the micro-batches of step ``step`` in my kept gradient;
-    ``committed_digest`` is of the gradient that led to ``step``, empty where there was none.
+    none); ``holds`` whether I hold it; ``disputed`` whether somebody said that it holds something else, and
+    no majority said what I did, so that nobody can have committed it; ``have`` the micro-batches of step
+    ``step`` in my kept gradient; ``committed_digest`` is of the gradient that led to ``step``, empty where
+    there was none.
     ``round_lacked`` stands for ``round_roster`` where it is not None: the members of this epoch that were not
     in that round, which is short where the rosters are long.
     """
@@ -281,6 +283,7 @@ class Report:
     have: tuple[int, ...]
     committed_digest: str = ""
     round_lacked: tuple[str, ...] | None = None
+    disputed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

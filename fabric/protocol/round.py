@@ -70,6 +70,13 @@ class Round:
                 return f"digests of {what} at step {self.step} differ: {_by_member(digests)}"
         return ""
 
+    def is_disputed(self, name: str) -> bool:
+        """Whether a bar names another result than the bar of ``name``, and at most half of the roster name
+        that one. Then nobody has committed this round, nor will: a commit takes everybody's bar."""
+        said = [bar.gradient_digest for bar in self.bars.values()]
+        agree = said.count(self.bars[name].gradient_digest) if name in self.bars else len(said)
+        return agree < len(said) and 2 * agree <= len(self.record.roster)
+
     def culprits(self) -> str:
         """Who put in what was not finite, as far as their bars are here; empty when nobody says so."""
         found = sorted((n, b.nonfinite) for n, b in self.bars.items() if b.nonfinite)

@@ -1,5 +1,7 @@
 """What a forced epoch goes on with: cases one by one, and properties over all of them."""
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol.makers import record_of, report_of
@@ -26,6 +28,23 @@ def test_all_of_the_round_hold_so_it_is_committed():
     decision = decide(record, reports, M)
     assert (decision.step, decision.commit_digest) == (8, "g")
     assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
+
+
+def test_a_disputed_round_is_redone_by_whoever_is_left():
+    """The others said that they hold something else, and died: nobody can have committed it."""
+    record = record_of("a")
+    report = report_of(record, 7, ABC, holds="wrong", have=(0, 1))
+    assert decide(record, {"a": report}, M).commit_digest == "wrong"
+    decision = decide(record, {"a": replace(report, disputed=True)}, M)
+    assert (decision.step, table_of(decision)) == (7, {"a": (2, 3)})
+
+
+def test_a_minority_in_a_disputed_round_is_evicted_all_the_same():
+    record = record_of("a b c")
+    reports = {n: report_of(record, 7, ABC, holds="g") for n in "ab"}
+    reports["c"] = replace(report_of(record, 7, ABC, holds="h"), disputed=True)
+    decision = decide(record, reports, M)
+    assert isinstance(decision, Evict) and decision.replicas == ("c",)
 
 
 def test_one_reporter_that_does_not_hold_is_enough_to_redo():

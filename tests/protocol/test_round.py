@@ -48,6 +48,17 @@ def test_digests_that_differ_are_named_by_member():
     assert "digests of the state at step 7 differ: a x, b y" in round_.disagreement()
 
 
+def test_a_result_is_disputed_while_no_majority_of_the_roster_has_said_it():
+    round_ = Round(record_of("a b c"), 7)
+    round_.bars = {"a": bar(round_, "g"), "b": bar(round_, "g")}
+    assert not round_.is_disputed("a"), "nobody has said anything else"
+    round_.bars = {"a": bar(round_, "g"), "b": bar(round_, "h")}
+    assert round_.is_disputed("a") and round_.is_disputed("b"), "perhaps the third says h"
+    assert not round_.is_disputed("c"), "it holds nothing yet"
+    round_.bars["c"] = bar(round_, "h")
+    assert round_.is_disputed("a") and not round_.is_disputed("b")
+
+
 def test_a_state_digest_that_was_not_taken_agrees_with_any():
     round_ = Round(record_of("a b"), 7)
     round_.bars = {"a": bar(round_, state="x"), "b": bar(round_, state="")}

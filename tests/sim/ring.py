@@ -314,7 +314,9 @@ class Ring:
         gradient = result_of(step, running.segments)
         if self.flip and len(running.segments) > 2:
             self.flip, self.trainer.world.flipped = False, True
-            gradient = Gradient(step, (*gradient.parts, FLIPPED), digest_of(step, gradient, FLIPPED))
+            # Another bit on every host: two that were wrong alike would pass for right.
+            flipped: Part = (f"a bit flipped at {self.trainer.host}", ())
+            gradient = Gradient(step, (*gradient.parts, flipped), digest_of(step, gradient, flipped))
         self.slots.pop(step, None)
         self.slots[step] = gradient
         while len(self.slots) > SLOTS:

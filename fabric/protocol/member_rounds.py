@@ -144,10 +144,16 @@ class Rounds(CatchingUp):
         assert record is not None
         if self.contact.finished or len(record.roster) < (record.min_replicas or self.config.min_replicas):
             return
-        if self._now - self.contact.last > self.config.autonomy_s:
-            self._stop(75, "no lighthouse answered for autonomy_s: stopped before the next round")
+        if self._is_on_its_own_for_too_long():
             return
         self._open_round(self.state.step, self._share(record))
+
+    def _is_on_its_own_for_too_long(self) -> bool:
+        """Rule 10: from now on a new generation may begin without me, so I begin no round and commit none."""
+        if self._now - self.contact.last <= self.config.autonomy_s:
+            return False
+        self._stop(75, "no lighthouse answered for autonomy_s: stopped before the next round or commit")
+        return True
 
     def _share(self, record: Record) -> tuple[int, ...]:
         step, me, resume = self.state.step, self.identity.replica, self.resume
@@ -282,6 +288,8 @@ class Rounds(CatchingUp):
             self._abort(disagreement, "")
             # Evicted for this, I would not trust my own state either.
             self.links.suspect = True
+            return
+        if self._is_on_its_own_for_too_long():
             return
         if self.state.digest:
             self.links.suspect = False

@@ -120,6 +120,23 @@ def test_digests_that_differ_abort():
     assert "differ" in trainer.said(m.Aborted)[0].why
 
 
+def test_who_was_told_of_another_result_reports_that_it_is_disputed():
+    """Found in simulation: the others died, and what they had outvoted was committed."""
+    trainer = holding()
+    trainer.peer("b", bar(FIRST, 0, gradient="other"))
+    trainer.leader(m.Epoch(record_of("a", epoch=2)))
+    (report,) = trainer.said(m.Report)
+    assert (report.holds, report.gradient_digest, report.disputed) == (True, "g0", True)
+
+
+def test_a_round_that_ended_without_another_result_is_not_disputed():
+    trainer = holding()
+    trainer.do(io.LinkLost("b", 1, "reset"))
+    trainer.leader(m.Epoch(record_of("a", epoch=2)))
+    (report,) = trainer.said(m.Report)
+    assert (report.holds, report.disputed) == (True, False)
+
+
 def test_messages_that_come_early_are_kept_for_their_round():
     trainer = running()
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
@@ -477,12 +494,22 @@ def test_without_a_lighthouse_it_goes_on_until_autonomy_ends():
     assert trainer.found(io.Compute)
     trainer.do(io.Computed(1, (0, 1), 2.0), io.Exchanged(1, 1, "g1"))
     trainer.peer("b", contribution(FIRST, 1, (2, 3)))
-    trainer.now += 10
     trainer.peer("b", bar(FIRST, 1, gradient="g1", state="d1"))
-    assert trainer.found(io.Apply), "the round under way is finished"
+    assert trainer.found(io.Apply)
+    trainer.now += 10
     trainer.do(io.Ready(2, "d2"))
     assert [s.code for s in trainer.found(io.Stop)] == [75]
     assert trainer.do(io.Tick()) == [], "a stopped core does nothing any more"
+
+
+def test_a_round_that_outlasts_the_autonomy_is_not_committed():
+    """A process that was stopped at the barrier must not commit in a generation that may be over."""
+    trainer = holding()
+    trainer.do(io.LeaderLost())
+    trainer.now += 1801
+    trainer.peer("b", bar(FIRST, 0))
+    assert [s.code for s in trainer.found(io.Stop)] == [75]
+    assert not trainer.found(io.Apply) and not trainer.found(io.Publish)
 
 
 def test_contact_counts_from_when_the_answered_beat_was_sent():

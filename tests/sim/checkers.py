@@ -55,6 +55,7 @@ class Checks:
         self.steps: dict[tuple[str, int], int] = {}
         self.newest = (0, 0)  # (generation, step) committed last
         self.leader = 0  # the newest election
+        self.late: set[str] = set()  # processes that committed in a generation that was over
         self.decisions: dict[int, m.Resume] = {}
         self.grounds: dict[
             tuple[int, int], str
@@ -228,6 +229,8 @@ class Checks:
         if gradient.digest != effect.held.gradient_digest:
             raise Violation(f"{trainer.name} publishes another gradient than it held at step {gradient.step}")
         self._is_committed(trainer, effect.held)
+        if self.records[-1].generation != effect.generation:
+            self._is_the_last_of_its_own(trainer, effect.held, effect.generation)
 
     def _is_committed(self, trainer: "Trainer", held: io.Hold) -> None:
         """Everybody of the round has said that it holds it, or a decision goes on behind it."""
@@ -256,8 +259,6 @@ class Checks:
                 raise Violation(
                     f"{who} commits step {order.step} on state {trainer.main.said}, others on {said}"
                 )
-            if self.records[-1].generation != generation:
-                raise Violation(f"{who} commits in generation {generation} after a cold start without it")
         counted = Counter(i for _, ids in gradient.parts for i in ids)
         wrong = [i for i in range(self.micro_batches) if counted[i] > 1]
         missing = [i for i in range(self.micro_batches) if not counted[i]]
@@ -277,6 +278,19 @@ class Checks:
         if (generation, order.step + 1) > self.newest:
             self.newest = (generation, order.step + 1)
             self.commits[generation] += 1
+
+    def _is_the_last_of_its_own(self, trainer: "Trainer", held: io.Hold, generation: int) -> None:
+        """A cold start waits for all who may still commit; not for who was left out before, or was fresh:
+        that one may commit a round of the past, but only one that all others of its roster said they hold,
+        and no other after that."""
+        who, key = trainer.name, (trainer.host, trainer.incarnation)
+        last = next(r for r in reversed(self.records) if r.generation == generation)
+        awaited = any((x.replica, x.incarnation) == key and not x.fresh for x in last.roster)
+        roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[held.epoch].roster}
+        said = {name for name, epoch, step in self.bars if (epoch, step) == (held.epoch, held.step)}
+        if awaited or who in self.late or (roster - said - {who} and not self.rank):
+            raise Violation(f"{who} commits in generation {generation} after a cold start without it")
+        self.late.add(who)
 
     def _unexplained(self, record: Record, step: int, gradient: "Gradient", missing: list[int]) -> list[int]:
         """What of ``missing`` no record explains: that it killed two, or that nobody who could compute it was

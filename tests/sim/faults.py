@@ -258,6 +258,20 @@ class Faults:
         """The next epoch is not heard here, though the session lasts; the one after it tells of that."""
         self.world.network.unheard[name] = True
 
+    def _long_absence(self, name: str, _: str) -> None:
+        """A host is out of the lighthouses' sight, and stopped, for longer than its autonomy; all others die,
+        so that a new generation begins without it."""
+        world, seconds = self.world, self.world.clockwork.between(8.0, 10.0)
+        for lighthouse in world.lighthouses:
+            world.network.block(name, lighthouse)
+            world.network.block(lighthouse, name)
+        self._pause(world.hosts[name].trainer, seconds)
+        self._pause(world.hosts[name].server, seconds)
+        for other in [x for x in world.hosts if x != name]:
+            world.kill_trainer(other)
+        self.not_before = world.clockwork.now + seconds
+        world.clockwork.at(seconds, world.network.heal)
+
     def _flip_on_the_wire(self, name: str, _: str) -> None:
         """The next chunk that this host sends is damaged on the way."""
         self.world.network.flips[name] = True

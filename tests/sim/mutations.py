@@ -311,6 +311,21 @@ def commit_whatever_the_digests_say(patch: Patch) -> None:
     patch.setattr(Round, "disagreement", lambda round_: "")
 
 
+def commit_what_others_said_was_wrong(patch: Patch) -> None:
+    patch.setattr(Round, "is_disputed", lambda round_, name: False)
+
+
+def commit_on_its_own_for_too_long(patch: Patch) -> None:
+    commit = Member._commit_when_agreed
+
+    def agreed(member: Member) -> None:
+        last, member.contact.last = member.contact.last, member._now
+        commit(member)
+        member.contact.last = last
+
+    patch.setattr(Member, "_commit_when_agreed", agreed)
+
+
 def believe_every_chunk(patch: Patch) -> None:
     patch.setattr(ring, "is_intact", lambda payload, digest: True)
 
@@ -332,9 +347,11 @@ LATE_MESSAGES: Aims = (
     ("bar", "one-way partition"),
 )
 OUT_OF_SIGHT: Aims = (("bar", "kill trainer"), ("install", "cut control"))
+LONG_ABSENCE: Aims = (("commit", "slow network"), ("bar", "long absence"))
 BESIDE_A_NEWCOMER: Aims = (("bar", "kill trainer"), ("commit beside a newcomer", "kill trainer"))
 DEPOSED: Aims = (("bar", "crash in a write"), ("bar", "kill trainer"))
 FLIPPED: Aims = (("bar", "flip in a result"), ("install", "flip in a state"))
+FLIPPED_AND_LEFT_ALONE: Aims = (("bar", "flip in a result"), ("abort", "kill two"), ("abort", "kill trainer"))
 ON_THE_WIRE: Aims = (("bar", "flip on the wire"), ("resume", "flip on the wire"))
 OLD_WORDS: Aims = (("bar", "reset link"), ("resume", "old words"), ("bar", "old words"))
 LATE_RESULT: Aims = (("commit", "slow digest"), ("bar", "kill trainer"))
@@ -359,6 +376,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (accept_messages_of_older_epochs, LATE_MESSAGES),
         (go_on_with_newcomers_alone, ()),
         (start_again_without_waiting, OUT_OF_SIGHT),
+        (commit_on_its_own_for_too_long, LONG_ABSENCE),
         (forget_the_promise_of_a_report, ()),
         (resume_by_the_maximum_committed, AFTER_A_COMMIT),
         (count_the_holds_of_newcomers, BESIDE_A_NEWCOMER),
@@ -376,6 +394,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (say_that_the_round_lacked_nobody, BESIDE_A_NEWCOMER),
         (let_a_deposed_leader_write, DEPOSED),
         (commit_whatever_the_digests_say, FLIPPED),
+        (commit_what_others_said_was_wrong, FLIPPED_AND_LEFT_ALONE),
         (believe_every_chunk, ON_THE_WIRE),
     )
 }

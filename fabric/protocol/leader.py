@@ -312,10 +312,6 @@ class Leader(Joins):
         if self.epoch.decision is not None:
             self._send(peer.session.replica, self._row(peer.session.replica))
 
-    def on_finished(self, peer: Peer, message: m.Finished) -> None:
-        if self.record is not None and message.fence.generation == self.record.generation:
-            self.finished[peer.session.replica] = message.step
-
     # --- failures and decisions ------------------------------------------------------------------------
 
     def _is_spared_by(self, replica: str) -> bool:
@@ -323,21 +319,6 @@ class Leader(Joins):
         assert self.record is not None
         others = [x for x in self.record.roster if x.replica not in (replica, *self.epoch.condemned)]
         return any(self._knows(x) for x in others)
-
-    def _complete(self, record: Record) -> bool:
-        """Rule 10: all that stay have finished; where nobody stays, all. A newcomer that has entered no round
-        gets into none any more, for nobody contributes: published gradients take it to the end, if any."""
-        left = [x for x in record.roster if not x.leaving] or list(record.roster)
-        missing = [x for x in left if x.replica not in self.finished]
-        if len(missing) == len(left) or any(not x.fresh or x.replica in self.epoch.running for x in missing):
-            return False
-        if self.epoch.ended_at is None:
-            self.epoch.ended_at = self._now
-        waited_s = self._now - self.epoch.ended_at
-        if any(waited_s < self._join_stall_s(x.replica) for x in missing):
-            return False
-        self._write_complete(record, max(self.finished[x.replica] for x in left if x not in missing))
-        return True
 
     def _evict(self, record: Record) -> bool:
         """Rule 2, and the wait for a cold start when nobody who knows the job's state is left."""

@@ -1,4 +1,5 @@
-"""When a job fails for good: a user's loop that raised, a micro-batch that kills. Also what outlives that.
+"""How a job ends: complete, or failed for good (a user's loop that raised, a micro-batch that kills); and
+what outlives that.
 
 A failed job says why in its record, so that it is told to every process that comes, whichever lighthouse
 leads: those that run, and those that a launcher starts again. Each replica is told once. A process that is
@@ -17,7 +18,30 @@ from fabric.protocol.liveness import Peer
 
 
 class Failures(Admission):
-    """A leader that knows when to stop a job."""
+    """A leader that knows when a job is over."""
+
+    # --- complete --------------------------------------------------------------------------------------
+
+    def on_finished(self, peer: Peer, message: m.Finished) -> None:
+        if self.record is not None and message.fence.generation == self.record.generation:
+            self.finished[peer.session.replica] = message.step
+
+    def _complete(self, record: Record) -> bool:
+        """Rule 10: all that stay have finished; where nobody stays, all. A newcomer that has entered no round
+        gets into none any more, for nobody contributes: published gradients take it to the end, if any."""
+        left = [x for x in record.roster if not x.leaving] or list(record.roster)
+        missing = [x for x in left if x.replica not in self.finished]
+        if len(missing) == len(left) or any(not x.fresh or x.replica in self.epoch.running for x in missing):
+            return False
+        if self.epoch.ended_at is None:
+            self.epoch.ended_at = self._now
+        waited_s = self._now - self.epoch.ended_at
+        if any(waited_s < self._join_stall_s(x.replica) for x in missing):
+            return False
+        self._write_complete(record, max(self.finished[x.replica] for x in left if x not in missing))
+        return True
+
+    # --- failed ----------------------------------------------------------------------------------------
 
     def on_failed(self, peer: Peer, message: m.Failed) -> None:
         """A member's loop has raised. Whoever took over would compute the same."""

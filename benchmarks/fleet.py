@@ -96,6 +96,8 @@ class Fleet:
             if failed or time.monotonic() > deadline:
                 self.fail(f"{failed[0]} ended" if failed else f"not done within {deadline_s:g} s")
             time.sleep(0.05)
+        if failed := [name for name, process in self.trainers.items() if process.returncode]:
+            self.fail(f"{failed[0]} ended")
         return {name: json.loads((self.folder / f"{name}.json").read_text()) for name in self.trainers}
 
     def fail(self, why: str) -> None:

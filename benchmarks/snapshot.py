@@ -11,8 +11,10 @@ process that fetches the newest snapshot at 1 GB/s all the time.
 
 *Blocked* is the time from the end of one optimizer step to the start of the next one in a step with a
 snapshot, less the median of that in the same round's steps without: whatever exists because of the snapshot
-is in it, hooks, joins and waits for the interpreter's lock too. Forward and backward are longer than the
-copy and are a timer that stands for a device. Where they need all of the CPU's cores themselves, the copy
+is in it, hooks, joins and waits for the interpreter's lock too. Not in it is the state's digest, which is due
+at every tenth step with or without a snapshot and is taken before a copy begins: how long it took with and
+without is printed beside, and the steps' ratios have it. Forward and backward are longer than the copy, and
+a timer that stands for a device. Where they need all of the CPU's cores themselves, the copy
 takes its time from them; that is printed beside, without a limit, for the state is then copied by the cores
 that compute.
 """
@@ -39,7 +41,7 @@ from fabric.ckpt_server.snapshot import CpuCopier
 from fabric.ckpt_server.state import StateView, capture
 
 HERE = Path(__file__).resolve().parent
-LEAST_COMPUTE_S, MOST_COMPUTE_S = 0.25, 0.6
+THEIR_COMPUTE_S = 0.3  # async_save's step, longer than staging on a quiet machine
 LIMIT_S = 480.0
 RATE = 0.9e9  # bytes per second that the peer must have got
 
@@ -97,7 +99,7 @@ class Copies:
 class Theirs:
     """``async_save`` with a stager of its own; ``in_thread``: whether it stages beside the caller."""
 
-    def __init__(self, state: dict[str, Any], folder: Path, in_thread: bool, compute_s: float) -> None:
+    def __init__(self, state: dict[str, Any], folder: Path, in_thread: bool) -> None:
         from torch.distributed.checkpoint import FileSystemWriter
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -109,7 +111,7 @@ class Theirs:
         )
         self._stager = DefaultStager(options)
         self._writer = FileSystemWriter(folder, sync_files=False, overwrite=True)
-        self._state, self._compute_s = state, compute_s
+        self._state = state
 
     def blocked(self) -> float:
         """Seconds that a step is longer by; writing the file is waited for afterwards and does not count."""
@@ -117,10 +119,10 @@ class Theirs:
 
         began = time.perf_counter()
         answer = async_save(self._state, storage_writer=self._writer, async_stager=self._stager, no_dist=True)
-        time.sleep(self._compute_s)
+        time.sleep(THEIR_COMPUTE_S)
         if hasattr(answer, "staging_completion"):
             answer.staging_completion.result()
-        seconds = time.perf_counter() - began - self._compute_s
+        seconds = time.perf_counter() - began - THEIR_COMPUTE_S
         (answer.upload_completion if hasattr(answer, "upload_completion") else answer).result()
         return seconds
 
@@ -136,8 +138,8 @@ class Theirs:
         self._stager.close()
 
 
-def alone(gb: float, rounds: int) -> tuple[dict[str, list[float]], float, float]:
-    """The copies: seconds by way, GB of state, and the seconds that forward and backward shall take."""
+def alone(gb: float, rounds: int) -> tuple[dict[str, list[float]], float]:
+    """The copies: seconds by way, and GB of state."""
     warnings.filterwarnings("ignore", module="torch.distributed")
     torch.set_num_threads(1)
     model, optimizer = make(gb)
@@ -146,12 +148,10 @@ def alone(gb: float, rounds: int) -> tuple[dict[str, list[float]], float, float]
     view = capture({"model": model, "optimizer": optimizer}, 0)
     copies = Copies(view)
     copies.check()
-    copy_s = statistics.median(copies.ours() for _ in range(3))
-    compute_s = min(MOST_COMPUTE_S, max(LEAST_COMPUTE_S, 2 * copy_s))
     folder = Path(tempfile.mkdtemp(prefix="fabric-benchmark-"))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    in_call = Theirs(state, folder / "in-call", False, compute_s)
-    beside = Theirs(state, folder / "beside", True, compute_s)
+    in_call = Theirs(state, folder / "in-call", False)
+    beside = Theirs(state, folder / "beside", True)
     sides: dict[str, Callable[[], float]] = {
         "fabric's copy": copies.ours,
         "memcpy, 1 thread": lambda: copies.memcpy(1),
@@ -166,17 +166,12 @@ def alone(gb: float, rounds: int) -> tuple[dict[str, list[float]], float, float]
         shutil.rmtree(folder, ignore_errors=True)
         for side in (in_call, beside, copies):
             side.close()
-    return measured, view.nbytes / 1e9, compute_s
+    return measured, view.nbytes / 1e9
 
 
-def job(gb: float, rounds: int, compute_s: float) -> dict[str, Any]:
+def job(gb: float, rounds: int) -> dict[str, Any]:
     """What the trainer of a real job measured."""
-    environment = {
-        "FABRIC_JOB": "snapshot",
-        "SNAPSHOT_COMPUTE_S": str(compute_s),
-        "SNAPSHOT_GB": str(gb),
-        "SNAPSHOT_ROUNDS": str(rounds),
-    }
+    environment = {"FABRIC_JOB": "snapshot", "SNAPSHOT_GB": str(gb), "SNAPSHOT_ROUNDS": str(rounds)}
     with Fleet(str(HERE / "snapshot_trainer.py"), 1, environment) as fleet:
         fleet.start("r0")
         found = fleet.wait(LIMIT_S)["r0"]
@@ -193,7 +188,8 @@ def tell_copies(measured: dict[str, list[float]], gb: float) -> None:
     table(title, ["", "ms (async_save: that a step is longer by)", "ms per GB"], rows)
 
 
-def tell_job(found: dict[str, Any], compute_s: float) -> None:
+def tell_job(found: dict[str, Any]) -> None:
+    compute_s = found["compute_s"]
     copy_s, rate = statistics.median(found["costs"]), statistics.median(found["rates"])
     say(
         f"\nforward and backward take {compute_s:.2f} s, the copy beside them {copy_s:.2f} s"
@@ -215,6 +211,8 @@ def tell_job(found: dict[str, Any], compute_s: float) -> None:
         ["median", "p90", "p99", "most"],
         [[f"{quantile(blocked, share) * 1e3:.2f} ms" for share in (0.5, 0.9, 0.99, 1.0)]],
     )
+    without, with_one = found["digests"]
+    say(f"the state's digest, where due: {describe(without)}, beside a snapshot {describe(with_one)}")
 
 
 def main() -> None:
@@ -223,10 +221,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds that count (default {ROUNDS})")
     wanted = parser.parse_args()
     say(machine())
-    measured, gb, compute_s = alone(wanted.gb, wanted.rounds)
+    measured, gb = alone(wanted.gb, wanted.rounds)
     tell_copies(measured, gb)
-    found = job(gb, wanted.rounds, compute_s)
-    tell_job(found, compute_s)
+    found = job(gb, wanted.rounds)
+    tell_job(found)
     timed, cpu = found["measured"], found["cpu"]
     memcpys = zip(measured["memcpy, 1 thread"], measured["memcpy, 2 threads"], strict=True)
     saves = [statistics.median(times) for name, times in measured.items() if name.startswith("async_save")]

@@ -25,6 +25,7 @@ WIDTH = 2048
 GB = float(os.environ.get("SNAPSHOT_GB", "1"))
 ROUND_COUNT = int(os.environ.get("SNAPSHOT_ROUNDS", str(ROUNDS)))
 STEPS, CPU_STEPS = 12, 4  # in a turn
+LEAST_COMPUTE_S, MOST_COMPUTE_S = 0.25, 1.0
 HERE = Path(__file__).resolve().parent
 
 
@@ -89,7 +90,7 @@ def products(seconds: float) -> Callable[[], None]:
 
 class Trainer:
     """The user's loop, step by step. ``gaps`` of the last turn: from an optimizer step's end to the next
-    one's start."""
+    one's start, less what the state's digest took where one was due; ``digests``: what these took."""
 
     def __init__(self, compute: Callable[[], None]) -> None:
         self.switch = Switch()
@@ -101,23 +102,34 @@ class Trainer:
         data = self.session.loader(samples, global_batch_size=1, micro_batch_size=1, seed=1)
         self._steps: Iterator[fabric.client.Step] = iter(self.session.steps(data, until=1_000_000))
         self.gaps: list[float] = []
+        self.digests: list[float] = []
         self._ended = 0.0
+        digest = self.session.digest
+
+        def timed() -> str:
+            began = time.perf_counter()
+            found = digest()
+            self.digests.append(time.perf_counter() - began)
+            return found
+
+        self.session.digest = timed  # type: ignore[method-assign]
 
     def step(self) -> None:
+        before = sum(self.digests)
         step = next(self._steps)
         for batch in step:
             step.backward(self._model(batch[0] / 1000))
             self.compute()
         if not step.live:
             raise SystemExit("snapshot_trainer.py: a step was not computed here")
-        self.gaps.append(time.perf_counter() - self._ended)
+        self.gaps.append(time.perf_counter() - self._ended - (sum(self.digests) - before))
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._ended = time.perf_counter()
 
     def turn(self, steps: int, snapshots: bool) -> float:
         """So many steps; seconds per step."""
-        self.switch.on, self.gaps = snapshots, []
+        self.switch.on, self.gaps, self.digests = snapshots, [], []
         began = self._ended = time.perf_counter()
         for _ in range(steps):
             self.step()
@@ -173,15 +185,20 @@ def checkpoint_url() -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    seconds = float(os.environ["SNAPSHOT_COMPUTE_S"])
-    trainer = Trainer(lambda: timer(seconds))
-    trainer.turn(2, snapshots=True)
+    trainer = Trainer(lambda: timer(LEAST_COMPUTE_S))
+    trainer.turn(5, snapshots=True)
+    copy_s = statistics.median(trainer.switch.costs[1:])
+    seconds = min(MOST_COMPUTE_S, max(LEAST_COMPUTE_S, 2 * copy_s))
+    trainer.compute = lambda: timer(seconds)
+    trainer.switch.costs.clear()
     peer = Fetching(checkpoint_url(), os.environ["FABRIC_TOKEN_FILE"])
     gaps: dict[bool, list[list[float]]] = {False: [], True: []}
+    digests: dict[bool, list[float]] = {False: [], True: []}
 
     def turn(snapshots: bool) -> float:
         seconds = trainer.turn(STEPS, snapshots)
         gaps[snapshots].append(trainer.gaps)
+        digests[snapshots] += trainer.digests
         return seconds
 
     measured = interleave(
@@ -212,7 +229,9 @@ def main() -> None:
     found = {
         "measured": measured,
         "cpu": cpu,
+        "compute_s": seconds,
         "blocked": blocked,
+        "digests": [digests[False], digests[True]],
         "costs": costs,
         "rates": peer.rates[WARM_UP:],
     }

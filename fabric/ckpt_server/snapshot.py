@@ -26,7 +26,7 @@ from fabric.ckpt_server.manifest import make_manifest
 from fabric.ckpt_server.state import StateView
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
-from fabric.runtime.priority import lower_priority
+from fabric.runtime.priority import BACKGROUND, lower_priority
 
 __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaLane", "DeviceLane", "SnapshotDigests", "build_manifest"]
 
@@ -69,7 +69,7 @@ def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
 class CpuCopier:
     """Copies host tensors with ``threads`` threads at the given niceness (0 to 19)."""
 
-    def __init__(self, threads: int = 2, niceness: int = 10) -> None:
+    def __init__(self, threads: int = 2, niceness: int = BACKGROUND) -> None:
         self._threads = threads
         self._pool = _pool(threads, niceness)
         self._copying: Copying | None = None
@@ -207,10 +207,10 @@ class CudaCopier:
     """Copies device tensors through a lane, and host tensors (Adam's step counters) with threads; one more
     thread digests when all bytes are there."""
 
-    def __init__(self, lane: DeviceLane | None = None, threads: int = 2, niceness: int = 10) -> None:
+    def __init__(self, lane: DeviceLane | None = None, threads: int = 2) -> None:
         self._lane: DeviceLane = CudaLane() if lane is None else lane
         self._threads = threads
-        self._host, self._digesting = _pool(threads, niceness), _pool(1, niceness)
+        self._host, self._digesting = _pool(threads, BACKGROUND), _pool(1, BACKGROUND)
         self._current: tuple[StateView, Copying, Tasks[Slice], Event] | None = None
 
     def start(self, view: StateView, target: memoryview) -> None:

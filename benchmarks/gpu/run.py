@@ -84,12 +84,14 @@ def data_plane(world: int, device: str, numel: int, rounds: int) -> dict[str, fl
 
 
 def snapshots() -> dict[str, float]:
-    """A snapshot of 1 GiB: alone against a plain copy, and beside a step's matrix products."""
+    """A snapshot of 1 GiB: alone against a plain copy, and beside a step's matrix products; what the host's
+    thread spends on it there."""
     from fabric.ckpt_server.snapshot import CudaCopier
-    from fabric.ckpt_server.state import capture
+    from fabric.ckpt_server.state import Describer
 
     layer = torch.nn.Linear(8192, GIB // 4 // 8192, bias=False, device="cuda")
-    view = capture({"model": layer}, 0)
+    describer = Describer({"model": layer})
+    view = describer.capture(0)
     target = memoryview(bytearray(view.nbytes))
     copier = CudaCopier()
     pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
@@ -102,12 +104,17 @@ def snapshots() -> dict[str, float]:
             torch.mm(matrix, matrix, out=out)
 
     def both() -> None:
-        copier.start(view, target)
+        began = time.perf_counter()
+        copier.start(describer.capture(0), target)
+        started = time.perf_counter()
         step()
+        enqueued = time.perf_counter()
         copier.fence()
+        rows["host_blocked_ms"].append((started - began + time.perf_counter() - enqueued) * 1e3)
 
     rows: dict[str, list[float]] = {
         "plain_copy_ms": [], "snapshot_ms": [], "step_ms": [], "step_with_snapshot_ms": [],
+        "host_blocked_ms": [],
     }  # fmt: skip
     for _ in range(ROUNDS + 1):
         rows["plain_copy_ms"].append(timed(lambda: pinned.copy_(flat, non_blocking=True)))
@@ -127,6 +134,7 @@ def snapshots() -> dict[str, float]:
 
     return {
         **medians,
+        "host_blocked_most_ms": max(kept["host_blocked_ms"]),
         "snapshot_gb_s": GIB / medians["snapshot_ms"] / 1e6,
         "snapshot_vs_plain_copy": ratio("snapshot_ms", "plain_copy_ms"),
         "step_ratio_snapshot": ratio("step_with_snapshot_ms", "step_ms"),

@@ -15,13 +15,14 @@ for that event and the host for nothing. No byte is digested before the event ha
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
 
-from fabric.ckpt_server.copying import Bytes, Copying, Slice, SnapshotDigests, Tasks, slices_of
+from fabric.ckpt_server.copying import Bytes, Copying, Slice, SnapshotDigests, Tasks, as_bytes, slices_of
 from fabric.ckpt_server.manifest import make_manifest
 from fabric.ckpt_server.state import StateView
 from fabric.errors import StateError
@@ -40,6 +41,9 @@ _REGISTERED = 2  # as many as there are slots: memory of others is let go
 class Copier(Protocol):
     """Copies one view at a time. ``fence`` may be called by one thread while another joins; all other calls
     come one at a time."""
+
+    def prepare(self, target: memoryview) -> None:
+        """Does ahead what ``start`` would have to do with this ``target``; from any thread."""
 
     def start(self, view: StateView, target: memoryview) -> None:
         """Begins to copy ``view`` into the first ``view.nbytes`` of ``target``."""
@@ -73,6 +77,9 @@ class CpuCopier:
         self._threads = threads
         self._pool = _pool(threads, niceness)
         self._copying: Copying | None = None
+
+    def prepare(self, target: memoryview) -> None:
+        """See ``Copier``: nothing, the pages are present."""
 
     def start(self, view: StateView, target: memoryview) -> None:
         """See ``Copier``. Raises StateError for a target that is too small, or device tensors."""
@@ -120,7 +127,7 @@ class DeviceLane(Protocol):
         """Whether this tensor is in the device's memory."""
 
     def register(self, memory: Bytes) -> None:
-        """Makes host memory fit to be copied to without blocking; repeated calls are free."""
+        """From any thread: host memory can be copied to without blocking; repeated calls are free."""
 
     def begin(self) -> None:
         """Copies enqueued from here on see all work enqueued for computing before."""
@@ -147,11 +154,16 @@ class CudaLane:
         self._stream = _cuda.Stream(self._device)
         # By address, oldest first; each array keeps its memory mapped as long as it is registered.
         self._registered: dict[int, Bytes] = {}
+        self._registering = threading.Lock()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._device
 
     def register(self, memory: Bytes) -> None:
+        with self._registering:
+            self._register(memory)
+
+    def _register(self, memory: Bytes) -> None:
         address, nbytes = memory.ctypes.data, memory.nbytes
         known = self._registered.pop(address, None)
         if known is not None and known.nbytes >= nbytes:
@@ -212,6 +224,10 @@ class CudaCopier:
         self._threads = threads
         self._host, self._digesting = _pool(threads, BACKGROUND), _pool(1, BACKGROUND)
         self._current: tuple[StateView, Copying, Tasks[Slice], Event] | None = None
+
+    def prepare(self, target: memoryview) -> None:
+        """See ``Copier``: page-locking takes a while, and ``start`` runs in the trainer's thread."""
+        self._lane.register(as_bytes(target, target.nbytes))
 
     def start(self, view: StateView, target: memoryview) -> None:
         """See ``Copier``. Raises StateError for a target that is too small, or a foreign device."""

@@ -27,6 +27,7 @@ from fabric.protocol.rank_orders import NameSnapshot, SnapshotNamed
 
 _SLOTS = 2
 _PAUSE_S = 1.0  # after one that failed
+_SLACK_BYTES = 64 << 10  # numbers in a header get longer: a slot would have to grow for them
 _log = logging.getLogger(__name__)
 _MEANWHILE = (
     " while forward and backward ran, but it is part of the shared state, which is equal on all replicas and "
@@ -129,13 +130,22 @@ class Snapshots:
         """Start the copy; the slot that it goes to, or why there is none."""
         try:
             slot = self._take_slot()
-            self._copier.start(view, self._handle.allocate("snapshot", slot, view.nbytes))
+            self._copier.start(view, self._memory(slot, view.nbytes))
         except FabricError as error:
             return error
         else:
             return slot
         finally:
             self._begun.set()
+
+    def _memory(self, slot: int, nbytes: int) -> memoryview:
+        return self._handle.allocate("snapshot", slot, nbytes + _SLACK_BYTES)
+
+    def _prepare_next(self, nbytes: int) -> None:
+        """Have the memory of the next slot before it is wanted: it takes as long as a copy, and a copy that
+        waits for it holds up the trainer."""
+        with contextlib.suppress(FabricError):  # said when it is wanted
+            self._copier.prepare(self._memory(self._next_slot, nbytes))
 
     def _failed(self, step: int, error: FabricError) -> None:
         """Say it, once as long as it goes on, and try again in a while."""
@@ -221,6 +231,8 @@ class Snapshots:
             self._failed(step, error)
             self._recover()
         post(Snapshotted(step, digest, generation))
+        if digest:
+            self._prepare_next(view.nbytes)
 
     def wait_copied(self) -> None:
         """Return once the state may change: on a device, once the compute stream is told to wait. Raises
@@ -269,7 +281,7 @@ class Snapshots:
         # A copy under way has a slot that nothing was published from yet, and must not lose it.
         self._copied.wait()
         slot = self._take_slot()
-        return slot, self._handle.allocate("snapshot", slot, nbytes)
+        return slot, self._memory(slot, nbytes)[:nbytes]
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -81,6 +81,18 @@ def test_the_state_of_the_boundary_is_served_and_the_next_may_begin(taken, keepe
     assert [(s["step"], s["digest"]) for s in listed] == [(event.step, event.digest) for event in said]
 
 
+def test_both_slots_have_their_memory_when_the_first_snapshot_is_there_and_keep_it(taken, keeper, model):
+    snapshots, handle = taken
+    found = []
+    for step in (1, 2, 10**17):  # the header of the last is longer
+        snapshots.start(ref(step), keeper.submit, lambda event: None)
+        snapshots.wait_copied()
+        keeper.settle(within_s=30)
+        found.append([handle.descriptor("snapshot", slot) for slot in (0, 1)])
+    assert found[0] == found[1] == found[2]
+    assert len(fetch(handle.url, "/v1/snapshots").json) == 2
+
+
 def test_the_trainer_is_held_back_until_its_state_is_read(taken, keeper, model, slow):
     snapshots, _ = taken
     snapshots.start(ref(1), keeper.submit, lambda event: None)

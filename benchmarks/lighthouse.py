@@ -1,9 +1,11 @@
 """The lighthouse at 10,000 sessions, and what a fail-over costs a training job.
 
-First 10,000 real sessions over loopback (``lighthouse_crowd.py``: as many processes as there are cores beside
-the leader's), each beating once a second, with one real lighthouse on a core of its own and a real etcd:
-five minutes, in which three members die. Then three training processes with steps of 50 ms beside two
-lighthouses: the leader is stopped, killed, and all of etcd is killed, five times each.
+First 10,000 real sessions over loopback (``lighthouse_crowd.py``: as many processes as there are cores
+beside the lighthouses'), each beating once a second, with one real lighthouse on a core of its own, a
+second one that stands by there, and a real etcd beside the crowd: five minutes, in which three members die.
+Then the leader is stopped, and all sessions come to the second one at once. Then three training processes
+with steps of 50 ms beside two lighthouses: the leader is stopped, killed, and all of etcd is killed, five
+times each.
 
 ``SESSIONS`` and ``WINDOW_S`` in the environment make it smaller for a quick look; the bounds stay the same.
 Lateness is from when a member sent a beat to when it had the answer, so it holds the crowd's own share too.
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from common import finish, machine, quantile, say, table, verdict
-from lighthouse_fleet import Etcd, Lighthouse, Trainers, wait_for
+from lighthouse_fleet import Etcd, Lighthouse, Process, Trainers, wait_for
 
 HERE = Path(__file__).resolve().parent
 
@@ -33,6 +35,8 @@ SESSIONS = int(os.environ.get("SESSIONS", "10000"))
 WINDOW_S = float(os.environ.get("WINDOW_S", "300"))
 DEATHS = 3
 REPEATS = 5
+BACK_S = 120.0  # within which all must be back
+CREDIT_S = 5.0  # after which nobody is spared any more whom the other leader has not heard
 STEADY_S = 3.0  # between the start's burst and the window
 TOLD_WITHIN_S = 30.0
 UNDISTURBED = 200  # steps
@@ -45,14 +49,13 @@ JOB = "crowd"
 class Crowd:
     """The processes that hold the sessions, asked by lines."""
 
-    def __init__(self, lighthouse: Lighthouse, token: str, stack: ExitStack) -> None:
+    def __init__(self, urls: list[str], token: str, stack: ExitStack) -> None:
         self.names = [f"replica-{i:05d}" for i in range(SESSIONS)]
-        cores = sorted(os.sched_getaffinity(0))
-        others = cores[1:] or cores
+        _, others = cores()
         self.processes: list[subprocess.Popen[str]] = []
         for number in range(len(others)):
             mine = self.names[number :: len(others)]
-            about = {"url": lighthouse.url, "token": token, "job": JOB, "names": mine, "total": SESSIONS}
+            about = {"urls": urls, "token": token, "job": JOB, "names": mine, "total": SESSIONS}
             process = subprocess.Popen(
                 [sys.executable, str(HERE / "lighthouse_crowd.py")],
                 stdin=subprocess.PIPE,
@@ -85,10 +88,11 @@ class Crowd:
         process.stdin.flush()
         return float(self._answer(process)["at"])
 
-    def run(self, sessions: int, after: int) -> bool:
-        """Whether so many sessions run, and all in an epoch later than this one."""
+    def run(self, sessions: int, after: int = 0, since: float = 0.0) -> bool:
+        """Whether so many sessions run, all in an epoch later than this one, and opened since that time."""
         states = self.ask("state")
-        return sum(s["running"] for s in states) == sessions and min(s["lowest"] for s in states) > after
+        lowest, oldest = min(s["lowest"] for s in states), min(s["oldest"] for s in states)
+        return sum(s["running"] for s in states) == sessions and lowest > after and oldest > since
 
     @staticmethod
     def _answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
@@ -100,15 +104,29 @@ class Crowd:
         return found
 
 
+def cores() -> tuple[int, list[int]]:
+    """The lighthouses' core, and all others: the crowd's and etcd's."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    return first, others or [first]
+
+
+def pinned(process: Process, to: list[int]) -> None:
+    """With all of its threads."""
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), to)
+
+
 def crowd_figures(stack: ExitStack, folder: Path) -> dict[str, float]:
-    """Start, then the window with its deaths."""
+    """Start, then the window with its deaths, then the other lighthouse's turn."""
+    core, others = cores()
     etcd = stack.enter_context(Etcd(folder))
-    lighthouse = stack.enter_context(Lighthouse(folder, etcd.url, "crowd"))
-    core = min(os.sched_getaffinity(0))
-    os.sched_setaffinity(lighthouse.pid, {core})
+    pinned(etcd, others)
+    lighthouse, second = (stack.enter_context(Lighthouse(folder, etcd.url, x)) for x in ("first", "second"))
+    for each in (lighthouse, second):
+        pinned(each, [core])
     empty_kb, began = lighthouse.rss_kb(), time.monotonic()
-    crowd = Crowd(lighthouse, lighthouse.token, stack)
-    wait_for(lambda: crowd.run(SESSIONS, after=0), "every session to run in the first epoch", 120.0)
+    crowd = Crowd([lighthouse.url, second.url], lighthouse.token, stack)
+    wait_for(lambda: crowd.run(SESSIONS), "every session to run in the first epoch", 120.0)
     start_s = time.monotonic() - began
     say(f"{SESSIONS} sessions run {start_s:.1f} s after the first was opened")
     time.sleep(STEADY_S)
@@ -138,13 +156,26 @@ def crowd_figures(stack: ExitStack, folder: Path) -> dict[str, float]:
         "beats_per_s": round(late.total() / seconds, 1),
         "beat_lateness_median_s": share_of(late, 0.5),
         "beat_lateness_max_s": share_of(late, 1.0),
+        **all_come_back(crowd, lighthouse, second),
     }
-    table(
-        "ten thousand sessions" if SESSIONS == 10_000 else f"{SESSIONS} sessions",
-        ("what", "figure"),
-        [*result.items()],
-    )
+    where = f"the lighthouses on core {core}, crowd and etcd on {', '.join(map(str, others))}"
+    table(f"{SESSIONS} sessions; {where}", ("what", "figure"), [*result.items()])
     return result
+
+
+def all_come_back(crowd: Crowd, leader: Lighthouse, other: Lighthouse) -> dict[str, float]:
+    """The leader is stopped: all sessions look for the other one at once. Seconds until all of them run
+    there, and how many were taken for dead although they only waited for their turn."""
+    left, began = SESSIONS - DEATHS, time.monotonic()
+    leader.signal(signal.SIGTERM)
+    wait_for(other.serves, "the other lighthouse to lead")
+    wait_for(lambda: crowd.run(left, since=began), "every session to be back", BACK_S)
+    seconds = time.monotonic() - began
+    time.sleep(CREDIT_S)
+    return {
+        "all_back_s": round(seconds, 2),
+        "all_back_false_deaths": left - len(other.job(JOB)["roster"]),
+    }
 
 
 def share_of(late: Counter[int], share: float) -> float:
@@ -273,6 +304,7 @@ def main() -> None:
     verdict("share of one core", result["core_share"], at_most=0.8)
     verdict("lateness of beats, p99 s", result["beat_lateness_p99_s"], at_most=0.25)
     verdict("false deaths", result["false_deaths"], at_most=0)
+    verdict("false deaths when all come back at once", result["all_back_false_deaths"], at_most=0)
     verdict("store writes per s", result["store_writes_per_s"], at_most=5.0)
     verdict("clean hand-over, s", result["failover_s"]["clean"], at_most=0.05)
     verdict("training stall, s", result["training_stall_during_failover_s"], at_most=0.05)

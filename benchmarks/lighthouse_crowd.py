@@ -1,8 +1,9 @@
 """Many members of one job in one process: real sessions with a lighthouse over loopback.
 
 Each session is a connection of its own that speaks the members' protocol in its shipping bytes: it says who
-it is, beats once a second, follows epochs (told whole or as changes), reports and runs. Only the training is
-left out. What the sessions of a process share is the decoding of messages that are the same for all.
+it is, beats once a second, follows epochs (told whole or as changes), reports and runs, and comes back by
+the client's rules when its session ends. Only the training is left out. What the sessions of a process
+share is the decoding of messages that are the same for all.
 
 Run by ``benchmarks/lighthouse.py`` with one line of JSON on stdin; then commands come as lines there
 (``kill NAME``, ``mark``, ``state``, ``end``), and every answer is one line of JSON on stdout.
@@ -10,8 +11,11 @@ Run by ``benchmarks/lighthouse.py`` with one line of JSON on stdin; then command
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
+import random
+import re
 import resource
 import struct
 import sys
@@ -26,17 +30,19 @@ from fabric.protocol import changes, wire
 from fabric.protocol import messages as m
 
 SLICES = 100  # beats of a second are spread over so many instants
-DIALS = 512  # sessions that are opened at a time
+DIALS = 512  # sessions that are opened at a time at the start; after a fail-over all of them are
+CONNECT_S = 2.7  # this and the pauses are those of fabric/client/leader_link.py
+PAUSE_S = (0.05, 0.5)
 
 
 class Crowd:
     """All sessions of this process. Times are of the machine's monotonic clock, which processes share."""
 
-    def __init__(self, url: str, token: str, job: str, names: list[str], total: int) -> None:
-        self.host, self.port = url.removeprefix("http://").split(":")
+    def __init__(self, urls: list[str], token: str, job: str, names: list[str], total: int) -> None:
+        self.urls = urls
         key = base64.b64encode(os.urandom(16)).decode()
         self.head = (
-            f"GET /v1/jobs/{job}/session?replicas={total // 2}:{total} HTTP/1.1\r\nHost: {self.host}\r\n"
+            f"GET /v1/jobs/{job}/session?replicas={total // 2}:{total} HTTP/1.1\r\nHost: lighthouse\r\n"
             f"Authorization: Bearer {token}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
             f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n"
         ).encode()
@@ -46,6 +52,7 @@ class Crowd:
         self.late: Counter[int] = Counter()  # tenths of a millisecond -> beats
         self.record: Record | None = None  # the newest that any session here was told
         self.told: dict[int, array[float]] = {}  # epoch -> when each session was told
+        self.kept: list[asyncio.Task[None]] = []
         self.lost: list[str] = []
         self.refused: list[str] = []
         self.last = b""
@@ -58,15 +65,33 @@ class Crowd:
         return self.decoded  # type: ignore[return-value]
 
     async def open(self) -> None:
-        loop = asyncio.get_running_loop()
-        gate = asyncio.Semaphore(DIALS)
+        """Open every session once, and keep them from then on."""
+        loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(DIALS)
+        for session in self.sessions.values():
+            self.kept.append(loop.create_task(self.keep(session, gate)))
+        await asyncio.gather(*(s.was_open for s in self.sessions.values()))
 
-        async def one(session: "Session") -> None:
-            async with gate:
-                await loop.create_connection(lambda: session, self.host, int(self.port))
-                await session.upgraded
-
-        await asyncio.gather(*(one(s) for s in self.sessions.values()))
+    async def keep(self, session: "Session", gate: asyncio.Semaphore) -> None:
+        """As the client's link with the lighthouse does: again and again, one address after the other."""
+        urls = list(self.urls)
+        while not session.is_killed:
+            wait_s = random.uniform(*PAUSE_S)
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    if not session.was_open.done():
+                        await stack.enter_async_context(gate)
+                    async with asyncio.timeout(CONNECT_S if session.was_open.done() else 60.0):
+                        await session.connect(urls[0])
+                await session.ended
+            except SentAway as answer:
+                if answer.seconds:
+                    wait_s = answer.seconds * random.uniform(0.5, 1.0)
+                    await asyncio.sleep(wait_s)
+                    continue
+            except (OSError, TimeoutError):
+                session.cut()
+            urls.append(urls.pop(0))
+            await asyncio.sleep(wait_s)
 
     async def beat(self) -> None:
         """Every session once a second, evenly spread, by the clock and not by what came of the last one."""
@@ -85,6 +110,7 @@ class Crowd:
         return {
             "open": len(epochs),
             "lowest": min(epochs, default=0),
+            "oldest": min((s.opened for s in self.sessions.values() if s.open), default=0.0),
             "running": running,
             "lost": self.lost[:5],
             "refused": self.refused[:5],
@@ -102,30 +128,56 @@ class Crowd:
         }
 
 
+class SentAway(Exception):
+    """The lighthouse does not take the session now: it comes back after so many seconds (0: elsewhere)."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+
 class Session(asyncio.Protocol):
-    """One member's connection."""
+    """One member, and its connection."""
 
     def __init__(self, crowd: Crowd, name: str, number: int) -> None:
         self.crowd, self.name, self.number = crowd, name, number
         self.incarnation = 1_763_717_000_000 + number
         self.transport: asyncio.Transport | None = None
-        self.upgraded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.was_open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.buffer = b""
-        self.open = False
+        self.open = self.is_killed = False
+        self.opened = 0.0
+        self.report: m.Report | None = None
         self.record: Record | None = None
         self.epoch = self.running = self.step = self.beats = 0
         self.sent = 0.0
+
+    async def connect(self, url: str) -> None:
+        """Until the lighthouse has taken the connection. Raises OSError, or SentAway."""
+        loop = asyncio.get_running_loop()
+        self.upgraded, self.ended = loop.create_future(), loop.create_future()
+        self.buffer = b""
+        host, port = url.removeprefix("http://").split(":")
+        await loop.create_connection(lambda: self, host, int(port))
+        await self.upgraded
+
+    def cut(self) -> None:
+        """What was begun is not waited for any more."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
         transport.write(self.crowd.head)  # type: ignore[attr-defined]
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.open:
+        if self.open and self.transport is not None:
             self.crowd.lost.append(f"{self.name}: {error}")
-        self.open = False
-        if not self.upgraded.done():
-            self.upgraded.set_exception(ConnectionError(f"{self.name}: {error}"))
+        self.open, self.transport = False, None
+        for waiter in (self.upgraded, self.ended):
+            if not waiter.done():
+                waiter.set_exception(ConnectionError(f"{self.name}: {error}"))
+                waiter.exception()  # whoever still waits is told; nobody need
 
     def data_received(self, data: bytes) -> None:
         data = self.buffer + data if self.buffer else data
@@ -135,10 +187,14 @@ class Session(asyncio.Protocol):
                 self.buffer = data
                 return
             if not data.startswith(b"HTTP/1.1 101"):
-                self.upgraded.set_exception(ConnectionError(data[:300].decode()))
+                after = re.search(rb"Retry-After: (\d+)", data) if b" 429 " in data[:16] else None
+                self.upgraded.set_exception(SentAway(float(after[1]) if after else 0.0))
+                self.cut()
                 return
             self.upgraded.set_result(None)
-            self.open = True
+            self.open, self.opened = True, time.monotonic()
+            if not self.was_open.done():
+                self.was_open.set_result(None)
             self.introduce()
             data = data[end + 4 :]
         at = 0
@@ -173,10 +229,10 @@ class Session(asyncio.Protocol):
             m.Session(
                 replica=self.name,
                 incarnation=self.incarnation,
-                generation=0,
-                step=0,
+                generation=self.record.generation if self.record is not None else 0,
+                step=self.step,
                 digest=digest,
-                epoch=0,
+                epoch=self.epoch,
                 link=f"{place}:41234",
                 ckpt=f"http://{place}:51234",
                 micro_batches=self.crowd.total,
@@ -217,33 +273,36 @@ class Session(asyncio.Protocol):
             else:
                 self.enter(record)
         elif isinstance(message, m.Resume):
-            self.step = message.step
-            self.running = self.epoch
-            self.say(m.Running(message.fence, message.step))
+            if self.running != self.epoch:  # else another leader asks again
+                self.step, self.running = message.step, self.epoch
+            self.say(m.Running(message.fence, self.step))
         elif isinstance(message, m.Rejected):
             self.crowd.refused.append(f"{self.name}: {message.reason}")
 
     def enter(self, record: Record) -> None:
-        """A new epoch: note when it was told, and report where it is forced."""
-        self.crowd.told.setdefault(record.epoch, array("d")).append(time.monotonic())
-        before, self.record, self.crowd.record, self.epoch = self.record, record, record, record.epoch
-        if not record.is_forced:
-            return
+        """A new epoch: note when it was told, and report where it is forced. The same one again, from another
+        leader: repeat what was answered."""
+        if record.epoch > self.epoch:
+            self.crowd.told.setdefault(record.epoch, array("d")).append(time.monotonic())
+            before, self.record, self.crowd.record, self.epoch = self.record, record, record, record.epoch
+            self.report = self.report_of(record, before) if record.is_forced else None
+        if self.report is not None:
+            self.say(self.report)
+
+    def report_of(self, record: Record, before: Record | None) -> m.Report:
         ran = before is not None and self.running == before.epoch
-        self.say(
-            m.Report(
-                fence=record.fence,
-                state_generation=record.generation if ran else 0,
-                step=self.step,
-                digest="",
-                round_epoch=self.running,
-                round_step=self.step,
-                round_roster=(),
-                holds=False,
-                gradient_digest="",
-                have=(self.number,) if ran else (),
-                round_lacked=(),
-            )
+        return m.Report(
+            fence=record.fence,
+            state_generation=record.generation if ran else 0,
+            step=self.step,
+            digest="",
+            round_epoch=self.running,
+            round_step=self.step,
+            round_roster=(),
+            holds=False,
+            gradient_digest="",
+            have=(self.number,) if ran else (),
+            round_lacked=(),
         )
 
 
@@ -265,8 +324,8 @@ def _frame(data: bytes, at: int) -> tuple[int, int, bytes] | None:
     return begin + size, data[at] & 15, data[begin : begin + size]
 
 
-async def main(url: str, token: str, job: str, names: list[str], total: int) -> None:
-    crowd = Crowd(url, token, job, names, total)
+async def main(urls: list[str], token: str, job: str, names: list[str], total: int) -> None:
+    crowd = Crowd(urls, token, job, names, total)
     beating = asyncio.get_running_loop().create_task(crowd.beat())
     beating.add_done_callback(lambda task: task.cancelled() or task.result())
     await crowd.open()
@@ -278,7 +337,7 @@ async def main(url: str, token: str, job: str, names: list[str], total: int) -> 
         if word == "kill":
             session = crowd.sessions[rest[0]]
             assert session.transport is not None
-            session.open = False
+            session.open, session.is_killed = False, True
             at = time.monotonic()
             session.transport.abort()
             answer({"at": at})
@@ -288,7 +347,8 @@ async def main(url: str, token: str, job: str, names: list[str], total: int) -> 
             answer(crowd.state())
         else:
             break
-    beating.cancel()
+    for task in (beating, *crowd.kept):
+        task.cancel()
 
 
 def answer(body: dict[str, object]) -> None:

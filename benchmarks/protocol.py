@@ -7,6 +7,7 @@ every kind of fault and rare path was met. ``--seeds N`` plays fewer worlds.
 """
 
 import argparse
+import gc
 import multiprocessing
 import os
 import random
@@ -20,6 +21,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from benchmarks.common import finish, machine, say, table, verdict
+from fabric.lighthouse.service import COLLECTOR
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io, member_io, wire
 from fabric.protocol import messages as m
@@ -285,6 +287,7 @@ def take_part(count: int, record: Record) -> dict[str, float]:
 
 
 def large(count: int) -> dict[str, float]:
+    gc.set_threshold(*COLLECTOR)  # as in the service
     result = lead(count)
     crowd = Crowd(count)
     for number, name in enumerate(crowd.names):

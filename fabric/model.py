@@ -232,11 +232,13 @@ class Record:
 
     def strangers(self, replicas: KeysView[str]) -> set[str]:
         """Those that are not in the roster, whatever process of them."""
-        return replicas - self._members.keys()
+        known = self._members.keys()
+        return set() if replicas <= known else replicas - known
 
     def missing(self, replicas: KeysView[str]) -> set[str]:
         """The members that are not among these."""
-        return self._members.keys() - replicas
+        known = self._members.keys()
+        return set() if known <= replicas else known - replicas
 
     def lists(self, replica: str, incarnation: int) -> bool:
         """Whether exactly this process is in the roster."""

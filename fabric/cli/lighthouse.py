@@ -10,7 +10,7 @@ import uvloop
 
 from fabric.cli.tls import current_tls
 from fabric.lighthouse.jobs import Quotas
-from fabric.lighthouse.service import LighthouseSettings, run
+from fabric.lighthouse.service import COLLECTOR, LighthouseSettings, run
 from fabric.model import Policy
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.liveness import LivenessConfig
@@ -112,7 +112,5 @@ def lighthouse(**given: Any) -> None:
     # A session is an open file: as many as this process may have.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # By default the collector looks at every object of every session again and again: 3 s of each 10 with
-    # 10,000 sessions. Beats make no cycles; this looks at everything after some 50,000 sessions.
-    gc.set_threshold(50_000, 10, 10)
+    gc.set_threshold(*COLLECTOR)
     uvloop.run(run(settings))

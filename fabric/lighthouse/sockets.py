@@ -125,7 +125,11 @@ async def _accept(
     socket = _Socket(most_bytes, silence_s)
     if not socket.can_prepare(request):
         raise ProtocolError("this is a WebSocket: connect to it as one")
-    await socket.prepare(request)
+    try:
+        await socket.prepare(request)
+    except ConnectionError as error:
+        # It has gone while it stood in line: ended as where aiohttp notices that first, without a traceback.
+        raise asyncio.CancelledError from error
     transport = request.transport
     raw = transport.get_extra_info("socket") if transport is not None else None
     if raw is not None:

@@ -274,6 +274,20 @@ def test_systemd_understands_the_units(unit, tmp_path):
     assert checked.returncode == 0 and not said, checked.stderr
 
 
+def test_the_image_copies_what_there_is_and_finds_its_torch():
+    text = (OPS / "docker" / "Dockerfile").read_text()
+    sources = [
+        x for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE) for x in line.split()[:-1]
+    ]
+    assert "fabric" in sources and all((OPS.parent / source).exists() for source in sources)
+    pinned = re.search(r"\$\((grep [^)]*constraints\.txt)\)", text)
+    assert pinned is not None
+    found = subprocess.run(
+        ["sh", "-c", pinned[1]], cwd=OPS.parent, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert re.fullmatch(r"torch==[0-9.]+\n", found.stdout), "exactly one torch, of one version"
+
+
 @pytest.mark.parametrize(
     "script", [p for p in FILES if p.suffix in (".sh", ".sbatch")], ids=lambda path: path.name
 )

@@ -84,7 +84,7 @@ class Fleet:
             **more,
         }
         with (self.folder / f"{replica}.log").open("ab") as log:
-            command = [sys.executable, self._script, "--member"]
+            command = [sys.executable, "-m", "fabric.cli.main", "run", self._script, "--member"]
             self.trainers[replica] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return self.trainers[replica]
 

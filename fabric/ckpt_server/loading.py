@@ -14,13 +14,27 @@ left to refuse, so it is copied only if it runs code of its own while loading.
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from fabric.ckpt_server.encoding import memory_key
 from fabric.ckpt_server.sharded import is_sharded, placement_key
 from fabric.errors import StateError
+
+_T = TypeVar("_T")
+
+
+class Run(Protocol):
+    """Does heavy work that is no code of the objects' own; it may take another thread for it."""
+
+    def __call__(self, work: Callable[[], _T]) -> _T: ...
+
+
+def at_once(work: Callable[[], _T]) -> _T:
+    """In the calling thread."""
+    return work()
 
 
 class Loadable(Protocol):
@@ -41,8 +55,9 @@ def check_fit(name: str, live: object, value: Any) -> None:
         _check_other(name, live.state_dict(), value)  # type: ignore[attr-defined]
 
 
-def load_all(objects: Mapping[str, Any], decoded: Mapping[str, Any]) -> None:
-    """Loads every object, or raises StateError with all of them as they were."""
+def load_all(objects: Mapping[str, Any], decoded: Mapping[str, Any], run: Run) -> None:
+    """Loads every object, or raises StateError with all of them as they were. Where torch's own code alone
+    loads it goes through ``run``."""
     undo: list[Callable[[], object]] = []
     for name in sorted(decoded, key=lambda name: (_caution(objects[name]), name)):
         live, value = objects[name], decoded[name]
@@ -50,7 +65,10 @@ def load_all(objects: Mapping[str, Any], decoded: Mapping[str, Any]) -> None:
             way_back = _way_back(live)
             if way_back is not None:
                 undo.append(way_back)
-            _load(live, value)
+            if isinstance(live, torch.nn.Module) and way_back is None:
+                run(partial(_load, live, value))
+            else:
+                _load(live, value)
         except BaseException as error:
             for back in reversed(undo):
                 back()

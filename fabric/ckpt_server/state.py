@@ -16,6 +16,7 @@ parameter). And tensors are never left pointing into the file.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from fabric.ckpt_server.layout import (
     parse_json,
     read_header,
 )
-from fabric.ckpt_server.loading import check_fit, load_all
+from fabric.ckpt_server.loading import Run, at_once, check_fit, load_all
 from fabric.ckpt_server.outline import outline
 from fabric.ckpt_server.sharded import Shardings
 from fabric.errors import IntegrityError, StateError
@@ -202,8 +203,9 @@ def check_serialisable(objects: Mapping[str, object]) -> None:
     capture(objects, 0)
 
 
-def restore(file: memoryview, objects: Mapping[str, object]) -> int:
-    """Loads the snapshot in ``file`` (exactly its bytes) into ``objects``; returns its step.
+def restore(file: memoryview, objects: Mapping[str, object], run: Run = at_once) -> int:
+    """Loads the snapshot in ``file`` (exactly its bytes) into ``objects``; returns its step. What is heavy
+    and no code of the objects' own goes through ``run``, which may do it in another thread.
 
     Names, shapes, dtypes and structure are checked first. Raises StateError that names the first
     difference, or the object that refused its state; nothing is changed then.
@@ -231,25 +233,21 @@ def restore(file: memoryview, objects: Mapping[str, object]) -> int:
     for name, node in tree.items():  # a module copies out of the file by itself
         source = view if isinstance(objects[name], torch.nn.Module) else own
         decoder = Decoder(source, unused, shardings=shardings)
-        decoded[name] = decoder.decode(node)
+        decoded[name] = run(partial(decoder.decode, node))
     if unused:
         raise StateError(
             f"The state contains tensor {min(unused)[:200]!r}, which belongs to nothing; it is damaged."
         )
     for name, live in objects.items():
         check_fit(name, live, decoded[name])
-    load_all(objects, decoded)
+    load_all(objects, decoded, run)
     return step
 
 
-def restored_digest(objects: Mapping[str, object], step: int) -> str:
-    """The digest of ``objects`` as they are now; after ``restore`` it equals the snapshot's."""
-    return capture(objects, step).digest()
-
-
-def verify(objects: Mapping[str, object], step: int, digest: str) -> None:
-    """Raises IntegrityError unless ``objects`` are in exactly the state that ``digest`` names."""
-    found = restored_digest(objects, step)
+def verify(objects: Mapping[str, object], step: int, digest: str, run: Run = at_once) -> None:
+    """Raises IntegrityError unless ``objects`` are in exactly the state that ``digest`` names; see
+    ``restore``."""
+    found = run(capture(objects, step).digest)
     if found != digest:
         raise IntegrityError(
             f"After loading step {step} the state's digest is {found} and must be {digest}: an object did not"

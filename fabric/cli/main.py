@@ -33,6 +33,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "pause": ("fabric.cli.operate:pause", "Admit nobody to a job for now."),
     "pull": ("fabric.cli.pull:pull", "Fetch a snapshot into a file, verified."),
     "resume": ("fabric.cli.operate:resume", "Admit newcomers again."),
+    "run": ("fabric.cli.run:run", "Run a training script, polite to those that train already."),
     "scale": ("fabric.cli.operate:scale", "Set how many members a job needs and may have."),
     "status": ("fabric.cli.status:status", "Show the jobs of a lighthouse, or one of them."),
     "top": ("fabric.cli.status:top", "The same, live."),
@@ -70,6 +71,10 @@ def cli(context: click.Context, tls_cert: Path | None, tls_key: Path | None, tls
 
 def main() -> None:
     """The entry point."""
+    if sys.argv[1:2] == ["run"] and Path(*sys.argv[2:3]).is_file():
+        # What a script raises is its own affair, and for its own hooks to see: it runs outside of all this.
+        importlib.import_module("fabric.cli.run").run_script(sys.argv[2:])
+        return
     try:
         cli(prog_name="fabric")
     except FabricError as error:

@@ -12,18 +12,19 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from fabric.ckpt_server.state import Describer, restore, verify
+from fabric.ckpt_server.state import Describer
 from fabric.client import mistakes
+from fabric.client.catching_up import CatchingUp
 from fabric.client.clock import Clock
 from fabric.client.data import Loader, Slice, describe_sharing, make_loader, parse_options, seat_of
 from fabric.client.engine import Parts
 from fabric.client.failure import name_samples
 from fabric.client.learning_rate import PresenceFactor
-from fabric.client.leaving import Leaving
 from fabric.client.metrics import finite, restored
 from fabric.client.mistakes import before_showing
 from fabric.client.model_watch import ModelWatch
@@ -47,7 +48,7 @@ from fabric.runtime.config import Settings, parse_replicas
 EXCHANGE_TOKENS = 64
 
 
-class Session(Leaving):
+class Session(CatchingUp):
     """Made by ``fabric.client.attach``. Not thread-safe: call it from the training loop's thread."""
 
     def __init__(
@@ -84,8 +85,6 @@ class Session(Leaving):
         self._samples: dict[int, list[int]] = {}
         self._loader: Loader | None = None
         self._finished = False
-        self._replayed = 0
-        self._behind = False
         self._until = sys.maxsize
         atexit.register(self._let_server_go)
 
@@ -101,10 +100,6 @@ class Session(Leaving):
         """Replica ids of the epoch in force, in ring order."""
         current = self._engine.current
         return current.names if current is not None else ()
-
-    def digest(self) -> str:
-        """xxh3_128 of the shared state as it is now; equal on all members after the same step."""
-        return self._state.capture(self._state_step).digest()
 
     # --- the trainer's loop -------------------------------------------------------------------------
 
@@ -314,6 +309,7 @@ class Session(Leaving):
 
     def _ready(self) -> io.Ready:
         """The user's update has run (or nothing has yet): the state stands at ``_state_step``."""
+        self._end_replay()
         self._clock.optimizer_s += self._clock.lap()
         digest, self._digest_wanted = self._digest_when_due(self._digest_wanted), False
         if self._engine.generation > 0:
@@ -392,8 +388,7 @@ class Session(Leaving):
             assert transfer.buffer is not None
             self._parts.points.reach("replay", order.step)
             held, buffer = transfer.as_held(), transfer.buffer
-            self._replayed += 1
-            self._behind = True
+            self._begin_replay()
         self._journal_commit(order, held, replay=order.held is None)
         counted = sum(len(ids) for _, ids in held.contributions)
         if held.nonfinite:
@@ -402,7 +397,8 @@ class Session(Leaving):
         else:
             # A step of which everything was left out: the weight is zero, and so is the sum.
             weight = held.weight or (0.0 if counted else 1.0)
-            self._parts.placement.scatter(self._gradients, buffer, weight)
+            scatter = partial(self._parts.placement.scatter, self._gradients, buffer, weight)
+            self._yielding(scatter)
             if counted:
                 self._parts.buffers.commit(held.weight)
         if self._presence is not None:
@@ -413,40 +409,6 @@ class Session(Leaving):
         step.number, step.live, step.metrics, step.done = order.step, order.live, restored(held.metrics), True
         step.skipped = bool(held.nonfinite)
         self._clock.lap()
-
-    def _install(self, order: io.Install) -> None:
-        """Load the fetched state; only after all of it was verified, and verified again when loaded."""
-        arrived = self._parts.transfer.state
-        assert arrived is not None
-        # Of this rank's part; the order's is of the whole replica.
-        digest = arrived.fetched.manifest["digest"]
-        self._parts.points.reach("install", order.step)
-        self._drop_gradient()
-        self._snapshots.wait_copied()
-        try:
-            restore(arrived.file, self._state.objects)
-            verify(self._state.objects, order.step, digest)
-        except FabricError as error:
-            self._engine.post(io.InstallFailed(f"the state of step {order.step} does not fit: {error}"))
-            return
-        self._parts.buffers.begin()
-        self._state_step = order.step
-        fetched = arrived.fetched
-        with contextlib.suppress(FabricError):  # refused where it has been served from that slot all along
-            self._parts.handle.publish_snapshot(arrived.slot, fetched.manifest)
-        self._replayed = 0
-        self._behind = True
-        self._parts.journal.write(
-            "join",
-            generation=fetched.manifest["generation"],
-            step=order.step,
-            bytes=fetched.nbytes,
-            seconds=fetched.seconds,
-            sources=dict(fetched.sources),
-            compression=fetched.compression,
-        )
-        self._note_state(digest)
-        self._engine.post(io.Installed(order.step, digest, last=order.step >= self._until))
 
     def _snapshot_by_policy(self, durable: bool, digest: str) -> None:
         """With several ranks all take theirs at the same step, when rank 0 says so."""
@@ -472,12 +434,6 @@ class Session(Leaving):
         on = self.settings.reproducible and self.settings.digest_every > 0
         return self.digest() if wanted and on else ""
 
-    def _note_state(self, digest: str) -> None:
-        if digest:
-            self._parts.journal.write(
-                "state", generation=self._engine.generation, step=self._state_step, digest=digest
-            )
-
     def _journal_commit(self, order: io.Apply, held: io.Hold, replay: bool) -> None:
         clock = self._clock
         times = {
@@ -488,13 +444,6 @@ class Session(Leaving):
         }
         source = self._parts.transfer if replay else self._engine
         self._parts.journal.commit(held, self._micro_batches, (source.generation, order.live, replay), times)
-
-    def _note_joined(self, held: io.Hold) -> None:
-        """The first round of a newcomer, or of one that had been evicted."""
-        if self._behind:
-            self._behind = False
-            replayed, self._replayed = self._replayed, 0
-            self._parts.journal.write("joined", epoch=held.epoch, step=held.step, replayed=replayed)
 
     def _finish(self) -> None:
         self._finished = True

@@ -3,13 +3,79 @@
 import contextlib
 import os
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 # Beside a thread of niceness 0, one of niceness 5 gets about a third of what that gets, one of niceness 10 a
 # tenth: on a crowded host a newcomer's fetch would hardly move while the others go on ever further ahead.
 BACKGROUND = 5
+POLITE = 10
+# A host is crowded where polite work has waited for a processor this many times as long as it had one, and
+# for more than a moment: within a step of the others it waits, between their steps it goes on.
+_CROWDED, _A_MOMENT_S = 2.0, 2.0
+
+_T = TypeVar("_T")
 
 
 def lower_priority(niceness: int = BACKGROUND) -> None:
     """Lower the calling thread's priority, for good: an unprivileged thread cannot raise it again."""
+    thread = threading.get_native_id()
     with contextlib.suppress(OSError):  # a sandbox may forbid it; the work is merely less polite then
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+class Politely:
+    """Runs work at low priority, of which the caller waits for the end and nobody else does.
+
+    Each piece gets a thread of its own, of niceness ``POLITE``, that ends with it: priority is lowered for
+    good, so no thread that is needed later may do such work. On a crowded host, where that would take for
+    ever, the caller does it itself.
+    """
+
+    def __init__(self) -> None:
+        self._ran_s = self._waited_s = 0.0
+
+    @property
+    def crowded(self) -> bool:
+        """Whether what has been done so far got less than a third of a processor."""
+        return self._waited_s > max(_A_MOMENT_S, _CROWDED * self._ran_s)
+
+    def __call__(self, work: Callable[[], _T]) -> _T:
+        """What ``work()`` returns or raises; the calling thread waits."""
+        if self.crowded:
+            return work()
+        result: list[_T] = []
+        error: list[BaseException] = []
+
+        def run() -> None:
+            lower_priority(POLITE)
+            try:
+                result.append(work())
+            except BaseException as caught:  # noqa: BLE001  (raised in the caller's thread)
+                error.append(caught)
+            self._count(*_ran_and_waited())
+
+        thread = threading.Thread(target=run, name="fabric-polite", daemon=True)
+        thread.start()
+        thread.join()
+        if error:
+            raise error[0]
+        return result[0]
+
+    def _count(self, ran_s: float, waited_s: float) -> None:
+        self._ran_s += ran_s
+        self._waited_s += waited_s
+
+
+def _ran_and_waited() -> tuple[float, float]:
+    """For how many seconds this thread has had a processor, and waited for one; nothing where the kernel does
+    not say."""
+    try:
+        ran, waited, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return ran / 1e9, waited / 1e9
+
+
+politely = Politely()  # what is known of the host holds for the whole process

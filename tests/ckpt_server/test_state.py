@@ -17,7 +17,6 @@ from fabric.ckpt_server.state import (
     check_serialisable,
     host_bytes,
     restore,
-    restored_digest,
     verify,
 )
 from fabric.errors import IntegrityError, StateError
@@ -358,7 +357,7 @@ def test_verify_notices_an_object_that_forgets() -> None:
     restore(memoryview(to_bytes(view)), joiner)
     with pytest.raises(IntegrityError, match="did not take over all of its state"):
         verify(joiner, 1, view.digest())
-    assert restored_digest(veteran, 1) == view.digest()
+    assert capture(veteran, 1).digest() == view.digest()
 
 
 @pytest.mark.parametrize(

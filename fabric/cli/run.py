@@ -1,0 +1,32 @@
+"""``fabric run``: start a training script so that its start does not slow those that train on this host."""
+
+import importlib
+import runpy
+import sys
+from pathlib import Path
+
+import click
+
+from fabric.runtime.priority import politely
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(script: str, arguments: tuple[str, ...]) -> None:
+    """Run a training SCRIPT, as python would, with torch imported at low priority before it.
+
+    Where several replicas share a host, a replica that starts again takes no processor time from the steps of
+    the others. Priority is that of the import alone: the script itself runs as ever.
+    """
+    run_script([script, *arguments])
+
+
+def run_script(words: list[str]) -> None:
+    """Run the script ``words[0]`` with the other words as its arguments; raises whatever it raises."""
+    # Numpy's threads are made when it is imported, and keep the priority that their maker had.
+    importlib.import_module("numpy")
+    politely(lambda: importlib.import_module("fabric.client"))
+    sys.argv[:] = words
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")

@@ -26,7 +26,15 @@ def run_script(words: list[str]) -> None:
     """Run the script ``words[0]`` with the other words as its arguments; raises whatever it raises."""
     # Numpy's threads are made when it is imported, and keep the priority that their maker had.
     importlib.import_module("numpy")
-    politely(lambda: importlib.import_module("fabric.client"))
+    politely(_import)
     sys.argv[:] = words
     sys.path[0] = str(Path(words[0]).resolve().parent)
     runpy.run_path(words[0], run_name="__main__")
+
+
+def _import() -> None:
+    """What a trainer spends its first seconds on."""
+    importlib.import_module("fabric.client")
+    torch = importlib.import_module("torch")
+    # A process's first optimizer imports torch's compiler, which takes as long as torch itself.
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)

@@ -35,6 +35,7 @@ class CatchingUp(Leaving):
     _gradients: FlatGradients
     _state_step: int
     _until: int
+    _metrics: dict[str, float]
     _replayed = 0
     _behind = (
         False  # from a state that was loaded or replayed to the first round that this process takes part in
@@ -115,7 +116,10 @@ class CatchingUp(Leaving):
             )
 
     def _drop_gradient(self) -> None:
-        raise NotImplementedError
+        for _, parameter in self._gradients.parameters:
+            parameter.grad = None
+        self._parts.buffers.drop()
+        self._metrics.clear()
 
 
 class PoliteSteps:
@@ -164,7 +168,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     kind, own = type(optimizer), optimizer.__dict__.get("step")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return (
-        kind.__module__.startswith("torch.optim.")
+        f"{kind.__module__}.".startswith("torch.optim.")
         and (own is None or getattr(own, "__wrapped__", None) is kind.step)
         and all(type(p) in (torch.Tensor, torch.nn.Parameter) and p.device.type == "cpu" for p in parameters)
     )

@@ -424,12 +424,6 @@ class Session(CatchingUp):
         state = SnapshotRef(generation, self._state_step, digest)
         self._snapshots.start(state, self._parts.keeper.submit, self._engine.post, durable)
 
-    def _drop_gradient(self) -> None:
-        for _, parameter in self._gradients.parameters:
-            parameter.grad = None
-        self._parts.buffers.drop()
-        self._metrics.clear()
-
     def _digest_when_due(self, wanted: bool) -> str:
         on = self.settings.reproducible and self.settings.digest_every > 0
         return self.digest() if wanted and on else ""

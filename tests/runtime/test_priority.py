@@ -2,11 +2,13 @@
 
 import os
 import threading
+import time
 
 import pytest
 
 from fabric.client.worker import Worker
-from fabric.runtime.priority import BACKGROUND, lower_priority
+from fabric.runtime import priority
+from fabric.runtime.priority import BACKGROUND, POLITE, Politely, lower_priority
 
 
 def own_niceness() -> int:
@@ -37,3 +39,42 @@ def test_a_background_worker_yields_and_another_one_does_not(background):
     worker.close(within_s=30)
     assert seen == [max(own_niceness(), BACKGROUND) if background else own_niceness()]
     assert not crashes
+
+
+def test_polite_work_has_a_thread_of_its_own_that_ends_with_it():
+    before, politely = own_niceness(), Politely()
+    niceness, thread = politely(lambda: (own_niceness(), threading.current_thread()))
+    assert niceness == max(before, POLITE)
+    assert thread is not threading.current_thread() and not thread.is_alive()
+    assert own_niceness() == before
+
+
+def test_what_polite_work_raises_is_raised_by_its_caller():
+    def fail():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError, match="x"):
+        Politely()(fail)
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "waited_s", "crowded"),
+    [(0.1, 1.9, False), (0.5, 2.1, True), (2.0, 3.9, False), (2.0, 4.1, True)],
+)
+def test_where_polite_work_hardly_gets_a_processor_the_caller_does_it(ran_s, waited_s, crowded, monkeypatch):
+    politely = Politely()
+    monkeypatch.setattr(priority, "_ran_and_waited", lambda: (ran_s, waited_s))
+    assert politely(threading.current_thread) is not threading.current_thread()
+    assert politely.crowded is crowded
+    assert (politely(threading.current_thread) is threading.current_thread()) is crowded
+
+
+def test_the_kernel_says_how_long_a_thread_had_a_processor():
+    def spin():
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.02:
+            pass
+        return priority._ran_and_waited()
+
+    ran_s, waited_s = Politely()(spin)
+    assert ran_s >= 0.02 and waited_s >= 0.0

@@ -1,0 +1,89 @@
+"""``fabric run``: what is imported for a script is imported politely, and the script runs as ever."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fabric.runtime.priority import POLITE
+
+# Says at which niceness torch is imported, in whatever thread that is.
+WATCH = """
+import os, sys, threading
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "torch._dynamo"):
+            print(name, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), flush=True)
+sys.meta_path.insert(0, Watch())
+"""
+SCRIPT = """
+import json, os, sys, threading
+import neighbour
+import torch
+torch.optim.SGD([torch.zeros(1)], lr=0.1)
+threads = [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")]
+said = {"name": __name__, "argv": sys.argv, "file": __file__, "path": sys.path[0], "niceness": threads}
+print(json.dumps(said))
+"""
+
+
+def fabric_run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "fabric.cli.main", "run", *words]
+    environment = {**os.environ, "PYTHONPATH": str(folder / "watch"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "watch").mkdir()
+    (tmp_path / "neighbour.py").write_text("")
+    return tmp_path
+
+
+def test_torch_is_imported_politely_and_the_script_runs_as_ever(folder):
+    (folder / "watch" / "sitecustomize.py").write_text(WATCH)
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    ended = fabric_run(folder, str(script), "--steps", "5", "--help", "x")
+    assert ended.returncode == 0, ended.stderr
+    *imported, said = ended.stdout.splitlines()
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    polite = str(max(before, POLITE))
+    assert dict(line.split() for line in imported) == {"torch": polite, "torch._dynamo": polite}
+    found = json.loads(said)
+    assert set(found.pop("niceness")) == {before}, "a thread that is needed later has kept the low priority"
+    argv = [str(script), "--steps", "5", "--help", "x"]
+    assert found == {"name": "__main__", "argv": argv, "file": str(script), "path": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "says"),
+    [
+        ("raise SystemExit(75)", 75, ""),
+        # What our own commands show as one line is the script's affair here, and for its hooks to see.
+        ("from fabric.errors import FabricError\nraise FabricError('x')", 1, "Traceback"),
+        ("raise KeyboardInterrupt", -2, "KeyboardInterrupt"),
+    ],
+)
+def test_a_script_ends_as_it_wants(folder, source, code, says, monkeypatch):
+    script = folder / "train.py"
+    script.write_text(source)
+    # Nothing to import: that takes seconds, and is another test's.
+    words = f"import sys; sys.argv = ['fabric', 'run', {str(script)!r}]\n"
+    words += "import fabric.cli.main, fabric.cli.run\nfabric.cli.run._import = lambda: None\n"
+    words += "fabric.cli.main.main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", words], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == code, ended.stderr
+    assert says in ended.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["nowhere.py"]])
+def test_no_script_is_a_mistake_that_is_named(folder, words):
+    ended = fabric_run(folder, *words)
+    assert ended.returncode == 2
+    assert "SCRIPT" in ended.stderr

@@ -37,9 +37,7 @@ class CatchingUp(Leaving):
     _until: int
     _metrics: dict[str, float]
     _replayed = 0
-    _behind = (
-        False  # from a state that was loaded or replayed to the first round that this process takes part in
-    )
+    _behind = False  # from a loaded state, or a replayed step, to the next round that I take part in
     _steps: "PoliteSteps | None" = None
 
     def digest(self) -> str:

@@ -92,4 +92,6 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        # Or the job may be over before a replica that was killed is back.
+        time.sleep(float(os.environ.get("EXAMPLE_PAUSE_S", "0")))
     session.close()

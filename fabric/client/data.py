@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from fabric.client.stream import Stream
 from fabric.errors import ConfigError
@@ -83,14 +82,6 @@ class Plan:
     def micro_batches(self) -> int:
         """How many micro-batches make a step."""
         return self.global_batch_size // self.micro_batch_size
-
-    @property
-    def hash(self) -> str:
-        """16 hex digits that differ where the data order does."""
-        text = f"{self.dataset_size} {self.global_batch_size} {self.micro_batch_size} {self.seed}"
-        if self.shards or self.is_stream:
-            text += f" {self.shards} {self.is_stream}"
-        return xxhash.xxh3_64_hexdigest(text.encode())
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
         """Data set indices (of a stream: positions) of one micro-batch."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import xxhash
 
 from fabric.client.data import sample_indices
 from fabric.errors import ConfigError
@@ -76,12 +75,6 @@ class StepSampler(torch.utils.data.Sampler[int]):
     def take(self, step: int) -> bool:
         """The loop exchanges for ``step`` what it drew first: whether that was drawn for this step."""
         return bool(self._drawn) and self._drawn.popleft() == step
-
-    @property
-    def hash(self) -> str:
-        """16 hex digits that differ where the data order does."""
-        text = f"sampler {self.size} {self.global_batch_size} {self.seats} {self.seed}"
-        return xxhash.xxh3_64_hexdigest(text.encode())
 
     def describe(self) -> dict[str, Any]:
         """For the journal."""

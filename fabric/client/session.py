@@ -149,7 +149,7 @@ class Session(CatchingUp):
             plan = data.plan
             self._presence = PresenceFactor(self._optimizers()) if data.scale_lr else None
             described = {**plan.describe(), **describe_sharing(data.sharing)}
-            self._start(described, f"{plan.hash} until {until}", data.sharing, data.seat)
+            self._start(described, {"until": until}, data.sharing, data.seat)
         while self._state_step < until and not self._finished:
             step = Step(self, self._state_step)
             order = self._wait(self._ready())
@@ -210,10 +210,10 @@ class Session(CatchingUp):
         sampler = self._sampler
         if not self._engine.is_running and sampler is None:
             sharing = Sharing("shrink", EXCHANGE_TOKENS)
-            self._start({"micro_batches": EXCHANGE_TOKENS}, "exchange", sharing)
+            self._start({"micro_batches": EXCHANGE_TOKENS}, {"loop": "exchange"}, sharing)
         elif not self._engine.is_running and sampler is not None:
             sharing = Sharing("shrink", sampler.seats)
-            self._start(sampler.describe(), sampler.hash, sharing, sampler.seat)
+            self._start(sampler.describe(), {"loop": "exchange"}, sharing, sampler.seat)
         fresh = sampler is None or sampler.take(self._state_step)
         step = Step(self, self._state_step)
         for _, parameter in self._gradients.parameters:
@@ -277,11 +277,11 @@ class Session(CatchingUp):
         return [x for name, x in self._state.objects.items() if name.startswith("optimizer")]
 
     def _start(
-        self, data: Mapping[str, Any], data_hash: str, sharing: Sharing = EVERYTHING, seat: int = -1
+        self, data: Mapping[str, Any], more: Mapping[str, Any], sharing: Sharing = EVERYTHING, seat: int = -1
     ) -> None:
         """Begin to talk: the data is known now, and with it everything a session must say."""
-        settings, parts, micro_batches = self.settings, self._parts, int(data["micro_batches"])
-        self._micro_batches = micro_batches
+        settings, parts = self.settings, self._parts
+        self._micro_batches = int(data["micro_batches"])
         parts.buffers.begin()
         mistakes.watchers.append(self._failed)
         parts.journal.write(
@@ -300,11 +300,11 @@ class Session(CatchingUp):
             # What a first start may begin from, should the replicas' initial states differ.
             self._snapshot(generation=0)
         part = self._loader.slice.index if self._loader is not None else self._place.rank
-        data_hash = f"{data_hash} on_nan {settings.on_nan}"
-        layout = self._gradients.layout
-        tensors = self._gradients.described
+        alike = {**data, **more, "on_nan": settings.on_nan}
+        layout, tensors = self._gradients.layout, self._gradients.described
         plane = parts.plane.kind
-        work = Work(micro_batches, data_hash, layout, digest, part, sharing, seat, tensors, plane)
+        said = " ".join(f"{name} {value}" for name, value in alike.items())
+        work = Work(self._micro_batches, said, layout, digest, part, sharing, seat, tensors, plane)
         begin(self._engine, parts, settings, self._place, work)
 
     def _ready(self) -> io.Ready:

@@ -18,6 +18,8 @@ MAX_PULSE_BYTES = 1 << 20
 MAX_ADDRESS = 300
 MAX_DIGEST = 200
 MAX_SENTENCE = 300
+# Names and values of what the data order depends on.
+MAX_SETTINGS = 1024
 MAX_DESCRIPTION = 64 * 1024
 # Of one replica.
 MAX_RANKS = 65_536
@@ -103,8 +105,9 @@ def _checked_session(session: m.Session) -> m.Session:
     check_name("replica", session.replica)
     for name in ("link", "ckpt"):
         _check_length(name, getattr(session, name), MAX_ADDRESS)
-    for name in ("digest", "layout", "data", "roster"):
+    for name in ("digest", "layout", "roster"):
         _check_length(name, getattr(session, name), MAX_DIGEST)
+    _check_length("data", session.data, MAX_SETTINGS)
     _check_snapshots(session)
     if sum(map(len, session.tensors)) > MAX_DESCRIPTION:
         raise ProtocolError(f"Session.tensors must be at most {MAX_DESCRIPTION} characters")

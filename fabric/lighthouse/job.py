@@ -28,6 +28,7 @@ from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.ledger import Ledger, Look
 from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.progress import recoverable, top_step
+from fabric.lighthouse.reasons import policy_kept
 from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recovery import Recoveries, Recovery
 from fabric.lighthouse.traces import Traces
@@ -229,7 +230,7 @@ class Job:
         if not self.sessions:
             self.core.config = replace(self.core.config, policy=policy)
         elif policy != self.core.config.policy:
-            self._note("policy kept", session.replica, f"it asked for {policy}, which others did not")
+            self._note("policy kept", session.replica, policy_kept(policy, self.core.config.policy))
         if session.tensors == self._tensors:
             session = replace(session, tensors=self._tensors)  # thousands of sessions share one list
         self._tensors = session.tensors

@@ -1,14 +1,23 @@
 """What a job waits for, in a sentence with its reason, and until when, as a time of day (UTC)."""
 
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 
-from fabric.model import Record
+from fabric.model import Policy, Record
 from fabric.protocol.leader import Leader
 
 _NAMED = 8  # that many replicas are named in a sentence, the rest counted
 # Others are waited for in every step; what lasts longer is worth a sentence.
 _WORTH_S = 1.0
+
+
+def policy_kept(asked: Policy, kept: Policy) -> str:
+    """What a replica asked for that the job, which others began, does not do."""
+    there, here = asdict(kept), asdict(asked)
+    return "it asked for " + ", ".join(
+        f"{name} {here[name]:g}, the job has {there[name]:g}" for name in here if here[name] != there[name]
+    )
 
 
 def time_of_day(due: float, now: float) -> str:

@@ -5,6 +5,8 @@ from itertools import zip_longest
 
 from fabric.protocol.messages import Session
 
+# Data settings that people give under another name.
+_LABELS = {"seats": "seats (FABRIC_REPLICAS)", "on_nan": "FABRIC_ON_NAN"}
 # ``Session.plane`` for people.
 _PLANES = {"host": "in host memory", "device": "on a GPU", "nccl": "through NCCL"}
 
@@ -12,11 +14,11 @@ _PLANES = {"host": "in host memory", "device": "on a GPU", "nccl": "through NCCL
 def difference(mine: Session, theirs: Session) -> str:
     """Why these two cannot be members of one job, in a sentence that says what to do; empty when they can."""
     me, other = mine.replica, theirs.replica
-    what, tensor = _what(mine, theirs), _tensor(mine.tensors, theirs.tensors)
+    what = _model(mine, theirs) or _data(mine, theirs)
     if what:
         return (
-            f"{me} has other {what} than {other}{tensor}: start every replica with the same model, data set, "
-            "batch sizes and number of steps"
+            f"{me} has other {what[0]} than {other}{what[1]}: start every replica with the same model, data "
+            "set, batch sizes, number of steps and FABRIC_ settings"
         )
     if mine.plane and theirs.plane and mine.plane != theirs.plane:
         return (
@@ -30,14 +32,38 @@ def _place(session: Session) -> str:
     return _PLANES.get(session.plane, f"by {session.plane}")
 
 
-def _what(a: Session, b: Session) -> str:
+def _model(a: Session, b: Session) -> tuple[str, str] | None:
+    """What of the model differs, and how."""
     if len(a.ranks) != len(b.ranks):
-        return f"ranks ({1 + len(a.ranks)} and not {1 + len(b.ranks)})"
+        return f"ranks ({1 + len(a.ranks)} and not {1 + len(b.ranks)})", ""
     if a.layout != b.layout:
-        return "parameters (names, shapes, dtypes or their order)"
-    if (a.micro_batches, a.data, a.sharing) != (b.micro_batches, b.data, b.sharing):
-        return "data settings"
-    return ""
+        return "parameters (names, shapes, dtypes or their order)", _tensor(a.tensors, b.tensors)
+    return None
+
+
+def _data(a: Session, b: Session) -> tuple[str, str] | None:
+    """What of the data differs, and the settings that do."""
+    mine, theirs = _settings(a), _settings(b)
+    if mine == theirs:
+        return None
+    said = []
+    for name in {**mine, **theirs}:
+        here, there = mine.get(name, "not given"), theirs.get(name, "not given")
+        if here != there:
+            said.append(f"{_LABELS.get(name, name)} is {here} here and {there} there")
+    return "data settings", f" ({', '.join(said)})"
+
+
+def _settings(session: Session) -> dict[str, str]:
+    words, sharing = session.data.split(), session.sharing
+    named = dict(zip(words[::2], words[1::2], strict=False))
+    return named | {
+        "micro_batches": str(session.micro_batches),
+        "policy": sharing.policy,
+        "seats": str(sharing.seats),
+        "redundancy": str(sharing.readers),
+        "on_poison": sharing.on_poison,
+    }
 
 
 def _tensor(mine: tuple[str, ...], theirs: tuple[str, ...]) -> str:

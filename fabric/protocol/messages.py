@@ -172,14 +172,13 @@ class Session:
     """First message of every session: who I am, what state I hold, where I am reached.
 
     ``generation`` 0 means "nothing but my initial state". ``micro_batches`` is how many make a step;
-    ``data`` is the hash of everything else that the data order depends on. ``predecessors_gone`` vouches
-    that every earlier process of this replica has ended (seen by its checkpoint server or the kernel).
-    ``finished``: the user's loop has ended at this step. ``seat``: the one that this replica's data are
-    for, -1 where any will do.
-    ``finished``: the user's loop has ended at this step. ``ranks``: addresses of ranks 1 and up, where the
+    ``data`` names everything that the data order depends on, "name value name value ...".
+    ``predecessors_gone`` vouches that every earlier process of this replica has ended (seen by its
+    checkpoint server or the kernel). ``finished``: the user's loop has ended at this step. ``seat``: the one
+    that this replica's data are for, -1 where any will do. ``ranks``: addresses of ranks 1 and up, where the
     replica has several; ``link`` and ``ckpt`` are rank 0's, and digests are of all ranks together.
-    ``finished``: the user's loop has ended at this step. ``replay``: whether it catches up by published
-    gradients; else the others wait for its state. ``exchange_s`` and ``user_code_s`` are its time budget.
+    ``replay``: whether it catches up by published gradients; else the others wait for its state.
+    ``exchange_s`` and ``user_code_s`` are its time budget.
     ``spare``: it takes part only where a member is missing.
     ``tensors`` are the parameters in order, for people: "name dtype[shape]"; empty where they are very many.
     ``roster``: digest of the newest roster I hold; empty from a version that understands no ``Change``.

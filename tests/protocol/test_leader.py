@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from protocol.makers import member_of, record_of, report_of, session_of
 
-from fabric.model import Base, Policy, SnapshotRef
+from fabric.model import Base, Policy, Sharing, SnapshotRef
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.leader import MANY, ROUTINE_S, TOGETHER_S, Leader, LeaderConfig
@@ -610,6 +610,14 @@ def test_another_model_or_other_data_is_refused_by_name():
     assert "c has other parameters" in lighthouse.sent(m.Rejected)[0][1].reason
     lighthouse.open("d", micro_batches=99)
     assert "d has other data settings" in lighthouse.sent(m.Rejected)[0][1].reason
+    assert "micro_batches is 99 here and" in lighthouse.sent(m.Rejected)[0][1].reason
+    lighthouse.open("e", data="until 100 on_nan skip", sharing=Sharing(seats=5))
+    reason = lighthouse.sent(m.Rejected)[0][1].reason
+    assert "e has other data settings than" in reason
+    assert (
+        "(until is 100 here and not given there, FABRIC_ON_NAN is skip here and not given there, " in reason
+    )
+    assert "seats (FABRIC_REPLICAS) is 5 here and 1 there)" in reason
 
 
 def test_messages_of_a_process_that_is_not_the_known_one_are_not_heard():

@@ -4,7 +4,7 @@ Final is what the last backward of a step's last micro-batch has added to. Which
 before it runs, so the number of ``step.backward`` calls in a micro-batch is learned from the one before.
 Should the user's code change a gradient after it was handed over (one more backward, clipping within the
 micro-batch), that is noticed before anybody can commit: the round is done again without overlap, and so is
-every later one. A model of one bucket has nothing to overlap.
+every later one. With one bucket nothing overlaps, but the exchange thread gets it from the main thread at once.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class Overlap:
         self._parameters = [parameter for _, parameter in gradients.parameters]
         self._buckets = {id(p): bucket for bucket in gradients.buckets for _, p in bucket.parameters}
         self._announce = announce
-        self._usable = wanted and len(gradients.buckets) > 1
+        self._usable = wanted
         self._usual = 0  # backward calls in a micro-batch, as far as is known
         self._weight = 0.0  # of this order's backwards so far
         self._calls = 0

@@ -63,6 +63,7 @@ class Peers:
         # One dial per peer, whichever epochs want it: two would replace each other's link.
         self._dials: dict[Key, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._encoded: tuple[PeerMessage | None, bytes] = None, b""
 
     # Takes the links of this replica's other ranks: set where there are any.
     on_rank: Callable[[Greeting, socket.socket], None] = staticmethod(lambda _, sock: sock.close())
@@ -101,7 +102,9 @@ class Peers:
         """Queue a message; a link that is down has told the core so, or will."""
         link = self._links.get((replica, incarnation))
         if link is not None:
-            link.send(wire.encode(message))
+            if message is not self._encoded[0]:  # the same one mostly goes to everybody
+                self._encoded = message, wire.encode(message)
+            link.send(self._encoded[1])
 
     def planes(self, epoch: int) -> dict[str, str]:
         """What carries my links of ``epoch`` to the ring's next and from its previous: shm or tcp."""
@@ -239,8 +242,7 @@ class Peers:
         tries = 0
         while not is_up():
             try:
-                local = kind == "data" and self._plane.shares_memory
-                return await dial(member.link, greeting, self._token, _DIAL_S, local)
+                return await dial(member.link, greeting, self._token, _DIAL_S, self._plane.shares_memory)
             except FabricError:
                 # The peer may not have heard of the epoch, or its place may just be taken over.
                 await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])

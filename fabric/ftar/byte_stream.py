@@ -96,6 +96,7 @@ class ByteReceiver:
         self._stale = False
         self.completed = 0
         self.everybody = False
+        self.all_by_reference = False
 
     @property
     def done(self) -> bool:

@@ -17,12 +17,12 @@ from fabric.errors import ProtocolError
 
 _LAYOUT = struct.Struct("<4sBBHHHIIQQQIQ")
 _DIGEST = struct.Struct("<Q")
-_MAGIC = b"FTR3"
+_MAGIC = b"FTR4"
 HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 
 # Forward: a partial result, a result, memory that later chunks lie in. Backward: an abort, all was read.
 REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
-_PAYLOAD_DIGESTED = 1
+_PAYLOAD_DIGESTED, _LASTING = 1, 2
 MAX_NOTICE_BYTES = 2048
 _MAX_WHY_CHARACTERS = 300
 
@@ -34,7 +34,7 @@ class Round:
     """One exchange, as all its members must see it; ``exchange`` counts the calls within a step.
 
     ``dtype`` is a code of ``reduce.DTYPE_CODES``, ``length`` the number of elements, ``operation`` a code of
-    ``reduction.OPERATION_CODES``.
+    ``reduction.OPERATION_CODES``. ``lasting`` is what ``DataPlane.all_reduce`` was told.
     """
 
     epoch: int
@@ -44,6 +44,7 @@ class Round:
     dtype: int
     length: int
     operation: int = 0
+    lasting: bool = False
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -76,7 +77,7 @@ def pack(header: Header, payload_digest: int | None = None) -> bytes:
         r.dtype,
         header.source,
         r.world,
-        (_PAYLOAD_DIGESTED if payload_digest is not None else 0) | r.operation << 8,
+        _PAYLOAD_DIGESTED * (payload_digest is not None) | _LASTING * r.lasting | r.operation << 8,
         r.exchange,
         header.sequence,
         r.epoch,
@@ -101,7 +102,7 @@ def unpack(data: Payload) -> tuple[Header, int | None]:
         raise ProtocolError(
             "the bytes on the ring are no chunk header: the stream is corrupt or of another release"
         )
-    round_ = Round(epoch, step, exchange, world, dtype, length, flags >> 8)
+    round_ = Round(epoch, step, exchange, world, dtype, length, flags >> 8, bool(flags & _LASTING))
     return Header(round_, kind, source, sequence, size), expected if flags & _PAYLOAD_DIGESTED else None
 
 

@@ -102,6 +102,7 @@ class CpuRing(EpochPlane[RingLinks]):
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
         retain_gradients: bool = True,
+        lasting: bool = False,
     ) -> None:
         """Reduce over the members of ``epoch``: see DataPlane, and ``reduce`` for the order.
 
@@ -119,6 +120,7 @@ class CpuRing(EpochPlane[RingLinks]):
                 DTYPE_CODES[source.dtype],
                 source.numel(),
                 reduction.code,
+                lasting,
             )
             tensors = (source.detach(), result.detach())
             if links.ring.world == 1:

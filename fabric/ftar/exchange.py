@@ -77,8 +77,9 @@ class Exchange:
         poll.register(self._links.wake, select.POLLIN)
         try:
             self._move(poll, bounds, waiting)
-            self._links.tell_read(self._round)
-            self._await_readers(poll, bounds, waiting)
+            if not (self._round.lasting and self._receiver.all_by_reference):
+                self._links.tell_read(self._round)
+                self._await_readers(poll, bounds, waiting)
         finally:
             self._sender.close()
 

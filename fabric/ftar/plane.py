@@ -100,13 +100,16 @@ class DataPlane(Protocol):
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
         retain_gradients: bool = True,
+        lasting: bool = False,
     ) -> None:
         """Reduce ``source`` (1-D, contiguous) over the members into ``result``, the same bits on all of them.
 
         ``source`` survives, whatever happens: it is what a retry needs. Only with ``retain_gradients=False``
         may ``result`` be ``source`` itself (which is what None means), and ``source`` is lost then.
 
-        Blocks. When it returns nobody else reads either. Raises RoundAborted (``about`` names the peer, where
+        Blocks. When it returns nobody else reads either, or, with ``lasting``, others may still read
+        ``result``: then nobody may write there before the next exchange has returned or the epoch was aborted
+        or retired. All members must say the same. Raises RoundAborted (``about`` names the peer, where
         one is known); what is in ``result`` is undefined then. Exchanges of one step must be called in the
         same order everywhere. Raises ConfigError for tensors that cannot be reduced; nothing was sent then.
         """

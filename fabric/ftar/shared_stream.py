@@ -9,7 +9,8 @@ same order of summation, whatever carries its hops. Before a link of bytes, and 
 long, a member adds up what it has and passes on its own memory.
 
 Two rules keep what is read whole. A member returns from an exchange only after everybody who can see its
-memory has said that it read everything (``READ``). And a member that aborts raises its *guard*, one word in
+memory has said that it read everything (``READ``); not where all links are of this kind and the caller has said
+that the result lasts (docs/decisions/0054). And a member that aborts raises its *guard*, one word in
 shared memory, before it returns and its memory may be written again; a reader looks at the guard of whom it
 has read and before it sends anything on that came of it. This relies on stores becoming visible in their
 order and loads being done in theirs, which x86-64 guarantees and nothing in Python does elsewhere; the calls
@@ -42,7 +43,7 @@ from fabric.ftar.chunks import (
 )
 from fabric.ftar.operands import Operands
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce import Piece
+from fabric.ftar.reduce import ALIGNMENT, Piece
 from fabric.ftar.segments import (
     PLACE_BYTES,
     OwnSegments,
@@ -306,6 +307,7 @@ class PlaceReceiver:
         self.completed = 0
         self.passable = 0
         self.everybody = False
+        self.all_by_reference = False
 
     @property
     def done(self) -> bool:
@@ -348,6 +350,9 @@ class PlaceReceiver:
         lent = self._lends and not piece.last and steps < MOST_PLACES
         if lent:
             self._operands.borrowed[piece.start, piece.gather] = places
+        if piece.last and not piece.gather:
+            whole = header.round.length >= ALIGNMENT * header.round.world
+            self.all_by_reference = whole and self._lends and len(places) == header.round.world - 1
         self._arrived.append(_Arrival(views, {place.owner for place in places}, lent))
         return True
 

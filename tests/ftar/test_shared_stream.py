@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,91 @@ def test_nobody_returns_before_the_next_member_has_read_everything(monkeypatch):
         for i in range(2):
             futures[i].result(WAIT_S)
             assert same_bits(results[i], torch.full((64,), 8.0))
+
+
+@pytest.fixture
+def slow_reader(monkeypatch):
+    """Member 1 is held when it is about to copy a result that lies in another's memory: (reading, go_on)."""
+    reading, go_on = threading.Event(), threading.Event()
+    keep = Operands.keep
+
+    def slow_keep(operands, piece, received, lent):
+        if float(operands.source[-1]) == 7.0:  # the fold leaves a member's last segment to the next one
+            reading.set()
+            assert go_on.wait(WAIT_S)
+        keep(operands, piece, received, lent)
+
+    monkeypatch.setattr(Operands, "keep", slow_keep)
+    yield reading, go_on
+    go_on.set()
+
+
+def _lasting(members: Members, step: int = 1) -> tuple[dict[int, torch.Tensor], dict[int, Future]]:
+    """One exchange whose results last; member 1 has sevens. The results, and how it goes."""
+    values = {i: torch.full((64,), 7.0 if i == 1 else 1.0) for i in members.who}
+    results = {i: members.shared(i, torch.zeros(64)) for i in members.who}
+    return results, members.start(1, step, values, results, lasting=True)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_with_results_that_last_nobody_waits_for_readers(slow_reader, world):
+    reading, go_on = slow_reader
+    with Members(world, plane="shm") as members:
+        members.install(1)
+        results, futures = _lasting(members)
+        assert reading.wait(WAIT_S)
+        futures[0].result(WAIT_S)
+        assert not futures[1].done()
+        go_on.set()
+        for i in range(world):
+            futures[i].result(WAIT_S)
+            assert same_bits(results[i], torch.full((64,), 6.0 + world))
+
+
+def test_a_result_that_was_written_over_after_the_epoch_ended_does_not_count(slow_reader):
+    reading, go_on = slow_reader
+    with Members(2, plane="shm") as members:
+        members.install(1)
+        results, futures = _lasting(members)
+        assert reading.wait(WAIT_S)
+        futures[0].result(WAIT_S)
+        members.planes[0].retire(2)
+        results[0].fill_(1e9)
+        go_on.set()
+        with pytest.raises(RoundAborted, match="epoch 1 is over"):
+            futures[1].result(WAIT_S)
+
+
+def test_in_a_ring_with_a_link_of_bytes_readers_are_awaited_all_the_same(monkeypatch):
+    go_on = threading.Event()
+    tell_read = RingLinks.tell_read
+
+    def slow_tell_read(links, round_):
+        assert links.ring.position != 1 or go_on.wait(WAIT_S)
+        tell_read(links, round_)
+
+    monkeypatch.setattr(RingLinks, "tell_read", slow_tell_read)
+    with Members(3, plane="mixed") as members:
+        members.install(1)
+        results, futures = _lasting(members)
+        wait_until(lambda: all((results[i] == 9).all() and members.planes[i].waiting_for for i in (0, 2)))
+        assert not futures[0].done()
+        assert not futures[2].done()
+        go_on.set()
+        for i in range(3):
+            futures[i].result(WAIT_S)
+
+
+def test_members_that_disagree_about_whether_results_last_abort():
+    with Members(2, plane="shm") as members:
+        members.install(1)
+        futures = [
+            *members.start(1, 1, {0: torch.ones(64)}, {0: torch.ones(64)}, lasting=True).values(),
+            *members.start(1, 1, {1: torch.ones(64)}, {1: torch.ones(64)}).values(),
+        ]
+        for future in futures:
+            with pytest.raises(RoundAborted):
+                future.result(WAIT_S)
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,7 @@ class GroupPlane(EpochPlane[GroupLinks]):
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
         retain_gradients: bool = True,
+        lasting: bool = False,
     ) -> None:
         """Reduce over the members of ``epoch``: see DataPlane, and the class for the bits."""
         result = source if result is None else result

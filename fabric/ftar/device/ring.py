@@ -109,6 +109,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
         retain_gradients: bool = True,
+        lasting: bool = False,
     ) -> None:
         """Reduce over the members of ``epoch``: see DataPlane.
 

@@ -108,7 +108,7 @@ class Exchange:
                 for _, parameter in bucket.parameters:
                     parameter.grad = None
         part = bucket.view(flat)
-        # Lasting: a slot is not written again before two more steps were committed, or this round was aborted.
+        # Lasting: nobody writes to the slot before two more steps were committed, or this round was aborted.
         self._plane.all_reduce(order.fence.epoch, order.step, part, retain_gradients=False, lasting=True)
         for peer, seconds in self._plane.waiting_s.items():
             self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds

@@ -9,7 +9,7 @@ same order of summation, whatever carries its hops. Before a link of bytes, and 
 long, a member adds up what it has and passes on its own memory.
 
 Two rules keep what is read whole. A member returns from an exchange only after everybody who can see its
-memory has said that it read everything (``READ``); not where all links are of this kind and the caller has said
+memory has said that it read everything (``READ``), unless all links are of this kind and the caller has said
 that the result lasts (docs/decisions/0054). And a member that aborts raises its *guard*, one word in
 shared memory, before it returns and its memory may be written again; a reader looks at the guard of whom it
 has read and before it sends anything on that came of it. This relies on stores becoming visible in their

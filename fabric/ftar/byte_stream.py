@@ -108,12 +108,19 @@ class ByteReceiver:
         return self.completed
 
     def pump(self) -> tuple[bool, bool]:
-        """Receive once: whether bytes came, and whether they counted (payload of this round).
+        """Receive once, or a header and at once what came behind it: whether bytes came, and whether they
+        counted (payload of this round).
 
         Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used.
         """
         if self.done:
             return False, False
+        moved, counted = self._receive()
+        if moved and self._payload is not None and not self._filled:
+            counted = self._receive()[1]
+        return moved, counted
+
+    def _receive(self) -> tuple[bool, bool]:
         target = self._header if self._payload is None else self._payload
         try:
             count = self._sock.recv_into(target[self._filled :])

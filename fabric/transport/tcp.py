@@ -85,7 +85,7 @@ class Listener:
 
     async def start(self, host: str, ports: Sequence[int] = (0,), local: bool = False) -> None:
         """Bind and begin to accept on the first free of ``ports`` (0: any), with
-        ``local`` also on a unix socket for data links from this host.
+        ``local`` also on a unix socket for links from this host.
 
         Raises ConfigError where none can be bound.
         """

@@ -215,9 +215,11 @@ class LeaderBase:
         )
 
     def _proven(self, member: Member) -> Member:
-        knows = self._knows(member)
+        knows, found = self._knows(member), self._addressed(member)
         awaited = member.awaited and not knows
-        return replace(self._addressed(member), fresh=not knows, awaited=awaited)
+        if (found.fresh, found.awaited) == (not knows, awaited):
+            return found  # nearly everybody: a new epoch of thousands copies hardly any entry
+        return replace(found, fresh=not knows, awaited=awaited)
 
     def _write(self, record: Record) -> None:
         nonce = record.nonce
@@ -378,6 +380,8 @@ class LeaderBase:
     def _addressed(self, member: Member) -> Member:
         """With its checkpoint servers where they are now: one that died was started again elsewhere."""
         found = self.liveness.ckpts(member)
+        if found == [a.ckpt for a in member.addresses]:
+            return member
         ranks = tuple(replace(a, ckpt=url) for a, url in zip(member.ranks, found[1:], strict=True))
         return replace(member, ckpt=found[0], ranks=ranks)
 

@@ -242,7 +242,7 @@ class Session(asyncio.Protocol):
         )
 
     def beat(self) -> None:
-        if not self.open:
+        if not self.open or self.transport is None or self.transport.is_closing():
             return
         self.beats += 1
         generation = self.record.generation if self.record is not None else 0

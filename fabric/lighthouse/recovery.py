@@ -5,7 +5,9 @@ every replica that was lost is a member again. Times are Unix seconds as the lig
 include the way of the news to it: of the first step after a failure it hears by a member's next beat.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import Any
 
 from fabric.errors import ProtocolError
@@ -129,8 +131,9 @@ class Recoveries:
             self._looked = now
             if changed:
                 self._pending = [recovery for recovery in self.kept if recovery.is_open]
+            top = cache(lambda: top_step(core))  # found once, however many were lost: it looks at everybody
             for recovery in self._pending:
-                if _fill(recovery, core, now):
+                if _fill(recovery, core, now, top):
                     changed[recovery.id] = recovery
         if changed:
             self._pending = [recovery for recovery in self.kept if recovery.is_open]
@@ -183,8 +186,8 @@ class Recoveries:
         recovery.lost[replica] = Return()
 
 
-def _fill(recovery: Recovery, core: Leader, now: float) -> bool:
-    """Note what has come true since; whether anything has."""
+def _fill(recovery: Recovery, core: Leader, now: float, top: Callable[[], int]) -> bool:
+    """Note what has come true since; whether anything has. ``top``: the job's newest step."""
     record = core.record
     if record is None or not recovery.epoch_committed:
         return False
@@ -192,11 +195,11 @@ def _fill(recovery: Recovery, core: Leader, now: float) -> bool:
     if not recovery.links_up and (record.epoch > recovery.epoch or _everybody_runs(core, record)):
         recovery.links_up, changed = now, True
     changed = _note_resume(recovery, core) or changed
-    if not recovery.step_committed and _has_stepped(recovery, core, record):
+    if not recovery.step_committed and _has_stepped(recovery, core, record, top):
         recovery.links_up = recovery.links_up or now
         recovery.step_committed, changed = now, True
     for replica in recovery.lost:
-        changed = _fill_return(recovery, replica, core, record, now) or changed
+        changed = _fill_return(recovery, replica, core, record, now, top) or changed
     return changed
 
 
@@ -209,17 +212,19 @@ def _note_resume(recovery: Recovery, core: Leader) -> bool:
     return True
 
 
-def _has_stepped(recovery: Recovery, core: Leader, record: Record) -> bool:
+def _has_stepped(recovery: Recovery, core: Leader, record: Record, top: Callable[[], int]) -> bool:
     """Whether a step was committed since: before the decision, what a member tells of is an older one."""
     is_decided = not record.is_forced or core.epoch.decision is not None
-    return record.complete or (is_decided and top_step(core) > recovery.step)
+    return record.complete or (is_decided and top() > recovery.step)
 
 
 def _everybody_runs(core: Leader, record: Record) -> bool:
     return len(core.epoch.running) >= len(record.roster)
 
 
-def _fill_return(recovery: Recovery, replica: str, core: Leader, record: Record, now: float) -> bool:
+def _fill_return(
+    recovery: Recovery, replica: str, core: Leader, record: Record, now: float, top: Callable[[], int]
+) -> bool:
     back, peer = recovery.lost[replica], core.liveness.peers.get(replica)
     if back.joined or peer is None or not peer.connected:
         return False
@@ -228,7 +233,7 @@ def _fill_return(recovery: Recovery, replica: str, core: Leader, record: Record,
     is_lost_one = peer.incarnation == recovery.incarnations.get(replica)
     if is_lost_one and (peer.beat is None or peer.beat.epoch < recovery.epoch):
         return False
-    is_near = not is_lost_one or top_step(core) - peer.step <= 1
+    is_near = not is_lost_one or top() - peer.step <= 1
     member = record.lists(replica, peer.incarnation)
     before = (back.started, back.has_state, back.joined)
     back.started = back.started or now

@@ -195,4 +195,5 @@ def seated(roster: Sequence[Member], remembered: Mapping[str, int]) -> tuple[Mem
                 seats[member.replica] = seat
                 taken.add(seat)
     free = (seat for seat in count() if seat not in taken)
-    return tuple(replace(m, seat=seats[m.replica] if m.replica in seats else next(free)) for m in roster)
+    found = ((m, seats[m.replica] if m.replica in seats else next(free)) for m in roster)
+    return tuple(m if m.seat == seat else replace(m, seat=seat) for m, seat in found)

@@ -189,6 +189,7 @@ class Session(asyncio.Protocol):
             if not data.startswith(b"HTTP/1.1 101"):
                 after = re.search(rb"Retry-After: (\d+)", data) if b" 429 " in data[:16] else None
                 self.upgraded.set_exception(SentAway(float(after[1]) if after else 0.0))
+                self.upgraded.exception()  # whoever waits is told; it may have given up
                 self.cut()
                 return
             self.upgraded.set_result(None)

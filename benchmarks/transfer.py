@@ -6,7 +6,8 @@ The state is a snapshot file of mixed tensors (matrices of 8 and 16 MB in float3
 KB, scalars), all on loopback. A measure is the time until every tensor is usable in the receiver's memory.
 
 - one, three: our client with its default settings from one checkpoint server and from three: manifest,
-  opening the streams, verification of every block, and opening every tensor are in the time;
+  starting the streams, verification of every block, and opening every tensor are in the time. Like the raw
+  ones its connections are open, for a fetcher keeps them, and the rounds before the first one counted dial;
 - raw: two TCP connections that are open, ``recv_into`` straight to the place, every 4 MiB block digested;
 - bare: the same without digests;
 - torchft: its HTTPTransport as it comes, in one piece and into memory that it allocates;

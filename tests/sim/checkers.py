@@ -15,6 +15,7 @@ from fabric.protocol.changes import for_members
 from fabric.protocol.rank_orders import seen_by_rank
 
 if TYPE_CHECKING:
+    from sim.penalties import Penalties
     from sim.server import Gradient
     from sim.trainer import Trainer
 
@@ -55,6 +56,7 @@ class Checks:
         self.steps: dict[tuple[str, int], int] = {}
         self.newest = (0, 0)  # (generation, step) committed last
         self.leader = 0  # the newest election
+        self.penalties: Penalties | None = None  # where failures are remembered
         self.late: set[str] = set()  # processes that committed in a generation that was over
         self.decisions: dict[int, m.Resume] = {}
         self.grounds: dict[
@@ -96,6 +98,9 @@ class Checks:
         if before is not None and after.generation == before.generation:
             self._follows(before, after)
             self._let_in(before, after)
+        wrong = self.penalties.written(before, after) if self.penalties is not None and before else ""
+        if wrong:
+            raise Violation(wrong)
         self.records.append(after)
         self.by_epoch[after.epoch] = after
 

@@ -315,6 +315,7 @@ class Faults:
     def _operate(self, action: str, name: str, least: int | None = None, most: int | None = None) -> None:
         leader = self.world.lighthouses[self._leader_name()]
         if leader.core is not None:
+            self.world.ordered(action, name)
             event = leader_io.Operator(action, name, "operator", "a test", least, most)
             leader.run(lambda: leader.feed(event) if leader.core is not None else None)
 

@@ -348,7 +348,12 @@ LATE_MESSAGES: Aims = (
 )
 OUT_OF_SIGHT: Aims = (("bar", "kill trainer"), ("install", "cut control"))
 LONG_ABSENCE: Aims = (("commit", "slow network"), ("bar", "long absence"))
-BESIDE_A_NEWCOMER: Aims = (("bar", "kill trainer"), ("commit beside a newcomer", "kill trainer"))
+BESIDE_A_NEWCOMER: Aims = (  # what was said of the commit is still on its way
+    ("bar", "kill trainer"),
+    ("admitted", "slow network"),
+    ("commit beside a newcomer", "kill trainer"),
+    ("commit beside a newcomer", "kill trainer"),
+)
 DEPOSED: Aims = (("bar", "crash in a write"), ("bar", "kill trainer"))
 FLIPPED: Aims = (("bar", "flip in a result"), ("install", "flip in a state"))
 FLIPPED_AND_LEFT_ALONE: Aims = (("bar", "flip in a result"), ("abort", "kill two"), ("abort", "kill trainer"))

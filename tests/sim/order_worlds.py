@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 from sim.faults import Aims
+from sim.penalties import Penalties
 from sim.world import World
 
 from fabric.model import Orders
@@ -31,6 +32,7 @@ REQUIRED = (
     *(f"fault: {kind}" for kind in STRIKES),
     "orders: scaled by a forced epoch",
     "orders: surplus left",
+    "orders: written while somebody was penalised",
     "orders: written within an epoch",
     "orders: known to the next leader",
     *(f"{name}, then joined" for name in REASONS.values()),
@@ -40,8 +42,8 @@ REQUIRED = (
 class OrderWorld(World):
     """Some jobs have one replica more than they may have members."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed, aims=AIMS[seed // 2 % len(AIMS)] if seed % 2 else ())
+    def __init__(self, seed: int, aims: Aims = ()) -> None:
+        super().__init__(seed, aims=aims or (AIMS[seed // 2 % len(AIMS)] if seed % 2 else ()))
         random = self.clockwork.random
         policy = self.settings.leader.policy
         if seed % 3 == 0:
@@ -55,6 +57,12 @@ class OrderWorld(World):
         )
         for lighthouse in self.lighthouses.values():
             lighthouse.config = self.settings.leader
+        # Leaders disagree about when something was by their times of day, and by how fast their clocks go.
+        error_s = 0.5 + 6.0 * self._errs + 60.0 * self.clockwork.skew
+        leader = self.settings.leader
+        self.checks.penalties = Penalties(
+            lambda: self.clockwork.now, leader.failures, leader.failures_s, policy.min_replicas, error_s
+        )
         for _ in range(random.choice((1, 2, 3))):
             kind = random.choice(STRIKES)
             self.clockwork.at(self.clockwork.between(0.3, 4.0), lambda kind=kind: self.faults.strike(kind))
@@ -62,7 +70,12 @@ class OrderWorld(World):
         self.kept_out: dict[str, set[str]] = {name: set() for name in REASONS.values()}
 
     def time_error(self) -> float:
-        return self.clockwork.between(-3.0, 3.0) if self.clockwork.seed % 4 == 0 else 0.0
+        return self.clockwork.between(-3.0, 3.0) if self._errs else 0.0
+
+    @property
+    def _errs(self) -> bool:
+        """Whether the hosts of lighthouses have times of day that are wrong."""
+        return self.clockwork.seed % 4 == 0
 
     def _is_whole(self) -> "object":
         """As many as there may be are members, once the operator has taken back what was ordered."""
@@ -116,6 +129,11 @@ class OrderWorld(World):
                 kept_out -= set(joined)
 
 
+def play(seed: int, aims: Aims = ()) -> None:
+    """Play one; raises what it finds."""
+    OrderWorld(seed, aims).run()
+
+
 def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
     """Play seeds ``first`` to ``last`` (exclusive): the counters, and a line per failure."""
     counts: Counter[str] = Counter()
@@ -126,5 +144,7 @@ def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
             world.run()
         except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
             failures.append(f"order seed {seed}: {type(error).__name__}: {error}")
+        assert world.checks.penalties is not None
+        counts["orders: written while somebody was penalised"] += world.checks.penalties.met
         counts.update(world.clockwork.counts)
     return counts, failures

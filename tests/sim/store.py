@@ -113,6 +113,8 @@ class Store:
         self, record: Record, previous: Record | None, revision: int, answer: Callable[[str], None]
     ) -> None:
         """Guarded by the election key and the record as it was; answers ok, refused or indefinite."""
+        if self.checks.penalties is not None:
+            self.checks.penalties.asked(record)
         if self.before_write is not None:
             crash, self.before_write = self.before_write, None
             self.clockwork.at(0.0, crash)

@@ -1,8 +1,11 @@
 """Operators' orders, penalties and stand-bys under the same faults: what was ordered holds, all come back."""
 
-from sim import order_worlds
+import pytest
+from sim import noticing, order_worlds
+from sim.order_mutations import ORDERS
 
 SEEDS = 60
+MUTATION_SEEDS = 100
 
 
 def test_orders_hold_under_faults_and_everybody_is_wanted_again_in_the_end():
@@ -12,3 +15,9 @@ def test_orders_hold_under_faults_and_everybody_is_wanted_again_in_the_end():
     assert not failures, "\n".join(failures)
     missing = [name for name in order_worlds.REQUIRED if not counts[name]]
     assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+def test_the_simulator_notices_who_is_let_in_too_early(name):
+    mutate, aims = ORDERS[name]
+    noticing.find(mutate, lambda seed: order_worlds.play(seed, aims), MUTATION_SEEDS)

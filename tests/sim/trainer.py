@@ -174,6 +174,8 @@ class Trainer(Process):
         if isinstance(message, m.Report):
             self.world.checks.reported(self, message)
             self.world.happened("report", self.host)
+        if isinstance(message, m.Fallen):
+            self.world.ended_by_wish(self.host)
         if isinstance(message, m.Running):
             self.world.checks.running(self, message)
         if self._session is not None:

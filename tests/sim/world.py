@@ -231,6 +231,18 @@ class World:
     def initial_digest(self, host: str) -> str:
         return digest_of("initial", host if self.settings.different_starts else "same")
 
+    def ordered(self, action: str, host: str) -> None:
+        """An operator says this to a leader."""
+        if action == "evict":
+            self.ended_by_wish(host)
+        elif action == "admit" and self.checks.penalties is not None:
+            self.checks.penalties.pardon(host)
+
+    def ended_by_wish(self, host: str) -> None:
+        """The process there is to be left out by its own wish or an operator's."""
+        if self.checks.penalties is not None:
+            self.checks.penalties.excuse(host, self.hosts[host].incarnation)
+
     def happened(self, what: str, host: str) -> None:
         """Something that a fault may be waiting for."""
         self.faults.happened(what, host)

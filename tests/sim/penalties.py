@@ -1,0 +1,76 @@
+"""Who may not come in yet: the evidence against replicas that failed, counted from outside.
+
+What it sees are the records that the store was told, the words that replicas said and what operators ordered.
+It counts only what must count by every clock: leaders' clocks go wrong, and so do times of day.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from fabric.model import Record
+
+# Who is left out with these words asked for it, or an operator did.
+NO_FAILURE = ("evicted by ", "it cannot go on: ")
+
+
+class Penalties:
+    """``limit`` failures within ``window_s`` keep a replica out (each host has one replica here, so that its
+    penalty is the same); ``least`` members are needed where nobody has ordered otherwise. ``error_s`` is how
+    far two leaders may be apart about when something was."""
+
+    def __init__(
+        self, now: Callable[[], float], limit: int, window_s: float, least: int, error_s: float
+    ) -> None:
+        self._now = now
+        self._limit = limit
+        self._window_s = window_s
+        self._least = least
+        self._error_s = error_s
+        self._asked: dict[str, float] = {}  # nonce -> when a leader first wanted to write that record
+        self._failures: dict[str, list[float]] = defaultdict(list)
+        self._excused: set[tuple[str, int]] = set()  # processes whose end is perhaps no failure
+        self.met = 0  # records that were written while somebody was kept out
+
+    def asked(self, record: Record) -> None:
+        """A leader begins to write it: what it knew then is what it may be held to."""
+        self._asked.setdefault(record.nonce, self._now())
+
+    def excuse(self, replica: str, incarnation: int) -> None:
+        """This process has said itself that it cannot go on, or an operator has asked for its end."""
+        self._excused.add((replica, incarnation))
+
+    def pardon(self, replica: str) -> None:
+        """An operator lets it in: what was before counts no more."""
+        self._failures.pop(replica, None)
+
+    def written(self, before: Record, after: Record) -> str:
+        """Judge who came in with ``after`` (what is wrong with it, or empty), then count who was left out."""
+        at = self._asked.get(after.nonce, self._now())
+        kept_out = {name for name in self._failures if self._is_kept_out(name, at)}
+        self.met += bool(kept_out)
+        least = after.orders.min_replicas or self._least
+        if after.generation == before.generation:
+            came = [x.replica for x in after.roster if not before.lists(x.replica, x.incarnation)]
+            enough = len(before.roster) >= least
+        else:
+            came = list(after.names)
+            enough = len(set(after.names) - kept_out) >= least
+        wrong = sorted(kept_out & set(came))
+        if after.is_forced and after.epoch > before.epoch and after.generation == before.generation:
+            self._count(before, after, at)
+        if not wrong or not enough:
+            return ""
+        return f"{wrong} came in with epoch {after.epoch}: {self._limit} failures in {self._window_s:g} s"
+
+    def _count(self, before: Record, after: Record, at: float) -> None:
+        whys = dict(part.partition(" evicted: ")[::2] for part in after.reason.split("; "))
+        for member in before.roster:
+            why = whys.get(member.replica, "")
+            excused = (member.replica, member.incarnation) in self._excused or why.startswith(NO_FAILURE)
+            if why and not excused and not after.lists(member.replica, member.incarnation):
+                self._failures[member.replica].append(at)
+
+    def _is_kept_out(self, name: str, at: float) -> bool:
+        """Whether it failed so often so short a time ago that every leader must know and agree."""
+        recent = [x for x in self._failures[name] if 1.1 * (at - x) + self._error_s < self._window_s]
+        return 0 < self._limit <= len(recent)

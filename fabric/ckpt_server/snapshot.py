@@ -27,12 +27,15 @@ from fabric.ckpt_server.manifest import make_manifest
 from fabric.ckpt_server.state import StateView
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
-from fabric.runtime.priority import BACKGROUND, lower_priority
+from fabric.runtime.priority import lower_priority
 
 __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaLane", "DeviceLane", "SnapshotDigests", "build_manifest"]
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
+# Lower than other background work: the copy must not take the cores that the trainer needs, and who has to
+# wait for it helps.
+_NICENESS = 10
 _PACK_BELOW_BYTES = 256 << 10  # smaller device tensors are gathered on the device first
 _PACK_BYTES = 16 << 20
 _REGISTERED = 2  # as many as there are slots: memory of others is let go
@@ -73,7 +76,7 @@ def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
 class CpuCopier:
     """Copies host tensors with ``threads`` threads at the given niceness (0 to 19)."""
 
-    def __init__(self, threads: int = 2, niceness: int = BACKGROUND) -> None:
+    def __init__(self, threads: int = 2, niceness: int = _NICENESS) -> None:
         self._threads = threads
         self._pool = _pool(threads, niceness)
         self._copying: Copying | None = None
@@ -222,7 +225,7 @@ class CudaCopier:
     def __init__(self, lane: DeviceLane | None = None, threads: int = 2) -> None:
         self._lane: DeviceLane = CudaLane() if lane is None else lane
         self._threads = threads
-        self._host, self._digesting = _pool(threads, BACKGROUND), _pool(1, BACKGROUND)
+        self._host, self._digesting = _pool(threads, _NICENESS), _pool(1, _NICENESS)
         self._current: tuple[StateView, Copying, Tasks[Slice], Event] | None = None
 
     def prepare(self, target: memoryview) -> None:

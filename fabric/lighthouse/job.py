@@ -73,9 +73,8 @@ class Surroundings:
 
 @dataclass(slots=True)
 class PulseSource:
-    """The connection that a replica's pulses came over last, what the core heard of them, and when."""
+    """What the core heard last of a replica's pulses over one connection, and when."""
 
-    connection: Connection
     pulse: m.Pulse
     told: float
 
@@ -99,7 +98,8 @@ class Job:
         self.recoveries = recoveries
         self.core = Leader(name, around.config, _entropy(), around.clock())
         self.sessions: dict[str, Connection] = {}
-        self.pulses: dict[tuple[str, int], PulseSource] = {}  # by replica and rank
+        # By replica and rank for each connection: a second process of an id, which is refused, has one too.
+        self.pulses: dict[Connection, dict[tuple[str, int], PulseSource]] = {}
         self._around = around
         self._stored = stored
         self._driver: Driver[io.Event, io.Effect] | None = None
@@ -197,7 +197,7 @@ class Job:
             self._driver.close()
             self._driver = None
         self._changed.set()
-        connections = [*self.sessions.values(), *(source.connection for source in self.pulses.values())]
+        connections = [*self.sessions.values(), *self.pulses]
         self.sessions.clear()
         self.pulses.clear()
         for connection in connections:
@@ -265,22 +265,23 @@ class Job:
 
     def pulse(self, connection: Connection, pulse: m.Pulse) -> None:
         """One beat; many that say the same are told at ``PULSE_S``; that states age says nothing new."""
-        key = (pulse.replica, pulse.rank)
-        known, now = self.pulses.get(key), self.now
-        if (known is None or known.connection is not connection) and self.core.record is not None:
-            connection.send(text_frame(_notice(self.core.record)))
-        same = known is not None and known.connection is connection and now - known.told < PULSE_S
-        if same and known is not None and _same(known.pulse, pulse):
+        if connection not in self.pulses:
+            self.pulses[connection] = {}
+            if self.core.record is not None:
+                connection.send(text_frame(_notice(self.core.record)))
+        heard, key = self.pulses[connection], (pulse.replica, pulse.rank)
+        known, now = heard.get(key), self.now
+        if known is not None and now - known.told < PULSE_S and _same(known.pulse, pulse):
             return
-        self.pulses[key] = PulseSource(connection, pulse, now)
+        heard[key] = PulseSource(pulse, now)
         self._feed(io.PulseSeen(pulse))
 
     def pulse_closed(self, connection: Connection) -> None:
-        """The connection of a checkpoint server has ended."""
-        gone = [key for key, source in self.pulses.items() if source.connection is connection]
-        for replica, rank in gone:
-            del self.pulses[replica, rank]
-            self._feed(io.PulseClosed(replica, rank))
+        """The connection of a checkpoint server has ended; it may have another one already."""
+        for (replica, rank), source in self.pulses.pop(connection, {}).items():
+            others = (heard.get((replica, rank)) for heard in self.pulses.values())
+            if not any(x is not None and x.pulse.ckpt == source.pulse.ckpt for x in others):
+                self._feed(io.PulseClosed(replica, source.pulse.ckpt, rank))
 
     def operate(self, asked: io.Operator) -> None:
         """What a person decides, on the record with who and why."""
@@ -318,7 +319,7 @@ class Job:
         """Checkpoint servers log which epoch is in force and why, as the replicas do."""
         if self._record is not None:
             frame = text_frame(_notice(self._record))
-            for connection in {source.connection for source in self.pulses.values()}:
+            for connection in self.pulses:
                 connection.send(frame)
 
     def _perform(self, effect: io.Effect) -> None:

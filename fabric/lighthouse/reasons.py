@@ -92,15 +92,17 @@ def _waiting_in_epoch(core: Leader, record: Record, now: float) -> str:
             late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
             said = _heard(core, late, None, now)
             return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{said}"
-    return _waiting_in_step(core, now) or "nothing: every member runs"
+    return _waiting_in_step(core, record, now) or "nothing: every member runs"
 
 
-def _waiting_in_step(core: Leader, now: float) -> str:
+def _waiting_in_step(core: Leader, record: Record, now: float) -> str:
     """For whom the others wait in the exchange, and have waited for long."""
     found = []
     for name, (step, since) in core.lateness.since.items():
         peer = core.liveness.peers.get(name)
-        if peer is not None and peer.connected and peer.step <= step and now - since >= _WORTH_S:
+        if peer is None or not peer.connected or not record.lists(name, peer.incarnation):
+            continue
+        if peer.step <= step and now - since >= _WORTH_S:
             found.append((since, name, step))
     if not found:
         return ""

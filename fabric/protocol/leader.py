@@ -18,7 +18,7 @@ from fabric.protocol.alike import difference
 from fabric.protocol.decide import Evict, Undecidable, decide
 from fabric.protocol.leader_base import DEAF_S, EpochState, LeaderConfig
 from fabric.protocol.leader_joins import Joins
-from fabric.protocol.liveness import Peer, PulseState
+from fabric.protocol.liveness import Peer
 from fabric.protocol.waits import Reforms, complaint, ring_order, unexcused
 
 __all__ = ["Leader", "LeaderConfig"]
@@ -206,34 +206,25 @@ class Leader(Joins):
             peer.closed = self._now
 
     def on_pulse(self, event: io.PulseSeen) -> None:
-        pulse = event.pulse
-        pulses, key = self.liveness.pulses_of(pulse.rank), pulse.replica
-        known = pulses.get(key)
-        if known is not None and known.incarnation > pulse.incarnation:
+        pulse, member = event.pulse, self.record.member(event.pulse.replica) if self.record else None
+        if not self.liveness.counts(pulse, member):
             return
-        same = known is not None and (known.incarnation, known.trainer) == (pulse.incarnation, pulse.trainer)
-        if not same and pulse.trainer in ("gone", "stopped"):
-            listed = self.record is not None and self.record.lists(key, pulse.incarnation)
-            cause = self._pending() if listed else ""
+        known = self.liveness.hear(pulse, self._now)
+        if (known is None or not known.says(pulse)) and pulse.trainer in ("gone", "stopped"):
+            listed = member is not None and member.incarnation == pulse.incarnation
+            cause = self._pending() if listed and not (self.record and self.record.complete) else ""
             self._tell("trainer " + pulse.trainer, pulse.replica, "seen by its checkpoint server", cause)
-        pulses[key] = PulseState(
-            incarnation=pulse.incarnation,
-            trainer=pulse.trainer,
-            since=known.since if same and known is not None else self._now,
-            seen=self._now,
-            ckpt=pulse.ckpt,
-            snapshots=pulse.snapshots,
-            deaths=pulse.deaths,
-            taken=tuple(self._now - age_s for age_s in pulse.ages_s) if pulse.ages_s else (),
-            durable=pulse.durable or (known.durable if known is not None else ()),
-            durable_error=pulse.durable_error,
-        )
         self._tell_durable(pulse, known)
 
     def on_pulse_closed(self, event: io.PulseClosed) -> None:
-        pulse = self.liveness.pulses_of(event.rank).get(event.replica)
-        if pulse is not None:
-            pulse.connected = False
+        pulses = self.liveness.pulses_of(event.rank)
+        pulse = pulses.get(event.replica)
+        if pulse is None or pulse.ckpt != event.ckpt:
+            return
+        pulse.connected = False
+        belongs = event.replica in self.liveness.peers or self._lists(event.replica)
+        if not (belongs or pulse.deaths or pulse.durable):
+            del pulses[event.replica]  # it was never let in, and leaves nothing to know
 
     def on_member(self, event: io.FromMember) -> None:
         peer = self.liveness.peers.get(event.replica)

@@ -45,9 +45,10 @@ class PulseSeen:
 
 @dataclass(frozen=True, slots=True)
 class PulseClosed:
-    """The connection of this replica's checkpoint server (of this rank of it) ended."""
+    """The connection ended over which the server at ``ckpt`` told of this replica (of this rank of it)."""
 
     replica: str
+    ckpt: str
     rank: int = 0
 
 

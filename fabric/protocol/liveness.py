@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fabric.model import Death, Member, SnapshotRef
-from fabric.protocol.messages import Beat, Session
+from fabric.protocol.messages import Beat, Pulse, Session
 from fabric.protocol.rank_orders import rank_of_url
 
 Process = TypeVar("Process", Member, Session)
@@ -70,6 +70,10 @@ class PulseState:
     durable: tuple[SnapshotRef, ...] = ()
     durable_error: str = ""
 
+    def says(self, pulse: Pulse) -> bool:
+        """Whether this pulse tells the same of the same process."""
+        return (self.incarnation, self.trainer) == (pulse.incarnation, pulse.trainer)
+
 
 @dataclass(slots=True)
 class Liveness:
@@ -105,6 +109,38 @@ class Liveness:
     def pulses_of(self, rank: int) -> dict[str, PulseState]:
         """By replica, of the checkpoint servers of this rank."""
         return self.rank_pulses.setdefault(rank, {}) if rank else self.pulses
+
+    def counts(self, pulse: Pulse, member: Member | None) -> bool:
+        """Whether this pulse is to be believed of its replica, which the roster has as ``member``. A process
+        that was let in (a session of it was taken, or the roster has it) is not silenced by one that was not,
+        elsewhere: that may be a second one of the same id, which is refused. Else the newer one counts."""
+        known, peer = self.pulses_of(pulse.rank).get(pulse.replica), self.peers.get(pulse.replica)
+        if known is None or known.incarnation == pulse.incarnation:
+            return True
+        if known.ckpt == pulse.ckpt:
+            return pulse.incarnation > known.incarnation
+        let_in = {x.incarnation for x in (peer, member) if x is not None}
+        if (pulse.incarnation in let_in) != (known.incarnation in let_in):
+            return pulse.incarnation in let_in
+        return pulse.incarnation > known.incarnation
+
+    def hear(self, pulse: Pulse, now: float) -> PulseState | None:
+        """Take it; returns what was known of the replica's checkpoint server before."""
+        pulses, key = self.pulses_of(pulse.rank), pulse.replica
+        known = pulses.get(key)
+        pulses[key] = PulseState(
+            incarnation=pulse.incarnation,
+            trainer=pulse.trainer,
+            since=known.since if known is not None and known.says(pulse) else now,
+            seen=now,
+            ckpt=pulse.ckpt,
+            snapshots=pulse.snapshots,
+            deaths=pulse.deaths,
+            taken=tuple(now - age_s for age_s in pulse.ages_s) if pulse.ages_s else (),
+            durable=pulse.durable or (known.durable if known is not None else ()),
+            durable_error=pulse.durable_error,
+        )
+        return known
 
     def held(self) -> dict[SnapshotRef, set[str]]:
         """Every snapshot that a checkpoint server which is heard holds, and where: URLs of all ranks."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from corrupting_proxy import CorruptingProxy
 from job import Job
+from test_all_killed import ask
 from test_corruption import events
 from test_failures import finals, finish_and_check
 
@@ -272,6 +273,16 @@ def test_a_replica_id_taken_from_another_folder(pair):
     said = refused(pair, "r0", FABRIC_RUN_DIR=other)
     assert "replica id r0 is taken by a living process: give every replica its own FABRIC_REPLICA" in said
     pair.wait_for(lambda: len(pair.server_pids()) == 2, "the end of the refused one's checkpoint server")
+
+    def are_seen() -> bool:
+        seen = ask(pair, f"{pair.url}/v1/jobs/test")
+        found = seen["checkpoint_servers"]
+        servers = {(x["replica"], x["ckpt"]): (x["trainer"], x["connected"]) for x in found}
+        pulses = [x["pulse"] and x["pulse"]["trainer"] for x in seen["members"]]
+        own = {(x["replica"], x["ckpt"]): ("running", True) for x in seen["members"]}
+        return pulses == ["running", "running"] and servers == own
+
+    pair.wait_for(are_seen, "the pulses of the living, and of nobody else")
     pair.pids["r0"], pair.starts["r0"] = first, 1
 
 

@@ -1,11 +1,13 @@
 """One job's shell over a store in trouble, and with a defect in its core."""
 
 import pytest
+from aiohttp import web
 from in_process import TroubledStore, lighthouse_on
 from lighthouse_support import WireMember, close_all, eventually, get, start_job
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.connection import DEFECT, Frames
+from fabric.lighthouse.connection import DEFECT, Connection, Frames
+from fabric.lighthouse.view import job_view
 from fabric.model import SnapshotRef
 from fabric.protocol import messages as m
 from fabric.protocol.liveness import LivenessConfig
@@ -164,4 +166,28 @@ async def test_an_unchanged_pulse_is_not_told_every_time(instance, http):
     job.pulse(connection, m.Pulse("r0", 1, "stopped", 100))
     beats = [event.pulse for event in told if hasattr(event, "pulse")]
     assert beats[0].number == 0 and beats[-1].trainer == "stopped" and len(beats) < 20
+    await member.close()
+
+
+async def test_the_server_of_a_refused_second_process_hides_nobody(instance, http):
+    """Both pulse at once, the second one for a while after its trainer was refused, then no more."""
+    member = await WireMember(http, instance.url, "r0").open()
+    await member.say(m.Beat(1, 0, 0, 0))
+    await member.next(m.BeatReply)
+    second = await WireMember(http, instance.url, "r0", incarnation=2).open()
+    await second.next(m.Rejected)
+    job = instance.jobs.by_name["job"]
+    own, others, again = (Connection(web.WebSocketResponse(), None) for _ in range(3))
+    job.pulse(own, m.Pulse("r0", 1, "running", 1, "http://own"))
+    for number, trainer in enumerate(("running", "gone", "gone")):
+        job.pulse(others, m.Pulse("r0", 2, trainer, number, "http://others"))
+    job.pulse_closed(others)
+    job.pulse(again, m.Pulse("r0", 1, "running", 1, "http://own"))
+    job.pulse_closed(own)  # its first connection, after the second has begun
+    [server] = job_view(job)["checkpoint_servers"]
+    assert (server["ckpt"], server["trainer"], server["connected"]) == ("http://own", "running", True)
+    [joiner] = job_view(job)["joiners"]
+    assert joiner["pulse"]["trainer"] == "running"
+    job.pulse_closed(again)
+    assert not job_view(job)["checkpoint_servers"][0]["connected"]
     await member.close()

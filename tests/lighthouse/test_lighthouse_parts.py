@@ -157,6 +157,8 @@ class TestWaiting:
         core.handle(io.FromMember("r2", 1, m.Beat(1, 1, 1, 0)), 8.6)
         said = "r2, in user code in step 0, for 7.0 s now: last seen 0.4 s ago, may take until 12:02:53 UTC"
         assert waiting_for(core, 9.0) == said
+        core.record = replace(core.record, roster=core.record.roster[:2])
+        assert waiting_for(core, 9.0) == "nothing: every member runs", "nobody waits for who is outside"
 
     def test_a_lost_write(self, core):
         for name in ("r0", "r1", "r2"):

@@ -76,7 +76,7 @@ class Lighthouse:
     def lose(self, name):
         """Its session and the pulse of its server end."""
         self.pulses.pop(name, None)
-        self.do(io.SessionClosed(name, self.incarnations[name]), io.PulseClosed(name))
+        self.do(io.SessionClosed(name, self.incarnations[name]), io.PulseClosed(name, f"http://{name}"))
 
     @property
     def record(self):
@@ -595,6 +595,64 @@ def test_two_living_processes_cannot_be_one_replica():
     lighthouse.open("a", incarnation=2)
     ((_, rejected),) = lighthouse.sent(m.Rejected)
     assert "replica id a is taken by a living process" in rejected.reason
+
+
+def elsewhere(name, incarnation, trainer="running"):
+    """The pulse of another process of this replica id, with a server and a run folder of its own."""
+    return io.PulseSeen(m.Pulse(name, incarnation, trainer, 1, "http://elsewhere"))
+
+
+def test_a_refused_second_process_of_an_id_silences_nobody():
+    lighthouse = started()
+    lighthouse.pulses["the second b"] = elsewhere("b", 2)
+    lighthouse.wait(0.1)  # its pulse comes before its session
+    assert lighthouse.do(io.SessionOpened(session_of("b", 2, generation=1)))
+    assert lighthouse.sent(m.Rejected)
+    lighthouse.wait(5.0)  # b's trainer holds the interpreter's lock: its server alone is heard
+    lighthouse.pulses["the second b"] = elsewhere("b", 2, "gone")
+    lighthouse.wait(5.0)
+    del lighthouse.pulses["the second b"]
+    lighthouse.do(io.PulseClosed("b", "http://elsewhere"))
+    lighthouse.wait(0.1)
+    assert lighthouse.record.epoch == 1 and not lighthouse.core.epoch.condemned
+    pulse = lighthouse.core.liveness.pulses["b"]
+    assert (pulse.incarnation, pulse.ckpt, pulse.connected) == (1, "http://b", True)
+    lighthouse.pulse("b", "stopped")
+    lighthouse.wait(0.3)
+    assert lighthouse.record.names == ("a",) and "been stopped" in lighthouse.record.reason, "and at once"
+
+
+def test_after_a_fail_over_the_roster_says_which_of_two_pulses_counts():
+    lighthouse = Lighthouse(record_of("a b"))
+    lighthouse.do(elsewhere("b", 2))
+    lighthouse.pulse("b")
+    lighthouse.do(elsewhere("b", 2, "gone"))
+    pulse = lighthouse.core.liveness.pulses["b"]
+    assert (pulse.incarnation, pulse.trainer, pulse.ckpt) == (1, "running", "http://b")
+    assert not lighthouse.told("trainer gone")
+
+
+def test_a_new_process_on_another_host_counts_once_it_is_let_in():
+    lighthouse = started("a b c")
+    lighthouse.pulse("b", "gone")
+    lighthouse.do(elsewhere("b", 2))
+    assert lighthouse.core.liveness.pulses["b"].trainer == "gone", "what is certain of the old one stays so"
+    lighthouse.wait(0.1)
+    lighthouse.open("b", incarnation=2, generation=1, step=5, predecessors_gone=True)
+    lighthouse.do(elsewhere("b", 2))
+    lighthouse.pulse("b", "gone")
+    pulse = lighthouse.core.liveness.pulses["b"]
+    assert (pulse.incarnation, pulse.trainer, pulse.ckpt) == (2, "running", "http://elsewhere")
+
+
+def test_the_server_of_who_was_never_let_in_is_forgotten_with_its_connection():
+    lighthouse = started()
+    lighthouse.pulse("x2")
+    lighthouse.do(io.SessionOpened(session_of("x2", layout="wide")))
+    assert lighthouse.sent(m.Rejected)
+    lighthouse.do(io.PulseClosed("x2", "http://x2"), io.PulseClosed("b", "http://b"))
+    assert set(lighthouse.core.liveness.pulses) == {"a", "b"}
+    assert not lighthouse.core.liveness.pulses["b"].connected
 
 
 def test_an_older_process_must_go():

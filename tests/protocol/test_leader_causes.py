@@ -57,3 +57,12 @@ def test_a_first_start_and_a_drain_have_ids_of_their_own():
     lighthouse.do(io.Operator("drain", "b", "me", "its host is hot"))
     lighthouse.beat("a", 5)
     assert (lighthouse.record.epoch, lighthouse.record.cause) == (2, "e2")
+
+
+def test_a_trainer_that_ends_with_the_job_is_no_cause():
+    lighthouse = started()
+    for name in ("a", "b"):
+        lighthouse.say(name, m.Finished(lighthouse.record.fence, 9))
+    assert lighthouse.record.complete
+    lighthouse.pulse("a", "gone")
+    assert [e.cause for e in lighthouse.told("trainer gone")] == [""], "no epoch answers it"

@@ -30,7 +30,7 @@ class Lighthouse(Process):
         self.revision = 0
         self.lease_end = 0.0  # by my own clock
         self.sessions: dict[str, tuple[int, Connection]] = {}  # replica -> incarnation, connection
-        self.pulses: dict[tuple[str, int], Connection] = {}
+        self.pulses: dict[tuple[str, str, int], Connection] = {}
         self._opening: tuple[str, int, Connection] | None = None  # the session whose first message is heard
         self._armed: float | None = None
         self._feeding = False
@@ -240,12 +240,12 @@ class Lighthouse(Process):
             connection.close(1, "not the leader")
             return
         pulse = cast(m.Pulse, decode(data))
-        self.pulses[pulse.replica, pulse.rank] = connection
+        self.pulses[pulse.replica, pulse.ckpt, pulse.rank] = connection
         self.feed(io.PulseSeen(pulse))
 
     def on_pulse_closed(self, connection: Connection) -> None:
-        for (replica, rank), known in list(self.pulses.items()):
+        for (replica, ckpt, rank), known in list(self.pulses.items()):
             if known is connection:
-                del self.pulses[replica, rank]
+                del self.pulses[replica, ckpt, rank]
                 if self.core is not None:
-                    self.feed(io.PulseClosed(replica, rank))
+                    self.feed(io.PulseClosed(replica, ckpt, rank))

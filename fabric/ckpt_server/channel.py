@@ -114,6 +114,7 @@ class Channel:
             "persist": self._persist,
             "void": self._void,
             "finish": self._finish,
+            "gone": self._gone,
         }
         trainer.on_death = self._trainer_died
 
@@ -294,6 +295,10 @@ class Channel:
         if not 0 <= request.linger_s <= 86400:
             raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
         self._lifetime.finish(request.linger_s)
+        return _success()
+
+    async def _gone(self, _: dict[str, Any]) -> Response:
+        self._trainer.give_up()
         return _success()
 
 

@@ -257,6 +257,10 @@ class ServerHandle:
         """The job is done: the server ends by itself ``linger_s`` from now."""
         self._ask({"op": "finish", "linger_s": linger_s})
 
+    def gone(self) -> None:
+        """This process takes part no more, and needs no waiting for its end: a death, told early."""
+        self._ask({"op": "gone"})
+
     def close(self) -> None:
         """Detach. The server, and what was published, stay. Memory that is still used stays mapped."""
         with self._lock:

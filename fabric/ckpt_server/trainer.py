@@ -89,6 +89,11 @@ class Trainer:
         self.is_attached = False
         self.changed.set()
 
+    def give_up(self) -> None:
+        """It takes part no more, says the process itself, although the kernel has it still."""
+        self._dead = True
+        self.changed.set()
+
     @property
     def state(self) -> str:
         """``running``, ``stopped``, ``gone``, or ``absent`` when none has attached yet."""

@@ -13,6 +13,7 @@ from fabric.client.engine import Engine, Parts
 from fabric.client.failure import TELL_S, describe, is_device_fault
 from fabric.client.insight import Insight, flight, stacks
 from fabric.client.place import Place
+from fabric.client.ranks import RankEngine
 from fabric.errors import FabricError
 from fabric.protocol import member_io as io
 from fabric.runtime.config import Settings
@@ -28,6 +29,7 @@ class Leaving:
     _samples: dict[int, list[int]]
     _at: tuple[int, int] | None = None
     _insight: Insight | None = None
+    _pid = 0
 
     def let_look_in(self) -> None:
         """Answer the checkpoint server's questions from now until the end."""
@@ -80,11 +82,25 @@ class Leaving:
                 self._parts.handle.finish()
         else:
             self._let_server_go()
-        atexit.unregister(self._let_server_go)
+        atexit.unregister(self._ends)
         if self._failed in mistakes.watchers:
             mistakes.watchers.remove(self._failed)
         self._parts.handle.close()
         self._parts.journal.close()
+
+    def _ends(self) -> None:
+        """The interpreter ends and nobody has called ``close``: Ctrl-C, ``sys.exit``, a loop that was left.
+
+        What it still does, its teardown and other people's handlers, can take seconds. Nobody waits for that:
+        for the job it is a death, and it is told at once.
+        """
+        if os.getpid() != self._pid:
+            return  # a child that was forked in the middle of the job
+        if self._engine.is_running and not isinstance(self._engine, RankEngine):
+            self._engine.close()
+            with contextlib.suppress(FabricError):
+                self._parts.handle.gone()
+        self._let_server_go()
 
     def _let_server_go(self) -> None:
         """A process that ends before it was ever in the job leaves nothing that anybody could want; what its

@@ -86,7 +86,8 @@ class Session(CatchingUp):
         self._loader: Loader | None = None
         self._finished = False
         self._until = sys.maxsize
-        atexit.register(self._let_server_go)
+        self._pid = os.getpid()
+        atexit.register(self._ends)
 
     # --- reading ----------------------------------------------------------------------------------
 

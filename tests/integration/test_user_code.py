@@ -1,5 +1,9 @@
 """User code, and an answer to the lighthouse, have a bound: who exceeds it is left out, and comes back."""
 
+import os
+import signal
+
+import pytest
 from job import Job
 from test_corruption import events
 from test_failures import finish_and_check
@@ -37,3 +41,24 @@ def test_a_stuck_control_thread_is_left_out_and_comes_back(zygote, tmp_path):
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 1, "r2": 2}
         assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 10], "it works again"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=["Ctrl-C", "sys.exit"])
+def test_a_loop_that_is_left_is_a_death_before_the_process_has_ended(zygote, tmp_path, number):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "60"}) as job:
+        may_end = job.folder / "may-end"
+        job.start("r0")
+        job.start("r2")
+        pid = job.start("r1", TEST_TRAINER="leaving_trainer", TEST_MAY_END=str(may_end))
+        job.wait_for(lambda: [e for e in job.events("r1", "commit") if e["step"] >= 5], "its first steps")
+        os.kill(pid, number)
+        job.wait_for(
+            lambda: [e for e in job.events("r0", "epoch") if e["roster"] == ["r0", "r2"]],
+            "an epoch without it",
+        )
+        assert job.ended("r1") is None
+        may_end.touch()
+        job.wait_for(lambda: job.ended("r1") is not None, "its end")
+        job.start("r1")
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}

@@ -235,7 +235,12 @@ class Channel:
         ]
         slots = [slot.index for slot in self._memory.held(SNAPSHOT)]
         return _success(
-            url=mine.url, pid=os.getpid(), instance=mine.instance, snapshots=snapshots, slots=slots
+            url=mine.url,
+            pid=os.getpid(),
+            instance=mine.instance,
+            snapshots=snapshots,
+            slots=slots,
+            parts=self._memory.snapshot_parts(),
         )
 
     async def _allocate(self, body: dict[str, Any]) -> Response:

@@ -28,9 +28,10 @@ _WORD = re.compile(r"[\x21-\x7e]{0,200}")
 class Content:
     """Published bytes. ``entry`` describes them in a listing, ``headers`` beside the bytes themselves;
     ``manifest`` is a snapshot's, as JSON, ``manifest_without_tensors`` a short one, and ``state`` the digest
-    of the state that it is (a part of). ``tensors`` is where a snapshot's lie, ``shards`` which of them are
-    parts of larger ones, ``block_bytes`` how its manifest cuts it. ``published`` is monotonic seconds, and so
-    is ``taken``: when the state was its trainer's, when the gradient was published."""
+    of the state that it is (a part of), ``parts`` of how many ranks that is. ``tensors`` is where its own
+    tensors lie, ``shards`` which of them are parts of larger ones, ``block_bytes`` how its manifest cuts it.
+    ``published`` is monotonic seconds, and so is ``taken``: when the state was its trainer's, when the
+    gradient was published."""
 
     generation: int
     step: int
@@ -46,6 +47,7 @@ class Content:
     tensors: Mapping[str, TensorSpan] = field(default_factory=dict)
     shards: Mapping[str, Shard] = field(default_factory=dict)
     block_bytes: int = 0
+    parts: int = 1
 
     @property
     def order(self) -> tuple[int, int]:
@@ -112,6 +114,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         tensors={span.name: span for span in header.tensors},
         shards=shards,
         block_bytes=checked["block_bytes"],
+        parts=len(checked.get("ranks", ("",))),
     )
 
 

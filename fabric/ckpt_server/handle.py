@@ -45,6 +45,7 @@ class _Welcome:
     instance: str
     snapshots: tuple[SnapshotRef, ...] = ()
     slots: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
 
 
 class _Line:
@@ -112,12 +113,14 @@ class _Line:
 
 class ServerHandle:
     """One trainer's attachment. ``url`` is where others read, ``pid`` the server's process,
-    ``snapshots`` what it held when this trainer attached, oldest first, ``slots`` where each lies."""
+    ``snapshots`` what it held when this trainer attached, oldest first, ``slots`` where each lies, ``parts``
+    of how many ranks each is."""
 
     url: str
     pid: int
     snapshots: tuple[SnapshotRef, ...]
     slots: tuple[int, ...]
+    parts: tuple[int, ...]
 
     def __init__(self, spec: ServerSpec, incarnation: int) -> None:
         self._spec = spec
@@ -301,6 +304,13 @@ class ServerHandle:
     def _welcome(self, welcome: _Welcome) -> None:
         self.url, self.pid, self.snapshots = welcome.url, welcome.pid, welcome.snapshots
         self.slots, self._instance = welcome.slots, welcome.instance
+        self.parts = welcome.parts
+
+    def held_by(self, ranks: int) -> tuple[SnapshotRef, ...]:
+        """Those of ``snapshots`` that a replica of ``ranks`` ranks has taken."""
+        if not self.parts:  # a server of an older version, which does not say it
+            return self.snapshots
+        return tuple(r for r, n in zip(self.snapshots, self.parts, strict=True) if n == ranks)
 
     def _attach(self, deadline: float) -> tuple[_Line, _Welcome]:
         """Connect and introduce ourselves, starting a server where there is none."""

@@ -162,6 +162,11 @@ class Memory:
         contents = [slot.content for slot in self.held(SNAPSHOT)]
         return tuple(SnapshotRef(c.generation, c.step, c.state) for c in contents if c is not None)
 
+    def snapshot_parts(self) -> tuple[int, ...]:
+        """Of how many ranks each of ``snapshot_refs`` is."""
+        contents = [slot.content for slot in self.held(SNAPSHOT)]
+        return tuple(c.parts for c in contents if c is not None)
+
     def snapshot_ages_s(self) -> tuple[float, ...]:
         """How long ago each of ``snapshot_refs`` was the trainer's state."""
         now = time.monotonic()

@@ -6,12 +6,11 @@ blocks that hold its own part: blocks and not bytes, because a block is what can
 writes the file that it would itself have written in that state, to be restored and served like any other.
 Nothing live is touched.
 
-How the new layout places a tensor is asked of the live objects: of a module's or another object's own state,
-and for an optimizer, whose state may not exist yet, of the parameter that has the same shape.
+How the new layout places a tensor is asked of the live objects, once: of a module's or another object's own
+state, and for an optimizer, whose state may not exist yet, of the parameter that has the same shape.
 """
 
-import mmap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 
 from fabric.ckpt_server.boxes import Box, Piece
 from fabric.ckpt_server.digest import BlockDigests, digest_of_blocks
-from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.layout import (
     ALIGNMENT_BYTES,
     ELEMENT_BYTES,
@@ -32,50 +30,84 @@ from fabric.ckpt_server.layout import (
     read_preamble,
 )
 from fabric.ckpt_server.manifest import make_manifest
+from fabric.ckpt_server.parts import Allocate, Part
 from fabric.ckpt_server.sharded import describe, is_sharded, local_shape
 from fabric.ckpt_server.state import FORMAT, tensor_at
 from fabric.ckpt_server.state import describe as step_and_tree
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 
-Allocate = Callable[[int], memoryview]
+
+class Misfit(StateError):
+    """The state cannot be this model's, wherever it is read: another model, or a layout that is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
-class Relaid:
-    """A state's file in this rank's layout: its manifest, and how many bytes were fetched for it."""
+class Placed:
+    """How a live tensor is placed: the shape of the whole, this rank's part of it, and how a file describes
+    that (None: it is not sharded)."""
 
-    manifest: dict[str, Any]
-    fetched: int
+    shape: tuple[int, ...]
+    box: Box
+    description: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Placed":
+        """A live tensor's."""
+        shape = tuple(tensor.shape)
+        if not is_sharded(tensor):
+            return cls(shape, Box.whole(shape), None)
+        description = describe(tensor)
+        return cls(shape, Box(tuple(description["offset"]), local_shape(tensor)), description)
 
 
-def fetch_relaid(
-    sources: Sequence[Sequence[str]],
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """State of an optimizer that is placed as its parameter is, where it has its shape."""
+
+    parameter: Placed
+
+
+class Layout:
+    """How the live ``objects`` are placed in this rank; looked up once, while nothing changes them."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self.live = {name: _placements(value) for name, value in objects.items()}
+
+    def fits(self, header: Header) -> bool:
+        """Whether the file with this header is as this rank would write it. Raises Misfit."""
+        return bool(Plan([header], self, 0, whole=False).tree == step_and_tree(header.metadata)[1])
+
+
+def relay(
+    parts: Sequence[Part],
     state: SnapshotRef,
-    objects: Mapping[str, Any],
+    layout: Layout,
     allocate: Allocate,
     *,
-    token: str = "",
     rank: int = 0,
     who: tuple[str, str] = ("", ""),
-    created: float = 0.0,
-) -> Relaid:
-    """Fetches ``state`` from the old layout's servers into ``allocate(nbytes)``, as rank ``rank``'s own file.
+) -> dict[str, Any]:
+    """Makes rank ``rank``'s own file of ``state`` in ``layout``, in ``allocate(nbytes)``; its manifest.
 
-    ``sources`` has the base URLs of the servers that hold the part of old rank 0, of old rank 1, and so on;
-    ``state.digest`` is of the whole. ``objects`` are the live ones of the new layout, which are only looked
-    at: ``restore`` loads the file into them. The memory begins at a multiple of 64. ``who`` is the job and
-    replica of the manifest. Raises StateError (Gone, IntegrityError), with the memory undefined.
+    ``parts`` are those of all old ranks, in order. The memory begins at a multiple of 64. ``who`` is the job
+    and replica of the manifest. Raises StateError (Misfit, Gone, IntegrityError), with the memory undefined.
     """
-    parts = [_OldPart(urls, number, token, state) for number, urls in enumerate(sources)]
     try:
-        plan = Plan([part.header(len(parts)) for part in parts], objects, rank)
+        headers = [part.header() for part in parts]
+        for part in parts:
+            if part.ranks != len(parts):
+                raise StateError(
+                    f"The state of step {state.step} has {part.ranks} parts and sources were given for"
+                    f" {len(parts)}: name the servers of every old rank."
+                )
+        plan = Plan(headers, layout, rank)
         memory = allocate(plan.nbytes)[: plan.nbytes]
         if np.frombuffer(memory, np.uint8).ctypes.data % ALIGNMENT_BYTES or memory.readonly:
             raise StateError("The memory for a state must be writable and begin at a multiple of 64.")
         memory[: len(plan.preamble)] = plan.preamble
         for part in parts:
-            part.fetch(plan.blocks(part.rank, part.manifest["block_bytes"]))
+            part.have(plan.blocks(part.rank, part.manifest["block_bytes"]))
             plan.write(part.rank, part.file, memory)
             part.let_go()
     finally:
@@ -85,79 +117,33 @@ def fetch_relaid(
     digests.update(memory)
     blocks = digests.blocks()
     ref = SnapshotRef(state.generation, state.step, digest_of_blocks(plan.nbytes, blocks))
-    job, replica = who
-    manifest = make_manifest(ref, plan.nbytes, blocks, job=job, replica=replica, created=created)
-    return Relaid(manifest, sum(part.fetched for part in parts))
-
-
-class _OldPart:
-    """One old rank's file, of which only what is needed is there: the rest of its memory is never touched."""
-
-    def __init__(self, urls: Sequence[str], rank: int, token: str, state: SnapshotRef) -> None:
-        self.rank = rank
-        self.file = memoryview(b"")
-        self.manifest: dict[str, Any] = {}
-        self.fetched = 0
-        self._urls = urls
-        self._state = state
-        self._fetcher = StateFetcher(token, rank=rank)
-        self._there: set[int] = set()
-
-    def header(self, ranks: int) -> Header:
-        """What lies where in it. Raises StateError unless it is one of ``ranks`` parts."""
-        self.fetch({0})
-        known = len(self.manifest.get("ranks", ("",)))
-        if known != ranks:
-            raise StateError(
-                f"The state of step {self._state.step} has {known} parts and sources were given for {ranks}:"
-                " name the servers of every old rank."
-            )
-        end = 8 + int.from_bytes(self.file[:8], "little")
-        self.fetch(range(min(end // self.manifest["block_bytes"] + 1, len(self.manifest["blocks"]))))
-        return read_preamble(self.file, len(self.file))
-
-    def fetch(self, blocks: Collection[int]) -> None:
-        """Have these blocks in ``file``, verified."""
-        missing = set(blocks) - self._there
-        if missing:
-            found = self._fetcher.fetch_state(self._urls, self._state, self._memory, missing)
-            self.manifest = found.manifest
-            self.fetched += sum(found.sources.values())
-            self._there |= missing
-
-    def let_go(self) -> None:
-        """Its memory and its connections are needed no more."""
-        self._fetcher.close()
-        self.file = memoryview(b"")
-
-    def _memory(self, nbytes: int) -> memoryview:
-        if len(self.file) != nbytes:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-            self.file = memoryview(mmap.mmap(-1, nbytes, flags))
-        return self.file
+    (job, replica), created = who, parts[0].manifest.get("created", 0.0)
+    return make_manifest(ref, plan.nbytes, blocks, job=job, replica=replica, created=created)
 
 
 class Plan:
     """How rank ``rank`` of the new layout makes its file (``preamble``, and ``nbytes`` in all) of the old
     ranks' files with these ``headers``: which ``pieces`` go there.
 
-    Raises StateError with the path of what cannot be laid out anew.
+    ``whole`` False: only what the file would say is asked for (``tree``): some parts may be missing, and what
+    nobody here places is as it was.
+    Raises Misfit with the path of what cannot be laid out anew.
     """
 
-    def __init__(self, headers: Sequence[Header], objects: Mapping[str, Any], rank: int) -> None:
+    def __init__(self, headers: Sequence[Header], layout: Layout, rank: int, whole: bool = True) -> None:
         self.pieces: list[Piece] = []
         self._rank = rank
+        self._whole = whole
         self._spans = [{span.name: span for span in header.tensors} for header in headers]
         self._own: dict[str, tuple[str, Box]] = {}  # by tensor: dtype, and this rank's part
         described = [step_and_tree(header.metadata) for header in headers]
-        live = {name: _placements(value) for name, value in objects.items()}
-        tree = self._walk([one for _, one in described], live, "")
+        self.tree = self._walk([one for _, one in described], layout.live, "")
         entries = [
             (name, dtype, box.sizes, ELEMENT_BYTES[dtype] * box.elements)
             for name, (dtype, box) in self._own.items()
         ]
         entries.sort(key=lambda entry: file_order(entry[0], entry[1]))
-        metadata = canonical_json({"format": FORMAT, "step": described[0][0], "state": tree})
+        metadata = canonical_json({"format": FORMAT, "step": described[0][0], "state": self.tree})
         self.preamble = build_preamble(entries, metadata)
         self.nbytes = len(self.preamble) + sum(entry[3] for entry in entries)
         header = read_preamble(memoryview(self.preamble), self.nbytes)
@@ -217,7 +203,7 @@ class Plan:
         for node in nodes:
             inner, told = node.get("$shard", (node, None)) if isinstance(node, dict) else (None, None)
             name = inner.get("$tensor") if isinstance(inner, dict) else None
-            if isinstance(name, list) and told is None and not is_sharded(live):
+            if isinstance(name, list) and told is None and not _is_sharded(live):
                 self._place(name[0], [(one["$tensor"][0], None) for one in nodes], None, path)
                 return nodes[0]
             if not isinstance(name, str) or (told is None) != ("$shard" not in nodes[0]):
@@ -234,16 +220,23 @@ class Plan:
         spans = [self._span(rank, one, path) for rank, (one, _) in enumerate(held)]
         told = held[0][1]
         shape = tuple(told["shape"]) if told is not None else spans[0].shape
-        here = live.parameter if isinstance(live, _Like) and live.shape == shape else live
-        if told is not None and not isinstance(here, torch.Tensor):
-            raise StateError(f"{path} is sharded in the snapshot, and nothing here says how it is placed.")
+        here = live.parameter if isinstance(live, _Like) and live.parameter.shape == shape else live
+        if told is not None and not isinstance(here, Placed):
+            if not self._whole:
+                self._own.setdefault(name, (spans[0].dtype, Box.whole(spans[0].shape)))
+                return told
+            raise Misfit(
+                f"{path} is sharded in the snapshot, and nothing here says how it is placed: run the same"
+                " model and optimizer as the job did."
+            )
         description, box = None, Box.whole(shape)
-        sharded = isinstance(here, torch.Tensor) and is_sharded(here)
-        if (sharded or told is not None) and tuple(here.shape) != shape:
-            raise StateError(f"{path} has shape {shape} in the snapshot and {tuple(here.shape)} here.")
-        if sharded:
-            description = describe(here)
-            box = Box(tuple(description["offset"]), local_shape(here))
+        if isinstance(here, Placed) and (told is not None or here.description is not None):
+            if here.shape != shape:
+                raise Misfit(
+                    f"{path} has shape {shape} in the snapshot and {here.shape} here: run the same model as"
+                    " the job did."
+                )
+            description, box = here.description, here.box
         if name not in self._own:  # tied parameters have one tensor
             self._own[name] = spans[0].dtype, box
             self._take(name, box, spans, [told for _, told in held], path)
@@ -273,8 +266,8 @@ class Plan:
                 covered += common.elements
                 rank = ranks[self._rank % len(ranks)]
                 self.pieces.append(Piece(name, rank, spans[rank], part, common))
-        if covered != box.elements:
-            raise StateError(
+        if covered != box.elements and self._whole:
+            raise Misfit(
                 f"{path}: the old ranks' parts cover {covered} of the {box.elements} elements that are needed"
                 " here; such a layout cannot be cut anew."
             )
@@ -286,23 +279,26 @@ class Plan:
         return span
 
 
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """State of an optimizer that is placed as its parameter is, where it has its shape."""
-
-    parameter: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
-
-
 def _placements(live: Any) -> Any:
     """What stands where in the state of a live object, as far as it is known."""
     if isinstance(live, torch.optim.Optimizer):
         parameters = [parameter for group in live.param_groups for parameter in group["params"]]
-        return {"state": {index: _Like(parameter) for index, parameter in enumerate(parameters)}}
-    return live.state_dict()
+        return {"state": {index: _Like(Placed.of(one)) for index, one in enumerate(parameters)}}
+    return _placed(live.state_dict())
+
+
+def _placed(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Placed.of(value)
+    if isinstance(value, Mapping):
+        return {key: _placed(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_placed(inner) for inner in value]
+    return None
+
+
+def _is_sharded(live: Any) -> bool:
+    return isinstance(live, Placed) and live.description is not None
 
 
 def _at(live: Any, key: Any) -> Any:
@@ -315,8 +311,8 @@ def _at(live: Any, key: Any) -> Any:
     return None
 
 
-def _unlike(path: str) -> StateError:
-    return StateError(
+def _unlike(path: str) -> Misfit:
+    return Misfit(
         f"{path or 'The state'} is not the same at all old ranks, beside what is sharded: such a layout"
         " (pipeline stages, for one) cannot be cut anew."
     )

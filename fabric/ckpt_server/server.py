@@ -209,6 +209,7 @@ def _pulse(
             ages_s=memory.snapshot_ages_s(),
             durable=(durable.newest,) if durable.newest is not None else (),
             durable_error=durable.error,
+            parts=memory.snapshot_parts(),
         )
 
     chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.relayout import Layout
 from fabric.ckpt_server.snapshot import Copier, CpuCopier, CudaCopier, CudaLane
 from fabric.ckpt_server.state import Describer, check_serialisable
 from fabric.client.buffers import AveragedBuffers, changing_buffers
@@ -21,6 +21,7 @@ from fabric.client.durable import Durable
 from fabric.client.engine import Parts
 from fabric.client.exchange import Exchange
 from fabric.client.journal import Journal
+from fabric.client.ladder import Ladder
 from fabric.client.leader_link import LeaderLink
 from fabric.client.mark import Mark
 from fabric.client.mistakes import tell_uncaught_mistakes
@@ -171,8 +172,7 @@ def _parts(
     slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
     identity = Identity(found.job, found.replica, rank=rank)
     peers = Peers(identity, place.incarnation, token, plane, time_budget.link_s)
-    tls = found.tls.client_context()
-    make_fetcher = partial(StateFetcher, token.decode(), rank=rank, ssl_context=tls)
+    ladder = _ladder(found, place, snapshots, durable, Layout(describer.objects))
     return Parts(
         handle=handle,
         plane=plane,
@@ -183,7 +183,7 @@ def _parts(
             plane, gradients, slots, points, crash, placement, found.on_nan != "pass", found.retain_gradients
         ),
         placement=placement,
-        transfer=Transfer(make_fetcher, snapshots, gradients.nbytes, points, crash, durable),
+        transfer=Transfer(ladder, gradients.nbytes, points, crash),
         keeper=Worker("fabric-keeper", crash),
         recover=recover,
         journal=journal,
@@ -193,6 +193,15 @@ def _parts(
         buffers=averaged,
         durable=durable,
     )
+
+
+def _ladder(found: Settings, place: Place, snapshots: Snapshots, durable: Durable, layout: Layout) -> Ladder:
+    tls, size = found.tls.client_context(), place.group.size if place.group is not None else 1
+
+    def make_fetcher(rank: int = place.rank) -> StateFetcher:
+        return StateFetcher(found.token.decode(), rank=rank, ssl_context=tls)
+
+    return Ladder(snapshots, durable, layout, (place.rank, size), make_fetcher)
 
 
 def _copier(where: torch.device) -> Copier:
@@ -225,7 +234,10 @@ def _take_place(found: Settings, group: RankGroup | None) -> Place:
                 f"rank {rank} says it is {one['replica']!r} and rank 0 says {said[0]['replica']!r}: give all "
                 "ranks of a replica the same FABRIC_REPLICA and FABRIC_JOB"
             )
-    return Place(max(one["incarnation"] for one in said), all(one["gone"] for one in said), group)
+    newest = max(one["incarnation"] for one in said)
+    _remember(_claims[-1], newest)  # the next process may have fewer ranks, and must be newer all the same
+    # Rank 0 decides: when its earlier process has ended, nobody commits any more for the replica.
+    return Place(newest, said[0]["gone"], group)
 
 
 def _shared_state(
@@ -317,5 +329,9 @@ def _claim(home: Path) -> tuple[int, bool]:
     text = os.pread(descriptor, 32, 0)
     last = int(text) if text.strip().isdigit() else 0
     incarnation = max(int(time.time() * 1000), last + 1)
-    os.pwrite(descriptor, f"{incarnation}\n".encode().ljust(24), 0)
+    _remember(descriptor, incarnation)
     return incarnation, before
+
+
+def _remember(descriptor: int, incarnation: int) -> None:
+    os.pwrite(descriptor, f"{incarnation}\n".encode().ljust(24), 0)

@@ -7,7 +7,6 @@ schedulers, other optimizers, ``state_dict`` and ``load_state_dict`` of what is 
 the host's processor, and ranks of one replica wait for each other: there everything runs in the main thread.
 """
 
-import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -85,8 +84,8 @@ class CatchingUp(Leaving):
         self._parts.buffers.begin()
         self._state_step = order.step
         fetched = arrived.fetched
-        with contextlib.suppress(FabricError):  # refused where it has been served from that slot all along
-            self._parts.handle.publish_snapshot(arrived.slot, fetched.manifest)
+        if not arrived.relaid:
+            self._parts.snapshots.serve(arrived.slot, fetched.manifest)
         self._replayed = 0
         self._parts.journal.write(
             "join",
@@ -96,6 +95,7 @@ class CatchingUp(Leaving):
             seconds=fetched.seconds,
             sources=dict(fetched.sources),
             compression=fetched.compression,
+            relaid=arrived.relaid,
         )
         self._note_state(digest)
         self._engine.post(io.Installed(order.step, digest, last=order.step >= self._until))

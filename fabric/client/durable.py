@@ -6,11 +6,9 @@ time alike, so when that one dies the next one takes over by itself, at the next
 
 import sys
 import time
-from collections.abc import Callable
 
-from fabric.ckpt_server.durable.reader import list_checkpoints, restore
+from fabric.ckpt_server.durable.reader import Checkpoint, find_checkpoint, list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage, StorageError
-from fabric.ckpt_server.fetch import Fetched
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.client.journal import Journal
 from fabric.client.place import Place
@@ -31,8 +29,8 @@ class Durable:
         self._last_s = time.monotonic()
         self._last_step = -1
 
-    def find(self, ranks: int) -> tuple[SnapshotRef, ...]:
-        """Complete checkpoints of a replica of ``ranks`` ranks, oldest first. Raises StateError where storage
+    def find(self) -> tuple[SnapshotRef, ...]:
+        """Complete checkpoints, oldest first, in whatever layout of ranks. Raises StateError where storage
         cannot be read: to begin again from nothing would be worse than not to begin."""
         if not self._settings.durable:
             return ()
@@ -40,14 +38,7 @@ class Durable:
         listing = list_checkpoints(self._job(), self._settings.job)
         for warning in listing.warnings:
             self._journal.write("durable", warning=warning)
-        fit = [c for c in listing.complete if c.ranks == ranks]
-        if listing.complete and not fit:
-            raise StateError(
-                f"{self._settings.durable} holds durable checkpoints of replicas of "
-                f"{listing.complete[-1].ranks} ranks and this one has {ranks}: start it with as many, load "
-                "them with torch.distributed.checkpoint, or name another FABRIC_DURABLE"
-            )
-        return tuple(c.state for c in fit[-_MOST_TOLD:])
+        return tuple(c.state for c in listing.complete[-_MOST_TOLD:])
 
     def _tell_unless_writable(self) -> None:
         """What the first checkpoint would meet later. No reason to refuse: memory of peers needs no storage,
@@ -63,13 +54,12 @@ class Durable:
 
     def is_due(self, step: int, record: Record | None, last: bool = False) -> bool:
         """Whether the state at ``step`` is to become a durable checkpoint, and this replica is the one.
-        ``last``: the loop has ended with it. Ranks of one replica take none then: they end together at
-        once."""
+        ``last``: the loop has ended with it."""
         settings = self._settings
         if not settings.durable or record is None or step == self._last_step:
             return False
         if last:
-            due = self._place.group is None
+            due = True
         elif settings.durable_every:
             due = step > 0 and step % settings.durable_every == 0
         else:
@@ -97,13 +87,13 @@ class Durable:
         else:
             self._journal.write("durable", step=step, generation=generation)
 
-    def restore(self, state: SnapshotRef, allocate: Callable[[int], memoryview]) -> Fetched:
-        """My rank's part of ``state``, verified, in ``allocate(nbytes)``. Raises StateError."""
+    def find_state(self, state: SnapshotRef) -> Checkpoint:
+        """The complete checkpoint of ``state``. Raises StateError."""
         if not self._settings.durable:
             raise StateError(
                 f"step {state.step} is in durable storage and FABRIC_DURABLE is not set here: set it"
             )
-        return restore(self._job(), self._settings.job, state, self._place.rank, allocate)
+        return find_checkpoint(self._job(), self._settings.job, state)
 
     def _job(self) -> Storage:
         return Storage(self._settings.durable).at(self._settings.job)

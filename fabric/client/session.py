@@ -255,7 +255,7 @@ class Session(CatchingUp):
         if self._engine.is_running and not self._finished:
             self._note_state(self._digest_when_due(wanted=True))
             if self._parts.durable.is_due(self._state_step, self._engine.current, last=True):
-                self._snapshot(-1, durable=True)
+                self._snapshot_by_policy(True, "")
                 self._parts.keeper.settle(within_s=60.0)
             self._engine.post(io.Closing())
             while not isinstance(order := self._engine.orders.get(), io.Finish):

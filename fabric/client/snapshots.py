@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,7 @@ class Snapshots:
         self._policy = policy
         self._again_at: float | None = None  # after one that failed, whatever the policy says
         self._said = ""
+        self.who = who  # job and replica
         self._job, self._replica = who
         # What the server still holds from before stays as long as it can: the newest is overwritten last.
         self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
@@ -271,16 +272,29 @@ class Snapshots:
             self._next_slot = (slot + 1) % _SLOTS
         return self._handle.allocate("snapshot", slot, nbytes)
 
+    def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
+        """What was fetched into ``slot`` is loaded, and mine to give."""
+        with contextlib.suppress(FabricError):  # refused where it has been served from that slot all along
+            self._handle.publish_snapshot(slot, manifest)
+
     @property
     def url(self) -> str:
         """Where this trainer's own server is read."""
         return self._handle.url
 
-    def target(self, nbytes: int) -> tuple[int, memoryview]:
-        """A slot for a state that is fetched: it becomes this replica's own snapshot."""
+    def target(self, nbytes: int, beside: SnapshotRef | None = None) -> tuple[int, memoryview]:
+        """A slot for a state that is fetched: it becomes this replica's own snapshot. ``beside``: it is this
+        state in another layout. What the server has of that others may still need, so it stays, and the next
+        snapshot goes where the fetched one was."""
         # A copy under way has a slot that nothing was published from yet, and must not lose it.
         self._copied.wait()
-        slot = self._take_slot()
+        kept = self.held(beside) if beside is not None else -1
+        if kept < 0:
+            slot = self._take_slot()
+        else:
+            with self._slots_lock:
+                slot = self._next_slot = 1 - kept
+                self._handle.begin("snapshot", slot)
         return slot, self._memory(slot, nbytes)[:nbytes]
 
 

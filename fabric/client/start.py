@@ -50,10 +50,10 @@ def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: 
     port = engine.listen(settings.bind, settings.ports)
     address = Address(f"{advertised_host(settings)}:{port}", _ckpt(parts, place.rank))
     if place.group is None:
-        durable = parts.durable.find(1)
+        durable = parts.durable.find()
         identity = _identity(settings, place, work, address, work.layout, durable=durable)
         state = State(0, 0, work.digest)
-        engine.begin(Member(identity, config, time.monotonic(), state, parts.handle.snapshots))
+        engine.begin(Member(identity, config, time.monotonic(), state, parts.handle.held_by(1)))
         return
     said = place.group.gather(
         {
@@ -63,7 +63,8 @@ def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: 
             "layout": work.layout,
             "digest": work.digest,
             "part": work.part,
-            "snapshots": [[ref.generation, ref.step, ref.digest] for ref in parts.handle.snapshots],
+            "snapshots": _told(parts.handle.held_by(place.group.size)),
+            "holds": bool(parts.handle.snapshots),
         }
     )
     _check_equal_work(said)
@@ -82,13 +83,14 @@ def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: 
     engine.groups = tuple(int(x["part"]) for x in said)
     layout = replica_digest([x["layout"] for x in said])
     ranks = tuple(Address(x["link"], x["ckpt"]) for x in said[1:])
-    durable = parts.durable.find(len(said))
+    durable = parts.durable.find()
     identity = _identity(settings, place, work, address, layout, ranks, durable)
     state = State(0, 0, replica_digest([x["digest"] for x in said]))
     held = _held_by_all(said)
     engine.begin(Member(identity, config, time.monotonic(), state, held))
-    if not held:
-        # What a first start may begin from, should the replicas' initial states differ.
+    if not any(one["holds"] for one in said):
+        # What a first start may begin from, should the replicas' initial states differ. Never over a part of
+        # a state of the job, whatever layout it is in.
         engine.post(SnapshotDue(0))
 
 
@@ -144,6 +146,10 @@ def _check_equal_work(said: list[dict[str, Any]]) -> None:
                 f"rank {rank} has other data settings than rank 0: give session.loader and session.steps the "
                 "same arguments on all ranks of a replica"
             )
+
+
+def _told(refs: tuple[SnapshotRef, ...]) -> list[list[object]]:
+    return [[ref.generation, ref.step, ref.digest] for ref in refs]
 
 
 def _held_by_all(said: list[dict[str, Any]]) -> tuple[SnapshotRef, ...]:

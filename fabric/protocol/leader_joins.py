@@ -8,7 +8,7 @@ from fabric.protocol import messages as m
 from fabric.protocol.assignment import seated
 from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, base_ref
 from fabric.protocol.leader_failures import Failures
-from fabric.protocol.liveness import Peer, PulseState, as_member, lanes
+from fabric.protocol.liveness import Peer, PulseState, as_member
 
 
 class Joins(Failures):
@@ -370,9 +370,8 @@ class Joins(Failures):
 
     def _held_states(self, peers: list[Peer]) -> dict[SnapshotRef, set[str]]:
         """What the checkpoint servers have in memory, every lane of it, and who has it."""
-        held = self.liveness.held()
-        whole = {ref: urls for ref, urls in held.items() if lanes(urls) >= 1 + len(peers[0].session.ranks)}
-        if not held:
+        whole = self.liveness.whole(1 + len(peers[0].session.ranks))
+        if not self.liveness.held():
             # No checkpoint server talks to me: what the trainers say of theirs may be out of date.
             for peer in peers:
                 for ref in peer.session.snapshots:

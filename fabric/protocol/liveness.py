@@ -56,7 +56,7 @@ class Peer:
 @dataclass(slots=True)
 class PulseState:
     """One replica's checkpoint server: what it last said of the trainer, and since when. ``taken``: when the
-    state of each of ``snapshots`` was its trainer's."""
+    state of each of ``snapshots`` was its trainer's; ``parts``: of how many ranks it is."""
 
     incarnation: int
     trainer: str
@@ -69,6 +69,7 @@ class PulseState:
     taken: tuple[float, ...] = ()
     durable: tuple[SnapshotRef, ...] = ()
     durable_error: str = ""
+    parts: tuple[int, ...] = ()
 
     def says(self, pulse: Pulse) -> bool:
         """Whether this pulse tells the same of the same process."""
@@ -139,6 +140,7 @@ class Liveness:
             taken=tuple(now - age_s for age_s in pulse.ages_s) if pulse.ages_s else (),
             durable=pulse.durable or (known.durable if known is not None else ()),
             durable_error=pulse.durable_error,
+            parts=pulse.parts,
         )
         return known
 
@@ -170,11 +172,19 @@ class Liveness:
         found = {ref for peer in self.peers.values() for ref in peer.session.durable}
         return found | {ref for pulse in self.pulses.values() for ref in pulse.durable}
 
+    def whole(self, ranks: int) -> dict[SnapshotRef, set[str]]:
+        """Those of ``held`` of which every lane has a living holder, whichever replicas those are in.
+        ``ranks``: how many lanes a state has where nobody says it."""
+        parts = {
+            ref: count
+            for pulse in self._holders()
+            for ref, count in zip(pulse.snapshots, pulse.parts, strict=False)
+        }
+        return {ref: urls for ref, urls in self.held().items() if lanes(urls) >= parts.get(ref, ranks)}
+
     def freshest(self, ranks: int) -> SnapshotRef | None:
-        """The newest state that could be recovered now: every one of ``ranks`` lanes has a living holder,
-        whichever replicas those are in."""
-        whole = [ref for ref, urls in self.held().items() if lanes(urls) >= ranks]
-        return max(whole, key=lambda ref: (ref.generation, ref.step, ref.digest), default=None)
+        """The newest state that could be recovered now; ``ranks`` as in ``whole``."""
+        return max(self.whole(ranks), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None)
 
     def ckpts(self, member: Member) -> list[str]:
         """Where the checkpoint server of each rank is, by its own word where it has spoken."""

@@ -122,7 +122,9 @@ class CatchingUp(MemberBase):
         if fetch.doing != "state":
             return
         fetch.doing = ""
-        if not fetch.void:
+        if event.misfit:
+            self._stop(1, event.why)
+        elif not fetch.void:
             self.fetch = Fetch()
             self._cannot_catch_up(event.why, event.unusable)
 

@@ -176,10 +176,11 @@ class StateFetched:
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
     """No source delivered the state. ``unusable``: what the sources hold is damaged or cannot be read, and
-    asking them again is of no use."""
+    asking them again is of no use. ``misfit``: it is the state of another model, wherever it is read."""
 
     why: str
     unusable: bool = False
+    misfit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,10 +391,12 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """Fetch a snapshot; ends in StateFetched or FetchFailed."""
+    """Fetch a snapshot; ends in StateFetched or FetchFailed. ``urls`` serve it; in a replica of several ranks
+    they serve this rank's part, and ``lanes`` are all ranks', for a state in another layout."""
 
     state: SnapshotRef
     urls: tuple[str, ...]
+    lanes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

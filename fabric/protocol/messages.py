@@ -375,7 +375,8 @@ class Pulse:
     replica of several ranks every rank has its checkpoint server, and ``rank`` says whose this is.
     ``ages_s``: how many seconds ago the state of each of ``snapshots`` was its trainer's, in the same order.
     ``durable``: the newest durable checkpoint that was written from here, where there is one;
-    ``durable_error``: why the last one was not, in a sentence.
+    ``durable_error``: why the last one was not, in a sentence. ``parts``: of how many ranks each of
+    ``snapshots`` is, in the same order; empty from an older version: of as many as the replicas have now.
     """
 
     replica: str
@@ -389,6 +390,7 @@ class Pulse:
     ages_s: tuple[float, ...] = ()
     durable: tuple[SnapshotRef, ...] = ()
     durable_error: str = ""
+    parts: tuple[int, ...] = ()
 
 
 # --- leader to checkpoint server ------------------------------------------------------------------

@@ -212,6 +212,12 @@ def rank_of_url(url: str) -> int:
     return int(fragment) if fragment.isascii() and fragment.isdecimal() and len(fragment) < 10 else -1
 
 
+def by_rank(urls: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """The checkpoint servers among ``urls`` by whose they are, ready to be dialled."""
+    ranks = sorted({rank_of_url(u) for u in urls if u != DURABLE} - {-1})
+    return {rank: urls_of_rank([u for u in urls if u != DURABLE], rank) for rank in ranks}
+
+
 def urls_of_rank(urls: Sequence[str], rank: int) -> tuple[str, ...]:
     """Those of ``urls`` that serve ``rank``, ready to be dialled; durable storage serves all of them."""
     mine = (u for u in urls if u == DURABLE or rank_of_url(u) == rank)

@@ -97,6 +97,7 @@ class Ranks:
         self.lost = False  # a rank went that was not told to
         self._number = 0
         self._main: dict[int, RankEvent] = {}
+        self._closing: io.Closing | None = None  # told when the snapshot that is under way has ended
         self._linked: dict[int, set[int]] = {}  # epoch -> ranks whose links of it stand
         self._reduced: dict[tuple[int, int], dict[int, io.Exchanged]] = {}  # round -> result by rank
         self._fetching = _Fetching()
@@ -178,7 +179,9 @@ class Ranks:
             held = effect.held
             result = self._reduced[held.epoch, held.step][rank]
             return replace(effect, held=replace(held, gradient_digest=result.gradient_digest))
-        if isinstance(effect, _FETCHES):
+        if isinstance(effect, io.FetchState):
+            return replace(effect, urls=self._urls(effect.urls, rank), lanes=effect.urls)
+        if isinstance(effect, io.FetchGradient):
             return replace(effect, urls=self._urls(effect.urls, rank))
         return effect
 
@@ -259,7 +262,14 @@ class Ranks:
             self._tell(replace(first, digest=_digest_of(said)), now)
         else:
             assert isinstance(first, io.Closing)
-            self._tell(first, now)
+            self._closing = first
+            self._close_when_kept(now)
+
+    def _close_when_kept(self, now: float) -> None:
+        """The last snapshot may be the job's last durable checkpoint: the replica has not finished before."""
+        if self._closing is not None and not self._snapshots and not self._naming:
+            closing, self._closing = self._closing, None
+            self._tell(closing, now)
 
     def _on_computed(self, first: io.Computed, said: list[Any], now: float) -> None:
         try:
@@ -309,8 +319,9 @@ class Ranks:
         assert isinstance(order, io.FetchState)
         failed = [(r, e) for r, e in sorted(fetching.ended.items()) if isinstance(e, io.FetchFailed)]
         if failed:
+            rank, first = next((x for x in failed if x[1].misfit), failed[0])
             unusable = any(e.unusable for _, e in failed)
-            self._tell(io.FetchFailed(self._by(failed[0][0], failed[0][1].why), unusable), now)
+            self._tell(io.FetchFailed(self._by(rank, first.why), unusable, first.misfit), now)
         else:
             self._tell(io.StateFetched(order.state.step, order.state.digest), now)
 
@@ -357,6 +368,7 @@ class Ranks:
             self._tell(
                 io.Snapshotted(event.step, digest if all(done.values()) else "", event.generation), now
             )
+            self._close_when_kept(now)
 
     # --- the end -----------------------------------------------------------------------------------
 

@@ -22,9 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.ckpt_server.manifest import of_rank
-from fabric.ckpt_server.relayout import fetch_relaid
+from fabric.ckpt_server.parts import ServedPart
+from fabric.ckpt_server.relayout import Layout, relay
 from fabric.ckpt_server.snapshot import CpuCopier, build_manifest
 from fabric.ckpt_server.state import capture, restore, verify
 from fabric.errors import StateError
@@ -98,6 +100,7 @@ def take(objects: dict[str, Any], sources: list[list[str]], digest: str) -> dict
     """Take over the state; say what it is now, and how many bytes it took."""
     before = capture(objects, 0).digest()
     state = SnapshotRef(1, STEP, digest)
+    parts = [ServedPart(rank, urls, state, StateFetcher(rank=rank)) for rank, urls in enumerate(sources)]
     found: list[memoryview] = []
 
     def allocate(nbytes: int) -> memoryview:
@@ -105,14 +108,15 @@ def take(objects: dict[str, Any], sources: list[list[str]], digest: str) -> dict
         return found[0]
 
     try:
-        done = fetch_relaid(sources, state, objects, allocate, rank=dist.get_rank())
+        manifest = relay(parts, state, Layout(objects), allocate, rank=dist.get_rank())
         restore(found[0], objects)
-        verify(objects, STEP, done.manifest["digest"])
+        verify(objects, STEP, manifest["digest"])
     except StateError as error:
         return {"error": str(error), "untouched": capture(objects, 0).digest() == before}
     sums = whole_sums(objects)
     train(objects, 1)  # the optimizer's state is of use
-    return {"fetched": done.fetched, "nbytes": done.manifest["nbytes"], "sums": sums}
+    fetched = sum(sum(part.sources.values()) for part in parts)
+    return {"fetched": fetched, "nbytes": manifest["nbytes"], "sums": sums}
 
 
 def be(told: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import fsspec
@@ -17,11 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from fabric.ckpt_server.digest import BLOCK_BYTES, block_digest, bytes_digest, file_digest
 from fabric.ckpt_server.durable.manifest import MANIFEST, MARKER, Attempt, parse_manifest
 from fabric.ckpt_server.durable.order import Order
-from fabric.ckpt_server.durable.reader import list_checkpoints, open_checkpoint, open_lane, restore
+from fabric.ckpt_server.durable.reader import find_checkpoint, list_checkpoints, open_checkpoint, open_lane
 from fabric.ckpt_server.durable.retention import doomed
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.manifest import make_manifest, of_rank
+from fabric.ckpt_server.parts import StoredPart
 from fabric.ckpt_server.state import capture
 from fabric.ckpt_server.state import restore as load_state
 from fabric.errors import FabricError, IntegrityError, StateError
@@ -68,14 +70,10 @@ def write_one(url: str, found: dict, step: int = 3, generation: int = 1, **more)
 
 
 def bring_back(url: str, state: SnapshotRef, rank: int = 0) -> bytes:
-    target = bytearray()
-
-    def allocate(nbytes: int) -> memoryview:
-        target.extend(bytes(nbytes))
-        return memoryview(target)
-
-    restore(Storage(url).at("job"), "job", state, rank, allocate)
-    return bytes(target)
+    """One rank's part, block by block, each verified."""
+    with ExitStack() as stack:
+        part = StoredPart(rank, find_checkpoint(Storage(url).at("job"), "job", state), stack)
+        return bytes(part.complete(lambda nbytes: memoryview(bytearray(nbytes))))
 
 
 @pytest.fixture(params=["folder", "file", "memory"])

@@ -7,8 +7,10 @@ from ckpt_server.test_durable_format import objects, write_one
 from protocol.makers import record_of
 
 from fabric.ckpt_server.fetch import StateFetcher
+from fabric.ckpt_server.relayout import Layout
 from fabric.client.durable import Durable
 from fabric.client.journal import Journal
+from fabric.client.ladder import Ladder
 from fabric.client.place import Place
 from fabric.client.transfer import Transfer
 from fabric.errors import StateError
@@ -52,35 +54,30 @@ class TestWhoAndWhen:
     def test_nothing_without_storage_or_before_the_first_epoch(self):
         assert not durable("", durable_every=1).is_due(5, RECORD)
         assert not durable("x", durable_every=1).is_due(5, None)
-        assert durable("").find(1) == ()
+        assert durable("").find() == ()
 
 
 class TestFinding:
     def test_a_place_that_cannot_be_written_is_told_once(self, tmp_path, capfd):
         (tmp_path / "file").touch()
-        assert durable("/proc/nope").find(1) == ()
+        assert durable("/proc/nope").find() == ()
         said = capfd.readouterr().err
         assert said.startswith("fabric: a: no durable checkpoint will be written") and "/proc/nope" in said
         assert said.count("\n") == 1
-        assert durable(str(tmp_path / "fine")).find(1) == () and capfd.readouterr().err == ""
+        assert durable(str(tmp_path / "fine")).find() == () and capfd.readouterr().err == ""
 
     def test_a_scheme_that_nobody_knows_is_refused(self):
         with pytest.raises(StateError, match="nosuchfs"):
-            durable("nosuchfs://x").find(1)
+            durable("nosuchfs://x").find()
 
     def test_what_is_complete_is_found(self, tmp_path):
         _, state = write_one(str(tmp_path), objects(1), 3)
-        assert durable(str(tmp_path)).find(1) == (state,)
-
-    def test_another_number_of_ranks_is_refused_by_name(self, tmp_path):
-        write_one(str(tmp_path), objects(1), 3)
-        with pytest.raises(StateError, match="of 1 ranks and this one has 2"):
-            durable(str(tmp_path)).find(2)
+        assert durable(str(tmp_path)).find() == (state,)
 
     def test_storage_that_cannot_be_read_does_not_mean_that_it_is_empty(self, tmp_path):
         (tmp_path / "job").write_text("a file where a folder should be")
         with pytest.raises(StateError, match="could not be listed: Not a directory"):
-            durable(str(tmp_path) + "/job/deeper").find(1)
+            durable(str(tmp_path) + "/job/deeper").find()
 
 
 @dataclass
@@ -88,11 +85,12 @@ class Slots:
     """Where a fetched state goes; this host's own server holds none."""
 
     memory: bytearray
+    who = ("job", "a")
 
     def held(self, state: SnapshotRef) -> int:
         return -1
 
-    def target(self, nbytes: int) -> tuple[int, memoryview]:
+    def target(self, nbytes: int, beside: SnapshotRef | None = None) -> tuple[int, memoryview]:
         self.memory = bytearray(nbytes)
         return 0, memoryview(self.memory)
 
@@ -101,9 +99,12 @@ class TestLadder:
     def fetch(self, url: str, state: SnapshotRef, urls: tuple[str, ...]):
         """What the member hears, and what lies in its memory."""
         slots, heard = Slots(bytearray()), []
-        transfer = Transfer(
-            lambda: StateFetcher(timeout_s=5.0), slots, 0, Points(""), heard.append, durable(url)
-        )
+
+        def make_fetcher(rank: int = 0) -> StateFetcher:
+            return StateFetcher(timeout_s=5.0, rank=rank)
+
+        ladder = Ladder(slots, durable(url), Layout(objects(1)), (0, 1), make_fetcher)
+        transfer = Transfer(ladder, 0, Points(""), heard.append)
         transfer.fetch_state(io.FetchState(state, urls), heard.append)
         transfer._worker.close(within_s=60.0)
         transfer.close()

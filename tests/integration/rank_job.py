@@ -30,7 +30,7 @@ class RankJob(Job):
                 SHARDED_RANKS=str(self.ranks),
                 SHARDED_STORE=str(self.folder / f"{replica}.world{number}"),
                 FABRIC_TEST_POINTS=points if k == rank else "",
-                **{"TEST_TRAINER": "sharded_trainer", **more},
+                **{"TEST_TRAINER": self.environment.get("TEST_TRAINER", "sharded_trainer"), **more},
             )
             self.pids[name] = self.zygote.start(environment, self.folder / f"{name}.log")
         return self.pids[f"{replica}.{rank}"]

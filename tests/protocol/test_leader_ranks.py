@@ -15,9 +15,9 @@ def addresses(name):
     return (Address(f"{name}:2", f"http://{name}/1#1"),)
 
 
-def pulse(lighthouse, name, rank, *snapshots, trainer="running", incarnation=1):
+def pulse(lighthouse, name, rank, *snapshots, trainer="running", incarnation=1, parts=()):
     url = f"http://{name}/{rank}#{rank}" if rank else f"http://{name}"
-    beat = m.Pulse(name, incarnation, trainer, 1, url, tuple(snapshots), rank=rank)
+    beat = m.Pulse(name, incarnation, trainer, 1, url, tuple(snapshots), rank=rank, parts=parts)
     return lighthouse.do(io.PulseSeen(beat))
 
 
@@ -59,6 +59,18 @@ def test_the_freshest_state_is_the_newest_with_a_living_holder_of_each_lane():
     assert liveness.freshest(2) == NEW
     other.connected = False
     assert liveness.freshest(2) is None
+
+
+def test_a_state_of_another_number_of_ranks_is_whole_when_all_of_its_own_lanes_are_there():
+    """Two replicas of one rank come where there were two of three: of the newest a lane is gone."""
+    lighthouse = Lighthouse(start_replicas=2)
+    pulse(lighthouse, "a", 0, OLD, NEW, parts=(3, 3))
+    pulse(lighthouse, "a", 1, OLD, NEW, parts=(3, 3))
+    pulse(lighthouse, "b", 2, OLD, parts=(3,))
+    for name in "ab":
+        lighthouse.open(name, incarnation=2, predecessors_gone=True)
+    base = lighthouse.records[-1].base
+    assert (base.step, base.sources) == (5, ("http://a", "http://a/1#1", "http://b/2#2"))
 
 
 def test_a_state_is_as_old_as_the_holder_says_that_says_the_most():

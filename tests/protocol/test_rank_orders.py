@@ -282,6 +282,36 @@ def test_a_fetch_that_fails_at_one_rank_fails_when_all_have_ended():
     assert replica.rank(1, io.FetchFailed("late"), order) == []
 
 
+def test_another_models_state_ends_all_ranks_whatever_the_others_found():
+    replica = behind()
+    order = number(replica)
+    replica.rank(0, io.FetchFailed("rank 1's server is away"), order)
+    replica.rank(1, io.FetchFailed("model.0.bias has shape (3,)", misfit=True), order)
+    assert [(s.code, s.reason) for s in replica.orders(io.Stop)] == [
+        (1, "rank 1: model.0.bias has shape (3,)")
+    ] * 2
+
+
+def test_every_rank_hears_where_all_parts_of_a_state_are():
+    zero, one = (behind().orders(io.FetchState, rank)[0] for rank in (0, 1))
+    assert zero.lanes == one.lanes == ("http://b", "http://b/1#1")
+
+
+def test_the_replica_has_finished_when_its_last_snapshot_is_kept_by_all_ranks():
+    replica, _ = computing()
+    replica.rank(0, ro.SnapshotDue(0, durable=True))
+    replica.both(io.Closing())
+    assert not replica.said(m.Finished)
+    for rank in (0, 1):
+        replica.rank(rank, io.Snapshotted(0, f"p{rank}", 1))
+    names = replica.orders(ro.NameSnapshot)
+    assert [n.durable for n in names] == [True, True] and not replica.said(m.Finished)
+    replica.rank(1, ro.SnapshotNamed(0, 1, True))
+    assert not replica.said(m.Finished)
+    replica.rank(0, ro.SnapshotNamed(0, 1, False))  # it could not be kept: the job has ended all the same
+    assert [f.step for f in replica.said(m.Finished)] == [0]
+
+
 def replaying():
     replica = behind()
     order = number(replica)

@@ -5,15 +5,14 @@ where it is read: the lane's description against the manifest, each block and th
 that the snapshot had when it was taken. An error names the file that is wrong.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from fabric.ckpt_server.digest import block_digest, bytes_digest, file_digest
+from fabric.ckpt_server.digest import block_digest, bytes_digest
 from fabric.ckpt_server.durable.manifest import (
     MANIFEST,
     MARKER,
@@ -26,7 +25,6 @@ from fabric.ckpt_server.durable.manifest import (
     state_of,
 )
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.ckpt_server.fetch import Fetched
 from fabric.errors import IntegrityError, StateError
 from fabric.model import SnapshotRef
 
@@ -194,26 +192,11 @@ def open_lane(checkpoint: Checkpoint, rank: int) -> Iterator[LaneFile]:
         yield LaneFile(checkpoint, rank, stack)
 
 
-def restore(
-    storage: Storage, job: str, state: SnapshotRef, rank: int, allocate: Callable[[int], memoryview]
-) -> Fetched:
-    """Read ``rank``'s part of ``state`` into ``allocate(nbytes)`` and verify all of it.
-
-    Raises StateError; what is in the memory counts for nothing then.
-    """
-    begun = time.monotonic()
+def find_checkpoint(storage: Storage, job: str, state: SnapshotRef) -> Checkpoint:
+    """The complete one of ``state``. Raises StateError, with what else is wrong in ``storage``."""
     listing = list_checkpoints(storage, job)
     found = listing.find(state)
     if found is None:
         more = "".join(f"; {warning}" for warning in listing.warnings)
         raise StateError(f"{storage.url} holds no complete checkpoint of step {state.step}{more}")
-    with open_lane(found, rank) as lane:
-        target = allocate(lane.nbytes)[: lane.nbytes]
-        lane.fill(target)
-        whole = file_digest(target)
-        if whole != lane.manifest["digest"]:
-            raise IntegrityError(
-                f"{found.storage.url} holds a state of digest {whole} and not {lane.manifest['digest']}"
-            )
-        received = {found.storage.url: lane.nbytes}
-        return Fetched(lane.nbytes, time.monotonic() - begun, received, lane.manifest)
+    return found

@@ -1,0 +1,75 @@
+"""One model in any layout: ``SHARDED`` is ``plain`` (one process), ``fsdp`` or ``tp`` (over all ranks).
+
+``LAYOUT_WIDTH`` makes another model of it. The pace is the sharded trainer's.
+"""
+
+import faulthandler
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from sharded_trainer import MICRO_BATCH, Paced, example
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fabric.client
+
+GLOBAL_BATCH = 16
+
+
+def build(width: int = 30) -> torch.nn.Module:
+    """The same whole model in every layout."""
+    torch.manual_seed(5)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, 4, bias=False),
+        torch.nn.LayerNorm(4),
+    )
+
+
+def make(layout: str, ranks: int, width: int) -> tuple[torch.nn.Module, object]:
+    """The model in this layout, and the mesh over which samples are cut (None: all ranks see all)."""
+    model, mesh = build(width), None
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+        fully_shard(model, mesh=mesh)
+    elif layout == "tp":
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)), plan)
+    return model, mesh
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
+    rank, ranks = int(os.environ["SHARDED_RANK"]), int(os.environ["SHARDED_RANKS"])
+    layout = os.environ["SHARDED"]
+    if layout != "plain":
+        store = f"file://{os.environ['SHARDED_STORE']}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    model, mesh = make(layout, ranks, int(os.environ.get("LAYOUT_WIDTH", "30")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data_set = Paced(example("fsdp2").samples(64))
+    session = fabric.client.attach(model, optimizer)
+    data = session.loader(
+        data_set, global_batch_size=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH, seed=3, mesh=mesh
+    )
+    for step in session.steps(data, until=int(os.environ["TINY_STEPS"])):
+        for x, y in step:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            step.backward(loss)
+            session.metrics(loss=loss.item() * len(x))
+        if rank == 0:
+            print(f"loss {step.number} {step.metrics['loss'] / GLOBAL_BATCH:.9g}", flush=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    session.close()
+    if layout != "plain":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

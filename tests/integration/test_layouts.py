@@ -1,0 +1,156 @@
+"""A whole job that is killed and started again in another layout of ranks goes on by itself: from the old
+checkpoint servers' memory where they live, else from durable storage. Its losses are those of one process
+that trains alone."""
+
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from layout_trainer import GLOBAL_BATCH, build
+from rank_job import RankJob
+from sharded_trainer import MICRO_BATCH, example
+
+from fabric.ckpt_server.durable.reader import list_checkpoints
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.client.data import Plan
+
+STEPS, STOP = 14, 8
+
+
+def reference() -> list[float]:
+    """The loss of every step of the same model in one process, without fabric."""
+    model, data, plan = build(), example("fsdp2").samples(64), Plan(64, GLOBAL_BATCH, MICRO_BATCH, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        total = 0.0
+        for micro_batch in range(plan.micro_batches):
+            rows = [data[i] for i in plan.samples(step, micro_batch)]
+            x, y = torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])
+            loss = torch.nn.functional.mse_loss(model(x), y) * (MICRO_BATCH / GLOBAL_BATCH)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def events(job: RankJob, replica: str, rank: int, kind: str) -> list[dict]:
+    path = job.journal(replica, rank)
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [event for event in lines if event["event"] == kind]
+
+
+def recoverable(job: RankJob) -> int:
+    """The step of the freshest state that memory holds, as the lighthouse says; -1 before there is one."""
+    request = urllib.request.Request(
+        f"{job.url}/v1/jobs/test", headers={"Authorization": f"Bearer {job.token.read_text().strip()}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found = json.loads(answer.read())["recoverable"]
+    except urllib.error.HTTPError as error:
+        assert error.code == 404, error  # nobody has spoken of the job yet
+        return -1
+    return -1 if found is None else found["step"]
+
+
+@contextmanager
+def killed(zygote, folder: Path, layout: str, ranks: int, replicas: int, **environment: str):
+    """A job whose trainers have all been killed when they stood at step STOP; its servers live."""
+    common = {
+        "TEST_TRAINER": "layout_trainer",
+        "TINY_STEPS": str(STEPS),
+        "FABRIC_SNAPSHOT_EVERY": "3",
+        "SHARDED": layout,
+        **environment,
+    }
+    with RankJob(zygote, folder, replicas=replicas, ranks=ranks, environment=common) as job:
+        for i in range(replicas):
+            job.start(f"r{i}", f"optimizer@{STOP}=wait:{folder / 'never'}")
+        storage = (
+            Storage(environment["FABRIC_DURABLE"]).at("test") if "FABRIC_DURABLE" in environment else None
+        )
+
+        def there() -> bool:
+            assert all(job.ended(name) is None for name in job.pids), job.logs()
+            if storage is None:
+                return recoverable(job) == 6
+            return [c.state.step for c in list_checkpoints(storage, "test").complete] == [6]
+
+        job.wait_for(there, "the state of step 6, in memory or storage", 120)
+        for pid in job.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for(lambda: all(job.has_ended(f"r{i}") for i in range(replicas)), "the trainers' end")
+        job.pids.clear()
+        yield job
+
+
+def start_again(job: RankJob, layout: str, ranks: int, **environment: str) -> None:
+    job.ranks = ranks
+    job.environment |= {"SHARDED": layout, **environment}
+    for i in range(job.replicas):
+        job.start(f"r{i}")
+    job.finish(deadline_s=120)
+
+
+def check(job: RankJob, scheme: str) -> None:
+    """Everybody took its slices of step 6 from there and trained on to the end as one process would have."""
+    assert set(job.codes.values()) == {0}, job.logs()
+    expected = reference()
+    for i in range(job.replicas):
+        for rank in range(job.ranks):
+            joined = events(job, f"r{i}", rank, "join")
+            assert [(e["step"], e["relaid"]) for e in joined] == [(6, True)], job.logs()
+            assert all(url.startswith(scheme) for url in joined[0]["sources"]), joined
+        said = (job.folder / f"r{i}.0.log").read_text().splitlines()
+        losses = [(int(n), float(v)) for _, n, v in (x.split() for x in said if x.startswith("loss "))]
+        assert [n for n, _ in losses[-(STEPS - 6) :]] == list(range(6, STEPS)), losses
+        for number, value in losses:
+            assert value == pytest.approx(expected[number], rel=1e-4), number
+    ends = [
+        [events(job, f"r{i}", rank, "state")[-1]["digest"] for rank in range(job.ranks)]
+        for i in range(job.replicas)
+    ]
+    assert all(end == ends[0] for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "replicas"),
+    [(("fsdp", 2), ("fsdp", 4), 1), (("tp", 2), ("plain", 1), 2), (("plain", 1), ("fsdp", 2), 1)],
+    ids=lambda x: "".join(map(str, x)) if isinstance(x, tuple) else f"{x} replicas",
+)
+def test_it_goes_on_from_memory(zygote, tmp_path, old, new, replicas):
+    with killed(zygote, tmp_path, *old, replicas) as job:
+        start_again(job, *new)
+        check(job, "http://")
+
+
+def test_it_goes_on_from_durable_storage_and_writes_its_last_state_there(zygote, tmp_path):
+    """As many ranks as before, which are sharded otherwise."""
+    environment = {"FABRIC_DURABLE": str(tmp_path / "durable"), "FABRIC_DURABLE_EVERY": "6"}
+    with killed(zygote, tmp_path / "job", "fsdp", 2, 1, **environment) as job:
+        for pid in job.server_pids():
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for(lambda: not job.server_pids(), "the servers' end")
+        start_again(job, "tp", 2, FABRIC_DURABLE_EVERY="100")
+        check(job, str(tmp_path / "durable"))
+        job.wait_for(lambda: not job.server_pids(), "the servers' end, which let the writer finish")
+        final = list_checkpoints(Storage(environment["FABRIC_DURABLE"]).at("test"), "test").complete[-1]
+        assert (final.state.step, final.ranks) == (STEPS, 2)
+
+
+def test_the_state_of_another_model_is_refused_by_the_tensors_name(zygote, tmp_path):
+    with killed(zygote, tmp_path, "fsdp", 2, 1) as job:
+        start_again(job, "tp", 2, LAYOUT_WIDTH="32")
+        assert set(job.codes.values()) == {1}, job.logs()
+        said = (tmp_path / "r0.0.log").read_text()
+        assert "model.0.bias has shape (30,) in the snapshot and (32,) here: run the same model" in said, said
+        assert recoverable(job) == 6, "what was there is still there"

@@ -31,11 +31,19 @@ class Durable:
 
     def find(self) -> tuple[SnapshotRef, ...]:
         """Complete checkpoints, oldest first, in whatever layout of ranks. Raises StateError where storage
-        cannot be read: to begin again from nothing would be worse than not to begin."""
-        if not self._settings.durable:
+        cannot be read (to begin again from nothing would be worse than not to begin), and where there must be
+        one and is none. A folder that is not there holds none: it is made, which is said."""
+        place = self._settings.durable
+        if not place:
             return ()
-        self._tell_unless_writable()
         listing = list_checkpoints(self._job(), self._settings.job)
+        if self._settings.durable_required and not listing.complete:
+            more = "".join(f"; {warning}" for warning in listing.warnings)
+            raise StateError(
+                f"{place} holds no complete durable checkpoint of job {self._settings.job}{more}: correct "
+                "FABRIC_DURABLE or FABRIC_JOB, or start without FABRIC_DURABLE_REQUIRED to begin from nothing"
+            )
+        self._tell_unless_writable()
         for warning in listing.warnings:
             self._journal.write("durable", warning=warning)
         return tuple(c.state for c in listing.complete[-_MOST_TOLD:])
@@ -43,14 +51,23 @@ class Durable:
     def _tell_unless_writable(self) -> None:
         """What the first checkpoint would meet later. No reason to refuse: memory of peers needs no storage,
         and storage may be mended while the job trains."""
+        storage = Storage(self._settings.durable)
         try:
-            Storage(self._settings.durable).try_writing()
+            is_new = not storage.is_there()
+            storage.try_writing()
+            if is_new:
+                self._say(
+                    f"{storage.url} was not there and has been made: there is nothing to begin again from"
+                )
         except StorageError as error:
-            sys.stderr.write(
-                f"fabric: {self._settings.replica}: no durable checkpoint will be written while this lasts: "
-                f"{error}; mend the storage, or correct FABRIC_DURABLE\n"
+            self._say(
+                f"no durable checkpoint will be written while this lasts: {error}; mend the storage, or"
+                " correct FABRIC_DURABLE"
             )
-            sys.stderr.flush()
+
+    def _say(self, sentence: str) -> None:
+        sys.stderr.write(f"fabric: {self._settings.replica}: {sentence}\n")
+        sys.stderr.flush()
 
     def is_due(self, step: int, record: Record | None, last: bool = False) -> bool:
         """Whether the state at ``step`` is to become a durable checkpoint, and this replica is the one.

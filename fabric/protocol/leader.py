@@ -256,7 +256,7 @@ class Leader(Joins):
             # What it announced is over, or something else begins: its time counts from now.
             self.lateness.came(peer.session.replica)
         peer.beat = beat
-        self._note_loaded(beat)
+        self._note_loaded(beat.generation)
         self._send(peer.session.replica, m.BeatReply(beat.number))
         self._expire_late(peer, beat)
 
@@ -284,6 +284,7 @@ class Leader(Joins):
     def on_running(self, peer: Peer, message: m.Running) -> None:
         if self._is_mine(message.fence):
             self.epoch.running.setdefault(peer.session.replica, message.step)
+            self._note_loaded(message.fence.generation)
 
     def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
         """An abort in any epoch since the last forced one ends only with the next forced one: a planned epoch
@@ -300,6 +301,7 @@ class Leader(Joins):
         if not self._is_mine(message.fence) or not self._in_force(peer):
             return
         self.epoch.reports.setdefault(peer.session.replica, message)
+        self._note_loaded(message.state_generation)
         if self.epoch.decision is not None:
             self._send(peer.session.replica, self._row(peer.session.replica))
 

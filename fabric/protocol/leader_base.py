@@ -156,6 +156,7 @@ class LeaderBase:
         self.retried = False  # a process came after its replica had heard
         self.excused: set[tuple[str, Death]] = set()
         self.unusable: dict[SnapshotRef, str] = {}  # what a generation could not begin from, and why
+        self.loaded = 0  # the newest generation whose base somebody has loaded
         self.orders = Orders()  # as operators want them: the record has them with the next write
         self.failures: tuple[Failure, ...] = ()  # likewise
         self.held: dict[str, str] = {}  # newcomer -> why it is not let in, as it was told

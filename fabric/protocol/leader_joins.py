@@ -238,7 +238,7 @@ class Joins(Failures):
 
     def on_fallen(self, peer: Peer, message: m.Fallen) -> None:
         if self._in_force(peer) and self._is_recent(message.fence):
-            if message.unusable and self.record is not None:
+            if message.unusable and self.record is not None and self.loaded != self.record.generation:
                 self.unusable.setdefault(base_ref(self.record), message.why)
             self.epoch.fallen.add(peer.session.replica)
             if self._is_awaited(peer.session.replica):
@@ -246,10 +246,12 @@ class Joins(Failures):
             self.epoch.blameless.add(peer.session.replica)
             self._condemn(peer.session.replica, f"it cannot go on: {message.why}")
 
-    def _note_loaded(self, beat: m.Beat) -> None:
-        """Whoever is in this generation could load what it began from."""
-        if self.unusable and self.record is not None and beat.generation == self.record.generation:
-            self.unusable.pop(base_ref(self.record), None)
+    def _note_loaded(self, generation: int) -> None:
+        """Whoever is in this generation could load what it began from, so that can be loaded."""
+        record = self.record
+        if record is not None and generation == record.generation and self.loaded != generation:
+            self.loaded = generation
+            self.unusable.pop(base_ref(record), None)
 
     def _tell_durable(self, pulse: m.Pulse, known: PulseState | None) -> None:
         if pulse.durable and (known is None or pulse.durable != known.durable):
@@ -298,7 +300,10 @@ class Joins(Failures):
         peers = regular[: self.most] + spares[: max(0, self.full - len(regular))]
         base = self._base(peers)
         if base is None:
-            self.failure = f"no state is left that could be loaded: {self._unusable()}"
+            self.failure = (
+                f"no state is left that could be loaded: {self._unusable()}; mend the storage, or name "
+                "another FABRIC_DURABLE to begin from nothing"
+            )
             return
         epoch = (record.epoch if record else 0) + 1
         # Above the base's too: a durable checkpoint may be of a job whose record is gone.
@@ -359,6 +364,9 @@ class Joins(Failures):
         for ref in self.liveness.durable():
             found.setdefault(ref, set()).add(DURABLE)
         usable = {ref: urls for ref, urls in found.items() if ref not in self.unusable}
+        if any(ref.generation for ref in self.unusable):
+            # The job has been further: the initial state of its new processes stands for none of that.
+            usable = {ref: urls for ref, urls in usable.items() if ref.generation}
         if found and not usable:
             return None
         if not usable:

@@ -6,6 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -107,6 +111,76 @@ def test_a_full_disk_is_told_and_leaves_the_one_before_and_nothing_else(state, t
     assert code == 1 and "__0_0.distcp could not be written: File too large" in outcome["error"]
     assert steps(url) == [5]
     assert [p.name for p in (tmp_path / "job").iterdir()] == [Attempt(1, 5, "r0", 7).folder]
+
+
+@contextmanager
+def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A file system of that size, unmounted at the end."""
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", folder], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=os.path.ismount(folder), capture_output=True)
+
+
+def test_wherever_the_disk_is_full_those_before_are_whole_and_the_next_one_is_written(state, tmp_path):
+    """With more room every time, from none to enough; what fails leaves nothing behind."""
+    file, manifest = state
+    page, order = os.sysconf("SC_PAGESIZE"), Order("", "job", "r0", 9, keep=9)
+    with mounted(tmp_path / "disk", 4 << 20) as disk:
+        _, older = write_one(str(disk), objects(2), 5)
+        used = os.statvfs(disk)
+        used = (used.f_blocks - used.f_bfree) * used.f_frsize
+        failed = 0
+        for pages in range(200):
+            size = f"remount,size={used + pages * page}"
+            subprocess.run(["mount", "-o", size, disk], check=True, capture_output=True)
+            try:
+                write(replace(order, url=str(disk)), manifest, memoryview(bytearray(file)), Points(""))
+            except StateError as error:
+                failed += 1
+                assert "No space left on device" in str(error) and str(disk) in str(error), error
+                assert steps(str(disk)) == [5]
+                assert [p.name for p in (disk / "job").iterdir()] == [Attempt(1, 5, "r0", 7).folder]
+                continue
+            break
+        assert failed > 5 and steps(str(disk)) == [5, 7]
+        assert bring_back(str(disk), SnapshotRef(1, 7, manifest["digest"])) == file
+        assert len(bring_back(str(disk), older)) > 1000
+
+
+@pytest.mark.parametrize("point", ["data", "lanes", "marker"])
+def test_a_place_that_vanishes_in_mid_write_gets_no_marker_anywhere(state, tmp_path, point):
+    """The file system is unmounted while the writer stands at ``point``; the disk below stays empty."""
+    file, manifest = state
+    with mounted(tmp_path / "disk", 4 << 20) as disk:
+        there = tmp_path / "there"
+        order = Order(str(disk), "job", "r0", 9, keep=9)
+        points = Points(f"durable-{point}=wait:{tmp_path}/go")
+        arguments = (order, manifest, memoryview(bytearray(file)), points, there)
+        process = get_context("fork").Process(target=_write_and_tell, args=arguments)
+        process.start()
+        while not Path(f"{tmp_path}/go.awaited").exists():
+            assert process.is_alive()
+            time.sleep(0.01)
+        subprocess.run(["umount", "-l", disk], check=True)
+        (tmp_path / "go").touch()
+        process.join()
+        assert "No such file or directory" in there.read_text() and str(disk) in there.read_text()
+        assert list(disk.iterdir()) == [], "nothing was written below the mount point"
+
+
+def _write_and_tell(order: Order, manifest: dict, file: memoryview, points: Points, there: Path) -> None:
+    try:
+        write(order, manifest, file, points)
+        there.write_text("written")
+    except StateError as error:
+        there.write_text(str(error))
 
 
 def test_the_writer_ends_with_its_server(state, tmp_path):

@@ -64,7 +64,23 @@ class TestFinding:
         said = capfd.readouterr().err
         assert said.startswith("fabric: a: no durable checkpoint will be written") and "/proc/nope" in said
         assert said.count("\n") == 1
+        (tmp_path / "fine").mkdir()
         assert durable(str(tmp_path / "fine")).find() == () and capfd.readouterr().err == ""
+
+    def test_a_folder_that_is_not_there_is_made_and_that_is_said(self, tmp_path, capfd):
+        place = tmp_path / "runs" / "new"
+        assert durable(str(place)).find() == () and place.is_dir()
+        said = f"fabric: a: {place} was not there and has been made: there is nothing to begin again from\n"
+        assert capfd.readouterr().err == said
+        assert durable(str(place)).find() == () and capfd.readouterr().err == ""
+
+    def test_who_must_find_a_checkpoint_does_not_start_without_one_and_makes_nothing(self, tmp_path):
+        place = tmp_path / "typo"
+        with pytest.raises(StateError, match=f"{place} holds no complete durable checkpoint of job job"):
+            durable(str(place), durable_required=True).find()
+        assert not place.exists()
+        _, state = write_one(str(tmp_path), objects(1), 3)
+        assert durable(str(tmp_path), durable_required=True).find() == (state,)
 
     def test_a_scheme_that_nobody_knows_is_refused(self):
         with pytest.raises(StateError, match="nosuchfs"):

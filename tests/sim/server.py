@@ -56,6 +56,7 @@ class Server(Process):
         self.memory = Memory()
         self.trainer: Trainer | None = None
         self.deaths: list[Death] = []
+        self.written: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that came from here
         self._connection: Connection | None = None
         self._number = 0
         self._said = ""
@@ -81,6 +82,7 @@ class Server(Process):
 
     def publish_snapshot(self, ref: SnapshotRef) -> None:
         self.memory.snapshots.append(ref)
+        self.world.published(self, ref)
 
     def publish_gradient(self, generation: int, gradient: Gradient, listening: bool) -> None:
         gradients = self.memory.gradients
@@ -112,6 +114,7 @@ class Server(Process):
                         snapshots=tuple(self.memory.snapshots),
                         rank=self.rank,
                         deaths=tuple(self.deaths),
+                        durable=self.written,
                     )
                 ),
             )

@@ -63,6 +63,7 @@ class Trainer(Process):
             micro_batches=world.settings.micro_batches,
             predecessors_gone=gone,
             sharing=world.settings.sharing,
+            durable=world.listed(),
         )
         state = State(0, 0, self.main.digest)
         self.core = Member(

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from sim.server import Gradient, Server
 
-from fabric.model import SnapshotRef
+from fabric.model import DURABLE, SnapshotRef
 from fabric.protocol import member_io as io
 
 if TYPE_CHECKING:
@@ -46,8 +46,14 @@ class Transfer:
                 self.state = order.state
                 self.trainer.feed(io.StateFetched(order.state.step, order.state.digest))
                 return
+        stored = DURABLE in order.urls
+        if stored and self.trainer.world.can_load(self.trainer.host, order.state):
+            self.trainer.clockwork.counts["durable: loaded"] += 1
+            self.state = order.state
+            self.trainer.feed(io.StateFetched(order.state.step, order.state.digest))
+            return
         self.trainer.clockwork.counts["path: state not delivered"] += 1
-        self.trainer.feed(io.FetchFailed(f"no source delivered {order.state}"))
+        self.trainer.feed(io.FetchFailed(f"no source delivered {order.state}", unusable=stored))
 
     def fetch_gradient(self, order: io.FetchGradient) -> None:
         self._ticket += 1

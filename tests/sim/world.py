@@ -16,7 +16,7 @@ from sim.server import Server, digest_of
 from sim.store import Store
 from sim.trainer import Trainer
 
-from fabric.model import EVERYTHING, Death, Policy, Sharing
+from fabric.model import EVERYTHING, Death, Policy, Sharing, SnapshotRef
 from fabric.protocol import leader_io
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.member import Member
@@ -242,6 +242,19 @@ class World:
         """The process there is to be left out by its own wish or an operator's."""
         if self.checks.penalties is not None:
             self.checks.penalties.excuse(host, self.hosts[host].incarnation)
+
+    # --- durable storage: in most worlds there is none ----------------------------------------------
+
+    def published(self, server: Server, ref: SnapshotRef) -> None:
+        """A server serves this snapshot, which may become a durable checkpoint."""
+
+    def listed(self) -> tuple[SnapshotRef, ...]:
+        """The complete checkpoints that a process finds when it starts, oldest first."""
+        return ()
+
+    def can_load(self, host: str, ref: SnapshotRef) -> bool:
+        """Whether this host can read that checkpoint, all of it."""
+        return False
 
     def happened(self, what: str, host: str) -> None:
         """Something that a fault may be waiting for."""

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.durable.manifest import METADATA
+from fabric.ckpt_server.durable.storage import Storage, telling
 from fabric.ckpt_server.encoding import DTYPE_BY_NAME, Decoder
 from fabric.ckpt_server.layout import Header, read_header
 from fabric.ckpt_server.sharded import Shardings
@@ -233,7 +234,7 @@ def _describe(
 
 def write_metadata(storage: Storage, lanes: list[dict[str, Any]]) -> None:
     """Write ``.metadata``, the library's own index of everything that the lanes (in rank order) have
-    written."""
+    written. Raises StorageError."""
     described: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     written: dict[MetadataIndex, WriteResult] = {}
@@ -249,8 +250,9 @@ def write_metadata(storage: Storage, lanes: list[dict[str, Any]]) -> None:
                 where = _StorageInfo(f"__{rank}_0.distcp", entry["begin"], entry["nbytes"])
                 written.setdefault(index, WriteResult(index, entry["nbytes"], where))
     metadata = Metadata(state_dict_metadata=described, planner_data=paths)
-    writer = (FsspecWriter if "://" in storage.url else FileSystemWriter)(storage.url)
-    writer.finish(metadata, [list(written.values())])
+    with telling("written", storage.where(METADATA)):
+        writer = (FsspecWriter if "://" in storage.url else FileSystemWriter)(storage.url)
+        writer.finish(metadata, [list(written.values())])
 
 
 def _fit_together(entries: list[dict[str, Any]]) -> bool:

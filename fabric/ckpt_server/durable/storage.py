@@ -26,7 +26,7 @@ class Storage:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/") or url
-        with _telling("opened", url):
+        with telling("opened", url):
             self._fs, path = fsspec.core.url_to_fs(url)
         self._path: str = path.rstrip("/") or path
         self._is_local = isinstance(self._fs, LocalFileSystem)
@@ -41,7 +41,7 @@ class Storage:
 
     def names(self) -> list[str]:
         """What lies directly in this folder; nothing where there is no such folder. Raises StorageError."""
-        with _telling("listed", self.url):
+        with telling("listed", self.url):
             try:
                 self._fs.invalidate_cache()
                 found = self._fs.ls(self._path, detail=False)
@@ -49,8 +49,20 @@ class Storage:
                 return []
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
 
+    def is_there(self) -> bool:
+        """Whether there is such a folder; of what is not local nobody can tell. Raises StorageError."""
+        with telling("looked at", self.url):
+            return not self._is_local or bool(self._fs.isdir(self._path))
+
+    def make(self) -> None:
+        """Make this folder, and those around it. Nothing else does: what vanishes in mid-write must not come
+        back as an empty folder of the disk below. Raises StorageError."""
+        with telling("made", self.url):
+            self._fs.makedirs(self._path, exist_ok=True)
+
     def try_writing(self) -> None:
         """Make the folder, and write and delete a small file of its own in it. Raises StorageError."""
+        self.make()
         probe = f".fabric-probe-{uuid.uuid4().hex}"
         with self.create(probe) as file:
             file.write(b"may this be written?\n")
@@ -58,12 +70,12 @@ class Storage:
 
     def size(self, name: str) -> int:
         """Bytes in the file. Raises StorageError."""
-        with _telling("looked at", self.where(name)):
+        with telling("looked at", self.where(name)):
             return int(self._fs.size(self._full(name)))
 
     def get(self, name: str, most: int) -> bytes:
         """The whole small file. Raises StorageError, also where it has more than ``most`` bytes."""
-        with self.open(name) as file, _telling("read", self.where(name)):
+        with self.open(name) as file, telling("read", self.where(name)):
             data: bytes = file.read(most + 1)
         if len(data) > most:
             raise StorageError(f"{self.where(name)} has more than {most} bytes; it is damaged")
@@ -72,7 +84,7 @@ class Storage:
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Any]:
         """A file to read from, with seek and readinto; see also ``read_into``."""
-        with _telling("opened", self.where(name)):
+        with telling("opened", self.where(name)):
             file = self._fs.open(self._full(name), "rb")
         try:
             yield file
@@ -82,7 +94,7 @@ class Storage:
     def read_into(self, file: Any, name: str, begin: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``begin`` of the open ``file`` called ``name``. Raises StorageError."""
         filled = 0
-        with _telling("read", self.where(name)):
+        with telling("read", self.where(name)):
             file.seek(begin)
             while filled < len(into):
                 count = file.readinto(into[filled:])
@@ -98,8 +110,7 @@ class Storage:
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[Any]:
         """A new file to write to, in place of an old one; durable after the block. Raises StorageError."""
-        with _telling("written", self.where(name)):
-            self._fs.makedirs(self._path, exist_ok=True)
+        with telling("written", self.where(name)):
             file = self._fs.open(self._full(name), "wb")
             try:
                 yield file
@@ -118,19 +129,19 @@ class Storage:
             return
         with self.create(f"{name}.part") as file:
             file.write(data)
-        with _telling("written", self.where(name)):
+        with telling("written", self.where(name)):
             os.replace(self._full(f"{name}.part"), self._full(name))  # noqa: PTH105 - fsspec gives strings
             self._settle()
 
     def remove(self, name: str) -> None:
         """Delete a file, if it is there. Raises StorageError."""
-        with _telling("deleted", self.where(name)), contextlib.suppress(FileNotFoundError):
+        with telling("deleted", self.where(name)), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._full(name))
             self._settle()
 
     def remove_folder(self) -> None:
         """Delete this folder and all that is in it. Raises StorageError."""
-        with _telling("deleted", self.url), contextlib.suppress(FileNotFoundError):
+        with telling("deleted", self.url), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path, recursive=True)
 
     def _full(self, name: str) -> str:
@@ -147,14 +158,22 @@ class Storage:
 
 
 @contextlib.contextmanager
-def _telling(what: str, where: str) -> Iterator[None]:
+def telling(what: str, where: str) -> Iterator[None]:
+    """Whatever goes wrong in the block becomes a StorageError: ``where`` could not be ``what`` (written)."""
     try:
         yield
     except (StateError, KeyboardInterrupt):
         raise
     # File systems are plug-ins: each raises what its own client library does.
     except Exception as error:
-        reason = (
-            getattr(error, "strerror", None) or " ".join(str(error).split())[:300] or type(error).__name__
-        )
+        reason = _reason(error) or " ".join(str(error).split())[:300] or type(error).__name__
         raise StorageError(f"{where} could not be {what}: {reason}") from error
+
+
+def _reason(error: BaseException | None) -> str:
+    """What the operating system said, which a library may have turned into words of its own; else empty."""
+    while error is not None:
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        error = error.__cause__ or error.__context__
+    return ""

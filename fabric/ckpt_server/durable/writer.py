@@ -64,6 +64,7 @@ def write(order: Order, snapshot: Mapping[str, Any], file: memoryview, points: P
 def _write_part(
     folder: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, points: Points
 ) -> None:
+    folder.make()
     lane = write_lane(folder, file, snapshot, rank, lambda: points.reach("durable-begin", snapshot["step"]))
     points.reach("durable-data", snapshot["step"])
     folder.put(lane_name(rank), json.dumps(lane, separators=(",", ":")).encode())
@@ -94,6 +95,9 @@ def _finish(folder: Storage, order: Order, snapshot: Mapping[str, Any], ranks: i
     for rank, text in enumerate(described):
         # A part of another state must not be made complete.
         parse_lane(text, folder.where(lane_name(rank)), checked, rank)
+    for name, entry in files.items():
+        if folder.size(name) != entry["nbytes"]:
+            raise StateError(f"{folder.where(name)} is not what was written a moment ago: see to the storage")
     folder.put(MANIFEST, data)
     points.reach("durable-marker", step)
     folder.put(MARKER, f"{bytes_digest(memoryview(data))}\n".encode())

@@ -1,0 +1,84 @@
+"""Deliberate bugs in how a job begins again from durable storage: the worlds of ``durable_worlds`` must
+notice each, in one of the kinds where it matters."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fabric.model import DURABLE, Base, SnapshotRef
+from fabric.protocol import member as member_core
+from fabric.protocol import member_io as io
+from fabric.protocol.leader import Leader
+from fabric.protocol.liveness import Liveness, Peer
+from fabric.protocol.member import Member
+
+Patch = pytest.MonkeyPatch
+
+
+def ask_again_for_what_nobody_could_load(patch: Patch) -> None:
+    chosen = Leader._base
+
+    def base(leader: Leader, peers: list[Peer]) -> Base | None:
+        leader.unusable.clear()
+        return chosen(leader, peers)
+
+    patch.setattr(Leader, "_base", base)
+
+
+def pass_over_what_one_could_not_load_and_others_did(patch: Patch) -> None:
+    patch.setattr(Leader, "_note_loaded", lambda leader, generation: None)
+
+
+def begin_from_scratch_when_nothing_can_be_loaded(patch: Patch) -> None:
+    chosen = Leader._base
+
+    def base(leader: Leader, peers: list[Peer]) -> Base | None:
+        first = peers[0].session
+        return chosen(leader, peers) or Base(0, 0, first.digest, (first.ckpt,))
+
+    patch.setattr(Leader, "_base", base)
+
+
+def begin_from_the_oldest(patch: Patch) -> None:
+    known = Liveness.durable
+
+    def oldest(liveness: Liveness) -> set[SnapshotRef]:
+        return set(sorted(known(liveness), key=lambda ref: (ref.generation, ref.step))[:1])
+
+    patch.setattr(Liveness, "durable", oldest)
+
+
+def each_takes_what_it_can_load(patch: Patch) -> None:
+    """Who cannot load the base takes the oldest that it has found, and says that it holds the base."""
+    failed, installed = Member.on_fetch_failed, Member.on_installed
+
+    def on_failed(member: Member, event: io.FetchFailed) -> None:
+        older = member.identity.durable[0] if member.identity.durable else None
+        if not event.unusable or older is None or member.fetch.void:
+            failed(member, event)
+            return
+        member.fetch.doing = ""
+        member._want(older, (DURABLE,))
+
+    def on_installed(member: Member, event: io.Installed) -> None:
+        installed(member, event)
+        base = member.newest.base if member.newest is not None else None
+        if base is not None and event.digest != base.digest and event.step < base.step:
+            member.state = replace(member.state, step=base.step, digest=base.digest)
+
+    patch.setitem(member_core._HANDLERS, io.FetchFailed, on_failed)
+    patch.setitem(member_core._HANDLERS, io.Installed, on_installed)
+
+
+# With the kind of world that shows it.
+DURABLE_BUGS: dict[str, tuple[Callable[[Patch], None], str]] = {
+    mutation.__name__: (mutation, kind)
+    for mutation, kind in (
+        (ask_again_for_what_nobody_could_load, "damaged"),
+        (pass_over_what_one_could_not_load_and_others_did, "one cannot read it"),
+        (begin_from_scratch_when_nothing_can_be_loaded, "all damaged"),
+        (begin_from_the_oldest, "whole"),
+        (each_takes_what_it_can_load, "one cannot read it"),
+    )
+}

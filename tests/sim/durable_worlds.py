@@ -1,0 +1,178 @@
+"""Worlds with durable storage, in which everybody dies at once and no memory is left, twice. The newest
+complete checkpoint is whole, or one member cannot read it, or it is damaged for all, or all of them are. The
+others' faults strike too in half of these worlds.
+
+What must hold: a generation begins from the newest checkpoint that anybody can load, and everybody from that
+one; where nothing can be loaded the job fails, and nobody commits again.
+"""
+
+from collections import Counter
+
+from sim.checkers import demand
+from sim.server import FLIPPED, Server
+from sim.trainer import Trainer
+from sim.world import World
+
+from fabric.model import DURABLE, SnapshotRef
+
+KINDS = ("whole", "one cannot read it", "damaged", "all damaged")
+REQUIRED = (
+    *(f"durable: {kind}" for kind in KINDS),
+    "durable: loaded",
+    "durable: a whole job began from it",
+    "durable: passed over for an older one",
+    "durable: failed rather than begin from scratch",
+)
+
+# Strikes that did not find two checkpoints by then are given up: other faults were in the way.
+LATEST_S = 14.0
+
+
+class DurableWorld(World):
+    """``storage`` holds the complete checkpoints, oldest first. ``unreadable``: who cannot load which."""
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        self.storage: list[SnapshotRef] = []
+        self.unreadable: dict[SnapshotRef, set[str]] = {}
+        self.kind = KINDS[seed // 2 % len(KINDS)]
+        self.alone = seed % 2 == 0  # nothing else goes wrong
+        self.writing = True
+        self.strikes = 0
+        self.expected: SnapshotRef | None = None  # what the next generation must begin from
+        super().__init__(seed, tracing, faultless=self.alone)
+        self.ends_early, self.until, self.blackout = False, 10**9, False
+        self.faults.not_before, self.faults.over = LATEST_S + 2.0, False
+        self.clockwork.at(1.0, self._strike_when_ready)
+
+    # --- storage -----------------------------------------------------------------------------------
+
+    def published(self, server: Server, ref: SnapshotRef) -> None:
+        """One writer at a time: it ends with its server, and what it has written then counts for nothing."""
+        newest = max(((x.generation, x.step) for x in self.storage), default=(0, 0))
+        if not self.writing or FLIPPED in ref.digest or (ref.generation, ref.step) <= newest:
+            return
+
+        def complete() -> None:
+            if self.writing and server.alive and ref not in self.storage:
+                self.storage.append(ref)
+                self.storage.sort(key=lambda x: (x.generation, x.step))
+                server.written = (ref,)
+
+        server.after(self.clockwork.between(0.01, 0.2), complete)
+
+    def listed(self) -> tuple[SnapshotRef, ...]:
+        return tuple(self.storage[-16:])
+
+    def can_load(self, host: str, ref: SnapshotRef) -> bool:
+        return ref in self.storage and host not in self.unreadable.get(ref, ())
+
+    # --- the strikes ---------------------------------------------------------------------------------
+
+    def _strike_when_ready(self) -> None:
+        """Twice: the second time they must begin from the same checkpoint, for nothing was written since."""
+        late = self.clockwork.now > LATEST_S
+        if late or self.halted:
+            self._resume_writing()
+            return
+        committed = self.checks.newest[0] > (self.expected.generation if self.expected else 0)
+        ready = len(self.storage) >= 2 if not self.strikes else committed and self._is_everybody_back()
+        self.clockwork.at(0.05 if not ready or self.strikes == 0 else 0.5, self._strike_when_ready)
+        if ready and self.strikes == 2:
+            self._resume_writing()
+        elif ready:
+            self._strike()
+
+    def _strike(self) -> None:
+        self.strikes += 1
+        if self.strikes == 1:
+            self.writing = False
+            self._damage()
+        self.clockwork.counts[f"durable: {self.kind}"] += 1
+        self.expected = next((x for x in reversed(self.storage) if self._loaders(x)), None)
+        for name in self.hosts:
+            self.kill_trainer(name)
+            self.kill_server(name)
+
+    def _damage(self) -> None:
+        newest, hosts = self.storage[-1], set(self.hosts)
+        if self.kind == "one cannot read it":
+            self.unreadable[newest] = {self.clockwork.random.choice(sorted(hosts))}
+        elif self.kind == "damaged":
+            self.unreadable[newest] = hosts
+        elif self.kind == "all damaged":
+            self.unreadable = dict.fromkeys(self.storage, hosts)
+
+    def _loaders(self, ref: SnapshotRef) -> set[str]:
+        return set(self.hosts) - self.unreadable.get(ref, set())
+
+    def _is_everybody_back(self) -> bool:
+        return all(t is not None and t.alive for t in (h.trainer for h in self.hosts.values()))
+
+    def _resume_writing(self) -> None:
+        self.writing = True
+        self.faults.not_before = min(self.faults.not_before, self.clockwork.now + 1.0)
+
+    # --- what must hold --------------------------------------------------------------------------------
+
+    def happened(self, what: str, host: str) -> None:
+        super().happened(what, host)
+        if what == "commit":
+            trainer = self.hosts[host].trainer
+            assert trainer is not None
+            self._check_beginning(trainer)
+
+    def _check_beginning(self, trainer: Trainer) -> None:
+        """Whoever commits the first step of a generation does so on the state that the record names."""
+        generation = trainer.core.state.generation
+        base = next(r.base for r in reversed(self.checks.records) if r.generation == generation)
+        if trainer.main.step != base.step or not base.digest or FLIPPED in trainer.main.digest:
+            return
+        demand(
+            trainer.main.digest == base.digest,
+            f"{trainer.name} begins generation {generation} from {trainer.main.digest}, not {base.digest}",
+        )
+        if DURABLE in base.sources:
+            self.clockwork.counts["durable: a whole job began from it"] += 1
+        self._check_rung(SnapshotRef(base.generation, base.step, base.digest))
+
+    def _check_rung(self, began: SnapshotRef) -> None:
+        """Where nothing else goes wrong it is the newest that anybody can load, and there is one."""
+        if not self.strikes or not self.alone:
+            return
+        demand(self.expected is not None, "nothing could be loaded, and the job began from scratch")
+        demand(began == self.expected, f"the job began from {began}, and {self.expected} could be loaded")
+        if self.storage[-1] != began and not self.writing:
+            self.clockwork.counts["durable: passed over for an older one"] += 1
+
+    def exited(self, trainer: Trainer, code: int, reason: str) -> None:
+        if code == 1 and "no state is left that could be loaded" in reason:
+            lost = self.strikes and not any(self._loaders(x) for x in self.storage)
+            demand(bool(lost), f"{trainer.name} was told that {reason}")
+            self.clockwork.counts["durable: failed rather than begin from scratch"] += 1
+            self.halted = True
+            return
+        super().exited(trainer, code, reason)
+
+
+def play(seed: int) -> None:
+    """Play one; raises what it finds."""
+    DurableWorld(seed).run()
+
+
+def play_alone(kind: str, number: int) -> None:
+    """Play the world of this number among those of ``kind`` in which nothing else goes wrong."""
+    play(2 * (number * len(KINDS) + KINDS.index(kind)))
+
+
+def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
+    """Play seeds ``first`` to ``last`` (exclusive): the counters, and a line per failure."""
+    counts: Counter[str] = Counter()
+    failures = []
+    for seed in range(first, last):
+        world = DurableWorld(seed)
+        try:
+            world.run()
+        except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
+            failures.append(f"durable seed {seed}: {type(error).__name__}: {error}")
+        counts.update(world.clockwork.counts)
+    return counts, failures

@@ -1,0 +1,24 @@
+"""All die and no memory is left: the job begins again from the newest checkpoint that can be loaded, or
+fails."""
+
+import pytest
+from sim import durable_worlds, noticing
+from sim.durable_mutations import DURABLE_BUGS
+
+SEEDS = 24
+MUTATION_SEEDS = 20
+
+
+def test_all_begin_again_from_the_newest_checkpoint_that_can_be_loaded():
+    counts, failures = durable_worlds.hunt(0, SEEDS)
+    for name, number in sorted(counts.items()):
+        print(f"{number:9} {name}")
+    assert not failures, "\n".join(failures)
+    missing = [name for name in durable_worlds.REQUIRED if not counts[name]]
+    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+
+
+@pytest.mark.parametrize("name", sorted(DURABLE_BUGS))
+def test_the_simulator_notices_a_wrong_beginning(name):
+    mutate, kind = DURABLE_BUGS[name]
+    noticing.find(mutate, lambda number: durable_worlds.play_alone(kind, number), MUTATION_SEEDS)

@@ -57,7 +57,7 @@ class Storage:
     def make(self) -> None:
         """Make this folder, and those around it. Nothing else does: what vanishes in mid-write must not come
         back as an empty folder of the disk below. Raises StorageError."""
-        with telling("made", self.url):
+        with telling("written", self.url):
             self._fs.makedirs(self._path, exist_ok=True)
 
     def try_writing(self) -> None:

@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from fabric.ckpt_server.durable.order import Order
+from fabric.ckpt_server.durable.reader import find_checkpoint
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.ckpt_server.manifest import of_rank
-from fabric.ckpt_server.parts import ServedPart
+from fabric.ckpt_server.parts import Part, ServedPart, StoredPart
 from fabric.ckpt_server.relayout import Layout, relay
 from fabric.ckpt_server.snapshot import CpuCopier, build_manifest
 from fabric.ckpt_server.state import capture, restore, verify
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
+from fabric.runtime.points import Points
 
 STEP = 3
 
@@ -78,14 +84,15 @@ def whole_sums(objects: dict[str, Any]) -> dict[str, list[float]]:
     return found
 
 
-def give(objects: dict[str, Any], run_dir: str) -> dict[str, Any]:
-    """Publish my part of the trained state."""
+def give(objects: dict[str, Any], run_dir: str, durable: str) -> dict[str, Any]:
+    """Publish my part of the trained state, and write it to storage."""
     train(objects, STEP)
     view = capture(objects, STEP)
     handle = ServerHandle.start_or_attach(**options(Path(run_dir), orphan_s=600.0))
     copier = CpuCopier()
     handle.begin("snapshot", 0)
-    copier.start(view, handle.allocate("snapshot", 0, view.nbytes))
+    memory = handle.allocate("snapshot", 0, view.nbytes)
+    copier.start(view, memory)
     manifest = build_manifest(view, copier.join(), job="job", replica="r0", generation=1, created=1.0)
     copier.close()
     digests: list[Any] = [None] * dist.get_world_size()
@@ -93,14 +100,23 @@ def give(objects: dict[str, Any], run_dir: str) -> dict[str, Any]:
     if len(digests) > 1:
         manifest = of_rank(manifest, dist.get_rank(), digests)
     handle.publish_snapshot(0, manifest)
+    write(Order(durable, "job", "r0", 7), manifest, memory[: view.nbytes], Points(""))
     return {"url": handle.url, "digests": digests, "nbytes": view.nbytes, "sums": whole_sums(objects)}
 
 
-def take(objects: dict[str, Any], sources: list[list[str]], digest: str) -> dict[str, Any]:
-    """Take over the state; say what it is now, and how many bytes it took."""
+def take(objects: dict[str, Any], sources: list[list[str]], digest: str, durable: str) -> dict[str, Any]:
+    """Take over the state, from storage where that is named; say what it is now, and how many bytes it
+    took."""
     before = capture(objects, 0).digest()
     state = SnapshotRef(1, STEP, digest)
-    parts = [ServedPart(rank, urls, state, StateFetcher(rank=rank)) for rank, urls in enumerate(sources)]
+    parts: list[Part] = []
+    files = ExitStack()
+    for rank, urls in enumerate(sources):
+        if durable:
+            checkpoint = find_checkpoint(Storage(durable).at("job"), "job", state)
+            parts.append(StoredPart(rank, checkpoint, files))
+        else:
+            parts.append(ServedPart(rank, urls, state, StateFetcher(rank=rank)))
     found: list[memoryview] = []
 
     def allocate(nbytes: int) -> memoryview:
@@ -126,8 +142,8 @@ def be(told: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group("gloo", init_method=store, rank=told["rank"], world_size=told["world"])
     objects = build(told["layout"], told["width"], told["seed"])
     if "run_dir" in told:
-        return give(objects, told["run_dir"])
-    return take(objects, told["sources"], told["digest"])
+        return give(objects, told["run_dir"], told["durable"])
+    return take(objects, told["sources"], told["digest"], told.get("durable", ""))
 
 
 def fork(told: dict[str, Any]) -> tuple[int, int]:

@@ -61,11 +61,13 @@ class Zygote:
 
 @dataclass(frozen=True)
 class Held:
-    """A state whose trainers are dead: where its parts are, its digest, what the ranks said of it."""
+    """A state whose trainers are dead: where its parts are, its digest, what the ranks said of it, and the
+    storage that holds it too."""
 
     sources: list[list[str]]
     digest: str
     said: list[dict[str, Any]]
+    durable: str
 
     @property
     def told(self) -> dict[str, Any]:
@@ -80,11 +82,12 @@ def zygote() -> Iterator[Zygote]:
 
 @contextlib.contextmanager
 def held(zygote: Zygote, folder: Path, layout: str, world: int, width: int) -> Iterator[Held]:
-    said = zygote.run(folder, layout, world, width, seed=1)
+    said = zygote.run(folder, layout, world, width, seed=1, durable=str(folder / "durable"))
     try:
         assert all("url" in one for one in said), said
         digests = said[0]["digests"]
-        yield Held([[x["url"]] for x in said], replica_digest(digests) if world > 1 else digests[0], said)
+        digest = replica_digest(digests) if world > 1 else digests[0]
+        yield Held([[x["url"]] for x in said], digest, said, str(folder / "durable"))
     finally:
         for lock in folder.glob(f"*/{LOCK_NAME}"):
             pid = lock.read_text().strip()
@@ -99,10 +102,12 @@ def fsdp2(zygote, tmp_path_factory) -> Iterator[Held]:
         yield found
 
 
-def test_each_rank_reads_the_slices_that_it_needs(zygote, fsdp2, tmp_path):
+@pytest.mark.parametrize("rung", ["memory", "storage"])
+def test_each_rank_reads_the_slices_that_it_needs(zygote, fsdp2, tmp_path, rung):
     """Into four ranks: nobody reads more than its part and a block at each seam."""
     total = sum(one["nbytes"] for one in fsdp2.said)
-    for one in zygote.run(tmp_path / "new", "fsdp", 4, WIDTH, **fsdp2.told):
+    told = fsdp2.told | ({"durable": fsdp2.durable} if rung == "storage" else {})
+    for one in zygote.run(tmp_path / "new", "fsdp", 4, WIDTH, **told):
         assert one.get("sums") == fsdp2.said[0]["sums"], one
         seams = 2 * 2 + 2 * 6  # the two headers, and both ends of the six large tensors
         assert one["nbytes"] < total / 3.5

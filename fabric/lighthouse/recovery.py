@@ -167,7 +167,8 @@ class Recoveries:
                 recovery.incarnations[member.replica] = member.incarnation
         if record.generation != before.generation:
             recovery.kind = "cold start"
-            recovery.steps_lost = max(0, recovery.step - record.base.step)
+            seen = max(0, recovery.step - record.base.step)
+            recovery.steps_lost = core.lost if core.lost is not None else seen
             recovery.micro_batches_lost = recovery.steps_lost * _micro_batches(core)
             recovery.step = record.base.step
         return [recovery]

@@ -153,6 +153,7 @@ class Leader(Joins):
         if known is None and self._lists(session.replica):
             self.liveness.came_back(self._now)
         self.liveness.peers[session.replica] = Peer(session, True, self._now)
+        self._note_step(self.liveness.peers[session.replica])
         if known is None or known.incarnation != session.incarnation:
             self.finished.pop(session.replica, None)
             self.draining.pop(session.replica, None)
@@ -256,6 +257,7 @@ class Leader(Joins):
             # What it announced is over, or something else begins: its time counts from now.
             self.lateness.came(peer.session.replica)
         peer.beat = beat
+        self._note_step(peer)
         self._note_loaded(beat.generation)
         self._send(peer.session.replica, m.BeatReply(beat.number))
         self._expire_late(peer, beat)

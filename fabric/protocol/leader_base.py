@@ -156,6 +156,9 @@ class LeaderBase:
         self.retried = False  # a process came after its replica had heard
         self.excused: set[tuple[str, Death]] = set()
         self.unusable: dict[SnapshotRef, str] = {}  # what a generation could not begin from, and why
+        # The newest step of this generation that was heard of; None: a leader before me may know of more.
+        self.reached: int | None = None
+        self.lost: int | None = None  # steps that the newest cold start lost, where that is known
         self.loaded = 0  # the newest generation whose base somebody has loaded
         self.orders = Orders()  # as operators want them: the record has them with the next write
         self.failures: tuple[Failure, ...] = ()  # likewise
@@ -235,7 +238,8 @@ class LeaderBase:
         if self.record is not None and self._says_the_same(record, self.record):
             self.record, self.writing = record, None  # only what concerns those to come has changed
             return
-        if self.record is not None and self.record.generation != record.generation:
+        if self.record is None or self.record.generation != record.generation:
+            self.reached = record.base.step
             self.finished.clear()
         self._note_setbacks(record)
         self.seats.update((x.replica, x.seat) for x in record.roster)
@@ -393,6 +397,10 @@ class LeaderBase:
             if p.generation == record.generation and self._in_force(p)
         ]
         return max(steps, default=record.base.step)
+
+    def _note_step(self, peer: Peer) -> None:
+        if self._in_force(peer) and self._is_of_generation(peer):
+            self.reached = max(self.reached or 0, peer.step)
 
     def _known_poison(self, record: Record) -> tuple[Poison, ...]:
         """What nobody computes from the next forced record on: what it was, and what was proven since."""

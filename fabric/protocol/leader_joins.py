@@ -305,6 +305,7 @@ class Joins(Failures):
                 "another FABRIC_DURABLE to begin from nothing"
             )
             return
+        self.lost = None if self.reached is None else max(0, self.reached - base.step)
         epoch = (record.epoch if record else 0) + 1
         # Above the base's too: a durable checkpoint may be of a job whose record is gone.
         generation = max(record.generation if record else 0, base.generation) + 1
@@ -341,12 +342,12 @@ class Joins(Failures):
     def _start_reason(self, record: Record | None, base: Base) -> str:
         if record is None and base.generation == 0:
             return "first start"
-        known = max(self._top_step(record), base.step) if record is not None else base.step
-        lost = (
-            f", {counted(known - base.step, 'step')} lost with the memory that held them"
-            if known > base.step
-            else ""
-        )
+        lost = f", {counted(self.lost, 'step')} lost with the memory that held them" if self.lost else ""
+        if record is not None and self.lost is None:
+            lost = (
+                ", and how many steps were lost is not known: this lighthouse was elected since, and heard "
+                f"nobody of generation {record.generation}"
+            )
         where = ", a durable checkpoint" if base.sources == (DURABLE,) else ""
         passed = f" ({self._unusable()})" if self.unusable else ""
         return f"cold start from step {base.step} of generation {base.generation}{where}{lost}{passed}"

@@ -1,8 +1,9 @@
 """The ladder of a cold start: memory, then durable checkpoints, and the next rung when one cannot be
 loaded."""
 
+import pytest
 from protocol.makers import record_of
-from protocol.test_leader import Lighthouse
+from protocol.test_leader import Lighthouse, started
 
 from fabric.model import DURABLE, Base, SnapshotRef
 from fabric.protocol import leader_io as io
@@ -22,6 +23,15 @@ def all_dead(durable=(), held=(), names="a b"):
     return lighthouse
 
 
+def die_and_come_again(lighthouse, durable=(), held=(), incarnation=2):
+    """Every trainer is killed at once, and its new process is there before the next plan sees the loss."""
+    for name in "ab":
+        lighthouse.pulse(name, "gone", incarnation=incarnation - 1, snapshots=held)
+    for name in "ab":
+        lighthouse.open(name, incarnation=incarnation, predecessors_gone=True, durable=tuple(durable))
+        lighthouse.pulse(name, incarnation=incarnation, snapshots=held)
+
+
 def fall(lighthouse, name, why="/checkpoints/step-60/__0_0.distcp is damaged"):
     return lighthouse.say(name, m.Fallen(lighthouse.record.fence, why, unusable=True))
 
@@ -29,7 +39,45 @@ def fall(lighthouse, name, why="/checkpoints/step-60/__0_0.distcp is damaged"):
 def test_without_memory_the_newest_durable_checkpoint_is_the_base():
     record = all_dead(durable=[OLD, NEW]).record
     assert record.base == Base(1, 60, "new", (DURABLE,))
-    assert record.reason == "cold start from step 60 of generation 1, a durable checkpoint"
+    assert record.reason.startswith("cold start from step 60 of generation 1, a durable checkpoint, ")
+
+
+@pytest.mark.parametrize(
+    ("durable", "held", "begins"),
+    [
+        ([], [NEW], "step 60 of generation 1, 57 steps lost"),
+        ([NEW], [], "step 60 of generation 1, a durable checkpoint, 57 steps lost"),
+        ([], [], "step 0 of generation 0, 117 steps lost"),
+    ],
+)
+def test_a_cold_start_says_how_many_steps_it_lost_wherever_it_begins(durable, held, begins):
+    lighthouse = started(start_replicas=2)
+    lighthouse.beat("a", 116)
+    lighthouse.beat("b", 117)
+    die_and_come_again(lighthouse, durable, held)
+    assert f"cold start from {begins} with the memory that held them" in lighthouse.record.reason
+    assert lighthouse.core.lost == 117 - lighthouse.record.base.step
+
+
+def test_steps_of_a_generation_that_began_again_count_from_where_it_began():
+    lighthouse = started(start_replicas=2)
+    lighthouse.beat("a", 117)
+    die_and_come_again(lighthouse, held=[NEW])
+    die_and_come_again(lighthouse, held=[NEW], incarnation=3)
+    assert lighthouse.record.generation == 3 and "lost" not in lighthouse.record.reason
+
+
+def test_a_leader_that_was_elected_since_says_that_it_does_not_know_what_was_lost():
+    lighthouse = all_dead(durable=[NEW])
+    assert "how many steps were lost is not known" in lighthouse.record.reason
+    assert lighthouse.core.lost is None
+
+
+def test_what_a_member_says_when_it_comes_back_to_a_new_leader_counts():
+    lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
+    lighthouse.open("a", generation=1, step=99, epoch=1)
+    die_and_come_again(lighthouse, held=[NEW])
+    assert "39 steps lost" in lighthouse.record.reason
 
 
 def test_newer_memory_goes_before_durable_storage():

@@ -16,7 +16,7 @@ from yarl import URL
 
 from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, Refused, Unauthorized, Unreachable
-from fabric.runtime.tls import Tls, why
+from fabric.runtime.tls import Tls, mistake, why
 from fabric.runtime.web import read_token
 
 _TIMEOUT_S = 5.0
@@ -97,7 +97,7 @@ class Lighthouses:
         self, path: str, body: dict[str, Any] | None = None, *, total_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer of the first lighthouse that gives one, its body unread; ``total_s`` bounds it."""
-        reasons = []
+        reasons, mistakes = [], 0
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_TIMEOUT_S)
         connector = aiohttp.TCPConnector(ssl=self.tls.client_context() or True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
@@ -105,14 +105,15 @@ class Lighthouses:
                 try:
                     answer = await self._open_one(client, URL(url + path, encoded=True), body)
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
-                    reasons.append(f"{url}: {_why(error)}")
+                    reasons.append(f"{url}: {_why(error, url, self.tls)}")
+                    mistakes += bool(mistake(error, self.tls))
                 else:
                     async with answer:
                         yield answer
                     return
-        raise Unreachable(
-            f"no lighthouse answers ({'; '.join(reasons)}): check the address, and that one runs there"
-        )
+        # Where certificates are the matter, each reason says what to do.
+        advice = "" if mistakes == len(reasons) else ": check the address, and that one runs there"
+        raise Unreachable(f"no lighthouse answers ({'; '.join(reasons)}){advice}")
 
     async def _open_one(
         self, client: aiohttp.ClientSession, url: URL, body: dict[str, Any] | None
@@ -151,15 +152,9 @@ def _refusal(status: int, data: bytes) -> Exception:
     return Unreachable(sentence) if status >= 500 else Refused(sentence)
 
 
-def _why(error: Exception) -> str:
+def _why(error: Exception, url: str, tls: Tls) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {_TIMEOUT_S:g} s"
-    if isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error):
-        return "nobody listens there"
-    if isinstance(error, ssl.SSLError | aiohttp.ClientSSLError):
-        return why(error)
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return error.os_error.strerror or str(error.os_error)
-    if isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError):
+    if isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError | ssl.SSLError):
         return "what answers there is not a lighthouse"
-    return why(error)
+    return why(error, url, tls)

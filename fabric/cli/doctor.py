@@ -20,7 +20,7 @@ import click
 from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime.config import Settings, advertised_host, settings
-from fabric.runtime.tls import why
+from fabric.runtime.tls import Tls, mistake, why
 from fabric.runtime.web import bind_first_free, parse_ports
 from fabric.store import open_store
 
@@ -167,13 +167,15 @@ async def _lighthouses(found: Settings) -> list[Finding]:
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     connector = aiohttp.TCPConnector(ssl=found.tls.client_context() or True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-        findings = [finding for url in found.lighthouse for finding in await _lighthouse(http, url)]
+        findings = [
+            finding for url in found.lighthouse for finding in await _lighthouse(http, url, found.tls)
+        ]
     if not any(finding.level == "ok" for finding in findings):
         findings.append(Finding("bad", "no lighthouse works", "start one, or correct FABRIC_LIGHTHOUSE"))
     return findings
 
 
-async def _lighthouse(http: aiohttp.ClientSession, url: str) -> list[Finding]:
+async def _lighthouse(http: aiohttp.ClientSession, url: str, tls: Tls) -> list[Finding]:
     try:
         async with http.get(f"{url}/healthz") as answer:
             body = await answer.json()
@@ -181,13 +183,8 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str) -> list[Finding]:
         role = "leads" if body["is_leader"] else f"follows {body['leader']}"
         ok, reachable = bool(body["ok"]), bool(body["store_reachable"])
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
-        return [
-            Finding(
-                "warn",
-                f"{url} does not answer ({why(error)})",
-                "is a lighthouse there?",
-            )
-        ]
+        advice = "docs/api.md, 'TLS'" if mistake(error, tls) else "is a lighthouse there?"
+        return [Finding("warn", f"{url} does not answer ({why(error, url, tls)})", advice)]
     findings = []
     if ok:
         findings.append(Finding("ok", f"{url} {role}"))

@@ -186,7 +186,8 @@ class RemoteState:
     def __init__(self, url: str, token: str) -> None:
         self.name = url
         where = Where.parse(url)
-        self._connection = Connection(where.server, Access(token, _TIMEOUT_S, current_tls().client_context()))
+        self._tls = current_tls()
+        self._connection = Connection(where.server, Access(token, _TIMEOUT_S, self._tls.client_context()))
         try:
             manifest = check_manifest(self._ask(f"{_SNAPSHOTS}{where.step}/manifest{where.query}"))
             self.manifest: dict[str, Any] = manifest
@@ -235,7 +236,7 @@ class RemoteState:
                 raise self._refused(response)
             return read_json(response, _MAX_MANIFEST_BYTES)
         except TRANSIENT as error:
-            raise Unreachable(f"{self.name} does not answer: {why(error)}") from error
+            raise Unreachable(f"{self.name} does not answer: {why(error, self.name, self._tls)}") from error
 
     def _refused(self, response: HTTPResponse) -> StateError:
         """Why there is no manifest: also because somebody else answers there, as /healthz tells."""

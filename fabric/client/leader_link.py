@@ -5,6 +5,7 @@ A refusal (wrong token, unknown job) that waiting cannot heal ends the process w
 """
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
 
@@ -15,7 +16,10 @@ from fabric.protocol import member_io as io
 from fabric.protocol import wire
 from fabric.protocol.messages import LeaderMessage, MemberMessage
 from fabric.runtime.config import Settings
+from fabric.runtime.tls import mistake, why
 from fabric.runtime.web import come_back_s
+
+log = logging.getLogger(__name__)
 
 _CONNECT_S = 0.9
 _BACKOFF_S = (0.05, 0.5)
@@ -38,6 +42,8 @@ class LeaderLink:
         self._outbox: asyncio.Queue[bytes] | None = None
         self._problem = ""
         self._reached = False
+        self._mistaken: set[str] = set()  # addresses whose TLS and ours cannot go together
+        self._told: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -55,7 +61,8 @@ class LeaderLink:
             self._outbox.put_nowait(wire.encode(message))
 
     async def run(self, feed: Callable[[io.Event], None], on_refused: Callable[[str], None]) -> None:
-        """Keep a session open until cancelled; a first contact that never comes is a refusal too."""
+        """Keep a session open until cancelled; a first contact that never comes, or that waiting cannot
+        bring, is a refusal too."""
         deadline = asyncio.get_running_loop().time() + self._contact_s
         jitter = random.Random()  # noqa: S311  (back-off, not a secret)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
@@ -80,17 +87,34 @@ class LeaderLink:
                         on_refused(_refusal(url, error.status))
                         return
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    self._problem = f"{url} cannot be reached ({type(error).__name__})"
+                    self._note_problem(url, error)
                 except FabricError as error:
                     self._problem = str(error)
-                if not self._reached and asyncio.get_running_loop().time() > deadline:
-                    on_refused(
-                        f"no lighthouse was found within {self._contact_s:g} s ({self._problem}): "
-                        "check FABRIC_LIGHTHOUSE, and that a lighthouse runs there"
-                    )
+                if not self._reached and (gave_up := self._given_up(deadline)):
+                    on_refused(gave_up)
                     return
                 self._urls.append(self._urls.pop(0))
                 await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
+
+    def _note_problem(self, url: str, error: Exception) -> None:
+        """Why ``url`` was not reached; said once while no lighthouse has been, for that may take long."""
+        self._problem = f"{url} cannot be reached ({why(error, url, self._tls)})"
+        if mistake(error, self._tls):
+            self._mistaken.add(url)
+        if not self._reached and self._problem not in self._told:
+            self._told.add(self._problem)
+            log.warning("no lighthouse yet: %s; it is tried for %g s", self._problem, self._contact_s)
+
+    def _given_up(self, deadline: float) -> str:
+        """Why nobody is asked any more, empty while that goes on. A certificate does not heal by waiting."""
+        if self._mistaken.issuperset(self._urls):
+            return f"no lighthouse can be spoken to: {self._problem}"
+        if asyncio.get_running_loop().time() > deadline:
+            return (
+                f"no lighthouse was found within {self._contact_s:g} s ({self._problem}): "
+                "check FABRIC_LIGHTHOUSE, and that a lighthouse runs there"
+            )
+        return ""
 
     def _follow(self, leader: str) -> None:
         """A follower sent us on. The client drops the token on the way to another origin, on purpose, so the

@@ -1,0 +1,123 @@
+"""What is said to somebody whose TLS settings and a lighthouse's do not go together."""
+
+import asyncio
+import ssl
+from http.client import RemoteDisconnected
+
+import pytest
+from aiohttp import web
+from authority import Authority
+
+from fabric.cli.asking import Lighthouses
+from fabric.client.leader_link import LeaderLink
+from fabric.errors import Unreachable
+from fabric.runtime.config import Settings
+from fabric.runtime.tls import Tls, mistake, why
+
+NONE = Tls()
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "ca")
+
+
+@pytest.fixture(scope="module")
+def mine(authority) -> Tls:
+    return Tls(*authority.issue("mine"), authority.ca)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory) -> Tls:
+    other = Authority(tmp_path_factory.mktemp("tls") / "other")
+    return Tls(*other.issue("stranger"), other.ca)
+
+
+class Service:
+    """Something that listens, with ``tls`` or without, and what a client of it hears."""
+
+    def __init__(self, tls: Tls) -> None:
+        self.tls = tls
+
+    async def __aenter__(self) -> "Service":
+        self.runner = web.AppRunner(web.Application())
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0, ssl_context=self.tls.server_context()).start()
+        self.address = f"127.0.0.1:{self.runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.runner.cleanup()
+
+
+def heard_by_a_command(service: Tls, scheme: str, tls: Tls) -> str:
+    async def ask() -> str:
+        async with Service(service) as there:
+            asked = Lighthouses((f"{scheme}://{there.address}",), "", "", tls)
+            with pytest.raises(Unreachable) as caught:
+                await asked._ask("/v1/jobs", None)
+        return str(caught.value)
+
+    return asyncio.run(ask())
+
+
+def heard_by_a_trainer(service: Tls, scheme: str, tls: Tls, contact_s: float) -> str:
+    async def ask() -> str:
+        async with Service(service) as there:
+            return await refusal([f"{scheme}://{there.address}"], tls, contact_s)
+
+    return asyncio.run(ask())
+
+
+async def refusal(urls: list[str], tls: Tls, contact_s: float) -> str:
+    refused: list[str] = []
+    files = {f"tls_{name}": path for name, path in tls.files.items()}
+    link = LeaderLink(Settings(job="j", replica="r0", lighthouse=tuple(urls), contact_s=contact_s, **files))
+    async with asyncio.timeout(60):
+        await link.run(lambda _: None, refused.append)
+    return refused[0]
+
+
+def test_a_command_is_told_which_setting_it_lacks(mine, stranger):
+    bare = heard_by_a_command(mine, "https", NONE)
+    assert "not believed (self-signed certificate in certificate chain): give FABRIC_TLS_CERT" in bare
+    assert "check the address" not in bare
+    other = heard_by_a_command(mine, "https", Tls(mine.cert, mine.key, stranger.ca))
+    assert "FABRIC_TLS_CA must be the authority that issued it" in other and "check the address" not in other
+    plain = heard_by_a_command(mine, "http", NONE)
+    assert "if it speaks TLS, write https:// and give FABRIC_TLS_CERT" in plain
+    reverse = heard_by_a_command(NONE, "https", mine)
+    assert "it does not speak TLS: write http://" in reverse and "check the address" not in reverse
+    forged = heard_by_a_command(mine, "https", Tls(stranger.cert, stranger.key, mine.ca))
+    assert "FABRIC_TLS_CERT is of its authority" in forged
+
+
+def test_a_trainer_does_not_wait_for_a_certificate_to_heal(mine):
+    told = heard_by_a_trainer(mine, "https", NONE, 1e6)
+    assert told.startswith("no lighthouse can be spoken to: https://") and "give FABRIC_TLS_CERT" in told
+    assert "write http://" in heard_by_a_trainer(NONE, "https", mine, 1e6)
+
+
+def test_a_trainer_that_is_hung_up_on_waits_and_says_at_once_for_what(mine, caplog):
+    plain = heard_by_a_trainer(mine, "http", NONE, 0.0)
+    assert plain.startswith("no lighthouse was found within 0 s") and "write https://" in plain
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if line.startswith("no lighthouse yet: http://") and "https://" in line]
+
+
+def test_one_wrong_address_of_several_ends_nothing(mine):
+    async def ask() -> str:
+        async with Service(mine) as wrong, Service(NONE) as right:
+            return await refusal([f"https://{wrong.address}", f"http://{right.address}"], NONE, 1e6)
+
+    assert "is not a lighthouse" in asyncio.run(ask()), "the second one was asked, and said so"
+
+
+def test_what_is_no_mistake_of_tls_is_not_called_one():
+    url = "http://127.0.0.1:1"
+    for error in (ConnectionRefusedError(), OSError(113, "No route to host"), TimeoutError()):
+        assert not mistake(error, NONE) and "TLS" not in why(error, url, NONE)
+    hung_up = RemoteDisconnected("Remote end closed connection without response")
+    assert not mistake(hung_up, NONE) and "https://" in why(hung_up, url, NONE), "it may just have ended"
+    alert = ssl.SSLError(1, "[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca (_ssl.c:1)")
+    assert "FABRIC_TLS_CERT" in mistake(alert, NONE)

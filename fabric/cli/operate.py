@@ -42,6 +42,8 @@ def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) ->
             raise click.UsageError("give --min, --max or both; 0 is what the replicas themselves ask for")
         answer = found.ask(found.path(action), {**given, "who": who or _me(), "why": why})
         click.echo(f"job {found.job} {done}".format(**given, **_limits(answer)))
+        if "note" in answer:
+            click.echo(answer["note"])
 
     for option in more:
         run = option(run)

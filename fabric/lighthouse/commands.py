@@ -1,7 +1,8 @@
 """What a person tells the lighthouse about a job, over HTTP: each with who and why, each safe to say again.
 
-Drain and evict are answered with 202 when the leader has taken them up. Pause, resume, scale and admit are
-orders that hold until somebody says otherwise: they are answered when the store has them.
+What cannot be is refused, and changes nothing: the core says why (``objection``). Drain and evict are
+answered with 202 when the leader has taken them up. Pause, resume, scale and admit are orders that hold until
+somebody says otherwise: they are answered when the store has them.
 """
 
 import json
@@ -10,10 +11,11 @@ from typing import Any
 
 from aiohttp import web
 
-from fabric.errors import ProtocolError, Refused
+from fabric.errors import ProtocolError, Refused, StoreUnavailable
 from fabric.lighthouse.incoming import check_name
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
+from fabric.model import counted
 from fabric.protocol import leader_io as io
 from fabric.runtime.web import Handler, json_error, read_body
 
@@ -45,12 +47,13 @@ def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
         if isinstance(job, web.Response):
             return job
         record = job.core.record
-        member = record.member(replica) if record else None
-        if member is None and replica not in job.core.liveness.peers:
+        if replica not in job.core.liveness.peers and (record is None or record.member(replica) is None):
             return json_error(404, f"job {job.name} knows no replica {replica}: look at its members")
-        job.operate(io.Operator(action, replica, who, why))
-        if action == "evict" and member is not None and not _is_going(job, replica, member.incarnation):
-            raise Refused(f"{replica} is not evicted: nobody else in the roster knows the job's state")
+        asked = io.Operator(action, replica, who, why)
+        _check(job, asked)
+        job.operate(asked)
+        if not job.is_running:
+            raise StoreUnavailable("it is not certain that this was taken up: say it again in a moment")
         return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)
 
     return handle
@@ -66,30 +69,40 @@ def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
             return job
         least, most = (_count(body, name, job.max_replicas) for name in ("min", "max"))
         asked = io.Operator(action, about, who, why, least, most)
-        _check_order(job, asked)
+        if action == "admit" and not job.core.knows_of(about):
+            return json_error(
+                404, f"job {job.name} knows no replica or host {about}: `fabric status` shows who is kept out"
+            )
+        _check(job, asked)
         job.operate(asked)
         await job.kept(KEPT_WITHIN_S)
         core = job.core
         answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": core.orders.paused}
         answer |= {"min": core.orders.min_replicas, "max": core.orders.max_replicas}
+        if note := _note(job, action):
+            answer["note"] = note
         return web.json_response(answer)
 
     return handle
 
 
-def _check_order(job: Job, asked: io.Operator) -> None:
-    """Raises Refused or ProtocolError for what cannot be meant; nothing is changed then."""
-    core = job.core
-    if core.record is None:
-        raise Refused(f"job {job.name} has not started: say this when it has its first epoch")
-    if core.record.complete:
-        raise Refused(f"job {job.name} is complete at step {core.record.base.step}: nobody joins it any more")
+def _check(job: Job, asked: io.Operator) -> None:
+    """Raises Refused or ProtocolError for what cannot be; nothing is changed then."""
+    objection = job.core.objection(asked)
+    if objection:
+        raise Refused(objection)
     if asked.action == "scale":
         _check_scale(job, asked)
-    if asked.action == "admit" and not core.knows_of(asked.replica):
-        raise Refused(
-            f"job {job.name} knows no replica or host {asked.replica}: `fabric status` shows who is kept out"
-        )
+
+
+def _note(job: Job, action: str) -> str:
+    """What somebody who says this may not expect of the job as it is, in a sentence, or empty."""
+    core, record = job.core, job.core.record
+    if record is not None and record.failed:
+        return "The job has failed: this holds when it is started again."
+    if action == "scale" and record is not None and len(record.roster) < core.least:
+        return f"It has {counted(len(record.roster), 'member')}: it stands still until it has {core.least}."
+    return ""
 
 
 def _check_scale(job: Job, asked: io.Operator) -> None:
@@ -100,14 +113,11 @@ def _check_scale(job: Job, asked: io.Operator) -> None:
     most = orders.max_replicas if asked.max_replicas is None else asked.max_replicas
     # A minimum above the replicas' own maximum raises that too; one above an ordered maximum is a slip.
     if most and (least or policy.min_replicas) > most:
+        both = asked.min_replicas is not None and asked.max_replicas is not None
+        advice = "the first must not be above the second" if both else "give both"
         raise Refused(
-            f"at least {least or policy.min_replicas} and at most {most} replicas cannot be: give both"
+            f"at least {least or policy.min_replicas} and at most {most} replicas cannot be: {advice}"
         )
-
-
-def _is_going(job: Job, replica: str, incarnation: int) -> bool:
-    record = job.core.record
-    return replica in job.core.epoch.condemned or record is None or not record.lists(replica, incarnation)
 
 
 async def _body(request: web.Request, example: str) -> dict[str, Any]:

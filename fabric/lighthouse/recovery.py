@@ -157,6 +157,8 @@ class Recoveries:
         before = self._record
         if before is None or not record.is_forced or before.epoch == record.epoch:
             return []
+        if self._unanswered() is None and _is_by_order(before, record):
+            return []
         recovery = self._unanswered() or self._open_late(core, record, event, now)
         recovery.epoch, recovery.generation, recovery.cause = record.epoch, record.generation, record.cause
         recovery.epoch_committed = now
@@ -185,6 +187,14 @@ class Recoveries:
             if older is not recovery and replica in older.lost and not older.lost[replica].joined:
                 del older.lost[replica]
         recovery.lost[replica] = Return()
+
+
+def _is_by_order(before: Record, record: Record) -> bool:
+    """Whether its members stop, or go on, only because another number of them is needed."""
+    if record.generation != before.generation or record.min_replicas == before.min_replicas:
+        return False
+    members, others = ({(x.replica, x.incarnation) for x in r.roster} for r in (before, record))
+    return members == others
 
 
 def _fill(recovery: Recovery, core: Leader, now: float, top: Callable[[], int]) -> bool:

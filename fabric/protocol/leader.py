@@ -238,17 +238,6 @@ class Leader(Joins):
 
     # --- messages --------------------------------------------------------------------------------------
 
-    def on_operator(self, event: io.Operator) -> None:
-        if event.action == "drain":
-            self.draining[event.replica] = f"drained by {event.who} ({event.why})"
-        elif event.action != "evict":
-            self.order(event)
-        elif self._lists(event.replica) and self._is_spared_by(event.replica):
-            self.epoch.blameless.add(event.replica)
-            self._condemn(event.replica, f"evicted by {event.who}: {event.why}")
-        else:
-            self._tell("not evicted", event.replica, "nobody else in the roster knows the job's state")
-
     def on_beat(self, peer: Peer, beat: m.Beat) -> None:
         went_on = peer.beat is not None and beat.step > peer.beat.step
         if went_on and self.reforms.tries and self._in_force(peer):
@@ -308,12 +297,6 @@ class Leader(Joins):
             self._send(peer.session.replica, self._row(peer.session.replica))
 
     # --- failures and decisions ------------------------------------------------------------------------
-
-    def _is_spared_by(self, replica: str) -> bool:
-        """Whether the job goes on without this one: somebody else knows its state."""
-        assert self.record is not None
-        others = [x for x in self.record.roster if x.replica not in (replica, *self.epoch.condemned)]
-        return any(self._knows(x) for x in others)
 
     def _evict(self, record: Record) -> bool:
         """Rule 2, and the wait for a cold start when nobody who knows the job's state is left."""

@@ -382,6 +382,12 @@ class LeaderBase:
             return False
         return peer.step >= entered >= 0 and self._is_of_generation(peer)
 
+    def _is_spared_by(self, replica: str) -> bool:
+        """Whether the job goes on without this one: somebody else knows its state."""
+        assert self.record is not None
+        others = [x for x in self.record.roster if x.replica not in (replica, *self.epoch.condemned)]
+        return any(self._knows(x) for x in others)
+
     def _addressed(self, member: Member) -> Member:
         """With its checkpoint servers where they are now: one that died was started again elsewhere."""
         found = self.liveness.ckpts(member)

@@ -54,6 +54,55 @@ class Admission(LeaderBase):
 
     # --- orders ------------------------------------------------------------------------------------------
 
+    def on_operator(self, event: io.Operator) -> None:
+        if event.action not in ("drain", "evict"):
+            self.order(event)
+            return
+        objection = self.objection(event)
+        if objection:
+            self._tell(f"not {event.action}ed", event.replica, objection)
+        elif event.action == "drain":
+            self.draining[event.replica] = f"drained by {event.who} ({event.why})"
+        else:
+            self.epoch.blameless.add(event.replica)
+            self._condemn(event.replica, f"evicted by {event.who}: {event.why}")
+
+    def objection(self, asked: io.Operator) -> str:
+        """Why what an operator asks for cannot be, in a sentence, or empty."""
+        record = self.record
+        if record is None:
+            return f"job {self.job} has not started: say this when it has its first epoch"
+        if record.complete:
+            return (
+                f"job {self.job} is complete at step {record.base.step}: nobody joins or leaves it any more"
+            )
+        if asked.action not in ("drain", "evict"):
+            return ""
+        if record.failed:
+            return f"job {self.job} has failed, and has no members until it is started again: {record.failed}"
+        objection = self._objection_to_drain if asked.action == "drain" else self._objection_to_evict
+        why = objection(record, asked.replica)
+        return f"{asked.replica} is not {asked.action}ed: {why}" if why else ""
+
+    def _objection_to_evict(self, record: Record, name: str) -> str:
+        if record.member(name) is None:
+            return f"it is no member; where a process of it waits outside, `fabric drain {name}` ends that"
+        return "" if self._is_spared_by(name) else "nobody else in the roster knows the job's state"
+
+    def _objection_to_drain(self, record: Record, name: str) -> str:
+        peer, member = self.liveness.peers.get(name), record.member(name)
+        gone = self.epoch.condemned.get(name, "")
+        if peer is None or not peer.connected:
+            gone = gone or "no process of it is connected"
+        else:
+            gone = gone or self._doubt(peer)
+        if gone:
+            return f"{gone}; say it again when a process of it is connected"
+        others = [x for x in record.roster if not x.leaving and x.replica not in (name, *self.draining)]
+        if member is not None and not member.leaving and not others:
+            return "nobody else would stay, and a job needs a member: to stop it, end its processes"
+        return ""
+
     def order(self, event: io.Operator) -> None:
         """Pause, resume, scale or admit; saying it again changes nothing."""
         orders, said = self.orders, f"by {event.who}: {event.why}"

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from in_process import lighthouse_on
 from lighthouse_support import WireMember, WirePulse, close_all, eventually, headers, start_job
+from protocol.test_leader import runs, started
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.records import recoveries_of
 from fabric.lighthouse.recovery import CAPACITY, Recoveries, Recovery, Return, from_json
+from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.store.memory import MemorySpace, MemoryStore
 
@@ -194,6 +196,20 @@ def test_only_the_newest_are_kept_and_a_loss_is_waited_for_once():
     assert len(log.kept) == CAPACITY and log.kept[0].id == 5
     log._supersede("r0", log.kept[-1])
     assert [r.id for r in log.kept if "r0" in r.lost] == [CAPACITY + 4]
+
+
+def test_members_that_stop_because_more_are_wanted_have_not_failed():
+    job, log = started(), Recoveries()
+    log.begin(job.record)
+    for least in (3, 2):
+        before = job.record
+        job.do(io.Operator("scale", "", "ann", "a test", least, None))
+        assert job.record.is_forced and job.record.min_replicas == least and job.record != before
+        assert log.observe(job.core, 1, 1.0) == [] and not log.is_recovering
+        runs(job, "a b", 5)
+    job.pulse("b", "gone")
+    job.wait(0.1)
+    assert [r.kind for r in log.observe(job.core, 2, 2.0)] == ["death"] and log.is_recovering
 
 
 def test_a_record_survives_the_store_and_nothing_else_is_taken_for_one():

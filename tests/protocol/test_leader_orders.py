@@ -405,3 +405,66 @@ def test_a_start_waits_for_regular_replicas_and_then_takes_spares():
     lighthouse.open("a", spare=True)
     lighthouse.open("b", "c")
     assert lighthouse.record.names == ("b", "c")
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------
+
+
+def objections(lighthouse, name, *actions):
+    """What both commands about this replica are answered with; neither changes anything."""
+    found = []
+    for action in actions or ("drain", "evict"):
+        asked = io.Operator(action, name, "ann", "a test")
+        found.append(lighthouse.core.objection(asked))
+        lighthouse.do(asked)
+        if action in ("drain", "evict"):
+            assert [t.why for t in lighthouse.told(f"not {action}ed")] == [found[-1]], "it is on record"
+        assert not lighthouse.core.epoch.condemned and not lighthouse.core.draining
+        assert not [e for e in lighthouse.effects if isinstance(e, io.WriteRecord)]
+    return found
+
+
+def test_nobody_leaves_a_job_that_is_complete():
+    lighthouse = started()
+    for name in "ab":
+        lighthouse.say(name, m.Finished(lighthouse.record.fence, 9))
+    assert lighthouse.record.complete
+    for why in objections(lighthouse, "a", "drain", "evict", "pause", "scale", "admit"):
+        assert "is complete at step 9" in why
+
+
+def test_nobody_leaves_a_job_that_has_failed():
+    lighthouse = started()
+    lighthouse.say("a", m.Failed(lighthouse.record.fence, 5, "ValueError: x"))
+    assert lighthouse.record.failed
+    assert all("has failed, and has no members" in why for why in objections(lighthouse, "a"))
+
+
+def test_what_is_said_of_a_dead_replica_outside_tells_what_is_so():
+    lighthouse = started("a b c")
+    lighthouse.pulse("c", "gone")
+    lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a", "b")
+    drain, evict = objections(lighthouse, "c")
+    assert drain.startswith("c is not drained: its process is gone; say it again when")
+    lighthouse.lose("c")
+    assert objections(lighthouse, "c")[0].startswith("c is not drained: no process of it is connected")
+    assert evict.startswith("c is not evicted: it is no member")
+
+
+def test_the_last_member_that_would_stay_is_not_drained():
+    lighthouse = started()
+    assert not lighthouse.core.objection(io.Operator("drain", "a", "ann", "a test"))
+    order(lighthouse, "drain", "a")
+    order(lighthouse, "drain", "b")
+    (told,) = lighthouse.told("not drained")
+    assert "nobody else would stay" in told.why and list(lighthouse.core.draining) == ["a"]
+    assert not lighthouse.core.objection(io.Operator("drain", "a", "ann", "again")), "it is leaving already"
+
+
+def test_a_process_that_waits_outside_can_be_sent_away_but_not_evicted():
+    lighthouse = started()
+    order(lighthouse, "pause")
+    lighthouse.open("d")
+    assert not lighthouse.core.objection(io.Operator("drain", "d", "ann", "a test"))
+    assert "`fabric drain d`" in objections(lighthouse, "d", "evict")[0]

@@ -58,10 +58,19 @@ def job_view(job: Job) -> dict[str, Any]:
 
 
 def _servers(core: Leader) -> list[tuple[str, int, PulseState]]:
-    """Every checkpoint server that has spoken, by replica and rank."""
+    """Every checkpoint server that has spoken, by replica and rank; of a complete job those that still do."""
     ranks = {0: core.liveness.pulses, **core.liveness.rank_pulses}
-    found = [(name, rank, pulse) for rank, pulses in ranks.items() for name, pulse in pulses.items()]
+    found = [
+        (name, rank, pulse)
+        for rank, pulses in ranks.items()
+        for name, pulse in pulses.items()
+        if pulse.connected or not _is_complete(core)
+    ]
     return sorted(found, key=lambda entry: entry[:2])
+
+
+def _is_complete(core: Leader) -> bool:
+    return core.record is not None and core.record.complete
 
 
 def _durable(core: Leader) -> dict[str, Any] | None:
@@ -87,8 +96,9 @@ def _member_view(core: Leader, member: Member, now: float) -> dict[str, Any]:
     liveness, epoch = core.liveness, core.epoch
     peer, pulse = liveness.peers.get(member.replica), liveness.pulses.get(member.replica)
     verdict = epoch.condemned.get(member.replica) or liveness.verdict(member, now)
-    is_complete = core.record is not None and core.record.complete
+    is_complete = _is_complete(core)
     if is_complete:
+        pulse = pulse if pulse and pulse.connected else None  # they end a moment after the job
         verdict = "finished"
     elif not verdict and member.replica in epoch.aborted:
         verdict = f"aborted: {epoch.aborted[member.replica].why}"
@@ -97,10 +107,11 @@ def _member_view(core: Leader, member: Member, now: float) -> dict[str, Any]:
     return {
         **asdict(member),
         # A server that was started again listens elsewhere than the record says.
-        "ckpt": pulse.ckpt if pulse is not None and alive else member.ckpt,
+        "ckpt": pulse.ckpt if pulse is not None and alive else "" if is_complete else member.ckpt,
         "running": member.replica in epoch.running,
         **session,
         "phase": "" if is_complete else session["phase"],
+        "step": top_step(core) if is_complete else session["step"],
         "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == member.incarnation else None,
         "verdict": verdict or "alive",
     }

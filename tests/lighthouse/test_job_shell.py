@@ -3,7 +3,7 @@
 import pytest
 from aiohttp import web
 from in_process import TroubledStore, lighthouse_on
-from lighthouse_support import WireMember, close_all, eventually, get, start_job
+from lighthouse_support import WireMember, WirePulse, close_all, eventually, get, start_job
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connection import DEFECT, Connection, Frames
@@ -191,3 +191,27 @@ async def test_the_server_of_a_refused_second_process_hides_nobody(instance, htt
     job.pulse_closed(again)
     assert not job_view(job)["checkpoint_servers"][0]["connected"]
     await member.close()
+
+
+async def test_of_a_complete_job_no_server_is_listed_that_has_ended(instance, http):
+    members = await start_job(http, instance.url, count=2)
+    job = instance.jobs.by_name["job"]
+    pulses = [await WirePulse(http, instance.url, member.replica).open() for member in members]
+    for pulse in pulses:
+        await pulse.beat()
+
+    async def listed(*names: str) -> bool:
+        return [server["replica"] for server in job_view(job)["checkpoint_servers"]] == list(names)
+
+    await eventually(lambda: listed("r0", "r1"), "both to be heard")
+    for member in members:
+        await member.say(m.Finished(member.newest.fence, 40))
+    for member in members:
+        await member.next(m.Complete)
+    await pulses[0].socket.close()
+    await eventually(lambda: listed("r1"), "only the one that still answers to be listed")
+    ended, there = job_view(job)["members"]
+    assert (ended["ckpt"], ended["pulse"]) == ("", None)
+    assert there["ckpt"] and there["pulse"]["connected"]
+    assert (ended["step"], there["step"]) == (40, 40), "and no beat of before the end"
+    await close_all(members)

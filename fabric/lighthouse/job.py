@@ -28,11 +28,11 @@ from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.ledger import Ledger, Look
 from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.progress import recoverable, top_step
-from fabric.lighthouse.reasons import policy_kept
+from fabric.lighthouse.reasons import no_room, policy_kept
 from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recovery import Recoveries, Recovery
 from fabric.lighthouse.traces import Traces
-from fabric.model import Policy, Record, counted
+from fabric.model import Policy, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol import wire
@@ -216,17 +216,17 @@ class Job:
             {*self.sessions, *(record.names if record else ())} if known >= self._around.max_replicas else ()
         )
         count = len(set(names) - {session.replica})
-        if count >= self._around.max_replicas:
-            reason = (
-                f"{session.replica} is not taken: job {self.name} has {counted(count, 'replica')}, as "
-                "many as this lighthouse allows; end another one first, or have --max-replicas raised"
-            )
+        allowed, needed = self._around.max_replicas, policy.min_replicas if record is None else 0
+        if reason := no_room(self.name, session.replica, count, needed, allowed):
             self._note("session refused", session.replica, reason)
             connection.send(self._frames.of(m.Rejected(reason), connection.packs))
             connection.end(codes.REFUSED, reason)
             return False
-        most = min(policy.max_replicas, self._around.max_replicas)
-        policy = replace(policy, max_replicas=most)
+        start, most = min(policy.start_replicas, allowed), min(policy.max_replicas, allowed)
+        if start < policy.start_replicas and not self.sessions:
+            why = f"it asked to start with {policy.start_replicas} replicas, this lighthouse allows {allowed}"
+            self._note("policy kept", session.replica, why)
+        policy = replace(policy, max_replicas=most, start_replicas=start)
         if not self.sessions:
             self.core.config = replace(self.core.config, policy=policy)
         elif policy != self.core.config.policy:

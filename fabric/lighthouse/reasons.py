@@ -4,7 +4,7 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from fabric.model import Policy, Record
+from fabric.model import Policy, Record, counted
 from fabric.protocol.leader import Leader
 
 _NAMED = 8  # that many replicas are named in a sentence, the rest counted
@@ -18,6 +18,22 @@ def policy_kept(asked: Policy, kept: Policy) -> str:
     return "it asked for " + ", ".join(
         f"{name} {here[name]:g}, the job has {there[name]:g}" for name in here if here[name] != there[name]
     )
+
+
+def no_room(job: str, replica: str, others: int, needed: int, allowed: int) -> str:
+    """Why ``replica`` gets no session, empty where it may: beside ``others`` it is one too many, or it would
+    wait for ``needed`` replicas for ever where the lighthouse allows ``allowed``."""
+    if others >= allowed:
+        return (
+            f"{replica} is not taken: job {job} has {counted(others, 'replica')}, as many as this lighthouse "
+            "allows; end another one first, or have --max-replicas raised"
+        )
+    if needed > allowed:
+        return (
+            f"{replica} is not taken: it asks for at least {counted(needed, 'replica')}, and this lighthouse "
+            f"allows {allowed}; lower FABRIC_REPLICAS, or have --max-replicas raised"
+        )
+    return ""
 
 
 def time_of_day(due: float, now: float) -> str:

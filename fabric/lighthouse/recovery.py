@@ -164,6 +164,9 @@ class Recoveries:
         recovery.epoch_committed = now
         for member in before.roster:
             if not record.lists(member.replica, member.incarnation) and not member.leaving:
+                if recovery.kind == "abort" and recovery.why != record.reason[:1000]:
+                    # What a peer noticed first; who is lost, and why, stands before it.
+                    recovery.why = f"{record.reason} ({recovery.why})"[:1000]
                 recovery.kind = "death"
                 self._supersede(member.replica, recovery)
                 recovery.incarnations[member.replica] = member.incarnation

@@ -316,6 +316,8 @@ def _http_sentence(request: web.Request, error: web.HTTPException) -> str:
         return f"there is nothing at {request.path[:200]}: look up the paths in the documentation"
     if error.status == 405:
         return f"{request.method[:20]} is not possible at {request.path[:200]}: use another method"
+    if error.status == 413:
+        return f"the request's body is too long: send at most {request.client_max_size} bytes"
     return error.text or error.reason
 
 

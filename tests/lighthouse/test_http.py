@@ -151,8 +151,8 @@ async def test_bad_commands(lighthouse, http, job, body):
 
 async def test_a_body_over_the_limit(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=1, job=job)
-    status, _ = await post(http, f"{lighthouse.url}/v1/jobs/{job}/drain", b" " * 70_000)
-    assert status == 413
+    status, answer = await post(http, f"{lighthouse.url}/v1/jobs/{job}/drain", b" " * 70_000)
+    assert status == 413 and "send at most 65536 bytes" in answer["error"]
     await close_all(members)
 
 

@@ -170,6 +170,25 @@ async def test_quotas_are_refused_with_what_to_do(http, tmp_path):
         await close_all([*members, third, other])
 
 
+async def test_more_replicas_than_the_lighthouse_allows_are_not_waited_for(http, tmp_path):
+    with LighthouseProcess(tmp_path, "memory:", arguments=("--max-replicas", "2")) as lighthouse:
+        members = [
+            await WireMember(http, lighthouse.url, name, job="eager", replicas="3").open()
+            for name in ("r0", "r1")
+        ]
+        for member in members:
+            assert (await member.epoch(1)).names == ("r0", "r1"), "at once, not after --start-wait-s"
+        _, told = await get(http, f"{lighthouse.url}/v1/jobs/eager/events")
+        assert [event["why"] for event in told if event["kind"] == "policy kept"] == [
+            "it asked to start with 3 replicas, this lighthouse allows 2"
+        ]
+        needy = await WireMember(http, lighthouse.url, "r0", job="needy", replicas="3:8").open()
+        reason = (await needy.next(m.Rejected)).reason
+        assert "asks for at least 3 replicas, and this lighthouse allows 2" in reason
+        assert "FABRIC_REPLICAS" in reason and "--max-replicas" in reason
+        await close_all([*members, needy])
+
+
 async def test_a_complete_job_is_forgotten_when_its_time_is_over_and_nobody_speaks_to_it(http, tmp_path):
     store = f"sqlite://{tmp_path}/store.db"
     with LighthouseProcess(tmp_path, store, arguments=("--retain-s", "1")) as lighthouse:

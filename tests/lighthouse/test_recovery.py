@@ -1,6 +1,8 @@
 """Recovery records: what a failure cost, phase by phase, over real sessions, and over a fail-over."""
 
 import json
+import random
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from protocol.test_leader import runs, started
 from fabric.errors import ProtocolError
 from fabric.lighthouse.records import recoveries_of
 from fabric.lighthouse.recovery import CAPACITY, Recoveries, Recovery, Return, from_json
+from fabric.model import Policy
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
+from fabric.protocol.leader import Leader, LeaderConfig
 from fabric.store.memory import MemorySpace, MemoryStore
 
 PHASES = ("detected", "epoch_committed", "links_up", "step_committed")
@@ -188,6 +192,35 @@ async def test_records_outlive_the_lighthouse_that_wrote_them(http):
         (record,) = await recoveries(http, second.url, "job")
         assert record["id"] == before[0]["id"] and list(record["lost"]) == ["r0"]
         assert "its gradient got lost" in record["why"]
+
+
+def test_a_death_that_a_peer_noticed_first_names_the_dead_first():
+    config = LeaderConfig(policy=Policy(start_replicas=3))
+    core, log, numbers = Leader("job", config, random.Random(1), 0.0), Recoveries(), count(1)
+
+    def feed(event: io.Event, now: float) -> None:
+        for effect in core.handle(event, now):
+            if isinstance(effect, io.WriteRecord):
+                core.handle(io.RecordWritten(effect.record.nonce), now)
+        log.observe(core, next(numbers), now)
+
+    feed(io.Elected("store", None), 0.0)
+    for name in ("r0", "r1", "r2"):
+        feed(io.SessionOpened(m.Session(name, 1, 0, 0, "", 0, "h:1", "http://h:2", 6)), 1.0)
+    fence = core.record.fence
+    for name in ("r0", "r1", "r2"):
+        report = m.Report(fence, 1, 0, "", 0, 0, (), False, "", ())
+        feed(io.FromMember(name, 1, report), 1.0)
+    for name in ("r0", "r1", "r2"):
+        feed(io.FromMember(name, 1, m.Running(fence, 0)), 1.0)
+    assert log.kept == []
+    feed(io.FromMember("r0", 1, m.Aborted(fence, 0, "no link to r2 within 5 s", "r2")), 1.1)
+    assert [(r.kind, r.why) for r in log.kept] == [("abort", "r0: no link to r2 within 5 s")]
+    feed(io.PulseSeen(m.Pulse("r2", 1, "gone", 1)), 1.11)
+    feed(io.Tick(), 1.2)
+    [record] = log.kept
+    assert record.kind == "death" and list(record.lost) == ["r2"]
+    assert record.why.startswith("r2 evicted: ") and record.why.endswith("(r0: no link to r2 within 5 s)")
 
 
 def test_only_the_newest_are_kept_and_a_loss_is_waited_for_once():

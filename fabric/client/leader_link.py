@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _CONNECT_S = 0.9
 _BACKOFF_S = (0.05, 0.5)
+_QUIET_S = 3.0  # a lighthouse that starts with its job is no news
 _LEADER_KINDS = LeaderMessage.__args__
 _MAX_MESSAGE_BYTES = wire.MAX_BYTES
 
@@ -44,6 +45,7 @@ class LeaderLink:
         self._reached = False
         self._mistaken: set[str] = set()  # addresses whose TLS and ours cannot go together
         self._told: set[str] = set()
+        self._begun = 0.0
 
     @property
     def url(self) -> str:
@@ -63,7 +65,8 @@ class LeaderLink:
     async def run(self, feed: Callable[[io.Event], None], on_refused: Callable[[str], None]) -> None:
         """Keep a session open until cancelled; a first contact that never comes, or that waiting cannot
         bring, is a refusal too."""
-        deadline = asyncio.get_running_loop().time() + self._contact_s
+        self._begun = asyncio.get_running_loop().time()
+        deadline = self._begun + self._contact_s
         jitter = random.Random()  # noqa: S311  (back-off, not a secret)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         connector = aiohttp.TCPConnector(ssl=self._tls.client_context() or True)
@@ -97,13 +100,15 @@ class LeaderLink:
                 await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
 
     def _note_problem(self, url: str, error: Exception) -> None:
-        """Why ``url`` was not reached; said once while no lighthouse has been, for that may take long."""
+        """Why ``url`` was not reached; said once where none has been for a while, for that may take long."""
         self._problem = f"{url} cannot be reached ({why(error, url, self._tls)})"
         if mistake(error, self._tls):
             self._mistaken.add(url)
-        if not self._reached and self._problem not in self._told:
+        waited_s = asyncio.get_running_loop().time() - self._begun
+        if not self._reached and waited_s >= _QUIET_S and self._problem not in self._told:
             self._told.add(self._problem)
-            log.warning("no lighthouse yet: %s; it is tried for %g s", self._problem, self._contact_s)
+            replica, limit_s = self._query["replica"], self._contact_s
+            log.warning("fabric: %s: no lighthouse yet: %s; up to %g s", replica, self._problem, limit_s)
 
     def _given_up(self, deadline: float) -> str:
         """Why nobody is asked any more, empty while that goes on. A certificate does not heal by waiting."""

@@ -9,6 +9,7 @@ from aiohttp import web
 from authority import Authority
 
 from fabric.cli.asking import Lighthouses
+from fabric.client import leader_link
 from fabric.client.leader_link import LeaderLink
 from fabric.errors import Unreachable
 from fabric.runtime.config import Settings
@@ -98,11 +99,16 @@ def test_a_trainer_does_not_wait_for_a_certificate_to_heal(mine):
     assert "write http://" in heard_by_a_trainer(NONE, "https", mine, 1e6)
 
 
-def test_a_trainer_that_is_hung_up_on_waits_and_says_at_once_for_what(mine, caplog):
+def test_a_trainer_that_is_hung_up_on_waits_and_says_for_what(mine, caplog, monkeypatch):
+    monkeypatch.setattr(leader_link, "_QUIET_S", 0.0)
     plain = heard_by_a_trainer(mine, "http", NONE, 0.0)
     assert plain.startswith("no lighthouse was found within 0 s") and "write https://" in plain
     said = [record.getMessage() for record in caplog.records]
-    assert [line for line in said if line.startswith("no lighthouse yet: http://") and "https://" in line]
+    assert [
+        line
+        for line in said
+        if line.startswith("fabric: r0: no lighthouse yet: http://") and "https://" in line
+    ]
 
 
 def test_one_wrong_address_of_several_ends_nothing(mine):

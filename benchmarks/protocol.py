@@ -113,7 +113,7 @@ class Crowd:
     def _size(self, message: m.LeaderMessage) -> int:
         if isinstance(message, m.BeatReply):
             return 60
-        key = id(message.record) if isinstance(message, m.Epoch) else id(message)
+        key = id(message.record) if isinstance(message, m.Epoch | m.Change) else id(message)
         if key not in self._sizes:
             self._sizes[key] = (message, len(wire.encode(message)))
         return self._sizes[key][1]
@@ -133,6 +133,7 @@ class Crowd:
             self.feed(leader_io.Tick())
 
     def open(self, name: str, number: int) -> None:
+        record = self.leader.record
         self.feed(
             leader_io.SessionOpened(
                 m.Session(
@@ -146,6 +147,7 @@ class Crowd:
                     ckpt=f"http://10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}:51234",
                     micro_batches=len(self.names),
                     layout="0123456789abcdef" * 2,
+                    roster=record.roster_digest if record is not None else "none",
                 )
             )
         )

@@ -16,7 +16,8 @@ from yarl import URL
 
 from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, Refused, Unauthorized, Unreachable
-from fabric.runtime.tls import Tls, mistake, why
+from fabric.runtime.dial_errors import mistake, why
+from fabric.runtime.tls import Tls
 from fabric.runtime.web import read_token
 
 _TIMEOUT_S = 5.0

@@ -20,7 +20,8 @@ import click
 from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime.config import Settings, advertised_host, settings
-from fabric.runtime.tls import Tls, mistake, why
+from fabric.runtime.dial_errors import mistake, why
+from fabric.runtime.tls import Tls
 from fabric.runtime.web import bind_first_free, parse_ports
 from fabric.store import open_store
 

@@ -18,7 +18,7 @@ from fabric.ckpt_server.manifest import check_manifest
 from fabric.ckpt_server.source import TRANSIENT, Access, Address, Connection, read_exactly, read_json, refusal
 from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
-from fabric.runtime.tls import why
+from fabric.runtime.dial_errors import why
 
 _TIMEOUT_S = 30.0
 _MAX_MANIFEST_BYTES = 256 << 20

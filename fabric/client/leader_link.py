@@ -16,7 +16,7 @@ from fabric.protocol import member_io as io
 from fabric.protocol import wire
 from fabric.protocol.messages import LeaderMessage, MemberMessage
 from fabric.runtime.config import Settings
-from fabric.runtime.tls import mistake, why
+from fabric.runtime.dial_errors import mistake, why
 from fabric.runtime.web import come_back_s
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,22 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 """
 SCRIPT = """
-import json, os, sys, threading
+import json, os, sys, threading, time
 import neighbour
 import torch
 torch.optim.SGD([torch.zeros(1)], lr=0.1)
-threads = [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")]
+def niceness():
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            found.append(os.getpriority(os.PRIO_PROCESS, int(thread)))
+        except ProcessLookupError:
+            pass  # it has ended meanwhile
+    return found
+# The kernel may still have the thread that imported, which Python has seen the end of.
+until = time.monotonic() + 30
+while len(set(threads := niceness())) > 1 and time.monotonic() < until:
+    time.sleep(0.01)
 said = {"name": __name__, "argv": sys.argv, "file": __file__, "path": sys.path[0], "niceness": threads}
 print(json.dumps(said))
 """

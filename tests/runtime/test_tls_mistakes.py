@@ -13,7 +13,8 @@ from fabric.client import leader_link
 from fabric.client.leader_link import LeaderLink
 from fabric.errors import Unreachable
 from fabric.runtime.config import Settings
-from fabric.runtime.tls import Tls, mistake, why
+from fabric.runtime.dial_errors import mistake, why
+from fabric.runtime.tls import Tls
 
 NONE = Tls()
 

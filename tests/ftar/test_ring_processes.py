@@ -50,8 +50,11 @@ def fork_victim(pairs: Pairs, after_operations: int, signal_number: int) -> int:
 
             return wrapper
 
-        for end in (ByteSender, ByteReceiver, PlaceSender, PlaceReceiver):
-            end.pump = counted(end.pump)
+        # A receiver of bytes may turn to its socket twice in a pump: for a header, and what came behind it.
+        operations = [(ByteSender, "pump"), (ByteReceiver, "_receive")]
+        operations += [(PlaceSender, "pump"), (PlaceReceiver, "pump")]
+        for end, name in operations:
+            setattr(end, name, counted(getattr(end, name)))
         plane = CpuRing(chunk_bytes=CHUNK_BYTES)
         plane.install(Ring(1, VICTIM, names(WORLD)), *pairs[VICTIM])
         # numpy fills it: torch's thread pool does not survive a fork.

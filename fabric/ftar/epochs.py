@@ -269,6 +269,8 @@ class EpochPlane(Generic[Links]):
                 links.abort(str(error), error.about)
                 raise
             except BaseException as error:
+                if isinstance(error, Exception):
+                    links.check()  # what goes wrong after an abort does so because of it: memory may be gone
                 # Half an exchange is on the links: nobody may go on with them.
                 links.abort(f"an error here ended the exchange: {error!r}")
                 raise

@@ -19,6 +19,7 @@ from fabric.ftar.chunks import GATHER, HEADER_BYTES, REDUCE, Header, Round, dige
 from fabric.ftar.cpu_ring import CpuRing
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce import DTYPE_CODES
+from fabric.ftar.segments import OwnSegments
 
 FLOAT = DTYPE_CODES[torch.float32]
 
@@ -341,3 +342,24 @@ def test_after_an_abort_the_next_epoch_works_on_fresh_links():
         members.install(2)
         results = members.reduce(2, 1, [torch.ones(9999)] * 4)
         assert all(same_bits(r, torch.full((9999,), 4.0)) for r in results.values())
+
+
+def test_a_plane_that_is_closed_in_the_midst_of_an_exchange_ends_it_as_aborted(monkeypatch):
+    """The process ends: its memory goes in the moment in which the exchange's thread looks for it."""
+    find, looks = OwnSegments.find, []
+
+    def closing_find(segments: OwnSegments, memory: torch.Tensor) -> object:
+        looks.append(memory)
+        if len(looks) == 20:
+            for plane in members.planes.values():
+                plane.close()
+        return find(segments, memory)
+
+    with Members(2, plane="shm", chunk_bytes=4096) as members:
+        members.install(1)
+        buffers = {i: members.shared(i, torch.ones(100_000)) for i in range(2)}
+        results = {i: members.shared(i, torch.zeros(100_000)) for i in range(2)}
+        monkeypatch.setattr(OwnSegments, "find", closing_find)
+        for future in members.start(1, 1, buffers, results).values():
+            with pytest.raises(RoundAborted):
+                future.result(WAIT_S)

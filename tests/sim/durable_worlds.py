@@ -6,8 +6,6 @@ What must hold: a generation begins from the newest checkpoint that anybody can 
 one; where nothing can be loaded the job fails, and nobody commits again.
 """
 
-from collections import Counter
-
 from sim.checkers import demand
 from sim.server import FLIPPED, Server
 from sim.trainer import Trainer
@@ -162,17 +160,3 @@ def play(seed: int) -> None:
 def play_alone(kind: str, number: int) -> None:
     """Play the world of this number among those of ``kind`` in which nothing else goes wrong."""
     play(2 * (number * len(KINDS) + KINDS.index(kind)))
-
-
-def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
-    """Play seeds ``first`` to ``last`` (exclusive): the counters, and a line per failure."""
-    counts: Counter[str] = Counter()
-    failures = []
-    for seed in range(first, last):
-        world = DurableWorld(seed)
-        try:
-            world.run()
-        except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
-            failures.append(f"durable seed {seed}: {type(error).__name__}: {error}")
-        counts.update(world.clockwork.counts)
-    return counts, failures

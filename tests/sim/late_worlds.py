@@ -2,7 +2,6 @@
 settings turn replay off. In half of them some sums are not finite, and their updates are skipped. The same
 faults strike; everybody must still come back."""
 
-from collections import Counter
 from dataclasses import replace
 
 from sim.coverage import LATE_REASONS
@@ -42,17 +41,3 @@ def late_world(seed: int) -> World:
 def play(seed: int) -> None:
     """Play one; raises what it finds."""
     late_world(seed).run()
-
-
-def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
-    """Play seeds ``first`` to ``last`` (exclusive): the counters, and a line per failure."""
-    counts: Counter[str] = Counter()
-    failures = []
-    for seed in range(first, last):
-        world = late_world(seed)
-        try:
-            world.run()
-        except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
-            failures.append(f"late seed {seed}: {type(error).__name__}: {error}")
-        counts.update(world.clockwork.counts)
-    return counts, failures

@@ -1,7 +1,6 @@
 """Worlds with an operator and with memory of failures: joins are paused, the job is scaled, a replica stands
 by, and who fails too often is kept out for a while. The same faults strike; in the end all must be back."""
 
-from collections import Counter
 from dataclasses import replace
 
 from sim.faults import Aims
@@ -128,23 +127,15 @@ class OrderWorld(World):
                 counts[f"{name}, then joined"] += len(kept_out & set(joined))
                 kept_out -= set(joined)
 
+    def run(self) -> None:
+        """As every world; what the checker of penalties has met counts too."""
+        try:
+            super().run()
+        finally:
+            assert self.checks.penalties is not None
+            self.clockwork.counts["orders: written while somebody was penalised"] += self.checks.penalties.met
+
 
 def play(seed: int, aims: Aims = ()) -> None:
     """Play one; raises what it finds."""
     OrderWorld(seed, aims).run()
-
-
-def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
-    """Play seeds ``first`` to ``last`` (exclusive): the counters, and a line per failure."""
-    counts: Counter[str] = Counter()
-    failures = []
-    for seed in range(first, last):
-        world = OrderWorld(seed)
-        try:
-            world.run()
-        except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
-            failures.append(f"order seed {seed}: {type(error).__name__}: {error}")
-        assert world.checks.penalties is not None
-        counts["orders: written while somebody was penalised"] += world.checks.penalties.met
-        counts.update(world.clockwork.counts)
-    return counts, failures

@@ -2,7 +2,6 @@
 user code that does not come back in time, a control thread that is stuck, a newcomer whose state does not
 arrive. Where nothing else goes wrong, the others must step on while it lasts."""
 
-from collections import Counter
 from dataclasses import replace
 
 from sim.checkers import demand
@@ -85,17 +84,3 @@ def play(seed: int) -> None:
 def play_alone(kind: str, number: int) -> None:
     """Play the world of this number among those in which nothing but ``kind`` goes wrong."""
     play(2 * (number * len(KINDS) + KINDS.index(kind)))
-
-
-def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
-    """Play seeds ``first`` to ``last`` (exclusive): the counters, and a line per failure."""
-    counts: Counter[str] = Counter()
-    failures = []
-    for seed in range(first, last):
-        world = StallWorld(seed)
-        try:
-            world.run()
-        except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
-            failures.append(f"stall seed {seed}: {type(error).__name__}: {error}")
-        counts.update(world.clockwork.counts)
-    return counts, failures

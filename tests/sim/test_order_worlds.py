@@ -2,6 +2,7 @@
 
 import pytest
 from sim import noticing, order_worlds
+from sim.hunting import hunt
 from sim.order_mutations import ORDERS
 
 SEEDS = 60
@@ -9,7 +10,7 @@ MUTATION_SEEDS = 100
 
 
 def test_orders_hold_under_faults_and_everybody_is_wanted_again_in_the_end():
-    counts, failures = order_worlds.hunt(0, SEEDS)
+    counts, failures = hunt("order", order_worlds.OrderWorld, 0, SEEDS)
     for name, number in sorted(counts.items()):
         print(f"{number:9} {name}")
     assert not failures, "\n".join(failures)

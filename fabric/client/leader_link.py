@@ -14,7 +14,7 @@ import aiohttp
 from fabric.errors import FabricError, ProtocolError
 from fabric.protocol import member_io as io
 from fabric.protocol import wire
-from fabric.protocol.messages import LeaderMessage, MemberMessage
+from fabric.protocol.messages import BeatReply, LeaderMessage, MemberMessage
 from fabric.runtime.config import Settings
 from fabric.runtime.dial_errors import mistake, why
 from fabric.runtime.web import come_back_s
@@ -41,6 +41,7 @@ class LeaderLink:
         self._query = {"replicas": replicas, "replica": replica}
         self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
         self._outbox: asyncio.Queue[bytes] | None = None
+        self.waiting_for = ""  # for whom the job waits, as the lighthouse said last
         self._problem = ""
         self._reached = False
         self._mistaken: set[str] = set()  # addresses whose TLS and ours cannot go together
@@ -143,6 +144,8 @@ class LeaderLink:
                 decoded = wire.decode(message.data)
                 if not isinstance(decoded, _LEADER_KINDS):
                     raise ProtocolError(f"{url} sent a {type(decoded).__name__}, which is not for members")
+                if isinstance(decoded, BeatReply):
+                    self.waiting_for = decoded.waiting_for
                 feed(io.FromLeader(decoded))
         finally:
             self._outbox = None

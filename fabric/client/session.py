@@ -29,6 +29,7 @@ from fabric.client.metrics import finite, restored
 from fabric.client.mistakes import before_showing
 from fabric.client.model_watch import ModelWatch
 from fabric.client.overlap import Overlap
+from fabric.client.patience import FIRST_S, Patience, waits_for
 from fabric.client.place import Place
 from fabric.client.placement import OnHost
 from fabric.client.randomness import seed_everything
@@ -81,6 +82,7 @@ class Session(CatchingUp):
         )
         self._state_step = 0
         self._clock = Clock()
+        self._patience = Patience(settings.replica, self._waits_for, math.inf if place.rank else FIRST_S)
         self._metrics: dict[str, float] = {}
         self._samples: dict[int, list[int]] = {}
         self._loader: Loader | None = None
@@ -258,7 +260,8 @@ class Session(CatchingUp):
                 self._snapshot_by_policy(True, "")
                 self._parts.keeper.settle(within_s=60.0)
             self._engine.post(io.Closing())
-            while not isinstance(order := self._engine.orders.get(), io.Finish):
+            self._patience.begin()
+            while not isinstance(order := self._patience.get(self._engine.orders), io.Finish):
                 self._obey(order)
             self._finish()
         if self._loader is not None:
@@ -347,8 +350,9 @@ class Session(CatchingUp):
     def _wait(self, event: io.Event) -> io.Compute | io.Apply | io.Finish:
         """Post where I stand and obey until there is something for the user's loop."""
         self._engine.post(event)
+        self._patience.begin()
         while True:
-            order = self._engine.orders.get()
+            order = self._patience.get(self._engine.orders)
             self._clock.wait_s += self._clock.lap()
             if isinstance(order, io.Finish):
                 self._finish()
@@ -356,6 +360,9 @@ class Session(CatchingUp):
             if isinstance(order, io.Compute | io.Apply):
                 return order
             self._obey(order)
+
+    def _waits_for(self) -> str:
+        return waits_for(self._engine.describe(), self._parts.leader.waiting_for)
 
     def _obey(self, order: io.Effect) -> None:
         if isinstance(order, io.Stop):

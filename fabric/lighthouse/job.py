@@ -27,9 +27,9 @@ from fabric.lighthouse.incoming import MAX_REPLICAS
 from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.ledger import Ledger, Look
 from fabric.lighthouse.metrics import JobGauges, Metrics
-from fabric.lighthouse.progress import recoverable, top_step
-from fabric.lighthouse.reasons import no_room, policy_kept
+from fabric.lighthouse.reasons import Waits, no_room, policy_kept
 from fabric.lighthouse.records import Deposed, StoredRecord
+from fabric.lighthouse.recoverable import recoverable
 from fabric.lighthouse.recovery import Recoveries, Recovery
 from fabric.lighthouse.traces import Traces
 from fabric.model import Policy, Record
@@ -110,6 +110,7 @@ class Job:
         self._record: Record | None = None
         self._frames = Frames()
         self._pacer = Pacer()
+        self._waits = Waits()
         self._unkept: dict[int, Recovery] = {}
         self._explainer = Explainer(around.access_to(name), around.tasks, self._note_cause, self._keep)
 
@@ -161,7 +162,7 @@ class Job:
             ledger=self.look_at_ledger().seconds,
             job=self.name,
             epoch=record.epoch if record else 0,
-            step=top_step(core),
+            step=core.top_step(),
             members=len(record.roster) if record else 0,
             sessions=len(self.sessions),
             recoverable_step=None if state is None else state["step"],
@@ -175,7 +176,7 @@ class Job:
         members = len(record.roster) if record is not None else 0
         wanted = core.config.policy.start_replicas
         before, self._looked = self.ledger.state, self.now
-        look = Look(is_on, top_step(core), members, wanted, self.recoveries.is_recovering)
+        look = Look(is_on, core.top_step(), members, wanted, self.recoveries.is_recovering)
         self.ledger.observe(look, self.now)
         if self.is_running and self.ledger_is_known:
             self._keep_ledger(before, self.ledger.state)
@@ -338,9 +339,10 @@ class Job:
                 asyncio.get_running_loop().call_soon(self._note_recoveries)
 
     def _send(self, effect: io.SendMember) -> None:
+        message = self._waits.told_with(effect.message, self.core, self.now)
         for connection in (self._opening, self.sessions.get(effect.replica)):
             if connection is not None and connection.is_of(effect.replica, effect.incarnation):
-                self._pacer.send(connection, self._frames.of(effect.message, connection.packs))
+                self._pacer.send(connection, self._frames.of(message, connection.packs))
                 if isinstance(effect.message, m.Rejected) and not effect.message.retry:
                     connection.end(codes.REFUSED, effect.message.reason)
                 return
@@ -451,7 +453,7 @@ class Job:
         incarnation = peer.incarnation if peer is not None else None
         where = {"job": self.name, "replica": about, "incarnation": incarnation, "epoch": epoch}
         text = ": ".join(filter(None, (kind, about, event.why)))
-        log.info("%s", text, extra=fields(**where, step=top_step(core), cause=cause))
+        log.info("%s", text, extra=fields(**where, step=core.top_step(), cause=cause))
 
     def _count_evictions(self, before: Record | None, now: Record | None) -> None:
         if before is None or now is None or now.generation != before.generation or not now.is_forced:

@@ -1,15 +1,19 @@
 """What a job waits for, in a sentence with its reason, and until when, as a time of day (UTC)."""
 
+import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from fabric.model import Policy, Record, counted
 from fabric.protocol.leader import Leader
+from fabric.protocol.messages import BeatReply, LeaderMessage
 
 _NAMED = 8  # that many replicas are named in a sentence, the rest counted
 # Others are waited for in every step; what lasts longer is worth a sentence.
 _WORTH_S = 1.0
+# So often members are told anew what their job waits for: to find it out one looks at everybody.
+_LOOK_S = 1.0
 
 
 def policy_kept(asked: Policy, kept: Policy) -> str:
@@ -55,6 +59,23 @@ def waiting_for(core: Leader, now: float) -> str:
     if record.failed:
         return f"a person, to mend what failed and start the replicas again: {record.failed}"
     return _waiting_in_epoch(core, record, now)
+
+
+class Waits:
+    """What the members of one job are told, with the answers to their beats, that it waits for."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._looked = -math.inf
+
+    def told_with(self, message: LeaderMessage, core: Leader, now: float) -> LeaderMessage:
+        """``message`` with that, where it answers a beat and the job waits."""
+        if not isinstance(message, BeatReply):
+            return message
+        if now - self._looked >= _LOOK_S:
+            text = waiting_for(core, now)
+            self._text, self._looked = "" if text.startswith("nothing") else text, now
+        return replace(message, waiting_for=self._text) if self._text else message
 
 
 def _waiting_to_start(core: Leader, now: float) -> str:
@@ -108,7 +129,16 @@ def _waiting_in_epoch(core: Leader, record: Record, now: float) -> str:
             late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
             said = _heard(core, late, None, now)
             return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{said}"
-    return _waiting_in_step(core, record, now) or "nothing: every member runs"
+    ends = _waiting_to_end(core, record, now)
+    return ends or _waiting_in_step(core, record, now) or "nothing: every member runs"
+
+
+def _waiting_to_end(core: Leader, record: Record, now: float) -> str:
+    """For whom those wait that have finished."""
+    late = [x.replica for x in record.roster if x.replica not in core.finished and not x.leaving]
+    if not core.finished or not late:
+        return ""
+    return f"{_some(late)} to finish as {_some(sorted(core.finished))} did{_heard(core, late, None, now)}"
 
 
 def _waiting_in_step(core: Leader, record: Record, now: float) -> str:

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from fabric.errors import ProtocolError
-from fabric.lighthouse.progress import top_step
 from fabric.model import Record, cause_of
 from fabric.protocol.leader import Leader
 
@@ -131,7 +130,7 @@ class Recoveries:
             self._looked = now
             if changed:
                 self._pending = [recovery for recovery in self.kept if recovery.is_open]
-            top = cache(lambda: top_step(core))  # found once, however many were lost: it looks at everybody
+            top = cache(core.top_step)  # found once, however many were lost: it looks at everybody
             for recovery in self._pending:
                 if _fill(recovery, core, now, top):
                     changed[recovery.id] = recovery
@@ -149,7 +148,7 @@ class Recoveries:
         reasons = condemned or {name: aborted.why for name, aborted in core.epoch.aborted.items()}
         why = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
         kind, name = "death" if condemned else "abort", cause_of(core.record.epoch + 1 if core.record else 1)
-        recovery = Recovery(event, kind, why[:1000], top_step(core), now, cause=name)
+        recovery = Recovery(event, kind, why[:1000], core.top_step(), now, cause=name)
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 
@@ -180,7 +179,7 @@ class Recoveries:
 
     def _open_late(self, core: Leader, record: Record, event: int, now: float) -> Recovery:
         """Condemned and evicted within one event: the epoch is the first that is seen of it."""
-        recovery = Recovery(event, "abort", record.reason[:1000], top_step(core), now, cause=record.cause)
+        recovery = Recovery(event, "abort", record.reason[:1000], core.top_step(), now, cause=record.cause)
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 

@@ -4,8 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from fabric.lighthouse.job import Job
-from fabric.lighthouse.progress import recoverable, top_step
 from fabric.lighthouse.reasons import time_of_day, waiting_for
+from fabric.lighthouse.recoverable import recoverable
 from fabric.model import Member, Record, counted
 from fabric.protocol.leader import Leader
 from fabric.protocol.leader_base import Setback
@@ -19,7 +19,7 @@ def job_line(job: Job) -> dict[str, Any]:
         "job": job.name,
         "generation": record.generation if record else 0,
         "epoch": record.epoch if record else 0,
-        "step": top_step(job.core),
+        "step": job.core.top_step(),
         "members": len(record.roster) if record else 0,
         "sessions": len(job.sessions),
         "complete": bool(record and record.complete),
@@ -81,7 +81,7 @@ def _durable(core: Leader) -> dict[str, Any] | None:
     )
     if newest is None:
         return None
-    return {**asdict(newest), "steps_behind": max(0, top_step(core) - newest.step)}
+    return {**asdict(newest), "steps_behind": max(0, core.top_step() - newest.step)}
 
 
 def _record_view(record: Record | None) -> dict[str, Any] | None:
@@ -111,7 +111,7 @@ def _member_view(core: Leader, member: Member, now: float) -> dict[str, Any]:
         "running": member.replica in epoch.running,
         **session,
         "phase": "" if is_complete else session["phase"],
-        "step": top_step(core) if is_complete else session["step"],
+        "step": core.top_step() if is_complete else session["step"],
         "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == member.incarnation else None,
         "verdict": verdict or "alive",
     }
@@ -138,7 +138,7 @@ def _joiner_view(core: Leader, peer: Peer, now: float) -> dict[str, Any]:
     elif peer.generation != core.record.generation:
         verdict = "has no state of this generation yet"
     else:
-        verdict = f"catches up: {counted(max(0, top_step(core) - peer.step), 'step')} behind"
+        verdict = f"catches up: {counted(max(0, core.top_step() - peer.step), 'step')} behind"
     return {
         "replica": session.replica,
         "incarnation": session.incarnation,

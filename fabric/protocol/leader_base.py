@@ -299,6 +299,18 @@ class LeaderBase:
         if self._is_mine(message.fence) and self.news is not None:
             self._send(peer.session.replica, self.news.whole)
 
+    def top_step(self) -> int:
+        """The highest step that a member has told of, else where the generation began; of a complete job its
+        last. It looks at everybody."""
+        record = self.record
+        if record is None:
+            return 0
+        if record.complete:
+            return record.base.step
+        peers = self.liveness.peers.values()
+        steps = [p.step for p in peers if p.generation == record.generation and self._in_force(p)]
+        return max(steps, default=record.base.step)
+
     # --- small questions and moves ---------------------------------------------------------------------
 
     def _condemn(self, replica: str, reason: str) -> None:
@@ -395,14 +407,6 @@ class LeaderBase:
             return member
         ranks = tuple(replace(a, ckpt=url) for a, url in zip(member.ranks, found[1:], strict=True))
         return replace(member, ckpt=found[0], ranks=ranks)
-
-    def _top_step(self, record: Record) -> int:
-        steps = [
-            p.step
-            for p in self.liveness.peers.values()
-            if p.generation == record.generation and self._in_force(p)
-        ]
-        return max(steps, default=record.base.step)
 
     def _note_step(self, peer: Peer) -> None:
         if self._in_force(peer) and self._is_of_generation(peer):

@@ -61,14 +61,14 @@ class Joins(Failures):
                 if serving.asked and answered and serving.taken:
                     self._tell_sources(record, joiner, serving)
                 elif not serving.asked or (answered and late):
-                    step = self._top_step(record) + (0 if self._is_parked(record) else 1)
+                    step = self.top_step() + (0 if self._is_parked(record) else 1)
                     self._ask_to_serve(record, joiner, step)
 
     def _watch_gap(self, record: Record, peer: Peer, serving: Serving) -> None:
         """Replay that does not gain on the job leads nowhere, however long it lasts."""
         if not self._is_of_generation(peer):
             return
-        top = self._top_step(record)
+        top = self.top_step()
         gap = top - peer.step
         if serving.gap < 0 or gap < serving.gap:
             serving.gap, serving.gap_at = gap, top
@@ -200,7 +200,7 @@ class Joins(Failures):
     def _may_join(self, record: Record, peer: Peer) -> bool:
         if peer.generation != record.generation or not self._is_welcome(record, peer):
             return False
-        return self._top_step(record) - peer.step <= 1
+        return self.top_step() - peer.step <= 1
 
     def _is_welcome(self, record: Record, peer: Peer) -> bool:
         if not peer.connected or peer.beat is None or self.kept_out(peer):

@@ -157,9 +157,11 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class BeatReply:
-    """Answer to the beat with the same number: contact dates from when that beat was sent."""
+    """Answer to the beat with the same number: contact dates from when that beat was sent. ``waiting_for``:
+    what the job waits for, in a sentence for people; empty while it steps."""
 
     number: int
+    waiting_for: str = ""
 
 
 LeaderMessage = Epoch | Change | Resume | Serve | ServeEnd | Sources | Complete | Rejected | BeatReply

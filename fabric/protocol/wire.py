@@ -42,7 +42,8 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(messages.Mes
 def encode(message: messages.Message) -> bytes:
     """The bytes of one message."""
     cls: type = type(message)
-    if cls is messages.BeatReply:  # one for every beat of every replica, and nothing but a number
+    if cls is messages.BeatReply and not message.waiting_for:  # type: ignore[union-attr]
+        # One for every beat of every replica, and as a rule nothing but a number.
         return b'{"kind":"BeatReply","version":%d,"number":%d}' % (PROTOCOL_VERSION, message.number)  # type: ignore[union-attr]
     return _dump({"kind": cls.__name__, "version": PROTOCOL_VERSION, **_fields(cls)(message)})
 

@@ -220,6 +220,11 @@ class Job:
                 found.append(int(path.parent.name))
         return found
 
+    def said(self, name: str) -> str:
+        """What a trainer wrote, without the lines that say for whom it waits, which a slow machine brings."""
+        lines = (self.folder / f"{name}.log").read_text().splitlines(keepends=True)
+        return "".join(line for line in lines if " has waited " not in line)
+
     def logs(self) -> str:
         parts = []
         logs = sorted(self.folder.glob("*.log")) + sorted(self.folder.glob("run/*/*.log"))

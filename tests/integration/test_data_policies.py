@@ -37,12 +37,8 @@ def joined_again(job, replica, after):
     return [e for e in job.events(replica, "commit") if e["live"] and e["step"] > after]
 
 
-def said(job, replica):
-    return (job.folder / f"{replica}.log").read_text()
-
-
 def report(job, replica):
-    return json.loads(said(job, replica).splitlines()[-1])
+    return json.loads(job.said(replica).splitlines()[-1])
 
 
 def test_shrink_skips_the_share_of_the_dead_and_records_it(zygote, tmp_path):
@@ -105,7 +101,7 @@ def test_poison_is_not_given_to_a_third_and_stops_the_job(zygote, tmp_path):
         assert job.codes == {"r0": 1, "r1": 1, "r2": 1}, job.logs()
         assert sorted(job.starts.values()) == [1, 2, 2], "two died at it; started again, they were told"
         for replica in job.pids:
-            sentence = said(job, replica).splitlines()[-1]
+            sentence = job.said(replica).splitlines()[-1]
             assert "micro-batch 5 of step 2" in sentence and 'on_poison="skip"' in sentence
             assert f"samples {index}, " in sentence
         assert max(e["step"] for r in job.pids for e in job.events(r, "commit")) == 1
@@ -141,10 +137,10 @@ def test_an_exception_at_a_sample_fails_the_job_and_is_not_retried(zygote, tmp_p
         job.finish()
         assert job.codes == {"r0": 1, "r1": 1, "r2": 1}, job.logs()
         assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
-        raised = [r for r in job.pids if "Traceback" in said(job, r)]
+        raised = [r for r in job.pids if "Traceback" in job.said(r)]
         assert len(raised) == 1
         for replica in set(job.pids) - set(raised):
-            lines = said(job, replica).splitlines()
+            lines = job.said(replica).splitlines()
             assert len(lines) == 1 and lines[0].startswith(
                 f"fabric: {replica}: {raised[0]} failed at step 2: "
             )

@@ -11,35 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
+from alone import losses_alone
 from layout_trainer import GLOBAL_BATCH, build
 from rank_job import RankJob
-from sharded_trainer import MICRO_BATCH, example
 
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.client.data import Plan
 
 STEPS, STOP = 14, 8
-
-
-def reference() -> list[float]:
-    """The loss of every step of the same model in one process, without fabric."""
-    model, data, plan = build(), example("fsdp2").samples(64), Plan(64, GLOBAL_BATCH, MICRO_BATCH, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(STEPS):
-        total = 0.0
-        for micro_batch in range(plan.micro_batches):
-            rows = [data[i] for i in plan.samples(step, micro_batch)]
-            x, y = torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])
-            loss = torch.nn.functional.mse_loss(model(x), y) * (MICRO_BATCH / GLOBAL_BATCH)
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
 
 
 def events(job: RankJob, replica: str, rank: int, kind: str) -> list[dict]:
@@ -104,7 +83,7 @@ def start_again(job: RankJob, layout: str, ranks: int, **environment: str) -> No
 def check(job: RankJob, scheme: str) -> None:
     """Everybody took its slices of step 6 from there and trained on to the end as one process would have."""
     assert set(job.codes.values()) == {0}, job.logs()
-    expected = reference()
+    expected = losses_alone(build(), STEPS, GLOBAL_BATCH)
     for i in range(job.replicas):
         for rank in range(job.ranks):
             joined = events(job, f"r{i}", rank, "join")

@@ -33,7 +33,7 @@ def odd(what: str, **more: str) -> dict[str, str]:
 
 def sentence(job: Job, replica: str) -> str:
     """What a trainer said, all of it: one line for the user, and no traceback."""
-    said = (job.folder / f"{replica}.log").read_text()
+    said = job.said(replica)
     lines = said.splitlines()
     assert len(lines) == 1 and lines[0].startswith("fabric: "), said
     return lines[0]
@@ -239,7 +239,7 @@ def test_a_joiner_that_exchanges_elsewhere(pair):
     pair.start("r2", FABRIC_JOURNAL="", TEST_TRAINER="device_trainer")
     pair.wait_for(lambda: pair.ended("r2") is not None, "the end of r2")
     assert pair.ended("r2") == 1, pair.logs()
-    lines = (pair.folder / "r2.log").read_text().splitlines()
+    lines = pair.said("r2").splitlines()
     assert lines[0] == "gradients on HostDevice" and len(lines) == 2, lines
     assert re.search(
         r"^fabric: r2: .*r2 exchanges gradients on a GPU and r[01] in host memory: have the parameters",

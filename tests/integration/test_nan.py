@@ -89,7 +89,7 @@ def test_a_sparse_gradient_is_a_mistake_and_no_crash(zygote, tmp_path):
         assert job.codes == {"r0": 1, "r1": 1, "r2": 1}, job.logs()
         assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
         for replica in ("r0", "r1", "r2"):
-            said = (job.folder / f"{replica}.log").read_text()
+            said = job.said(replica)
             why = "the gradient of 0.weight is sparse, which cannot be summed over replicas"
             assert f"r1 failed at step 6: {why}" in said and len(said.splitlines()) == 1, said
             assert max(e["step"] for e in job.events(replica, "commit")) == 5, "nothing half-applied"

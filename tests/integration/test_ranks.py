@@ -6,35 +6,12 @@ The surviving replica's losses are those of one process that trains alone on the
 import re
 
 import pytest
-import torch
+from alone import losses_alone
 from rank_job import RankJob
-from sharded_trainer import MICRO_BATCH, example
-
-from fabric.client.data import Plan
+from sharded_trainer import example
 
 STEPS = 36
 GLOBAL_BATCH = 16
-
-
-def reference(steps: int) -> list[float]:
-    """The loss of every step of the same model in one process, without fabric."""
-    whole = example("fsdp2")
-    model, data, plan = whole.build(), whole.samples(64), Plan(64, GLOBAL_BATCH, MICRO_BATCH, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        total = 0.0
-        for micro_batch in range(plan.micro_batches):
-            rows = [data[i] for i in plan.samples(step, micro_batch)]
-            x, y = torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])
-            loss = torch.nn.functional.mse_loss(model(x), y) * (MICRO_BATCH / GLOBAL_BATCH)
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
 
 
 def losses(job: RankJob, replica: str) -> list[float]:
@@ -64,7 +41,8 @@ def test_a_rank_is_killed_and_its_replica_joins_again(zygote, tmp_path, way, ran
         again = [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
         assert again, f"the killed replica never contributed again\n{job.logs()}"
         job.check_lanes(STEPS)
-        assert losses(job, "r0") == pytest.approx(reference(STEPS), rel=1e-4)
+        alone = losses_alone(example("fsdp2").build(), STEPS, GLOBAL_BATCH, clip=0.5)
+        assert losses(job, "r0") == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.parametrize(("way", "ranks", "raises"), [("fsdp2", 2, 1), ("pipeline", 2, 0)])
@@ -80,7 +58,7 @@ def test_an_exception_at_one_rank_fails_the_job(zygote, tmp_path, way, ranks, ra
         where = f"rank {raises}: " if raises else ""
         why = rf"r1 failed at step 5: {where}ValueError: the user's own mistake \(at micro-batch "
         for name in job.pids:
-            said = (job.folder / f"{name}.log").read_text()
+            said = job.said(name)
             if name == f"r1.{raises}":
                 assert said.count("ValueError: the user's own mistake\n") == 1, said
             else:

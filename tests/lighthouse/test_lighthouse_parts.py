@@ -160,6 +160,34 @@ class TestWaiting:
         core.record = replace(core.record, roster=core.record.roster[:2])
         assert waiting_for(core, 9.0) == "nothing: every member runs", "nobody waits for who is outside"
 
+    def test_members_are_told_it_with_the_answers_to_their_beats(self, core):
+        waits, answer = reasons.Waits(), m.BeatReply(4)
+        assert waits.told_with(answer, core, 0.0) == m.BeatReply(4, waiting_for(core, 0.0))
+        for name in ("r0", "r1", "r2"):
+            effects = core.handle(io.SessionOpened(session(name)), 1.0)
+        self.committed(core, effects, 1.0)
+        for name in ("r0", "r1", "r2"):
+            report = m.Report(core.record.fence, 1, 0, "", 0, 0, (), False, "", ())
+            core.handle(io.FromMember(name, 1, report), 2.0)
+        assert "enter the first round" in waits.told_with(answer, core, 2.0).waiting_for
+        assert waits.told_with(m.Resume(core.record.fence, 1, ()), core, 2.0).reason == ""
+        for name in ("r0", "r1", "r2"):
+            core.handle(io.FromMember(name, 1, m.Running(core.record.fence, 0)), 2.1)
+        assert waits.told_with(answer, core, 2.5).waiting_for, "looked at once a second"
+        assert waits.told_with(answer, core, 3.1) is answer
+
+    def test_who_has_finished_waits_for_the_others(self, core):
+        for name in ("r0", "r1", "r2"):
+            effects = core.handle(io.SessionOpened(session(name)), 1.0)
+        self.committed(core, effects, 1.0)
+        for name in ("r0", "r1", "r2"):
+            report = m.Report(core.record.fence, 1, 0, "", 0, 0, (), False, "", ())
+            core.handle(io.FromMember(name, 1, report), 1.0)
+        for name in ("r0", "r1", "r2"):
+            core.handle(io.FromMember(name, 1, m.Running(core.record.fence, 0)), 1.0)
+        core.handle(io.FromMember("r1", 1, m.Finished(core.record.fence, 9)), 2.0)
+        assert waiting_for(core, 3.0) == "r0, r2 to finish as r1 did: last seen 2.0 s ago"
+
     def test_a_lost_write(self, core):
         for name in ("r0", "r1", "r2"):
             effects = core.handle(io.SessionOpened(session(name)), 1.0)

@@ -104,6 +104,21 @@ class Checks:
         self.records.append(after)
         self.by_epoch[after.epoch] = after
 
+    def ended(self, trainer: "Trainer") -> None:
+        """A process ends as finished only once the job is complete, and with the final state in its memory if
+        it took part to the end."""
+        record, step = self.records[-1], trainer.main.step
+        if not record.complete:
+            raise Violation(f"{trainer.name} ends at step {step}, and the job is not complete")
+        entry = record.member(trainer.host)
+        took_part = entry is not None and entry.incarnation == trainer.incarnation and not entry.leaving
+        if entry is None or not took_part or (entry.fresh and not self._took_part(entry)):
+            return
+        if step != record.base.step:
+            raise Violation(
+                f"the job is complete at step {record.base.step}, its {trainer.name} is at {step}"
+            )
+
     def _needed(self, record: Record) -> int:
         return record.min_replicas or self.min_replicas
 

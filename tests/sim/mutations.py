@@ -326,6 +326,34 @@ def commit_on_its_own_for_too_long(patch: Patch) -> None:
     patch.setattr(Member, "_commit_when_agreed", agreed)
 
 
+def complete_when_somebody_has_finished(patch: Patch) -> None:
+    def complete(leader: Leader, record: Record) -> bool:
+        if leader.finished:
+            leader._write_complete(record, max(leader.finished.values()))
+        return bool(leader.finished)
+
+    patch.setattr(Leader, "_complete", complete)
+
+
+def leave_before_the_job_is_complete(patch: Patch) -> None:
+    def closing(member: Member, event: io.Closing) -> None:
+        member.on_closing(event)
+        member.on_complete(m.Complete(member._fence(), member.state.step))
+
+    patch.setitem(member_core._HANDLERS, io.Closing, closing)
+
+
+def tell_another_leader_nothing_of_the_end(patch: Patch) -> None:
+    on_connected = Member.on_connected
+
+    def connected(member: Member, event: io.LeaderConnected) -> None:
+        finished, member.contact.finished = member.contact.finished, False
+        on_connected(member, event)
+        member.contact.finished = finished
+
+    patch.setitem(member_core._HANDLERS, io.LeaderConnected, connected)
+
+
 def believe_every_chunk(patch: Patch) -> None:
     patch.setattr(ring, "is_intact", lambda payload, digest: True)
 
@@ -362,6 +390,7 @@ OLD_WORDS: Aims = (("bar", "reset link"), ("resume", "old words"), ("bar", "old 
 LATE_RESULT: Aims = (("commit", "slow digest"), ("bar", "kill trainer"))
 # An epoch that one member does not hear of, and another in which that shows.
 MISSED_WORDS: Aims = (("bar", "missed word"), ("bar", "kill trainer"), ("decided", "kill trainer"))
+AT_THE_END: Aims = (("closing", "lighthouse crash"),)
 OLD_DECISIONS: Aims = (("bar", "reset link"), ("abort", "old words"), ("bar", "reset link"))
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
@@ -401,5 +430,8 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (commit_whatever_the_digests_say, FLIPPED),
         (commit_what_others_said_was_wrong, FLIPPED_AND_LEFT_ALONE),
         (believe_every_chunk, ON_THE_WIRE),
+        (complete_when_somebody_has_finished, ()),
+        (leave_before_the_job_is_complete, ()),
+        (tell_another_leader_nothing_of_the_end, AT_THE_END),
     )
 }

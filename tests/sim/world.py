@@ -208,6 +208,8 @@ class World:
     def exited(self, trainer: Trainer, code: int, reason: str) -> None:
         """A trainer ended by itself: 0 finished or drained, 75 restart me, 1 do not."""
         host = self.hosts[trainer.host]
+        if code == 0 and reason == "finished":
+            self.checks.ended(trainer)
         self.kill_trainer(trainer.host, 0.3)
         self.clockwork.counts[f"exit {code}"] += 1
         if code == 75:

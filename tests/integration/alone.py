@@ -1,0 +1,27 @@
+"""What training in one process comes to, without fabric: what jobs of many are compared with."""
+
+import torch
+from sharded_trainer import MICRO_BATCH, example
+
+from fabric.client.data import Plan
+
+
+def losses_alone(model: torch.nn.Module, steps: int, global_batch: int, clip: float = 0.0) -> list[float]:
+    """The loss of every step of ``model`` on the sharded trainers' data. ``clip``: to this norm, if any."""
+    data, plan = example("fsdp2").samples(64), Plan(64, global_batch, MICRO_BATCH, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro_batch in range(plan.micro_batches):
+            rows = [data[i] for i in plan.samples(step, micro_batch)]
+            x, y = torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])
+            loss = torch.nn.functional.mse_loss(model(x), y) * (MICRO_BATCH / global_batch)
+            loss.backward()
+            total += loss.item()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses

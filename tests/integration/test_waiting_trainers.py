@@ -1,0 +1,35 @@
+"""Real trainers that wait for others say on standard error for whom, in the lighthouse's words, without being
+asked and without filling a log."""
+
+import re
+
+from job import Job
+from test_failures import finish_and_check
+
+
+def told(job: Job, replica: str) -> list[str]:
+    path = job.folder / f"{replica}.log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if " has waited " in line]
+
+
+def test_who_waits_for_the_first_start_and_for_a_step_says_for_whom(zygote, tmp_path):
+    gate = tmp_path / "go-on"
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "12", "TINY_STEP_S": "0"}) as job:
+        job.start("r0")
+        job.wait_for(lambda: told(job, "r0"), "r0 to say that it waits")
+        [line] = told(job, "r0")
+        assert line.startswith("fabric: r0 has waited ")
+        until = r"after 120 s \(now [\d.]+ s, at [\d:]+ UTC\) 1 will do"
+        assert re.search(f"s: for replicas to start with: 1 of 3 have a session, {until}$", line), line
+        job.start("r1")
+        job.start("r2", f"forward@6=wait:{gate}")
+
+        # r0 has spoken within the last minute, and so has r1 where it started long before r2.
+        def named() -> bool:
+            return any("s: for r2, in user code in step 6, for " in line for line in told(job, "r1"))
+
+        job.wait_for(named, "r1 to say that it waits for r2", 150)
+        assert ", may take until " in told(job, "r1")[-1]
+        gate.touch()
+        finish_and_check(job, 12)

@@ -52,7 +52,7 @@ class Zygote:
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=DEADLINE_S)
 
 
 @dataclass

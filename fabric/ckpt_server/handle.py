@@ -7,6 +7,7 @@ ServerLost until ``ensure`` has attached again, to the same server if it lives a
 
 import contextlib
 import ctypes
+import json
 import mmap
 import os
 import select
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fabric.ckpt_server import labels
+from fabric.ckpt_server.labels import Labels
 from fabric.ckpt_server.launch import ServerSpec, is_served, reap, start
 from fabric.ckpt_server.lines import MAX_LINE_BYTES, LineBuffer, decode_line, encode_line, socket_path
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
@@ -34,6 +37,7 @@ _LOOK_AGAIN_S = 0.02
 _FAULT_BYTES = 64 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None)
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ class ServerHandle:
         self._lock = threading.Lock()
         self._maps: dict[tuple[str, int], memoryview] = {}
         self._descriptors: dict[tuple[str, int], int] = {}
+        self._labels: Labels | None = None
         self._line, welcome = self._attach(time.monotonic() + ATTACH_S)
         self._welcome(welcome)
 
@@ -189,6 +194,11 @@ class ServerHandle:
                     _close_all(descriptors)
             return mapped[:nbytes]
 
+    def use_labels(self) -> None:
+        """Have memory for the labels of gradients, see ``labels``. Raises as ``allocate`` does."""
+        if self._labels is None:
+            self._labels = Labels(self.allocate(labels.KIND, 0, labels.TOTAL_BYTES))
+
     def descriptor(self, kind: str, slot: int) -> int:
         """The memfd of memory that was allocated, sealed against shrinking; it stays this handle's."""
         with self._lock:
@@ -199,6 +209,8 @@ class ServerHandle:
 
         With ``unless_read`` returns False, and withdraws nothing, while somebody does.
         """
+        if kind == "gradient" and self._labels is not None:
+            self._labels.withdraw(slot)
         answer = self._ask({"op": "begin", "kind": kind, "slot": slot, "unless_read": unless_read})
         return answer.get("busy") is not True
 
@@ -237,6 +249,30 @@ class ServerHandle:
                 "then_begin": then_begin,
             }
         )
+
+    def label_gradient(self, slot: int, told: Mapping[str, object]) -> bool:
+        """Publish by a label in shared memory, and wake nobody; ``told`` is as ``publish_gradient`` takes it.
+        Returns False where it does not fit or there is no memory for labels; raises ServerLost where the
+        server is gone. One thread at a time."""
+        if self._labels is None:
+            return False
+        # While another thread asks, an answer on the line is no news; it will find out itself.
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._line.is_open:
+                    raise ServerLost("the checkpoint server is gone: attach again, or see its log")
+            finally:
+                self._lock.release()
+        try:
+            text = _JSON.encode({"slot": slot, **told})
+        except ValueError:  # not finite: ``publish_gradient`` has the sentence for it
+            return False
+        return self._labels.write(slot, text.encode())
+
+    def unlabel_gradient(self, slot: int) -> bool:
+        """Take a label back: True where the slot may be written from now on, False where ``begin`` has to end
+        what is read."""
+        return self._labels is not None and self._labels.withdraw(slot)
 
     def persist(self, step: int, generation: int, *, url: str, incarnation: int, keep: int) -> None:
         """Have the snapshot of ``step`` written to durable storage, after what is being written; does not
@@ -288,6 +324,7 @@ class ServerHandle:
             if self._instance == before:
                 return False
             self._let_maps_go()
+            self._labels = None
             return True
 
     def _ask(self, body: Mapping[str, object]) -> dict[str, Any]:

@@ -4,28 +4,39 @@ A slot is withdrawn before it is written and published after it. Withdrawing abo
 that are being served from it, and is complete only when none of them refers to the memory any more: a
 reader sees a truncated answer, never a mixed one. What was published stays when its trainer dies; a
 slot that was withdrawn and not published again stays withdrawn.
+
+A gradient is mostly published by a label in shared memory (see ``labels``), which is looked at whenever
+gradients are asked for.
 """
 
 import asyncio
+import contextlib
+import json
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from fabric.ckpt_server.content import Content
+from fabric.ckpt_server import labels
+from fabric.ckpt_server.content import Content, gradient_content
 from fabric.ckpt_server.region import Region
-from fabric.errors import ProtocolError, Refused
+from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import SnapshotRef
+
+log = logging.getLogger(__name__)
 
 SNAPSHOT = "snapshot"
 GRADIENT = "gradient"
 MARK = "mark"  # eight bytes: which micro-batch the trainer is at
-SLOTS_BY_KIND = {SNAPSHOT: 8, GRADIENT: 256, MARK: 1}
+SLOTS_BY_KIND = {SNAPSHOT: 8, GRADIENT: 256, MARK: 1, labels.KIND: 1}
 
 # A fetch in ranges pauses between two of them: the slot still counts as read for so long.
 READ_PAUSE_S = 0.5
 # Aborted connections let go of the memory within a turn of the loop; more is a defect.
 _SETTLE_S = 10.0
+# Who waits for a gradient is told of a label within this time.
+_LOOK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +48,8 @@ class Reader:
 
 @dataclass(slots=True)
 class Slot:
-    """``content`` describes what is published, None while withdrawn; ``version`` counts withdrawals."""
+    """``content`` describes what is published, None while withdrawn; ``version`` counts withdrawals.
+    ``labels``: where the trainer may label it, ``label``: the number of the label that was seen last."""
 
     kind: str
     index: int
@@ -47,6 +59,8 @@ class Slot:
     readers: set[Reader] = field(default_factory=set)
     last_read: float = float("-inf")
     released: asyncio.Event = field(default_factory=asyncio.Event)
+    labels: "Slot | None" = None
+    label: int = 0
 
     @property
     def capacity(self) -> int:
@@ -59,19 +73,50 @@ class Slot:
 
     @contextmanager
     def reading(self, abort: Callable[[], None]) -> Iterator[memoryview]:
-        """The published bytes, for one transfer: it must hold no reference to them after the block."""
-        assert self.content is not None and self.region is not None
+        """The published bytes, for one transfer: it must hold no reference to them after the block. Raises
+        ConnectionResetError, and aborts it, where the trainer withdraws them at this moment."""
+        content = self.content
+        assert content is not None and self.region is not None
         reader = Reader(abort)
         self.readers.add(reader)
         try:
-            yield self.region.view[: self.content.nbytes]
+            self._tell_readers()
+            self.look()
+            if self.content is not content:
+                abort()
+                raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was sent")
+            yield self.region.view[: content.nbytes]
         finally:
             self.readers.discard(reader)
+            self._tell_readers()
             self.last_read = time.monotonic()
             self.released.set()
 
+    def look(self) -> int:
+        """Take note of a label that is another one than last time. Returns its number, 0 where that is gone
+        or the same."""
+        region = self.labels.region if self.labels is not None else None
+        if region is None or self.region is None or labels.number_of(region.view, self.index) == self.label:
+            return 0
+        self.label, text = labels.read(region.view, self.index)
+        self.version += 1
+        self.content = None
+        if self.label:
+            taken = self.label / 1e9
+            try:
+                said = gradient_content(json.loads(text), len(self.region.view))
+                self.content = replace(said, published=taken, taken=taken)
+            except (FabricError, ValueError) as error:
+                log.warning("gradient slot %d is not served, its label cannot be used: %s", self.index, error)
+        return self.label
+
+    def _tell_readers(self) -> None:
+        if self.labels is not None and self.labels.region is not None:
+            labels.tell_readers(self.labels.region.fd, self.index, len(self.readers))
+
     async def withdraw(self) -> int:
         """Stop serving the slot; returns how many readers were aborted, when none is left."""
+        self.look()
         self.content = None
         self.version += 1
         aborted = len(self.readers)
@@ -105,10 +150,16 @@ class Memory:
         if not 0 <= index < most:
             known = ", ".join(f"{name} 0 to {count - 1}" for name, count in SLOTS_BY_KIND.items())
             raise ProtocolError(f"there is no slot {index} of kind {kind[:40]!r}: slots are {known}")
-        return self._slots.setdefault((kind, index), Slot(kind, index))
+        found = self._slots.get((kind, index))
+        if found is None:
+            labelled = kind == GRADIENT and index < labels.COUNT
+            told = self.slot(labels.KIND, 0) if labelled else None
+            found = self._slots[kind, index] = Slot(kind, index, labels=told)
+        return found
 
     def slots(self) -> list[Slot]:
         """Every slot that was ever named."""
+        self._look()
         return list(self._slots.values())
 
     async def allocate(self, slot: Slot, nbytes: int) -> Region:
@@ -120,6 +171,7 @@ class Memory:
 
     def publish(self, slot: Slot, content: Content) -> None:
         """Serve ``content`` from ``slot`` from now on. Raises Refused unless the slot is withdrawn."""
+        self._look()
         if slot.content is not None:
             raise Refused(
                 f"{slot.kind} slot {slot.index} holds step {slot.content.step}, which may have been torn by"
@@ -133,6 +185,7 @@ class Memory:
 
     async def void(self) -> None:
         """Withdraw everything: the state behind it was declared invalid."""
+        self._look()
         self._last_gradient = None
         # All of it stops being served before anything is awaited.
         held = [slot for slot in self._slots.values() if slot.content is not None]
@@ -143,10 +196,22 @@ class Memory:
 
     def held(self, kind: str) -> list[Slot]:
         """Slots of ``kind`` with published content, oldest first."""
+        if kind == GRADIENT:
+            self._look()
         found = [(slot.content, slot) for slot in self._slots.values() if slot.kind == kind]
         live = [(content, slot) for content, slot in found if content is not None]
         live.sort(key=lambda pair: (pair[0].order, pair[0].published))
         return [slot for _, slot in live]
+
+    def _look(self) -> None:
+        """At the labels of all gradients; the newest of the new ones is the gradient published last."""
+        told = self._slots.get((labels.KIND, 0))
+        if told is None or told.region is None:
+            return
+        seen = [(slot.look(), slot.content) for slot in self._slots.values() if slot.labels is not None]
+        new = [(number, content.order) for number, content in seen if number and content is not None]
+        if new:
+            self._last_gradient = max(new)[1]
 
     def find(self, kind: str, step: int | None, generation: int | None) -> Slot | None:
         """The newest held slot with this step (None: any) and generation (None: any), or None."""
@@ -188,11 +253,12 @@ class Memory:
             slot = self.find(GRADIENT, step, generation)
             if slot is not None or self.gradient_is_gone(step, generation):
                 return slot
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await published.wait()
-            except TimeoutError:
+            now = asyncio.get_running_loop().time()
+            if now >= deadline:
                 return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min(deadline, now + _LOOK_S)):
+                    await published.wait()
 
     def close(self) -> None:
         """Let all memory go."""

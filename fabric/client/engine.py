@@ -1,7 +1,9 @@
-"""The control thread: an event loop that drives the member core and performs its effects.
+"""The control thread: an event loop that holds the links and drives the member core.
 
 The trainer's main thread posts events and takes orders from ``orders``; exchange, transfer and keeper
-threads post the outcomes of what they were told to do. Nothing here decides anything.
+threads post the outcomes of what they were told to do. Whoever posts hands the core its event there and
+then, and performs what a step consists of (see ``_ANYWHERE``); so a step without faults wakes the control
+thread for what peers say, and for nothing else. Nothing here decides anything.
 """
 
 import asyncio
@@ -44,6 +46,8 @@ from fabric.runtime.points import Points
 Order = io.Compute | io.Apply | io.Install | io.TakeSnapshot | io.DropGradient | io.Finish | io.Stop
 Event = io.Event | RankEvent
 _ORDERS = (io.Compute, io.Apply, io.Install, io.TakeSnapshot, io.DropGradient, io.Finish, io.Stop)
+# What a step without faults orders, which needs nothing of the loop's: done by the thread that had the event.
+_ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io.Apply))
 
 
 @dataclass(slots=True)
@@ -66,6 +70,18 @@ class Parts:
     mark: Mark
     buffers: AveragedBuffers
     durable: Durable
+
+
+class _Informed:
+    """``core``, whose ``member`` is told before every event whom the data plane waits for."""
+
+    def __init__(self, core: Core[Any, Any], member: Member, plane: DataPlane) -> None:
+        self._core, self._member, self._plane = core, member, plane
+        self.next_deadline = core.next_deadline
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        self._member.ring_waits_for = self._plane.waiting_for
+        return self._core.handle(event, now)
 
 
 class Engine:
@@ -181,11 +197,8 @@ class Engine:
         asyncio.run_coroutine_threadsafe(self._begin(member), self._loop).result()
 
     def post(self, event: Event, number: int = 0) -> None:
-        """Hand an event to the core; from any thread, never blocks. ``number``: of the order it answers."""
-        if self._loop is not None:
-            # The loop closes only after the job is complete: nobody waits for what comes later.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._feed, event, number)
+        """Hand an event to the core; from any thread, never waits. ``number``: of the order it answers."""
+        self._feed(event, number)
 
     def close(self) -> None:
         """Say goodbye to the peers and end the thread."""
@@ -221,7 +234,13 @@ class Engine:
 
     async def _begin(self, member: Member) -> None:
         self.member = member
-        self._driver = Driver(self._make_core(member), self._perform, tick=io.Tick(), on_crash=self.crash)
+        self._driver = Driver(
+            _Informed(self._make_core(member), member, self._parts.plane),
+            self._perform,
+            tick=io.Tick(),
+            on_crash=self.crash,
+            anywhere=_ANYWHERE,
+        )
         self._session = asyncio.create_task(self._parts.leader.run(self._feed, self._refused))
 
     async def _end(self) -> None:
@@ -238,8 +257,6 @@ class Engine:
 
     def _feed(self, event: Any, number: int = 0) -> None:
         self._note_planes(event)
-        if self.member is not None:
-            self.member.ring_waits_for = self._parts.plane.waiting_for
         if self._driver is not None:  # of a rank that follows, too, which has no core of its own
             self._driver.feed(event)
 
@@ -336,7 +353,13 @@ class Engine:
         self._parts.points.reach("abort", self.step)
 
     def _publish(self, effect: io.Publish) -> None:
-        self._parts.keeper.submit(lambda: self._publish_now(effect))
+        parts = self._parts
+        try:
+            done = parts.slots.label(effect.generation, effect.held)
+        except FabricError:
+            done = False
+        if not done:
+            parts.keeper.submit(lambda: self._publish_now(effect))
 
     def _publish_now(self, effect: io.Publish) -> None:
         parts = self._parts

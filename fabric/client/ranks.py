@@ -7,6 +7,7 @@ for the main thread may be stuck in a collective with the one that is gone.
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -48,6 +49,13 @@ class RankEngine(Engine):
         fail here too; this process then ends in a moment, with the sentence that explains it."""
         if self._loop is not None and self._told.wait(_EXPLAINED_S) and self._ordered is not None:
             self._end_now(self._ordered)
+
+    def post(self, event: Any, number: int = 0) -> None:
+        """See Engine. Every event goes by way of the control thread, which has the links between ranks."""
+        if self._loop is not None:
+            # The loop closes only after the job is complete: nobody waits for what comes later.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._feed, event, number)
 
     def close(self) -> None:
         """Say goodbye and end the thread: see Engine."""

@@ -8,6 +8,7 @@ When the server is gone the round uses private memory and is not published.
 
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -99,6 +100,7 @@ class GradientSlots:
     def _allocate(self, index: int, private: torch.Tensor | None = None) -> Slot:
         """A slot in the server's memory, or in ``private`` (made where None) while there is no server."""
         try:
+            self.handle.use_labels()
             memory = self.handle.allocate("gradient", index, max(self.nbytes, 1))
             self.handle.begin("gradient", index)
         except FabricError:
@@ -123,30 +125,55 @@ class GradientSlots:
             slot.published = True
             if not slot.shared:
                 raise StateError(f"the gradient of step {held.step} is not published: there was no server")
-            following = self._slots[self._oldest()]
-            ahead = slot.used == self._uses and self._prepared is None and self._is_full()
-            ahead = ahead and following.shared and following is not slot
-            self._publish(slot, generation, held, following.index if ahead else -1)
-            if ahead:
+            following = self._following(slot)
+            then_begin = following.index if following is not None else -1
+            told = self._told(generation, held)
+            self.handle.publish_gradient(slot.index, **told, then_begin=then_begin)
+            if following is not None:
                 self._prepared = following
 
-    def _publish(self, slot: Slot, generation: int, held: Hold, then_begin: int) -> None:
-        self.handle.publish_gradient(
-            slot.index,
-            generation=generation,
-            step=held.step,
-            epoch=held.epoch,
-            nbytes=self.nbytes,
-            digest=held.gradient_digest,
-            weight=held.weight,
-            layout=self.layout,
-            meta={
+    def label(self, generation: int, held: Hold) -> bool:
+        """Publish as ``publish`` does, but without a word to the server, which looks when it is asked; never
+        waits. Returns False, with nothing done, where only ``publish`` will do: while somebody catches up
+        and waits for the news, and where something has to be asked for. Raises FabricError."""
+        if self.listening or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            slot = self._newest(held.step)
+            following = self._following(slot) if slot is not None and slot.shared else None
+            if slot is None or following is None:
+                return False
+            if not self.handle.label_gradient(slot.index, self._told(generation, held)):
+                return False
+            slot.published = True
+            if self.handle.unlabel_gradient(following.index):
+                self._prepared = following
+            return True
+        finally:
+            self._lock.release()
+
+    def _following(self, slot: Slot) -> Slot | None:
+        """The slot of the next round, where it can and needs to be withdrawn when ``slot`` is published."""
+        following = self._slots[self._oldest()]
+        ahead = slot.used == self._uses and self._prepared is None and self._is_full()
+        return following if ahead and following.shared and following is not slot else None
+
+    def _told(self, generation: int, held: Hold) -> dict[str, Any]:
+        """What is said of a published gradient beside the slot where it lies."""
+        return {
+            "generation": generation,
+            "step": held.step,
+            "epoch": held.epoch,
+            "nbytes": self.nbytes,
+            "digest": held.gradient_digest,
+            "weight": held.weight,
+            "layout": self.layout,
+            "meta": {
                 "contributions": {name: list(ids) for name, ids in held.contributions},
                 "metrics": dict(held.metrics),
                 **({"nonfinite": held.nonfinite} if held.nonfinite else {}),
             },
-            then_begin=then_begin,
-        )
+        }
 
     def find(self, step: int) -> torch.Tensor:
         """The buffer of the newest round of ``step``."""

@@ -1,10 +1,16 @@
 """The one driver that joins a pure core to an event loop.
 
 It feeds events, performs the returned effects in order, and calls the core again at its next deadline.
-Events fed while effects are being performed are queued, so a core is never entered twice.
+Any thread may feed. One of them at a time works, the one that finds nobody at it: it hands the core what is
+queued, its own event or another thread's, and performs what the core orders. So a core is never entered
+twice, effects are performed in the order in which they were ordered, and whoever has an event need wake
+nobody for it. An effect that only the loop's thread may perform is left to it, with all that comes after.
 """
 
 import asyncio
+import contextlib
+import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +20,8 @@ EventT = TypeVar("EventT")
 EffectT = TypeVar("EffectT")
 _Event = TypeVar("_Event", contravariant=True)
 _Effect = TypeVar("_Effect")
+
+_RETRY_S = 0.001
 
 
 class Core(Protocol[_Event, _Effect]):
@@ -25,10 +33,11 @@ class Core(Protocol[_Event, _Effect]):
 
 
 class Driver(Generic[EventT, EffectT]):
-    """Construct it inside the running loop; use it from that loop's thread.
+    """Construct it inside the running loop, and ``close`` it there; ``feed`` from any thread.
 
-    ``tick`` is the event that says only that time passed. An exception out of the core or out of
-    ``perform`` is a defect: it is given to ``on_crash`` once, and nothing is fed any more.
+    ``tick`` is the event that says only that time passed. ``anywhere`` are the types of effects that
+    ``perform`` takes on any thread, the others only come on the loop's. An exception out of the core or out
+    of ``perform`` is a defect: it is given to ``on_crash`` once, and nothing is fed any more.
     """
 
     def __init__(
@@ -39,52 +48,96 @@ class Driver(Generic[EventT, EffectT]):
         tick: EventT,
         on_crash: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
+        anywhere: frozenset[type] = frozenset(),
     ) -> None:
         self._core = core
         self._perform = perform
         self._tick = tick
         self._on_crash = on_crash
         self._clock = clock
+        self._anywhere = anywhere
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._turn = threading.Lock()  # held by whoever works, which may pass it on to the loop
         self._queue: deque[EventT] = deque()
-        self._busy = False
+        self._effects: deque[EffectT] = deque()
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0  # when the timer goes off
+        self._due = math.inf  # when the timer goes off that is there, or on its way to the loop
 
     def feed(self, event: EventT) -> None:
-        """Hand one event to the core and perform what it orders; nothing happens after ``close``."""
-        if self._closed:
-            return
-        self._queue.append(event)
-        if self._busy:
-            return
-        self._busy = True
-        try:
-            while self._queue and not self._closed:
-                for effect in self._core.handle(self._queue.popleft(), self._clock()):
-                    self._perform(effect)
-            self._arm()
-        except Exception as error:  # noqa: BLE001  (a defect in the core ends its owner, whatever it is)
-            self.close()
-            self._on_crash(error)
-        finally:
-            self._busy = False
+        """Hand one event to the core and perform what it orders, or leave both to the thread that is at it;
+        nothing happens after ``close``."""
+        if not self._closed:
+            self._queue.append(event)
+            self._take_turns()
 
     def close(self) -> None:
         """Feed nothing more."""
         self._closed = True
         self._queue.clear()
-        self._disarm()
+        self._on_loop(self._disarm)
+
+    def _take_turns(self) -> None:
+        # Asked again after each turn: whoever queued at its very end found the turn taken.
+        while self._queue and not self._closed and self._turn.acquire(blocking=False):
+            self._work()
+
+    def _work(self, timed: bool = False) -> None:
+        """With the turn: until nothing is queued, or the loop's thread has to go on."""
+        here = threading.get_ident() == self._thread
+        try:
+            if timed and self._is_due():
+                self._queue.append(self._tick)
+            while self._effects or (self._queue and not self._closed):
+                while self._effects:
+                    if not here and type(self._effects[0]) not in self._anywhere:
+                        self._on_loop(self._go_on)
+                        return
+                    self._perform(self._effects.popleft())
+                if self._queue and not self._closed:
+                    self._effects.extend(self._core.handle(self._queue.popleft(), self._clock()))
+            self._arm()
+        except BaseException as error:  # a defect in the core ends its owner, whatever it is
+            self._fail(error)
+            if not isinstance(error, Exception):  # Ctrl-C, in the main thread, which has to know
+                raise
+        else:
+            self._turn.release()
+
+    def _fail(self, error: BaseException) -> None:
+        self.close()
+        self._effects.clear()
+        self._turn.release()
+        self._on_crash(error)
+
+    def _go_on(self) -> None:
+        """The turn was passed on to the loop's thread."""
+        self._work()
+        self._take_turns()
+
+    def _on_loop(self, work: Callable[[], None]) -> None:
+        if threading.get_ident() == self._thread:
+            work()
+            return
+        with contextlib.suppress(RuntimeError):  # it has ended: nobody waits for what comes later
+            self._loop.call_soon_threadsafe(work)
+
+    def _is_due(self) -> bool:
+        deadline = None if self._closed else self._core.next_deadline()
+        return deadline is not None and deadline <= self._clock()
 
     def _arm(self) -> None:
         """A timer that is due before the deadline stays: deadlines mostly move away, and it looks again."""
         deadline = None if self._closed else self._core.next_deadline()
-        if deadline is None or (self._timer is not None and self._due <= deadline):
-            return
+        if deadline is not None and deadline < self._due:
+            self._due = deadline
+            self._on_loop(self._set_timer)
+
+    def _set_timer(self) -> None:
         self._disarm()
-        self._due = deadline
-        self._timer = self._loop.call_later(max(0.0, deadline - self._clock()), self._on_timer)
+        if not self._closed and self._due < math.inf:
+            self._timer = self._loop.call_later(max(0.0, self._due - self._clock()), self._on_timer)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -92,9 +145,12 @@ class Driver(Generic[EventT, EffectT]):
             self._timer = None
 
     def _on_timer(self) -> None:
-        self._timer = None
-        deadline = None if self._closed else self._core.next_deadline()
-        if deadline is not None and deadline <= self._clock():
-            self.feed(self._tick)
-        else:
-            self._arm()
+        if self._closed:
+            return
+        if not self._turn.acquire(blocking=False):
+            # The core is at work in another thread, which counts on this timer.
+            self._timer = self._loop.call_later(_RETRY_S, self._on_timer)
+            return
+        self._timer, self._due = None, math.inf
+        self._work(timed=True)
+        self._take_turns()

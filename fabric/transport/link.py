@@ -1,4 +1,4 @@
-"""One ordered message link on a connected socket, for the thread that runs an event loop.
+"""One ordered message link on a connected socket, for the thread of an event loop; any thread may send.
 
 Writes go straight to the socket and queue only what it does not take, bounded: a peer that stops reading
 costs memory up to the limit, then the link. Reads are driven by readiness, so the end of the peer's
@@ -9,9 +9,12 @@ reader then finds what the peer still said, and the end.
 """
 
 import asyncio
+import contextlib
 import os
 import socket
+import threading
 from collections import deque
+from collections.abc import Callable
 
 from fabric.errors import ProtocolError
 from fabric.transport.framing import GOODBYE, MAX_FRAME_BYTES, FrameParser, frame
@@ -25,7 +28,8 @@ _READ_BYTES = 256 * 1024
 class Link:
     """A MessageLink over a connected stream socket, which it owns and makes non-blocking.
 
-    Construct it inside the running loop. Sending works at once, reading begins with ``run``.
+    Construct it inside the running loop. Sending works at once and from any thread, reading begins with
+    ``run``; everything else is for the loop's thread.
     """
 
     def __init__(
@@ -36,6 +40,8 @@ class Link:
         frame_limit_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._guard = threading.Lock()  # of the outbox, and against a socket that is closed while one sends
         self._sock = sock
         self._peer = peer
         self._outbox = _Outbox(sock, queue_limit_bytes, frame_limit_bytes)
@@ -62,15 +68,16 @@ class Link:
 
     def send(self, data: bytes) -> bool:
         """Queue one message: see MessageLink."""
-        if self._reason or self._leaving or self._outbox.failure:
-            return False
-        self._outbox.add(data)
-        self._flush()
-        if self._outbox.overflowed:
-            self.abort(
-                f"{self._peer} does not read: {self._outbox.queued_bytes} bytes wait for it, "
-                "so the link was closed"
-            )
+        with self._guard:
+            if self._reason or self._leaving or self._outbox.failure:
+                return False
+            self._outbox.add(data)
+            left = self._outbox.flush()
+            overflowed = self._outbox.overflowed
+        if overflowed:
+            self._on_loop(self._abort_overflowed)
+        elif left or self._writing:
+            self._on_loop(self._flush)
         return not self._reason and not self._outbox.failure
 
     async def run(self, on_message: OnMessage, on_closed: OnClosed) -> None:
@@ -89,8 +96,9 @@ class Link:
     async def close(self, linger_s: float = 1.0) -> None:
         """Close cleanly: see MessageLink."""
         if not self._reason and not self._leaving:
-            self._leaving = True
-            self._outbox.end()
+            with self._guard:
+                self._leaving = True
+                self._outbox.end()
             self._start_reading()
             self._flush()
         try:
@@ -103,19 +111,35 @@ class Link:
         """Close at once: see MessageLink."""
         if self._reason:
             return
-        self._reason = reason
         self._loop.remove_reader(self._sock)
         if self._writing:
             self._loop.remove_writer(self._sock)
-        self._sock.close()
+        with self._guard:
+            self._reason = reason
+            self._sock.close()
         self._ended.set()
+
+    def _abort_overflowed(self) -> None:
+        waiting = self._outbox.queued_bytes
+        self.abort(f"{self._peer} does not read: {waiting} bytes wait for it, so the link was closed")
+
+    def _on_loop(self, work: Callable[[], None]) -> None:
+        if threading.get_ident() == self._thread:
+            work()
+            return
+        with contextlib.suppress(RuntimeError):  # it has ended, and the link with it
+            self._loop.call_soon_threadsafe(work)
 
     def _start_reading(self) -> None:
         if not self._reason:
             self._loop.add_reader(self._sock, self._readable)
 
     def _flush(self) -> None:
-        if self._outbox.flush():
+        with self._guard:
+            left = not self._reason and self._outbox.flush()
+        if self._reason:
+            return
+        if left:
             self._loop.add_writer(self._sock, self._flush)
             self._writing = True
         elif self._writing:

@@ -1,0 +1,89 @@
+"""What lies in a gradient slot, said in memory that the trainer and its server share; nobody is woken for it.
+
+A step's gradient is published whether somebody wants it or not, and mostly nobody does. So the trainer
+writes a label, and the server reads it when it is asked for gradients. A label is written after the slot's
+bytes, numbered by the time in ns (0: withdrawn) and digested, so that one that is half there is none; it
+outlives the trainer, as the bytes do.
+
+Before the trainer writes to the slot again it takes the label back and looks whether anybody reads the slot;
+the server says that somebody does and then looks at the label. Each stores first and loads second, with an
+atomic instruction or a system call in between, so at least one of them sees the other: the trainer then asks
+the server over its channel to end the transfer, or the server does not begin it. Whatever a reader gets is
+digested as a whole, so what a processor of another kind might let through would be refused there.
+"""
+
+import os
+import struct
+import threading
+import time
+
+import xxhash
+
+KIND = "label"
+COUNT = 32  # gradient slots that have one
+_BYTES = 8192
+TOTAL_BYTES = COUNT * _BYTES
+# Number, readers (the server's), digest and length of what follows.
+_HEAD = struct.Struct("<QQQQ")
+_WORD = struct.Struct("<Q")
+_READERS_AT = 8
+MOST_BYTES = _BYTES - _HEAD.size
+_fence = threading.Lock()
+
+
+class Labels:
+    """The trainer's side: ``memory`` is the shared one, of TOTAL_BYTES. One thread at a time."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._words = memory[:TOTAL_BYTES].cast("Q")
+        self._last = 0
+
+    def write(self, slot: int, body: bytes) -> bool:
+        """Label a slot that was withdrawn. False where there is no room for it."""
+        if slot >= COUNT or len(body) > MOST_BYTES:
+            return False
+        at, word = slot * _BYTES, slot * _BYTES // 8
+        self._last = number = max(time.monotonic_ns(), self._last + 1)
+        self._memory[at + _HEAD.size : at + _HEAD.size + len(body)] = body
+        self._words[word + 2] = _digest(number, body)
+        self._words[word + 3] = len(body)
+        self._words[word] = number
+        return True
+
+    def withdraw(self, slot: int) -> bool:
+        """Take the label back. Returns whether nobody reads the slot, so that it may be written at once."""
+        if slot >= COUNT:
+            return False
+        word = slot * _BYTES // 8
+        self._words[word] = 0
+        with _fence:
+            return self._words[word + 1] == 0
+
+
+def read(view: memoryview, slot: int) -> tuple[int, bytes]:
+    """The number and the text of a slot's label; 0 where there is none."""
+    at = slot * _BYTES
+    if len(view) < at + _BYTES:  # its memory is still being allocated, or has been let go
+        return 0, b""
+    number, _, expected, length = _HEAD.unpack_from(view, at)
+    if not number or length > MOST_BYTES:
+        return 0, b""
+    body = bytes(view[at + _HEAD.size : at + _HEAD.size + length])
+    whole = _digest(number, body) == expected and _WORD.unpack_from(view, at)[0] == number
+    return (number, body) if whole else (0, b"")
+
+
+def number_of(view: memoryview, slot: int) -> int:
+    """The number alone, which is new when the label is."""
+    at = slot * _BYTES
+    return int(_WORD.unpack_from(view, at)[0]) if len(view) >= at + _BYTES else 0
+
+
+def tell_readers(descriptor: int, slot: int, count: int) -> None:
+    """The server's word: so many transfers of this slot are under way."""
+    os.pwrite(descriptor, _WORD.pack(count), slot * _BYTES + _READERS_AT)
+
+
+def _digest(number: int, body: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(body, number)

@@ -270,6 +270,7 @@ class Channel:
                 f"snapshot slot {slot.index} was withdrawn while it was being published: begin anew"
             )
         self._memory.publish(slot, content)
+        self._trainer.changed.set()  # what a cold start could begin from: told at once
         return _success()
 
     async def _publish_gradient(self, body: dict[str, Any]) -> Response:

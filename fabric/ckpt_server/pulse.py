@@ -1,4 +1,4 @@
-"""The worker's pulse: what the kernel says of its trainer, told to the lighthouse every 50 ms
+"""The worker's pulse: what the kernel says of its trainer, told to the lighthouse every quarter of a second
 (by the thousands: once a second).
 
 The trainer's own beats stop when C code holds its interpreter lock, and say nothing when it is stopped
@@ -40,7 +40,7 @@ class Timing:
     """Seconds: between beats, allowed for connecting, for a beat to leave, and for a silent lighthouse
     before another is tried; least and most before another attempt."""
 
-    period_s: float = 0.05
+    period_s: float = 0.25
     connect_s: float = 2.0
     send_s: float = 2.0
     heartbeat_s: float = 3.0

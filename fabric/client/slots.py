@@ -23,12 +23,14 @@ _LISTENING = 6, 32
 
 @dataclass(slots=True)
 class Slot:
-    """One result buffer: the step it was reduced for, whether that was published, and when it was used."""
+    """One result buffer: the step it was reduced for, whether that was published (``labelled``: without a
+    word to the server), and when it was used."""
 
     index: int
     buffer: torch.Tensor
     step: int = -1
     published: bool = False
+    labelled: bool = False
     shared: bool = True
     used: int = 0
 
@@ -120,9 +122,9 @@ class GradientSlots:
         """
         with self._lock:
             slot = self._newest(held.step)
-            if slot is None:
+            if slot is None or slot.published:
                 return
-            slot.published = True
+            slot.published, slot.labelled = True, False
             if not slot.shared:
                 raise StateError(f"the gradient of step {held.step} is not published: there was no server")
             following = self._following(slot)
@@ -133,22 +135,23 @@ class GradientSlots:
                 self._prepared = following
 
     def label(self, generation: int, held: Hold) -> bool:
-        """Publish as ``publish`` does, but without a word to the server, which looks when it is asked; never
-        waits. Returns False, with nothing done, where only ``publish`` will do: while somebody catches up
-        and waits for the news, and where something has to be asked for. Raises FabricError."""
+        """Publish without a word to the server, which looks when it is asked; never waits. Returns False if
+        something is left to do for ``publish`` and ``prepare``, which may be all of it: while somebody
+        catches up and waits for the news, and where something has to be asked for. Raises FabricError."""
         if self.listening or not self._lock.acquire(blocking=False):
             return False
         try:
             slot = self._newest(held.step)
-            following = self._following(slot) if slot is not None and slot.shared else None
-            if slot is None or following is None:
+            if slot is None or not slot.shared or slot.published:
                 return False
             if not self.handle.label_gradient(slot.index, self._told(generation, held)):
                 return False
-            slot.published = True
-            if self.handle.unlabel_gradient(following.index):
+            slot.published = slot.labelled = True
+            following = self._following(slot)
+            labelled = following is not None and following.labelled
+            if following is not None and labelled and self.handle.unlabel_gradient(following.index):
                 self._prepared = following
-            return True
+            return self._prepared is not None
         finally:
             self._lock.release()
 

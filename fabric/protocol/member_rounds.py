@@ -18,7 +18,7 @@ from fabric.protocol.member_state import (
 from fabric.protocol.round import Round
 
 # At most this often is a step told while nothing is going on; a newcomer's request ends that for a while.
-STEP_BEAT_S = 0.05
+STEP_BEAT_S = 0.25
 FOLLOWED_S = 5.0
 
 

@@ -1,6 +1,8 @@
 """The driver: order, no re-entry, one timer, and an end that is final."""
 
 import asyncio
+import threading
+import time
 from dataclasses import dataclass, field
 
 from fabric.runtime.driver import Driver
@@ -148,3 +150,111 @@ async def test_nothing_happens_after_close():
     driver.feed("c")
     # What the core has ordered in one answer belongs together; nothing is fed after it.
     assert performed == ["one", "two"] and core.heard == ["a"] and timers() == []
+
+
+@dataclass
+class Numbers:
+    """A core that orders one effect of each kind per event, and names the thread that it runs in."""
+
+    handled: list[tuple[int, int]] = field(default_factory=list)
+    inside: bool = False
+    due: float | None = None
+
+    def handle(self, event: tuple[int, int], now: float) -> list[object]:
+        assert not self.inside, "the core was entered twice"
+        self.inside = True
+        if event != TICK:
+            self.handled.append(event)
+        self.inside = False
+        if event == TICK:
+            self.due = None
+            return [TICK]
+        return [("here", event), ["loop", event], ("again", event)]
+
+    def next_deadline(self) -> float | None:
+        return self.due
+
+
+async def run_in_threads(*works) -> None:
+    """All at once, and to the end."""
+    start = threading.Barrier(len(works))
+
+    def run(work) -> None:
+        start.wait()
+        work()
+
+    await asyncio.gather(*(asyncio.to_thread(run, work) for work in works))
+
+
+async def test_threads_feed_at_once_and_effects_are_performed_in_the_order_of_the_events():
+    """Effects of type tuple anywhere, lists in the loop's thread alone, and nothing overtakes anything."""
+    core, performed, loops_own = Numbers(), [], threading.get_ident()
+    everything, count = asyncio.Event(), 200
+
+    def perform(effect) -> None:
+        performed.append((effect[0], effect[1]))
+        assert isinstance(effect, tuple) or threading.get_ident() == loops_own
+        if len(performed) == 3 * 3 * count:
+            loop.call_soon_threadsafe(everything.set)
+
+    loop, crashes = asyncio.get_running_loop(), []
+    driver = Driver(core, perform, tick=TICK, on_crash=crashes.append, anywhere=frozenset((tuple,)))
+    await run_in_threads(*(lambda n=n: [driver.feed((n, i)) for i in range(count)] for n in range(3)))
+    await asyncio.wait_for(everything.wait(), 30)
+    assert not crashes
+    assert performed == [(kind, event) for event in core.handled for kind in ("here", "loop", "again")]
+    for n in range(3):
+        assert [i for who, i in core.handled if who == n] == list(range(count))
+
+
+async def test_what_a_step_orders_is_performed_by_the_thread_that_had_the_event():
+    ran = []
+    core = Script({"a": ["one", "two"]})
+    driver = Driver(
+        core,
+        lambda effect: ran.append((effect, threading.get_ident())),
+        tick=TICK,
+        on_crash=lambda error: None,
+        anywhere=frozenset((str,)),
+    )
+    who = await asyncio.to_thread(lambda: (driver.feed("a"), threading.get_ident())[1])
+    assert ran == [("one", who), ("two", who)]
+    driver.feed("a")
+    assert ran[2:] == [("one", threading.get_ident()), ("two", threading.get_ident())]
+
+
+async def test_a_deadline_that_another_thread_brought_about_is_kept():
+    ticked = asyncio.Event()
+    core = Numbers(due=time.monotonic() + 0.01)
+    driver = Driver(
+        core,
+        lambda effect: ticked.set() if effect == TICK else None,
+        tick=TICK,
+        on_crash=lambda error: None,
+        anywhere=frozenset((tuple, list)),
+    )
+    await asyncio.to_thread(driver.feed, (0, 0))
+    await asyncio.wait_for(ticked.wait(), 30)
+    assert timers() == []
+
+
+async def test_what_interrupts_a_thread_in_the_core_is_the_end_and_reaches_the_thread():
+    crashes = []
+
+    def perform(effect: str) -> None:
+        raise KeyboardInterrupt
+
+    driver = Driver(
+        Script({"a": ["one"]}), perform, tick=TICK, on_crash=crashes.append, anywhere=frozenset((str,))
+    )
+    caught = []
+
+    def feed() -> None:
+        try:
+            driver.feed("a")
+        except KeyboardInterrupt as error:
+            caught.append(error)
+
+    await asyncio.to_thread(feed)
+    driver.feed("a")
+    assert caught == crashes and len(caught) == 1

@@ -1,0 +1,170 @@
+"""Gradients published by a label in shared memory, against a real server: as good as by a request, and asked
+for by nobody."""
+
+import contextlib
+import threading
+from http.client import HTTPException
+
+import pytest
+from server_support import alive, connect, end, fetch, publish_gradient, wait_for
+
+from fabric.ckpt_server import labels
+from fabric.client.slots import GradientSlots
+from fabric.errors import ServerLost
+from fabric.ftar.cpu_ring import CpuRing
+from fabric.protocol.member_io import Hold
+
+NBYTES = 2_000_000
+TOLD = {"generation": 1, "epoch": 7, "weight": 48.0, "layout": "feed", "meta": {"loss": 1.5}}
+
+
+def told(step: int, nbytes: int = NBYTES, **others: object) -> dict[str, object]:
+    return {**TOLD, "step": step, "nbytes": nbytes, "digest": f"{step:032x}", **others}
+
+
+def write(handle, slot: int, step: int, nbytes: int = NBYTES) -> None:
+    """Withdraw the slot, fill it, and label it."""
+    handle.use_labels()
+    if not handle.unlabel_gradient(slot):
+        handle.begin("gradient", slot)
+    handle.allocate("gradient", slot, nbytes)[:nbytes] = bytes([step % 251]) * nbytes
+    assert handle.label_gradient(slot, told(step, nbytes))
+
+
+def steps(handle) -> list[int]:
+    return [row["step"] for row in fetch(handle.url, "/v1/gradients").json]
+
+
+def test_a_labelled_gradient_is_served_like_one_that_was_requested(attach):
+    handle = attach()
+    write(handle, 0, 5)
+    publish_gradient(handle, 1, bytes([5]) * NBYTES, 5, generation=2)
+    mine, other = (fetch(handle.url, f"/v1/gradients/5?generation={g}") for g in (1, 2))
+    assert mine.status == other.status == 200 and mine.body == other.body
+    names = {name for name in other.headers if name.startswith("X-Fabric") or name == "ETag"}
+    differ = {name for name in names if mine.headers[name] != other.headers[name]}
+    assert differ == {name for name in names if "generation" in name.lower() or "seal" in name.lower()}
+    assert steps(handle) == [5, 5]
+    text = fetch(handle.url, "/metrics").body.decode()
+    assert "fabric_ckpt_gradients 2.0" in text and "fabric_ckpt_gradient_step 5.0" in text
+
+
+def test_a_label_taken_back_ends_the_serving_and_what_is_past_is_gone(attach):
+    handle = attach()
+    for slot, step in enumerate((3, 4)):
+        write(handle, slot, step)
+    assert steps(handle) == [3, 4]
+    assert handle.unlabel_gradient(0)
+    assert steps(handle) == [4]
+    answer = fetch(handle.url, "/v1/gradients/3?generation=1")
+    assert answer.status == 409 and answer.json["gone"] is True
+    assert fetch(handle.url, "/v1/gradients/5?generation=1").json["gone"] is False
+
+
+def test_who_waits_for_a_gradient_gets_it_when_it_is_labelled(attach):
+    handle = attach()
+    write(handle, 0, 1)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(fetch(handle.url, "/v1/gradients/2?wait_s=30")))
+    waiting.start()
+    write(handle, 1, 2)
+    waiting.join(60)
+    assert found[0].status == 200 and found[0].body == bytes([2]) * NBYTES
+
+
+def test_a_slot_that_is_read_may_not_be_written_before_the_server_has_ended_that(attach):
+    handle = attach()
+    nbytes = 40_000_000  # more than sockets hold
+    write(handle, 0, 1, nbytes)
+    connection = connect(handle.url)
+    connection.request("GET", "/v1/gradients/1")
+    response = connection.getresponse()
+    first = response.read(1000)
+    assert not handle.unlabel_gradient(0)
+    handle.begin("gradient", 0)
+    assert handle.unlabel_gradient(0)
+    handle.allocate("gradient", 0, nbytes)[:] = b"\xee" * nbytes
+    rest = bytearray()
+    with contextlib.suppress(HTTPException, OSError):
+        while data := response.read(1 << 20):
+            rest += data
+    assert first + rest == bytes([1]) * (1000 + len(rest)) and len(rest) < nbytes - 1000
+    connection.close()
+
+
+def test_what_a_trainer_labelled_outlives_it_and_its_successor_takes_it_back(attach):
+    first = attach()
+    write(first, 0, 8)
+    first.close()
+    second = attach()
+    assert steps(second) == [8]
+    second.allocate("gradient", 0, NBYTES)
+    second.begin("gradient", 0)
+    assert steps(second) == []
+    write(second, 0, 9)
+    assert steps(second) == [9]
+
+
+def test_void_withdraws_what_was_labelled(attach):
+    handle = attach()
+    write(handle, 0, 8)
+    handle.void()
+    assert steps(handle) == []
+    write(handle, 0, 9)
+    assert steps(handle) == [9]
+
+
+def test_a_label_that_cannot_be_used_is_none(attach):
+    handle = attach()
+    write(handle, 0, 1)
+    write(handle, 1, 2)
+    assert handle.unlabel_gradient(1)
+    assert handle.label_gradient(1, told(2, nbytes=-1))
+    assert steps(handle) == [1]
+    assert not handle.label_gradient(1, told(2, meta={"x": "y" * labels.MOST_BYTES}))
+    assert not handle.label_gradient(1, told(2, weight=float("nan")))
+    assert not handle.label_gradient(labels.COUNT, told(2))
+
+
+def test_a_label_that_is_half_there_is_none():
+    memory = bytearray(labels.TOTAL_BYTES)
+    side = labels.Labels(memoryview(memory))
+    assert labels.read(memory, 3) == (0, b"")
+    assert side.write(3, b"said")
+    number, body = labels.read(memory, 3)
+    assert number == labels.number_of(memory, 3) > 0 and body == b"said"
+    at = memory.index(b"said")
+    memory[at] ^= 1
+    assert labels.read(memory, 3) == (0, b"")
+    memory[at] ^= 1
+    assert side.write(3, b"more") and labels.read(memory, 3)[0] > number
+    assert labels.read(memory[:100], 3) == (0, b"")
+
+
+def test_a_server_that_is_gone_is_noticed_by_who_labels(attach):
+    handle = attach()
+    write(handle, 0, 1)
+    end(handle.pid)
+    wait_for(lambda: not alive(handle.pid), "the end of the server")
+    with pytest.raises(ServerLost):
+        handle.label_gradient(1, told(2))
+
+
+def test_slots_are_labelled_while_nobody_catches_up_and_requested_otherwise(attach):
+    ring = CpuRing()
+    slots = GradientSlots(attach(), NBYTES, "layout", ring)
+    quietly = []
+    for step in range(8):
+        slots.listening = step in (4, 5)
+        slots.for_round(step).buffer[:] = step
+        hold = Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))
+        quietly.append(slots.label(1, hold))
+        if not quietly[-1]:
+            slots.publish(1, hold)
+            slots.prepare()
+        assert steps(slots.handle)[-2:] == [step - 1, step][step == 0 :]
+        newest = fetch(slots.handle.url, f"/v1/gradients/{step}")
+        assert newest.body == bytes([step]) * NBYTES
+    # The first rounds have to ask for their memory, and so have more slots than before.
+    assert quietly[:2] == [False, False] and quietly[3] and quietly[4:6] == [False, False] and quietly[-1]
+    ring.close()

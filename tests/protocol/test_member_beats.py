@@ -1,4 +1,4 @@
-"""When a member tells its step: at most every quarter of a second while nobody waits to hear it, else at once."""
+"""When a member tells its step: at most every quarter of a second while nobody waits for it, else at once."""
 
 from protocol.test_member import FIRST, bar, contribution, running
 

@@ -15,7 +15,6 @@ from fabric.errors import Unreachable
 # How long followers look for the next leader after a fail-over.
 _PATIENCE = 60
 _PAUSE_S = 0.5
-_MAX_LINE_BYTES = 1 << 20
 
 
 @click.command()
@@ -49,6 +48,8 @@ async def _follow(found: Lighthouses, last: int, as_json: bool) -> None:
                     event = json.loads(line)
                     _print(event, as_json)
                     last = max(last, int(event["id"]))
+        except BrokenPipeError:
+            raise  # of standard output: whoever read it has seen enough
         except (Unreachable, aiohttp.ClientError, OSError, TimeoutError) as error:
             tries += 1
             if tries > _PATIENCE or last == 0:

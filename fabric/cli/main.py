@@ -71,10 +71,12 @@ def cli(context: click.Context, tls_cert: Path | None, tls_key: Path | None, tls
 
 def main() -> None:
     """The entry point."""
-    if sys.argv[1:2] == ["run"] and Path(*sys.argv[2:3]).is_file():
+    if sys.argv[1:2] == ["run"]:
+        run = importlib.import_module("fabric.cli.run")
         # What a script raises is its own affair, and for its own hooks to see: it runs outside of all this.
-        importlib.import_module("fabric.cli.run").run_script(sys.argv[2:])
-        return
+        if run.names_a_program(sys.argv[2:]):
+            run.run_program(sys.argv[2:])
+            return
     try:
         cli(prog_name="fabric")
     except FabricError as error:

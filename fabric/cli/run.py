@@ -11,22 +11,33 @@ from fabric.runtime.priority import politely
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("script", metavar="SCRIPT | -m MODULE", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, arguments: tuple[str, ...]) -> None:
-    """Run a training SCRIPT, as python would, with torch imported at low priority before it.
+    """Run a training SCRIPT (with -m: a module) as python would, with torch imported at low priority before.
 
     Where several replicas share a host, a replica that starts again takes no processor time from the steps of
     the others. Priority is that of the import alone: the script itself runs as ever.
     """
-    run_script([script, *arguments])
+    run_program([script, *arguments])
 
 
-def run_script(words: list[str]) -> None:
-    """Run the script ``words[0]`` with the other words as its arguments; raises whatever it raises."""
+def names_a_program(words: list[str]) -> bool:
+    """Whether ``words`` begin with a script that is there, or with ``-m`` and a module's name."""
+    return Path(*words[:1]).is_file() or (words[:1] == ["-m"] and len(words) > 1)
+
+
+def run_program(words: list[str]) -> None:
+    """Run the script ``words[0]``, or the module after ``-m``, with the other words as its arguments; raises
+    whatever it raises."""
     # Numpy's threads are made when it is imported, and keep the priority that their maker had.
     importlib.import_module("numpy")
     politely(_import)
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
     sys.argv[:] = words
     sys.path[0] = str(Path(words[0]).resolve().parent)
     runpy.run_path(words[0], run_name="__main__")

@@ -160,6 +160,8 @@ class Job:
         return JobGauges(
             heartbeat_age_s=self.now - min(seen, default=self.now),
             ledger=self.look_at_ledger().seconds,
+            is_complete=self.is_complete,
+            has_failed=record is not None and bool(record.failed),
             job=self.name,
             epoch=record.epoch if record else 0,
             step=core.top_step(),

@@ -34,6 +34,8 @@ class JobGauges:
     recoverable_age_s: float | None = None
     heartbeat_age_s: float = 0.0
     ledger: Mapping[str, float] = field(default_factory=dict)
+    is_complete: bool = False
+    has_failed: bool = False
 
 
 class Metrics:
@@ -135,6 +137,10 @@ class _Gauges(Collector):
             "Since the member that has been silent for longest was heard.",
             labels=["job"],
         )
+        complete = GaugeMetricFamily(_PREFIX + "job_complete", "1 when the job has finished.", labels=["job"])
+        failed = GaugeMetricFamily(
+            _PREFIX + "job_failed", "1 while the job waits for a person to mend it.", labels=["job"]
+        )
         ledger = CounterMetricFamily(
             _PREFIX + "job_seconds",
             "The job's time by state: training, degraded, recovering, stalled.",
@@ -151,7 +157,9 @@ class _Gauges(Collector):
                 (heartbeat, job.heartbeat_age_s),
                 (held, job.recoverable_step),
                 (age, job.recoverable_age_s),
+                (complete, float(job.is_complete)),
+                (failed, float(job.has_failed)),
             ):
                 if value is not None:
                     family.add_metric([job.job], value)
-        yield from (sessions, members, epoch, steps, held, age, heartbeat, ledger)
+        yield from (sessions, members, epoch, steps, held, age, heartbeat, complete, failed, ledger)

@@ -120,6 +120,33 @@ def test_descendants_in_other_sessions_are_ended_too(processes: Processes, tmp_p
     assert processes.exit_code("pair") is not None
 
 
+SUPERVISOR = """
+import os, signal, sys
+from pathlib import Path
+from fabric.cli.demo.processes import Processes
+processes = Processes(os.environ)
+processes.start("pair", ["parent", sys.argv[1], sys.argv[2]], Path(sys.argv[3]))
+print(processes.mark, flush=True)
+signal.pause()
+"""
+
+
+def test_a_supervisor_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    note, polite = tmp_path / "child.pid", "import signal; signal.pause()"
+    command = [sys.executable, "-c", SUPERVISOR, str(note), polite, str(tmp_path / "pair.log")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        left = Processes({}, supervisor.stdout.readline().strip())
+        try:
+            until(note.exists)
+            assert len(left.living()) == 2
+        finally:
+            supervisor.send_signal(signal.SIGKILL)
+    until(lambda: not left.living(), within_s=60.0)
+
+
 def test_only_marked_processes_are_killed(processes: Processes, tmp_path: Path) -> None:
     child = start_pair(processes, tmp_path)
     with subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"]) as stranger:

@@ -93,7 +93,19 @@ def test_a_script_ends_as_it_wants(folder, source, code, says, monkeypatch):
     assert says in ended.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["nowhere.py"]])
+def test_a_module_runs_as_python_would_run_it(folder):
+    (folder / "train.py").write_text("import sys; print(__name__, sys.argv, sys.path[0])")
+    words = "import sys; sys.argv = ['fabric', 'run', '-m', 'train', '--steps', '5', '-m']\n"
+    words += "import fabric.cli.main, fabric.cli.run\nfabric.cli.run._import = lambda: None\n"
+    words += "fabric.cli.main.main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", words], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    argv = [str(folder / "train.py"), "--steps", "5", "-m"]
+    assert ended.stdout == f"__main__ {argv} {folder}\n", ended.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["nowhere.py"], ["-m"]])
 def test_no_script_is_a_mistake_that_is_named(folder, words):
     ended = fabric_run(folder, *words)
     assert ended.returncode == 2

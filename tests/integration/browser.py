@@ -113,6 +113,19 @@ class Browser:
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self._do("actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
 
+    def press_down(self, css: str) -> None:
+        """The pointer's button goes down on an element, and stays there until ``let_go``."""
+        target = {_ELEMENT: self._find(css)}
+        move = {"type": "pointerMove", "duration": 0, "origin": target, "x": 0, "y": 0}
+        self._point([move, {"type": "pointerDown", "button": 0}])
+
+    def let_go(self) -> None:
+        self._point([{"type": "pointerUp", "button": 0}])
+
+    def _point(self, actions: list[dict[str, Any]]) -> None:
+        mouse = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": actions}
+        self._do("actions", {"actions": [mouse]})
+
     def console(self) -> list[str]:
         """Errors that the page's own script or its policy caused, since the last call."""
         return [e["message"] for e in self._do("se/log", {"type": "browser"}) if e["level"] == "SEVERE"]

@@ -105,9 +105,75 @@ def test_a_person_decides_by_keyboard(job, browser):
     job.wait_for(lambda: job.ended("r2") == 0, "the drained one's end")
 
 
-def test_a_person_pauses_joins_and_resumes_them(job, browser):
+def test_a_button_stays_under_the_pointer_while_the_page_is_drawn_anew(job, browser):
+    """A person's click takes longer than the page takes to be drawn anew."""
     log_in(browser, job)
-    for verb, shown in (("pause", "Joins are paused by bea: a look at rack 4."), ("resume", "")):
+    browser.press_down('[data-key="evict r1"]')
+    before = step(browser)
+    browser.wait_for(lambda: step(browser) > before + 2, "the page to be drawn anew")
+    browser.let_go()
+    assert browser.text("#act-title") == "evict r1"
+    browser.press(ESCAPE)
+    assert browser.run("return document.activeElement.dataset.key") == "evict r1", "where one was"
+
+
+# A job of many replicas, as the page gets it: what the real one's view says, for more of them.
+MANY = """
+const count = arguments[0], rounds = arguments[1];
+watch = () => {};  // nothing of the real job comes in between
+state.stream.close();
+state.steps.clear();
+const view = structuredClone(state.view), [member] = view.members;
+for (let round = 0; round < rounds; round++) {
+  view.members = Array.from({ length: count }, (_, i) =>
+    ({ ...structuredClone(member), replica: `r${i}`, step: 1000 + round + (i === 7 ? 0 : 1) }));
+  view.members[5].verdict = "both <i>silent</i> for 2 s";
+  showJob(view);
+}
+view.members = view.members.slice(0, 3);
+const rows = () => [$("members").children.length, $("trouble").textContent];
+const all = [...rows(), document.querySelectorAll("#chart polyline").length, $("chart-text").textContent];
+showJob(view);
+return [...all, ...rows()];
+"""
+
+
+def test_a_page_of_many_replicas_names_who_is_in_trouble_and_draws_the_first_and_the_last(job, browser):
+    log_in(browser, job)
+    shown = browser.run(MANY, 300, 500)
+    words = "Committed steps: the furthest: 1500, the last: 1499"
+    assert shown == [300, "Not as they should be: r5", 2, words, 3, ""]
+    assert not browser.console(), "no error in the console"
+    # One that went long ago is drawn no more.
+    browser.open(f"{job.url}/?job=<b>none</b>")
+    browser.wait_for(lambda: "every member runs" in browser.text("#waiting"), "the job")
+    assert browser.text("#notice") == "There is no job <b>none</b> here; this is test."
+    old = "state.steps.set('gone', [[Date.now() / 1000 - 200, 0], [Date.now() / 1000 - 130, 0]])"
+    browser.run(old)
+    browser.wait_for(lambda: not browser.run("return state.steps.has('gone')"), "its line to go")
+    browser.wait_for(lambda: "gone" not in browser.text("#chart-text"), "its word to go")
+
+
+def test_a_person_sets_how_many_there_may_be_and_pauses_joins(job, browser):
+    log_in(browser, job)
+    browser.click("#scale")
+    browser.wait_for(lambda: browser.text("#act-title") == "scale the job", "the dialogue")
+    values = {"#least": "2", "#most": "1", "#who": "bea", "#why": "budget"}
+    script = "document.querySelector(arguments[0]).value = arguments[1]"
+    for field, value in values.items():
+        browser.run(script, field, value)
+    browser.click("#act-do")
+    browser.wait_for(lambda: "at most 1 replicas cannot be" in browser.text("#act-error"), "the refusal")
+    browser.run(script, "#most", "2")
+    browser.click("#act-do")
+    browser.wait_for(lambda: "Scaled by bea: budget." in browser.text("#paused"), "what the page says")
+    browser.wait_for(lambda: browser.run("return state.view.members.length") == 2, "one to leave")
+    assert not browser.run("return document.querySelector('#act').open")
+
+    for verb, shown in (
+        ("pause", "Joins are paused by bea: a look at rack 4. Scaled by bea: budget."),
+        ("resume", "Scaled by bea: budget."),
+    ):
         browser.wait_for(lambda verb=verb: browser.text("#joins") == f"{verb} joins", "the button")
         browser.run("document.querySelector('#joins').click()")
         browser.wait_for(lambda verb=verb: browser.text("#act-title") == f"{verb} joins", "the dialogue")

@@ -8,6 +8,7 @@ import pytest
 from lighthouse_support import TOKEN, WirePulse, close_all, eventually, get, post, start_job
 
 from fabric.model import SnapshotRef
+from fabric.protocol import messages as m
 
 
 async def test_health_and_metrics_are_open(lighthouse, http):
@@ -31,9 +32,34 @@ async def test_metrics_of_a_job(lighthouse, http, job):
         f'fabric_lighthouse_steps{{job="{job}"}} 0.0',
         f'fabric_lighthouse_record_writes_total{{job="{job}",outcome="written"}} 1.0',
         f'fabric_lighthouse_events_total{{job="{job}",kind="epoch"}} 1.0',
+        f'fabric_lighthouse_job_complete{{job="{job}"}} 0.0',
+        f'fabric_lighthouse_job_failed{{job="{job}"}} 0.0',
     ):
         assert line in text
     assert 'fabric_lighthouse_store_write_seconds_bucket{le="5.0"}' in text
+    await close_all(members)
+
+
+async def test_metrics_tell_a_job_that_is_over_from_one_that_stands_still(lighthouse, http, job):
+    """Alerts depend on it: both commit no steps."""
+    done, failed = f"{job}-done", f"{job}-failed"
+    members = await start_job(http, lighthouse.url, count=1, job=done)
+    await members[0].say(m.Finished(members[0].newest.fence, 40))
+    await members[0].next(m.Complete)
+    members += await start_job(http, lighthouse.url, count=1, job=failed)
+    await members[1].say(m.Failed(members[1].newest.fence, 3, "ValueError: of the user's"))
+
+    async def is_told() -> bool:
+        async with http.get(f"{lighthouse.url}/metrics") as answer:
+            text = await answer.text()
+        told = {
+            (kind, name): f'job_{kind}{{job="{name}"}} 1.0' in text
+            for kind in ("complete", "failed")
+            for name in (done, failed)
+        }
+        return [key for key, is_so in told.items() if is_so] == [("complete", done), ("failed", failed)]
+
+    await eventually(is_told, "both to be told")
     await close_all(members)
 
 

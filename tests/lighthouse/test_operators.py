@@ -86,6 +86,25 @@ async def test_events_are_followed_over_a_fail_over(http, tmp_path, job):
             follower.stdout.close()
 
 
+async def test_a_follower_ends_when_nobody_reads_it_any_more(lighthouse, http, job):
+    """As in ``fabric events --follow | grep -m1 evicted``."""
+    members = await start_job(http, lighthouse.url, count=2, job=job)
+    follower = follow(lighthouse.url, job, lighthouse.token_file)
+    assert follower.stdout is not None
+    try:
+        read_until(follower, "epoch")
+        follower.stdout.close()
+        for number in range(2):  # the first may still fit into what nobody reads
+            why = ("--why", f"time {number}")
+            assert fabric("pause", *common(lighthouse, job), *why).returncode == 0
+        assert follower.wait(timeout=DEADLINE_S) == 1
+    finally:
+        if follower.poll() is None:
+            follower.kill()
+            follower.wait()
+    await close_all(members)
+
+
 async def start_members(http, url: str, job: str):
     member = WireMember(http, url, "r0", job=job, replicas="1", generation=1)
     await member.open()

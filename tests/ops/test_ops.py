@@ -80,6 +80,18 @@ def test_our_own_parser_takes_every_command_line(name, arguments):
     command.make_context(arguments[0], list(arguments[1:]))
 
 
+def test_trainers_are_started_politely():
+    """Every torchrun of ours starts its script with ``fabric run``."""
+    found = [
+        re.sub(r"[\[\],\"]", "", line)
+        for path in FILES
+        for line in path.read_text().splitlines()
+        if re.search(r"\btorchrun\b.*\btrain\.py\b", line)
+    ]
+    assert len(found) == 3
+    assert all(re.search(r"--no-python \S*fabric run train\.py", line) for line in found), found
+
+
 # --- settings ---------------------------------------------------------------------------------------------
 
 
@@ -120,6 +132,16 @@ def test_selectors_find_pods_that_exist():
                 assert any(wanted.items() <= found.items() for found in labels), (document["kind"], wanted)
         if document["kind"] == "Service":
             assert any(spec["selector"].items() <= found.items() for found in labels)
+
+
+def test_the_lighthouse_may_ask_the_checkpoint_servers():
+    """Without that every diagnosis would be "unknown"."""
+    (policy,) = (
+        d for d in everything() if d["kind"] == "NetworkPolicy" and d["metadata"]["name"] == "fabric-trainer"
+    )
+    allowed = [x["podSelector"]["matchLabels"] for rule in policy["spec"]["ingress"] for x in rule["from"]]
+    names = {x["app.kubernetes.io/name"] for x in allowed}
+    assert names == {"fabric-trainer", "fabric-lighthouse"}
 
 
 def test_containers_mount_what_their_pod_has_and_probe_ports_that_they_name():
@@ -244,12 +266,19 @@ def test_the_dashboard_has_a_place_for_each_panel():
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-@pytest.mark.parametrize("arguments", [("config", "prometheus.yml"), ("rules", "rules.yml")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "config", str(OPS / "prometheus" / "prometheus.yml")),
+        ("check", "rules", str(OPS / "prometheus" / "rules.yml")),
+        # Who alerts, and who must not: a job that is complete stands still for ever.
+        ("test", "rules", str(Path(__file__).with_name("rules_test.yml"))),
+    ],
+    ids=" ".join,
+)
 def test_promtool_agrees(arguments):
-    kind, name = arguments
     checked = subprocess.run(
-        ["promtool", "check", kind, name],
-        cwd=OPS / "prometheus",
+        ["promtool", *arguments],
         capture_output=True,
         text=True,
         timeout=60,

@@ -4,6 +4,9 @@ A launcher starts trainers in sessions of their own, and a trainer a checkpoint 
 on purpose. So process groups do not lead to all of them; the mark, which every descendant inherits,
 does. Signals go through a pidfd: the process is opened first and recognised second, so that a number
 that has been given to somebody else in between is never hit.
+
+Where the supervisor itself is killed with SIGKILL it can end nobody. So a guard, a process without the mark,
+waits for the end of a pipe that the supervisor alone holds open, and then ends all that carry it.
 """
 
 import contextlib
@@ -23,13 +26,16 @@ MARK = "FABRIC_DEMO_MARK"
 class Processes:
     """Starts processes and ends all of them with their descendants; see the module."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self.mark = uuid.uuid4().hex
+    def __init__(self, environment: Mapping[str, str], mark: str = "") -> None:
+        self.mark = mark or uuid.uuid4().hex
         self._environment = {**environment, MARK: self.mark}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, name: str, module: Sequence[str], log: Path, **environment: str) -> None:
         """Run ``python -m module...`` as ``name``, its output appended to ``log``."""
+        if self._guard is None:
+            self._guard = guard(self.mark)
         with log.open("ab") as output:
             self._children[name] = subprocess.Popen(
                 [sys.executable, "-m", *module],
@@ -73,6 +79,10 @@ class Processes:
         for child in self._children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=grace_s)
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+            self._guard.wait()
+            self._guard = None
 
     def living(self) -> list[int]:
         """The pids of all processes that carry the mark, zombies excepted."""
@@ -113,3 +123,19 @@ class Processes:
                     select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
                 finally:
                     os.close(descriptor)
+
+
+def guard(mark: str) -> "subprocess.Popen[bytes]":
+    """A process that ends all that carry ``mark`` once its standard input ends: when it is closed, or when
+    this process has ended, however that came."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fabric.cli.demo.processes", mark],
+        stdin=subprocess.PIPE,
+        # Not to be hit by what hits its maker.
+        start_new_session=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    Processes({}, sys.argv[1]).end()

@@ -4,12 +4,23 @@
 const $ = (id) => document.getElementById(id);
 const WINDOW_S = 120;
 const COLOURS = ["#4c8dff", "#e0803a", "#2fa36b", "#c45bc9", "#c9a227", "#26a5b5", "#e2607a", "#8a78e0"];
-const state = { job: "", stream: null, steps: new Map(), events: [], lastEvent: 0, alive: 0 };
+// So many lines are told apart; of more replicas the furthest and the last are drawn.
+const MOST_LINES = COLOURS.length;
+const fresh = () => ({ steps: new Map(), epochs: [], events: [], lastEvent: 0, rows: new Map(), view: null });
+const state = { job: "", stream: null, alive: 0, note: "", ...fresh() };
 
 function element(tag, text, className) {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;
   if (className) made.className = className;
+  return made;
+}
+
+// What is the same is not written again: text that is selected stays so, and nothing is read out twice.
+function say(made, text, className) {
+  const words = String(text ?? "");
+  if (made.textContent !== words) made.textContent = words;
+  if (className !== undefined && made.className !== className) made.className = className;
   return made;
 }
 
@@ -41,20 +52,20 @@ async function lookAtHealth() {
   const line = $("health");
   try {
     const health = await (await fetch("/healthz")).json();
-    line.textContent = "";
-    if (health.is_leader) line.append("this lighthouse leads");
+    const store = health.store_reachable ? ", the store answers" : ", the store does not answer";
+    if (health.is_leader) say(line, `this lighthouse leads${store}`);
     else if (health.leader) {
-      line.append("another lighthouse leads: ");
+      const old = state.job ? "; what you see below is old" : "";
       const link = element("a", health.leader);
-      if (/^https?:\/\//.test(health.leader)) link.href = health.leader;
-      line.append(link);
-    } else line.append("no lighthouse leads; training goes on");
-    line.append(health.store_reachable ? ", the store answers" : ", the store does not answer");
+      if (/^https?:\/\//.test(health.leader)) link.href = `${health.leader}/${location.search}`;
+      if (!line.textContent.endsWith(`${health.leader}${store}${old}`)) {
+        line.replaceChildren("another lighthouse leads: ", link, `${store}${old}`);
+      }
+    } else say(line, `no lighthouse leads; training goes on${store}`);
     line.className = health.ok ? "good" : "bad";
     return health;
   } catch {
-    line.textContent = "this lighthouse does not answer; what you see is old";
-    line.className = "bad";
+    say(line, "this lighthouse does not answer; what you see is old", "bad");
     return null;
   }
 }
@@ -69,15 +80,24 @@ async function lookForJobs() {
   if (names.join() !== [...select.options].map((o) => o.value).join()) {
     select.replaceChildren(...names.map((name) => Object.assign(element("option", name), { value: name })));
   }
-  if (!names.length) { $("main").hidden = true; return; }
-  if (!names.includes(state.job)) watch(new URLSearchParams(location.search).get("job") || names[0]);
-  select.value = state.job;
-  if (!state.stream || performance.now() - state.alive > 15000) watch(state.job);
+  const wanted = new URLSearchParams(location.search).get("job");
+  const chosen = names.includes(state.job) ? state.job : names.includes(wanted) ? wanted : names[0];
+  const broken = (jobs.find((job) => job.job === chosen) || {}).error;
+  say($("notice"), !names.length ? "This lighthouse knows no job yet."
+    : broken ? `Job ${chosen}: ${broken}`
+    : wanted && !names.includes(wanted) ? `There is no job ${wanted} here; this is ${chosen}.` : state.note);
+  if (!names.length || broken) { $("main").hidden = true; return; }
+  if (chosen !== state.job || !state.stream || performance.now() - state.alive > 15000) watch(chosen);
+  select.value = chosen;
 }
 
 function watch(job) {
   if (state.stream) state.stream.close();
-  if (job !== state.job) Object.assign(state, { job, steps: new Map(), events: [], lastEvent: 0 });
+  if (job !== state.job) {
+    Object.assign(state, { job, note: "", ...fresh() });
+    delete $("penalties").dataset.key;
+    for (const list of ["members", "penalties", "events", "recoveries", "chart"]) $(list).replaceChildren();
+  }
   state.alive = performance.now();
   const stream = state.stream = new EventSource(`/v1/jobs/${encodeURIComponent(job)}/live`);
   const on = (kind, show) => stream.addEventListener(kind, (message) => {
@@ -91,70 +111,139 @@ function watch(job) {
   stream.onerror = () => { if (stream.readyState === EventSource.CLOSED) state.stream = null; };
 }
 
-function showJob(job) {
-  $("main").hidden = false;
-  const waiting = job.waiting_for;
-  $("waiting").textContent = waiting.startsWith("nothing: ") ? waiting.slice(9) : `Waiting for ${waiting}`;
-  const facts = [["step", job.step], ["epoch", job.epoch], ["generation", job.generation],
-    ["members", job.members.length], ["sessions", job.sessions], ["needs at least", job.policy.min_replicas]];
-  if (job.ledger.goodput !== null) facts.push(["goodput", `${(100 * job.ledger.goodput).toFixed(1)} %`]);
-  $("ledger").textContent = ["training", "degraded", "recovering", "stalled"]
-    .filter((name) => job.ledger[name]).map((name) => `${name} ${spent(job.ledger[name])}`).join(" · ");
-  $("facts").replaceChildren(...facts.map(([name, value]) => {
-    const pair = element("div");
-    pair.append(element("dt", name), element("dd", value));
-    return pair;
-  }));
-  const verb = job.paused ? "resume" : "pause";
-  $("paused").textContent = job.paused ? `Joins are paused ${job.paused}.` : "";
-  $("joins").textContent = `${verb} joins`;
-  $("joins").onclick = () => decide(verb);
-  const penalised = new Map(job.penalties.map((p) => [p.about, p]));
-  const rows = [...job.members.map((m) => [m, m.leaving ? "leaving" : m.fresh ? "new member" : "member"]),
-    ...job.joiners.map((j) => [j, "outside"])];
-  const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.key : "";
-  $("members").replaceChildren(...rows.map(([entry, role]) => row(entry, role, penalised)));
-  if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
-  noteSteps(rows.map(([entry]) => entry));
+function recoverable(job) {
+  const held = job.recoverable;
+  if (job.complete) return "";
+  if (!held) return "If all trainers died now nothing would be left: nobody holds a whole snapshot.";
+  const facts = [held.steps_behind === null ? "" : `${held.steps_behind} behind`,
+    held.age_s === null ? "" : `${spent(held.age_s)} old`].filter(Boolean);
+  return `If all trainers died now step ${held.step} would be left${facts.length ? ` (${facts.join(", ")})` : ""}.`;
 }
 
-function row(entry, role, penalised) {
+function showJob(job) {
+  state.view = job;
+  $("main").hidden = false;
+  const waiting = job.waiting_for;
+  say($("waiting"), waiting.startsWith("nothing: ") ? waiting.slice(9) : `Waiting for ${waiting}`);
+  const facts = [["step", job.step], ["epoch", job.epoch], ["generation", job.generation],
+    ["members", job.members.length], ["sessions", job.sessions], ["needs at least", job.policy.min_replicas],
+    ["may have", job.policy.max_replicas]];
+  if (job.durable) facts.push(["durable step", job.durable.step]);
+  if (job.ledger.goodput !== null) facts.push(["goodput", `${(100 * job.ledger.goodput).toFixed(1)} %`]);
+  facts.forEach(([name, value], index) => {
+    let pair = $("facts").children[index];
+    if (!pair) { pair = element("div"); pair.append(element("dt"), element("dd")); $("facts").append(pair); }
+    say(pair.children[0], name);
+    say(pair.children[1], value);
+  });
+  while ($("facts").children.length > facts.length) $("facts").lastChild.remove();
+  say($("ledger"), ["training", "degraded", "recovering", "stalled"]
+    .filter((name) => job.ledger[name]).map((name) => `${name} ${spent(job.ledger[name])}`).join(" \u00b7 "));
+  say($("recoverable"), recoverable(job));
+  const orders = job.record ? job.record.orders : {};
+  say($("paused"), [job.paused ? `Joins are paused ${job.paused}.` : "",
+    orders.scaled ? `Scaled ${orders.scaled}.` : ""].filter(Boolean).join(" "));
+  say($("joins"), `${job.paused ? "resume" : "pause"} joins`);
+  showPenalties(job.penalties);
+  const penalised = new Set(job.penalties.map((p) => p.about));
+  const rows = [...job.members.map((m) => [m, m.leaving ? "leaving" : m.fresh ? "new member" : "member"]),
+    ...job.joiners.map((j) => [j, j.spare ? "spare" : "outside"])];
+  showRows(rows, penalised, job.complete);
+  noteSteps(rows.map(([entry]) => entry), job.epoch);
+}
+
+// What failed too often and may not be here: hosts too.
+function showPenalties(penalties) {
+  const key = JSON.stringify(penalties);
+  if ($("penalties").dataset.key === key) return;
+  $("penalties").dataset.key = key;
+  $("penalties").replaceChildren(...penalties.map((penalty) => {
+    const item = element("li", `${penalty.kind} ${penalty.about} failed ${penalty.times} times, last: ` +
+      `${penalty.why}; kept out until ${clock(penalty.until)} `);
+    item.append(actionButton("admit", penalty.about));
+    return item;
+  }));
+}
+
+// Rows are made once and then changed in place: what is under the pointer, or has the focus, stays there.
+function showRows(rows, penalised, over) {
+  const body = $("members"), seen = new Set();
+  const wanted = rows.map(([entry, role]) => {
+    const key = `${role === "outside" || role === "spare" ? "outside" : "member"} ${entry.replica}`;
+    seen.add(key);
+    if (!state.rows.has(key)) state.rows.set(key, emptyRow());
+    return fillRow(state.rows.get(key), entry, role, penalised, over);
+  });
+  for (const [key, tr] of state.rows) if (!seen.has(key)) { tr.remove(); state.rows.delete(key); }
+  wanted.forEach((tr, index) => {
+    if (body.children[index] !== tr) body.insertBefore(tr, body.children[index] || null);
+  });
+  const troubled = rows.filter(([entry, role]) => role !== "spare" && !isFine(entry)).map(([entry]) => entry.replica);
+  const named = troubled.slice(0, 20).join(", ") + (troubled.length > 20 ? ` and ${troubled.length - 20} more` : "");
+  say($("trouble"), rows.length > 20 && troubled.length && !over ? `Not as they should be: ${named}` : "");
+}
+
+const COLUMNS = ["replica", "role", "phase", "step", "waits for", "trainer", "verdict"];
+
+function emptyRow() {
   const tr = element("tr");
-  const trainer = entry.pulse ? entry.pulse.trainer : "";
-  const phase = entry.busy ? `busy: ${entry.busy}` : entry.phase;
-  const fine = entry.verdict === "alive" && entry.connected;
-  const cells = [["replica", entry.replica], ["role", role], ["phase", phase + (entry.connected ? "" : " (away)")],
-    ["step", entry.step ?? "", "number"], ["waits for", (entry.waiting_for || []).join(", ")],
-    ["trainer", trainer, trainer === "gone" || trainer === "stopped" ? "bad" : ""],
-    ["verdict", entry.verdict, fine ? "good" : "warn"]];
-  for (const [label, text, className] of cells) {
-    const td = element("td", text, className);
-    td.dataset.label = label;
-    tr.append(td);
-  }
-  const actions = element("td", undefined, "actions");
-  for (const action of role !== "outside" ? ["drain", "evict"] : penalised.has(entry.replica) ? ["admit"] : []) {
-    const button = element("button", action);
-    button.type = "button";
-    button.dataset.key = `${action} ${entry.replica}`;
-    button.setAttribute("aria-label", `${action} ${entry.replica}`);
-    button.addEventListener("click", () => decide(action, entry.replica));
-    actions.append(button, " ");
-  }
-  tr.append(actions);
+  for (const label of COLUMNS) tr.append(Object.assign(element("td"), { className: label === "step" ? "number" : "" }));
+  COLUMNS.forEach((label, index) => { tr.cells[index].dataset.label = label; });
+  tr.append(element("td", undefined, "actions"));
   return tr;
 }
 
-function noteSteps(entries) {
-  const now = Date.now() / 1000;
-  for (const entry of entries) {
-    if (entry.step === null || entry.step === undefined) continue;
-    const points = state.steps.get(entry.replica) || [];
-    points.push([now, entry.step]);
-    while (points.length && points[0][0] < now - WINDOW_S) points.shift();
-    state.steps.set(entry.replica, points);
+const isFine = (entry) => entry.connected && (entry.verdict === "alive" || entry.verdict === "finished");
+
+function fillRow(tr, entry, role, penalised, over) {
+  const trainer = entry.pulse ? entry.pulse.trainer : "";
+  const phase = (entry.busy ? `busy: ${entry.busy}` : entry.phase) + (entry.connected || over ? "" : " (away)");
+  const values = [[entry.replica], [role], [phase], [entry.step], [(entry.waiting_for || []).join(", ")],
+    [trainer, trainer === "gone" || trainer === "stopped" ? "bad" : ""],
+    [entry.verdict, isFine(entry) || over ? "good" : "warn"]];
+  values.forEach(([text, className], index) => say(tr.cells[index], text, className));
+  const outside = role === "outside" || role === "spare";
+  const actions = over ? [] : !outside ? ["drain", "evict"] : penalised.has(entry.replica) ? ["admit", "drain"] : ["drain"];
+  if (tr.dataset.actions !== actions.join()) {
+    tr.dataset.actions = actions.join();
+    tr.lastChild.replaceChildren(...actions.flatMap((action) => [actionButton(action, entry.replica), " "]));
   }
+  return tr;
+}
+
+function actionButton(action, about) {
+  const button = element("button", action);
+  button.type = "button";
+  button.dataset.key = `${action} ${about}`;
+  button.setAttribute("aria-label", `${action} ${about}`);
+  button.addEventListener("click", () => decide(action, about));
+  return button;
+}
+
+function noteSteps(entries, epoch) {
+  const now = Date.now() / 1000;
+  const known = entries.filter((entry) => Number.isFinite(entry.step));
+  if (known.length > MOST_LINES) {
+    const order = known.map((entry) => entry.step).sort((a, b) => a - b);
+    notePoint("the furthest", now, order[order.length - 1]);
+    notePoint("the last", now, order[0]);
+  } else known.forEach((entry) => notePoint(entry.replica, now, entry.step));
+  for (const [name, points] of state.steps) {
+    while (points.length && points[0][0] < now - WINDOW_S) points.shift();
+    if (!points.length) state.steps.delete(name);
+  }
+  const last = state.epochs[state.epochs.length - 1];
+  if (!last || last[1] !== epoch) state.epochs.push([now, epoch]);
+  while (state.epochs.length > 1 && state.epochs[1][0] < now - WINDOW_S) state.epochs.shift();
   drawChart(now);
+}
+
+// A line that goes on level needs its two ends only.
+function notePoint(name, now, step) {
+  if (!state.steps.has(name)) state.steps.set(name, []);
+  const points = state.steps.get(name), count = points.length;
+  if (count > 1 && points[count - 1][1] === step && points[count - 2][1] === step) points[count - 1][0] = now;
+  else points.push([now, step]);
 }
 
 function svg(tag, attributes, text) {
@@ -165,26 +254,34 @@ function svg(tag, attributes, text) {
 }
 
 function drawChart(now) {
-  const lines = [...state.steps].filter(([, points]) => points.length);
+  const lines = [...state.steps];
   if (!lines.length) return;
   const steps = lines.flatMap(([, points]) => points.map((p) => p[1]));
-  const low = Math.min(...steps), high = Math.max(...steps, low + 1);
+  const low = steps.reduce((a, b) => Math.min(a, b)), high = steps.reduce((a, b) => Math.max(a, b), low + 1);
   const x = (t) => 45 + (t - now + WINDOW_S) / WINDOW_S * 545;
   const y = (step) => 180 - (step - low) / (high - low) * 165;
   const parts = [svg("line", { class: "axis", x1: 45, y1: 180, x2: 590, y2: 180 }),
     svg("text", { x: 40, y: 184, "text-anchor": "end" }, low), svg("text", { x: 40, y: 20, "text-anchor": "end" }, high),
     svg("text", { x: 45, y: 197 }, "2 min ago"), svg("text", { x: 590, y: 197, "text-anchor": "end" }, "now")];
+  // The first one was there before anybody looked; the others began while somebody did.
+  for (const [t, epoch] of state.epochs.slice(1)) {
+    if (t < now - WINDOW_S) continue;
+    parts.push(svg("line", { class: "epoch", x1: x(t), y1: 15, x2: x(t), y2: 180 }),
+      svg("text", { x: x(t) + 3, y: 12, "text-anchor": x(t) > 540 ? "end" : "start" }, `epoch ${epoch}`));
+  }
   lines.forEach(([, points], index) => {
     const path = points.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ");
     parts.push(svg("polyline", { class: "line", points: path, stroke: COLOURS[index % COLOURS.length] }));
   });
   $("chart").replaceChildren(...parts);
   const words = lines.map(([name, points]) => `${name}: ${points[points.length - 1][1]}`);
-  $("chart-text").textContent = `Committed steps: ${words.slice(0, 16).join(", ")}${words.length > 16 ? " ..." : ""}`;
+  say($("chart-text"), `Committed steps: ${words.join(", ")}`);
 }
 
-function diagnosis(found) {
+function diagnosis(found, id) {
   const box = element("details", undefined, "diagnosis");
+  box.dataset.id = id;
+  box.open = Boolean(document.querySelector(`details[open][data-id="${id}"]`));
   const line = element("summary");
   line.append(element("strong", found.verdict), ` ${found.why}`);
   box.append(line);
@@ -206,7 +303,7 @@ function showRecoveries(recoveries) {
     if (recovery.cause) item.append(element("span", `${recovery.cause} `, "small"));
     item.append(element("strong", `${recovery.kind}${lost.length ? ` of ${lost.join(", ")}` : ""}`));
     item.append(element("div", recovery.why));
-    if (recovery.diagnosis) item.append(diagnosis(recovery.diagnosis));
+    if (recovery.diagnosis) item.append(diagnosis(recovery.diagnosis, Number(recovery.id)));
     const phases = element("div", undefined, "phases");
     const say = (name, at) => phases.append(element("span", `${name} ${took(recovery.detected, at)}`));
     say(`epoch ${recovery.epoch || ""} committed after`, recovery.epoch_committed);
@@ -221,10 +318,10 @@ function showRecoveries(recoveries) {
 }
 
 function showEvents(events) {
-  const fresh = events.filter((event) => event.id > state.lastEvent);
-  if (!fresh.length) return;
-  state.lastEvent = fresh[fresh.length - 1].id;
-  state.events = [...fresh.reverse(), ...state.events].slice(0, 200);
+  const news = events.filter((event) => event.id > state.lastEvent);
+  if (!news.length) return;
+  state.lastEvent = news[news.length - 1].id;
+  state.events = [...news.reverse(), ...state.events].slice(0, 200);
   $("events").replaceChildren(...state.events.map((event) => {
     const item = element("li");
     item.append(element("time", clock(event.t)));
@@ -240,39 +337,63 @@ function showLogin() {
 $("login-form").addEventListener("submit", async (submitted) => {
   submitted.preventDefault();
   const body = JSON.stringify({ token: $("token").value });
-  const answer = await fetch("/login", { method: "POST", headers: { "Content-Type": "application/json" }, body });
-  $("token").value = "";
-  if (!answer.ok) { $("login-error").textContent = (await answer.json()).error; return; }
-  $("login-error").textContent = "";
+  try {
+    const answer = await fetch("/login", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+    $("token").value = "";
+    say($("login-error"), answer.ok ? "" : (await answer.json()).error);
+    if (!answer.ok) return;
+  } catch {
+    say($("login-error"), "this lighthouse does not answer: try again in a moment");
+    return;
+  }
   $("login").close();
   lookForJobs();
 });
 
-function decide(action, replica = "") {
-  const texts = { drain: "It leaves at the next step boundary. Nobody waits, nothing is lost.",
-    evict: "It is left out at once, as if it had died. The others redo its part of the step.",
-    admit: "It failed too often. That is forgotten, and it may join at once.",
-    pause: "Nobody is admitted until joins are resumed. The members go on.", resume: "Newcomers are admitted again." };
-  $("act-title").textContent = `${action} ${replica || "joins"}`;
-  $("act-text").textContent = texts[action];
-  $("act-do").textContent = `${action} ${replica || "joins"}`;
+const TEXTS = {
+  drain: "It leaves at the next step boundary. Nobody waits, nothing is lost.",
+  evict: "It is left out at once, as if it had died. The others redo its part of the step.",
+  admit: "It failed too often. That is forgotten, and it may join at once.",
+  pause: "Nobody is admitted until joins are resumed. The members go on.",
+  resume: "Newcomers are admitted again.",
+  scale: "Below the minimum the members stop and wait; above the maximum the newest leave. 0: as the replicas ask.",
+};
+
+function decide(action, about = "") {
+  const title = about ? `${action} ${about}` : action === "scale" ? "scale the job" : `${action} joins`;
+  $("act-title").textContent = title;
+  $("act-text").textContent = TEXTS[action];
+  $("act-do").textContent = title;
   $("act-error").textContent = "";
-  $("act-form").dataset.action = action;
-  $("act-form").dataset.replica = replica;
+  const form = $("act-form");
+  Object.assign(form.dataset, { action, about, job: state.job });
+  $("sizes").hidden = action !== "scale";
+  const orders = state.view && state.view.record ? state.view.record.orders : {};
+  $("least").value = orders.min_replicas || 0;
+  $("most").value = orders.max_replicas || 0;
   $("act").showModal();
 }
 
+$("joins").addEventListener("click", () => decide(state.view && state.view.paused ? "resume" : "pause"));
+$("scale").addEventListener("click", () => decide("scale"));
 $("act-cancel").addEventListener("click", () => $("act").close());
 $("act-form").addEventListener("submit", async (submitted) => {
   submitted.preventDefault();
-  const { action, replica } = $("act-form").dataset;
-  const body = JSON.stringify({ replica, about: replica, who: $("who").value, why: $("why").value });
+  const { action, about, job } = $("act-form").dataset;
+  const body = { replica: about, about, who: $("who").value, why: $("why").value };
+  if (action === "scale") Object.assign(body, { min: Number($("least").value), max: Number($("most").value) });
   try {
-    await ask(`/v1/jobs/${encodeURIComponent(state.job)}/${action}`, { method: "POST", body });
+    const path = `/v1/jobs/${encodeURIComponent(job)}/${action}`;
+    const answer = await ask(path, { method: "POST", body: JSON.stringify(body) });
     $("act").close();
+    $("why").value = "";
+    say($("notice"), state.note = answer.note || "");
   } catch (error) { $("act-error").textContent = error.message; }
 });
 
-$("jobs").addEventListener("change", () => watch($("jobs").value));
+$("jobs").addEventListener("change", () => {
+  history.replaceState(null, "", `?job=${encodeURIComponent($("jobs").value)}`);
+  watch($("jobs").value);
+});
 lookForJobs();
 setInterval(lookForJobs, 3000);

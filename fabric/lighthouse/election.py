@@ -273,12 +273,13 @@ class Election:
         """Renew the lease in time until it is gone; returns the sentence of that."""
         said, connected = "", store is self._store
         renew = sent + lease.ttl_s / 3
-        while True:
+        # Not for ever, also where a cancellation got lost among timeouts that ended at the same moment.
+        while not term.is_over:
             await asyncio.sleep(max(0.0, renew - self._clock()))
             sent = self._clock()
             why = ""
             if sent - term.turned > STUCK_LEASES * lease.ttl_s:
-                why = f"the loop has not turned for {sent - term.turned:.0f} s: the lease is left to end"
+                why = "the loop does not turn any more: the lease is left to end"
             else:
                 try:
                     async with asyncio.timeout(max(0.0, term.ends - sent)):
@@ -298,6 +299,7 @@ class Election:
             said = why
             # After a failure the store is asked more often, for the time is running.
             renew = sent + lease.ttl_s / (20 if why else 3)
+        return "its term is over"
 
     async def _wait_until(self, moment: float) -> None:
         with suppress(TimeoutError):

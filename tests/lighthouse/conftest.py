@@ -10,11 +10,10 @@ from lighthouse_support import LighthouseProcess
 
 @pytest.fixture(scope="module")
 def lighthouse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LighthouseProcess]:
-    """One for the whole module, on SQLite: use a job of your own."""
+    """One for the whole module, on SQLite: use a job of your own. It keeps its lead on a busy machine."""
     folder = tmp_path_factory.mktemp("lighthouse")
-    with LighthouseProcess(
-        folder, f"sqlite://{folder}/store.db", arguments=("--start-wait-s", "60")
-    ) as process:
+    arguments = ("--start-wait-s", "60", "--lease-s", "60")
+    with LighthouseProcess(folder, f"sqlite://{folder}/store.db", arguments=arguments) as process:
         yield process
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import sqlite3
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from in_process import Clock, TroubledStore, lighthouse_on
@@ -369,6 +369,31 @@ async def test_a_loop_that_never_turns_again_is_not_kept_in_the_lead(tmp_path):
 
         await eventually(another_term, "it to stand again once it turns")
         assert len(instance.lost) == 1
+
+
+async def test_renewals_end_with_their_term():
+    """Those of a process that was stopped for long went on beside those of its next term, for ever: a
+    cancellation may get lost where every timeout ends at once."""
+
+    class Deaf(MemoryStore):
+        async def keep_alive(self, lease_id):
+            asked.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+            raise StoreUnavailable("no answer")
+
+    asked = asyncio.Event()
+    async with lighthouse_on(Deaf(MemorySpace()), lease_s=2) as instance:
+        await eventually(leads(instance), "it to lead")
+        await asked.wait()
+        instance.election.term.resign("to see")
+        before = {x for x in asyncio.all_tasks() if "Election._renew" in repr(x)}
+        assert before
+
+        async def ended() -> bool:
+            return all(x.done() for x in before)
+
+        await eventually(ended, "the renewals of the old term to end")
 
 
 def test_the_clock_goes_on_while_the_machine_sleeps():

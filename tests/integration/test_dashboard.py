@@ -164,6 +164,7 @@ def test_a_person_sets_how_many_there_may_be_and_pauses_joins(job, browser):
         browser.run(script, field, value)
     browser.click("#act-do")
     browser.wait_for(lambda: "at most 1 replicas cannot be" in browser.text("#act-error"), "the refusal")
+    browser.console()  # the refusal is there
     browser.run(script, "#most", "2")
     browser.click("#act-do")
     browser.wait_for(lambda: "Scaled by bea: budget." in browser.text("#paused"), "what the page says")

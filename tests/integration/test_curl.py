@@ -315,7 +315,8 @@ def test_telling_the_lighthouse(job):
     (job.folder / "go-on").touch()
     job.wait_for(lambda: job.ended("r2") is not None, "the end of the drained one")
     said = (job.folder / "r2.log").read_text()
-    assert said == "fabric: r2: drained: the others go on without this replica\n"
+    # On a busy machine it has waited before, and said so.
+    assert said.endswith("fabric: r2: drained: the others go on without this replica\n")
     assert job.ended("r2") == 0
     epochs = job.events("r0", "epoch")
     assert epochs[-1]["roster"] == ["r0", "r1"] and not any(e["forced"] for e in epochs[1:])

@@ -128,8 +128,9 @@ for (let round = 0; round < rounds; round++) {
   view.members = Array.from({ length: count }, (_, i) =>
     ({ ...structuredClone(member), replica: `r${i}`, step: 1000 + round + (i === 7 ? 0 : 1) }));
   view.members[5].verdict = "both <i>silent</i> for 2 s";
-  showJob(view);
+  noteSteps(view.members, 1);
 }
+showJob(view);
 view.members = view.members.slice(0, 3);
 const rows = () => [$("members").children.length, $("trouble").textContent];
 const all = [...rows(), document.querySelectorAll("#chart polyline").length, $("chart-text").textContent];

@@ -10,6 +10,8 @@ import difflib
 import re
 import threading
 import time
+from bisect import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from aiohttp import web
@@ -30,13 +32,14 @@ from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory, Slot
 from fabric.ckpt_server.metrics import Metrics
 from fabric.ckpt_server.slices import in_whole, local_part, parse_slice, show
 from fabric.ckpt_server.trainer import Trainer
-from fabric.ckpt_server.transfer import Excerpt, send
+from fabric.ckpt_server.transfer import Excerpt, send, work
 from fabric.errors import ProtocolError, Refused
 from fabric.runtime.web import bearer_required, errors_as_json, json_error, query_integer, query_seconds
 
 OPEN_PATHS = frozenset({"/healthz", "/metrics"})
 MAX_WAIT_S = 60.0
 _MAX_NUMBER = 2**62
+_NEIGHBOURS = 20
 _BLOCKS = re.compile(r"(\d{1,12})-(\d{1,12})", re.ASCII)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -81,6 +84,7 @@ class Routes:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._one_summary = asyncio.Lock()
 
     async def health(self, request: web.Request) -> web.Response:
         """The process answers: that is all this says."""
@@ -152,19 +156,22 @@ class Routes:
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
         """Smallest, largest, mean, norm of one tensor, and how many of its elements are not finite."""
-        found = self._snapshot(request)
-        if isinstance(found, web.Response):
-            return found
-        span = _tensor(request, found)
-        if isinstance(span, web.Response):
-            return span
-        over = threading.Event()
-        with found.reading(over.set) as view:
-            data = view[span.begin : span.end]
-            try:
-                summary = await asyncio.to_thread(_summarise, data, span, over)
-            finally:
-                data.release()
+        # One at a time: a slot that is wanted back must not wait for the work of another one.
+        async with self._one_summary:
+            found = self._snapshot(request)
+            if isinstance(found, web.Response):
+                return found
+            span = _tensor(request, found)
+            if isinstance(span, web.Response):
+                return span
+            over = threading.Event()
+            with found.reading(over.set) as view:
+                data = view[span.begin : span.end]
+                try:
+                    summary = await work(lambda: _summarise(data, span, over))
+                finally:
+                    over.set()  # whoever asked may have gone
+                    data.release()
         if summary is None:
             return json_error(409, "the snapshot was withdrawn meanwhile: ask for a newer one")
         return web.json_response({"tensor": span.name, **summary})
@@ -281,9 +288,17 @@ def _tensor(request: web.Request, slot: Slot) -> TensorSpan | web.Response:
     span = slot.content.tensors.get(name)
     if span is not None:
         return span
-    near = difflib.get_close_matches(name[:200], slot.content.tensors, n=3)
+    near = _near(name[:200], slot.content.tensors)
     hint = f"did you mean {', '.join(near)}?" if near else "the manifest lists them"
     return json_error(404, f"step {slot.content.step} has no tensor {name[:200]}: {hint}")
+
+
+def _near(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three names like it, of those that stand around it in order: to compare it with every one of a
+    hundred thousand would stop the server, and its pulse, for seconds."""
+    ordered = sorted(known)
+    at = bisect(ordered, name)
+    return difflib.get_close_matches(name, ordered[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS], n=3)
 
 
 def _excerpt(request: web.Request, slot: Slot, span: TensorSpan) -> Excerpt | web.Response:

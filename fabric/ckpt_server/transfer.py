@@ -11,7 +11,7 @@ and nobody ever sees what it made of that.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -27,13 +27,12 @@ from fabric.ckpt_server.packing import IDENTITY, Packer, choose
 from fabric.ckpt_server.packing import PIECE_BYTES as WORK_BYTES
 from fabric.ckpt_server.slices import Box, contiguous_from, elements, gather, show
 from fabric.runtime.priority import lower_priority
+from fabric.runtime.web import STALL_S
 
 PIECE_BYTES = 4 * 1024 * 1024
 # The web framework waits for the transport after more than this, and joins the first piece to the
 # response's head.
 _COPY_BYTES = 64 * 1024
-# A reader that takes no whole piece in this time is cut off: it would keep the slot from being re-used.
-STALL_S = 60.0
 _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
 
 
@@ -120,15 +119,15 @@ async def send(
         # What TLS has taken is a copy; at a mark of zero its transport would stay paused.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
         await response.prepare(request)
+        line = _Line(response, transport, slot, sent)
         if request.method != "HEAD":
-            line = _Line(response, transport, slot, sent)
             if coding != IDENTITY:
                 await line.send_packed(excerpt.pieces(view, begin, end, WORK_BYTES), coding, excerpt.width)
             elif excerpt.span is not None:
                 await line.send_made(excerpt.pieces(view, begin, end, WORK_BYTES))
             else:
                 await line.send_views(excerpt.pieces(view, begin, end, PIECE_BYTES))
-        await response.write_eof()
+        await line.end()
     return response
 
 
@@ -157,18 +156,18 @@ class _Line:
 
     async def send_made(self, pieces: Iterator[memoryview]) -> None:
         """Pieces that take work to make."""
-        while (piece := await _work(lambda: next(pieces, None))) is not None:
+        while (piece := await work(lambda: next(pieces, None))) is not None:
             await self._write(piece)
 
     async def send_packed(self, pieces: Iterator[memoryview], coding: str, width: int) -> None:
         """Pieces in a content coding."""
-        packer = await _work(lambda: Packer(coding, width))
+        packer = await work(lambda: Packer(coding, width))
 
         def pack_next() -> bytes | None:
             piece = next(pieces, None)
             return None if piece is None else packer.pack(piece)
 
-        while (packed := await _work(pack_next)) is not None:
+        while (packed := await work(pack_next)) is not None:
             await self._write(packed)
         await self._write(packer.end())
 
@@ -179,17 +178,25 @@ class _Line:
             )
         if not len(piece):
             return
+        await self._give(self._response.write(piece))
+        self._sent.inc(len(piece))
+
+    async def end(self) -> None:
+        """Return when the transport holds nothing any more: up to then the slot is being read."""
+        await self._give(self._response.write_eof())
+
+    async def _give(self, written: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(STALL_S):
-                await self._response.write(piece)
+                await written
         except TimeoutError:
             self._transport.abort()
             raise ConnectionResetError(f"the reader took nothing for {STALL_S:g} s") from None
-        self._sent.inc(len(piece))
 
 
 _T = TypeVar("_T")
 
 
-async def _work(make: Callable[[], _T]) -> _T:
+async def work(make: Callable[[], _T]) -> _T:
+    """What ``make()`` returns or raises, made in one of the threads of low priority."""
     return await asyncio.get_running_loop().run_in_executor(_WORKERS, make)

@@ -43,6 +43,9 @@ MAX_TOKEN_BYTES = 4096
 IDLE_S = 60.0
 # What a request's body may take to arrive: those that are read are small.
 BODY_S = 10.0
+# A reader that takes less of an answer than this in this time is cut off: the rest is kept in memory for it.
+STALL_S = 60.0
+_STALL_BYTES = 4 << 20
 # How long the rest of a body that was refused is read, so that its sender reads the answer and no reset.
 _LINGER_S = 1.0
 _MOST_AWAY_S = 60.0
@@ -138,6 +141,23 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception:  # the supervisor of requests: a defect of ours must not show its insides
         log.exception("%s %s failed", request.method, request.path)
         return json_error(500, "the service has a defect that this request met: see its log")
+
+
+@web.middleware
+async def _cut_off_stuck(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Send the whole answer here, and for no longer than a reader needs that reads at all. What is no
+    ``web.Response`` is sent, and bounded, by whoever makes it."""
+    response = await handler(request)
+    if isinstance(response, web.Response):
+        try:
+            async with asyncio.timeout(STALL_S * (1 + (response.content_length or 0) // _STALL_BYTES)):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the reader does not take its answer") from None
+    return response
 
 
 def bearer_required(token: str | None, open_paths: frozenset[str]) -> Middleware:
@@ -249,6 +269,7 @@ async def serve(
     nothing can be bound.
     """
     listening = bind_first_free(host, parse_ports(str(port)))
+    app.middlewares.insert(0, _cut_off_stuck)
     runner = web.AppRunner(
         app,
         access_log=None,

@@ -1,0 +1,121 @@
+"""Readers that stop in the middle of an answer are cut off, wherever they stop, and nothing is kept."""
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from server_support import DEADLINE_S, manifest_of
+
+from fabric.ckpt_server.content import snapshot_content
+from fabric.ckpt_server.durable.dispatch import Dispatch
+from fabric.ckpt_server.insight import Insight
+from fabric.ckpt_server.layout import build_preamble
+from fabric.ckpt_server.memory import SNAPSHOT, Memory, Slot
+from fabric.ckpt_server.metrics import Metrics
+from fabric.ckpt_server.routes import Parts, _near, make_app
+from fabric.ckpt_server.trainer import Trainer
+from fabric.runtime.web import serve
+
+NAMES = [f"model/layers.{n}.weight" for n in range(2000)]
+
+
+def a_file() -> bytes:
+    """Many tensors, for a long manifest, and one large one."""
+    preamble = build_preamble(
+        [("a", "U8", (8 << 20,), 8 << 20), *((name, "U8", (1,), 1) for name in NAMES)], "{}"
+    )
+    return preamble + os.urandom((8 << 20) + len(NAMES))
+
+
+@dataclass
+class Served:
+    port: int
+    slot: Slot
+    runner: web.AppRunner
+
+    @property
+    def connections(self) -> int:
+        assert self.runner.server is not None
+        return len(self.runner.server.connections)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    memory, trainer, file = Memory(), Trainer(), a_file()
+    slot = memory.slot(SNAPSHOT, 0)
+    region = await memory.allocate(slot, len(file))
+    os.pwrite(region.fd, file, 0)
+    memory.publish(slot, snapshot_content(manifest_of(file, 7), region.view, "job", "http://x"))
+    metrics = Metrics(memory, trainer, Dispatch("job", "r0", memory))
+    app = make_app(Parts({}, memory, trainer, metrics, Insight(tmp_path, trainer)), None)
+
+    async def little_room(request: web.Request, _: web.StreamResponse) -> None:
+        assert request.transport is not None
+        # The kernel would take megabytes for a reader that reads nothing.
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    app.on_response_prepare.append(little_room)
+    runner, port = await serve(app, "127.0.0.1", 0, cancel_abandoned=True)
+    yield Served(port, slot, runner)
+    await runner.cleanup()
+    memory.close()
+
+
+async def cut_off(served: "Served") -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while served.slot.readers or served.connections:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+
+
+class Reader:
+    """Asks for ``path`` and reads so many bytes of the answer, no more."""
+
+    def __init__(self, port: int) -> None:
+        self.line = socket.socket()
+        self.line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        self.line.connect(("127.0.0.1", port))
+        self.line.setblocking(False)
+        self.got = 0
+
+    async def ask(self, path: str, head: str = "") -> None:
+        await asyncio.get_running_loop().sock_sendall(
+            self.line, f"GET {path} HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode()
+        )
+
+    async def read(self, nbytes: int) -> None:
+        while self.got < nbytes:
+            data = await asyncio.get_running_loop().sock_recv(self.line, min(4096, nbytes - self.got))
+            assert data
+            self.got += len(data)
+
+
+DATA = "/v1/snapshots/7/data"
+ASKED = {
+    "a state": (DATA, ""),
+    "a state, packed": (DATA, "Accept-Encoding: zstd\r\n"),
+    "a tensor": ("/v1/snapshots/7/tensors/a", ""),
+    "a slice": ("/v1/snapshots/7/tensors/a?slice=1:4000000", ""),
+    "a manifest": ("/v1/snapshots/7/manifest", ""),
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+async def test_who_stops_reading_is_cut_off_and_the_slot_is_let_go(served, what, monkeypatch):
+    monkeypatch.setattr("fabric.ckpt_server.transfer.STALL_S", 0.2)
+    monkeypatch.setattr("fabric.runtime.web.STALL_S", 0.2)
+    reader = Reader(served.port)
+    await reader.ask(*ASKED[what])
+    await reader.read(100)
+    await cut_off(served)
+    reader.line.close()
+
+
+def test_names_that_are_near_are_found_among_very_many():
+    known = [f"model/layers.{n}.attention.weight" for n in range(100_000)]
+    assert "model/layers.77.attention.weight" in _near("model/layers.77.attention.weigth", known)
+    assert _near("nothing like it", known) == []

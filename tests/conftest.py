@@ -4,6 +4,11 @@ from collections.abc import Iterator
 
 import etcd_process
 import pytest
+from hypothesis import HealthCheck, settings
+
+# On a loaded machine the first example may take half a minute to make; that says nothing about the test.
+settings.register_profile("here", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("here")
 
 
 @pytest.fixture(scope="session")

@@ -31,15 +31,26 @@ def token_of(token_file: Path | None) -> str:
     return "" if token_file is None else read_token(token_file)
 
 
+def tell_part(state: State) -> None:
+    """Say it where the state is one rank's part: its tensors may be parts of larger ones."""
+    if state.ranks > 1:
+        click.echo(
+            f"{state.name} is the part of rank {state.rank} of {state.ranks}: for the whole state name the"
+            " durable folder, or a URL of each rank with commas between them",
+            err=True,
+        )
+
+
 @click.command("inspect")
 @click.argument("state")
 @_token_option
 @_json_option
 def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
     """Show what is in STATE: a file, the URL of a checkpoint server (its newest snapshot) or of a snapshot,
-    or a durable checkpoint (its folder, or that of its job for the newest; #1 at the end for the part of rank
-    1)."""
+    or a durable checkpoint (its folder, or that of its job for the newest). Of several ranks: a URL of each,
+    with commas between them, or the durable folder (FOLDER#1 is the part of rank 1)."""
     with open_state(state, token_of(token_file)) as found:
+        tell_part(found)
         spans = list(found.tensors.values())
         if as_json:
             tensors = {s.name: {"dtype": s.dtype, "shape": s.shape, "nbytes": s.end - s.begin} for s in spans}
@@ -65,9 +76,12 @@ def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
 @_token_option
 @_json_option
 def diff(one: str, other: str, token_file: Path | None, as_json: bool) -> None:
-    """Show which tensors of two states differ, and by how much. Exit code 1 where any does."""
+    """Show which tensors of two states differ, and by how much; each is named as for inspect, and they may be
+    of different layouts of ranks. Exit code 1 where any differs."""
     token = token_of(token_file)
     with open_state(one, token) as a, open_state(other, token) as b:
+        tell_part(a)
+        tell_part(b)
         rows = differences(a, b)
         if as_json:
             click.echo(json.dumps({"steps": [a.step, b.step], "different": rows}, indent=2))

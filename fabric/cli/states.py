@@ -3,7 +3,7 @@ piece."""
 
 import mmap
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPResponse
 from pathlib import Path
@@ -13,10 +13,19 @@ from urllib.parse import urlsplit
 from fabric.ckpt_server.digest import block_digest, file_digest
 from fabric.ckpt_server.durable.reader import Checkpoint, LaneFile, list_checkpoints, open_checkpoint
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.ckpt_server.layout import MAX_HEADER_BYTES, TensorSpan, parse_json, read_header, read_preamble
+from fabric.ckpt_server.layout import (
+    MAX_HEADER_BYTES,
+    Header,
+    TensorSpan,
+    parse_json,
+    read_header,
+    read_preamble,
+)
 from fabric.ckpt_server.manifest import check_manifest
+from fabric.ckpt_server.slices import find_shards
 from fabric.ckpt_server.source import TRANSIENT, Access, Address, Connection, read_exactly, read_json, refusal
 from fabric.cli.tls import current_tls
+from fabric.cli.whole import WholeState
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
 from fabric.runtime.dial_errors import why
 
@@ -27,11 +36,14 @@ _SNAPSHOTS = "/v1/snapshots/"
 
 
 class State(Protocol):
-    """``name`` is what the user called it; ``tensors`` are in file order."""
+    """``name`` is what the user called it; ``tensors`` are in file order. ``rank`` of ``ranks`` has this part
+    of it (0 of 1: it is all there)."""
 
     name: str
     step: int
     nbytes: int
+    rank: int
+    ranks: int
     tensors: dict[str, TensorSpan]
 
     @property
@@ -41,25 +53,31 @@ class State(Protocol):
     def read(self, begin: int, end: int) -> memoryview:
         """Bytes of the file. Raises StateError or Unreachable."""
 
-    def close(self) -> None:
-        """Let go of it."""
-
 
 @contextmanager
 def open_state(name: str, token: str) -> Iterator[State]:
-    """The state that ``name`` (a path or a URL) stands for. Raises FabricError."""
-    state: State = FileState(name) if _is_file(name) else open_manifested(name, token)
-    try:
-        yield state
-    finally:
-        state.close()
+    """The state that ``name`` (a path or URLs) stands for. Raises FabricError."""
+    with ExitStack() as stack:
+        if _is_file(name):
+            yield stack.enter_context(closing(FileState(name)))
+        else:
+            yield open_manifested(name, token, stack)
 
 
-def open_manifested(name: str, token: str) -> "RemoteState | DurableState":
-    """A state that comes with a manifest: a checkpoint server's, or a durable one. Raises FabricError."""
+def open_manifested(name: str, token: str, stack: ExitStack) -> "BlockState | WholeState":
+    """A state that comes with a manifest: a checkpoint server's, or a durable one, which ``stack`` closes. Of
+    a state of several ranks the whole, where ``name`` names all of them. Raises FabricError."""
+    parts: list[BlockState]
     if name.startswith(("http://", "https://")):
-        return RemoteState(name, token)
-    return DurableState(name)
+        parts = [stack.enter_context(closing(RemoteState(url, token))) for url in name.split(",")]
+    else:
+        url, mark, rank = name.partition("#")
+        if mark and not (rank.isascii() and rank.isdecimal() and len(rank) < 10):
+            raise ConfigError(f"{name[:200]} names no rank: write FOLDER#1 for that of rank 1")
+        found = _durable(url)
+        ranks = [int(rank)] if mark else range(found.ranks)
+        parts = [stack.enter_context(closing(DurableState(name, found, one))) for one in ranks]
+    return parts[0] if len(parts) == 1 else WholeState(name, parts)
 
 
 def _is_file(name: str) -> bool:
@@ -85,6 +103,7 @@ class FileState:
         self.nbytes = len(self._view)
         self.tensors = {span.name: span for span in header.tensors}
         self.step = _step(header.metadata)
+        self.rank, self.ranks = 0, 1
 
     @property
     def digest(self) -> str:
@@ -98,23 +117,70 @@ class FileState:
         self._map.close()
 
 
-class DurableState:
-    """One rank's part of a durable checkpoint. ``name`` is its folder, or that of a job, whose newest
-    complete one is meant; ``#RANK`` at the end names a rank other than 0. What is read is verified, or
-    refused."""
+class BlockState:
+    """One rank's file of a state, whose manifest names every block: what is read is verified, or refused.
 
-    def __init__(self, name: str) -> None:
+    ``name`` is what the user called it, ``tensors`` are in file order, ``rank`` of ``ranks`` has this file;
+    ``shards`` says which of its tensors are parts of larger ones.
+    """
+
+    def __init__(self, name: str, manifest: dict[str, Any]) -> None:
         self.name = name
-        url, _, rank = name.partition("#")
-        if rank and not (rank.isascii() and rank.isdecimal() and len(rank) < 10):
-            raise ConfigError(f"{name[:200]} names no rank: write FOLDER#1 for that of rank 1")
-        found = _durable(url)
+        self.manifest = manifest
+        self.step, self.nbytes = manifest["step"], manifest["nbytes"]
+        self.rank, self.ranks = manifest.get("rank", 0), len(manifest.get("ranks", ("",)))
+        self._kept_from, self._kept = 0, memoryview(b"")
+        self.header = self._read_header()
+        self.tensors = {span.name: span for span in self.header.tensors}
+        self.shards = find_shards(self.header.metadata)
+
+    @property
+    def digest(self) -> str:
+        """Of this file."""
+        return str(self.manifest["digest"])
+
+    def blocks(self, first: int, count: int) -> Iterator[memoryview]:
+        """Some blocks in order, each verified. Raises StateError or Unreachable."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of it."""
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Bytes of the file. The blocks that hold them are kept for the next call: neighbours are asked for
+        one after the other, and are often small."""
+        if begin >= end:
+            return memoryview(b"")
+        size = self.manifest["block_bytes"]
+        if not self._kept_from <= begin < end <= self._kept_from + len(self._kept):
+            first, last = begin // size, -(-end // size)
+            low, high = first * size, min(last * size, self.nbytes)
+            data, at = memoryview(bytearray(high - low)), 0
+            for block in self.blocks(first, last - first):
+                data[at : at + len(block)] = block
+                at += len(block)
+            self._kept_from, self._kept = low, data.toreadonly()
+        return self._kept[begin - self._kept_from : end - self._kept_from]
+
+    def _read_header(self) -> Header:
+        length = int.from_bytes(self.read(0, min(8, self.nbytes)), "little")
+        if length > min(MAX_HEADER_BYTES, self.nbytes - 8):
+            raise StateError(f"{self.name}: this is no safetensors file, or it is damaged")
+        return read_preamble(self.read(0, 8 + length), self.nbytes)
+
+    def _place(self, block: int) -> tuple[int, int]:
+        size = self.manifest["block_bytes"]
+        return block * size, min((block + 1) * size, self.nbytes)
+
+
+class DurableState(BlockState):
+    """One rank's part of a durable checkpoint."""
+
+    def __init__(self, name: str, checkpoint: Checkpoint, rank: int) -> None:
         self._stack = ExitStack()
         try:
-            self._lane = LaneFile(found, int(rank or 0), self._stack)
-            self.manifest = self._lane.manifest
-            self.step, self.nbytes = self._lane.manifest["step"], self._lane.nbytes
-            self.tensors = {span.name: span for span in _spans(self)}
+            self._lane = LaneFile(checkpoint, rank, self._stack)
+            super().__init__(name, self._lane.manifest)
         except BaseException:
             self.close()
             raise
@@ -122,12 +188,17 @@ class DurableState:
     @property
     def digest(self) -> str:
         """Of all of it, which is read and verified for that."""
-        whole = bytearray(self.nbytes)
-        self._lane.fill(memoryview(whole))
-        return file_digest(memoryview(whole))
+        for _ in self.blocks(0, len(self.manifest["blocks"])):
+            pass
+        return super().digest
 
-    def read(self, begin: int, end: int) -> memoryview:
-        return self._lane.read(begin, end)
+    def blocks(self, first: int, count: int) -> Iterator[memoryview]:
+        """See BlockState."""
+        for index in range(first, first + count):
+            begin, end = self._place(index)
+            data = memoryview(bytearray(end - begin))
+            self._lane.fill(data, begin)
+            yield data
 
     def close(self) -> None:
         self._stack.close()
@@ -152,14 +223,6 @@ def _step(metadata: str) -> int:
     return step if isinstance(step, int) else -1
 
 
-def _spans(state: "RemoteState | DurableState") -> tuple[TensorSpan, ...]:
-    """The tensors that the state's own header describes."""
-    length = int.from_bytes(state.read(0, 8), "little")
-    if length > min(MAX_HEADER_BYTES, state.nbytes - 8):
-        raise StateError(f"{state.name}: this is no safetensors file, or it is damaged")
-    return read_preamble(state.read(0, 8 + length), state.nbytes).tensors
-
-
 @dataclass(frozen=True, slots=True)
 class Where:
     """A checkpoint server and one of its steps (a number, or latest)."""
@@ -180,8 +243,8 @@ class Where:
         return cls(Address.parse(f"{parts.scheme}://{parts.netloc}{base}"), step, query)
 
 
-class RemoteState:
-    """A snapshot on a checkpoint server: what is read is what its manifest promised, or refused."""
+class RemoteState(BlockState):
+    """A snapshot on a checkpoint server."""
 
     def __init__(self, url: str, token: str) -> None:
         self.name = url
@@ -190,44 +253,36 @@ class RemoteState:
         self._connection = Connection(where.server, Access(token, _TIMEOUT_S, self._tls.client_context()))
         try:
             manifest = check_manifest(self._ask(f"{_SNAPSHOTS}{where.step}/manifest{where.query}"))
-            self.manifest: dict[str, Any] = manifest
-            self.step, self.nbytes = manifest["step"], manifest["nbytes"]
-            self._path = f"{_SNAPSHOTS}{self.step}/data?generation={manifest['generation']}"
-            self.tensors = {span.name: span for span in _spans(self)}
+            self._path = f"{_SNAPSHOTS}{manifest['step']}/data?generation={manifest['generation']}"
+            super().__init__(url, manifest)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def digest(self) -> str:
-        return str(self.manifest["digest"])
-
-    def read(self, begin: int, end: int) -> memoryview:
-        """Whole blocks are fetched and verified; what was asked for is cut out of them."""
-        size = self.manifest["block_bytes"]
-        first, last = begin // size, -(-end // size)
-        low, high = first * size, min(last * size, self.nbytes)
-        data = memoryview(bytearray(max(high - low, 0)))
-        if begin < end:
-            self.fetch(low, data)
-            for index in range(first, last):
-                block = data[index * size - low : min((index + 1) * size, self.nbytes) - low]
-                if block_digest(block) != self.manifest["blocks"][index]:
+    def blocks(self, first: int, count: int) -> Iterator[memoryview]:
+        """See BlockState. In one request: between two of them the server could need the slot."""
+        whole = False
+        try:
+            response = self._connection.get(
+                self._path, (self._place(first)[0], self._place(first + count - 1)[1])
+            )
+            if response.status != 206:
+                raise refusal(response)
+            for index in range(first, first + count):
+                begin, end = self._place(index)
+                data = memoryview(bytearray(end - begin))
+                read_exactly(response, data)
+                if block_digest(data) != self.manifest["blocks"][index]:
                     raise IntegrityError(
                         f"block {index} of {self.name} does not match its digest: fetch it again"
                     )
-        return data[begin - low : end - low]
-
-    def fetch(self, begin: int, into: memoryview) -> None:
-        """Fill ``into`` from byte ``begin`` on, unverified. Raises StateError or Unreachable."""
-        try:
-            response = self._connection.get(self._path, (begin, begin + len(into)))
-            if response.status != 206:
-                raise refusal(response)
-            read_exactly(response, into)
+                yield data
+            whole = True
         except TRANSIENT as error:
-            self._connection.close()
             raise Unreachable(f"{self.name} was lost: {error}") from error
+        finally:
+            if not whole:
+                self._connection.close()
 
     def _ask(self, path: str) -> Any:
         try:
@@ -246,7 +301,7 @@ class RemoteState:
         with suppress(StateError):
             told = read_json(health, _MAX_HEALTH_BYTES)
             if isinstance(told, dict) and "ok" in told and "is_leader" not in told:
-                return refused
+                return type(refused)(f"{self.name}: {refused}")
         return StateError(
             f"{self.name} is no checkpoint server: take the address under `ckpt` from `fabric status --json`"
         )

@@ -132,7 +132,7 @@ def take(objects: dict[str, Any], sources: list[list[str]], digest: str, durable
     sums = whole_sums(objects)
     train(objects, 1)  # the optimizer's state is of use
     fetched = sum(sum(part.sources.values()) for part in parts)
-    return {"fetched": fetched, "nbytes": manifest["nbytes"], "sums": sums}
+    return {"fetched": fetched, "nbytes": manifest["nbytes"], "digest": manifest["digest"], "sums": sums}
 
 
 def be(told: dict[str, Any]) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def flip(position: int) -> Callable[[int, bytes], bytes]:
     return mangle
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(position=st.integers(0, 10 * BLOCK))
 def test_a_byte_flipped_in_flight_is_fetched_elsewhere_and_named(origins, position: int) -> None:
     liar, honest = origins(2, 9 * BLOCK + 1)

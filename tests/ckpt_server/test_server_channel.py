@@ -145,7 +145,7 @@ def fuzzed(served: ServerHandle) -> Iterator[Raw]:
     peer.close()
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     op=st.sampled_from(["begin", "publish_snapshot", "publish_gradient", "void", "attach", "x", None, 5]),
     fields=st.dictionaries(

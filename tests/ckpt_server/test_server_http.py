@@ -69,7 +69,7 @@ def ask(kept: http.client.HTTPConnection, path: str, header: str) -> http.client
     return kept.getresponse()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     first=st.integers(0, len(FILE) + 100),
     size=st.integers(1, 5_000_000),
@@ -248,7 +248,7 @@ def test_unknown_paths_and_methods(url):
     assert "POST is not possible" in refused.error
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.sampled_from(PATH_PARTS),

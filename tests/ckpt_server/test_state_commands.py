@@ -1,12 +1,14 @@
 """``fabric pull``, ``inspect`` and ``diff`` against a real checkpoint server and real files."""
 
 import json
+import resource
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from server_support import publish, snapshot_file
+from server_support import end, fetch, options, publish, snapshot_file
 from test_server_tensors import TENSORS, file_of
 
 from fabric.ckpt_server.digest import BLOCK_BYTES, file_digest
@@ -147,3 +149,50 @@ def test_equal_states_do_not_differ(url, tmp_path):
     file.write_bytes(file_of(TENSORS))
     result = call(diff, file, f"{url}/v1/snapshots/600")
     assert result.exit_code == 0 and "4 tensors are bitwise equal, 0 are not" in result.output
+
+
+def test_a_server_that_dies_in_the_middle_is_one_sentence_and_the_rest_comes_from_another(run_dir, tmp_path):
+    """Two servers, one after the other, with the same state: only what was missing is fetched again."""
+    file, part = snapshot_file(40_000_000, seed=6), tmp_path / "x.part"
+    handle = ServerHandle.start_or_attach(**options(run_dir))
+    publish(handle, 0, file, 7)
+    with closing(RemoteState(handle.url, "")) as state, pytest.raises(FabricError, match="was lost"):
+        fetch_into(part, state, lambda _: end(handle.pid))
+    handle.close()
+    again = ServerHandle.start_or_attach(**options(run_dir))
+    publish(again, 0, file, 7)
+    with closing(RemoteState(again.url, "")) as state:
+        assert fetch_into(part, state) <= len(file) - BLOCK_BYTES
+    assert part.read_bytes() == file
+    again.close()
+
+
+def test_a_disk_without_room_is_told_at_once_and_what_had_come_is_left(url, tmp_path):
+    part = tmp_path / "state.part"
+    part.write_bytes(BIG[:BLOCK_BYTES])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * BLOCK_BYTES, before[1]))
+    try:
+        said = error_of(call(pull, f"{url}/v1/snapshots/9000", "-o", tmp_path / "state"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said == f"{part} cannot be written: File too large"
+    assert part.read_bytes() == BIG[:BLOCK_BYTES] and not (tmp_path / "state").exists()
+    assert "is a folder" in error_of(call(pull, url, "-o", tmp_path))
+    assert "/dev/null is a device" in error_of(call(pull, url, "-o", "/dev/null"))
+
+
+def served_bytes(url: str) -> float:
+    name = 'fabric_ckpt_served_bytes_total{kind="snapshot"} '
+    return float(fetch(url, "/metrics").body.decode().partition(name)[2].split()[0])
+
+
+def test_many_small_tensors_are_compared_with_little_traffic(served, tmp_path):
+    """A block is fetched once, and not for each of the tensors in it."""
+    many = {f"layer {n:04}": torch.full((100,), float(n)) for n in range(2000)}
+    publish(served, 7, file_of(many), 700)
+    file = tmp_path / "state.safetensors"
+    file.write_bytes(file_of(many))
+    before = served_bytes(served.url)
+    assert call(diff, f"{served.url}/v1/snapshots/700", file).exit_code == 0
+    assert served_bytes(served.url) - before <= 2 * file.stat().st_size + BLOCK_BYTES

@@ -1,10 +1,11 @@
-"""One copy of a state into memory, block by block, digests included.
+"""One reading of a state, block by block: a copy into memory with its digests, or the digests alone.
 
 Blocks cut the file at multiples of 4 MiB, tensors wherever they end. A block is the unit of work: any thread
 takes one, copies what the tensors have of it in pieces that fit into a core's own cache, and digests each
-piece while it is there. What is digested is the target: the digests describe what is stored.
+piece while it is there. What is digested of a copy is the target: the digests describe what is stored.
 """
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -112,19 +113,17 @@ class Tasks(Generic[Item]):
             raise StateError(f"The snapshot failed and is not usable: {self._error}.") from self._error
 
 
-class Copying:
-    """One copy, of all ``blocks`` of the file: what they have of the tensors in ``fused`` is copied as they
-    are digested, other bytes have to be there before."""
+class Reading:
+    """All blocks of a file of ``nbytes``, of which each takes what it needs of ``sources``: bytes, and where
+    in the file they begin, in order."""
 
-    def __init__(self, view: StateView, target: memoryview, fused: Sequence[Slice]) -> None:
-        self.memory = as_bytes(target, view.nbytes)
-        self.memory[: len(view.header)] = np.frombuffer(view.header, np.uint8)
-        count = -(-view.nbytes // BLOCK_BYTES)
+    def __init__(self, nbytes: int, sources: Iterable[tuple[Bytes, int]]) -> None:
+        count = -(-nbytes // BLOCK_BYTES)
+        self._nbytes = nbytes
         self._sources: list[list[tuple[Bytes, int]]] = [[] for _ in range(count)]
-        for part in fused:
-            source = part.tensor.numpy(), part.begin
-            for block in range(part.begin // BLOCK_BYTES, (part.end - 1) // BLOCK_BYTES + 1):
-                self._sources[block].append(source)
+        for source, begin in sources:
+            for block in range(begin // BLOCK_BYTES, (begin + source.size - 1) // BLOCK_BYTES + 1):
+                self._sources[block].append((source, begin))
         self._digests: list[str] = [""] * count
         self.blocks = Tasks(range(count))
 
@@ -132,20 +131,63 @@ class Copying:
         """Takes blocks until none is left; from several threads."""
         self.blocks.run(self._take)
 
+    def help(self) -> None:
+        """Takes blocks, and waits for those that others have begun. An error is kept for ``digests``."""
+        self.run()
+        with contextlib.suppress(StateError):
+            self.blocks.wait()
+
+    def digests(self) -> SnapshotDigests:
+        """The result, when every block is done. Raises StateError where something went wrong.
+
+        The state is let go then, whatever thread has yet to find that there is nothing left to do.
+        """
+        try:
+            self.blocks.wait()
+        finally:
+            self._sources = []
+        return SnapshotDigests(digest_of_blocks(self._nbytes, self._digests), tuple(self._digests))
+
+    def _take(self, block: int) -> None:
+        """Read one block."""
+        raise NotImplementedError
+
+
+class Digesting(Reading):
+    """Of a state on the host, where it lies."""
+
+    def __init__(self, view: StateView) -> None:
+        header = np.frombuffer(view.header, np.uint8), 0
+        tensors = [(part.tensor.numpy(), part.begin) for part in slices_of(view)]
+        super().__init__(view.nbytes, [header, *tensors])
+
+    def _take(self, block: int) -> None:
+        begin = block * BLOCK_BYTES
+        hasher = xxhash.xxh3_64()
+        for source, start in self._sources[block]:
+            hasher.update(source[max(0, begin - start) : begin + BLOCK_BYTES - start].data)
+        self._digests[block] = hasher.hexdigest()
+
+
+class Copying(Reading):
+    """One copy: what blocks have of the tensors in ``fused`` is copied as they are digested, other bytes have
+    to be there before."""
+
+    def __init__(self, view: StateView, target: memoryview, fused: Sequence[Slice]) -> None:
+        self.memory = as_bytes(target, view.nbytes)
+        self.memory[: len(view.header)] = np.frombuffer(view.header, np.uint8)
+        super().__init__(view.nbytes, ((part.tensor.numpy(), part.begin) for part in fused))
+
     def copy(self, part: Slice) -> None:
         """One host tensor, without a digest."""
         self.memory[part.begin : part.end] = part.tensor.numpy()
 
     def digests(self) -> SnapshotDigests:
-        """The result, when every block is done. Raises StateError where something went wrong.
-
-        State and target are let go then, whatever thread has yet to find that there is nothing left to do.
-        """
+        """See ``Reading``; the target is let go too."""
         try:
-            self.blocks.wait()
+            return super().digests()
         finally:
-            nbytes, self.memory, self._sources = self.memory.nbytes, np.empty(0, np.uint8), []
-        return SnapshotDigests(digest_of_blocks(nbytes, self._digests), tuple(self._digests))
+            self.memory = np.empty(0, np.uint8)
 
     def _take(self, block: int) -> None:
         """Copy what is to be copied of a block, and digest all of it."""

@@ -5,8 +5,9 @@ the copy runs while the next forward and backward do; ``fence`` is called before
 state again and returns when that is safe; ``join`` returns the digests. Between ``start`` and
 ``fence`` nothing may change what the view refers to, buffers and moving averages included.
 
-On the CPU a few threads of low priority copy and digest block by block. Who waits in ``fence`` helps: the
-trainer's thread takes blocks itself rather than wait for a thread that the scheduler starves.
+On the CPU one or two threads of low priority copy and digest block by block, and leave the trainer a core.
+Who waits in ``fence`` helps: the trainer's thread takes blocks itself rather than wait for a thread that the
+scheduler starves. ``digest`` reads the state in the same way without copying it.
 
 On a GPU a side stream waits for an event recorded behind the optimizer step, copies into registered
 (page-locked) shared memory, and records an event of its own. ``fence`` makes the compute stream wait
@@ -15,6 +16,7 @@ for that event and the host for nothing. No byte is digested before the event ha
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,17 @@ from typing import Any, Protocol
 
 import torch
 
-from fabric.ckpt_server.copying import Bytes, Copying, Slice, SnapshotDigests, Tasks, as_bytes, slices_of
+from fabric.ckpt_server.copying import (
+    Bytes,
+    Copying,
+    Digesting,
+    Reading,
+    Slice,
+    SnapshotDigests,
+    Tasks,
+    as_bytes,
+    slices_of,
+)
 from fabric.ckpt_server.manifest import make_manifest
 from fabric.ckpt_server.state import StateView
 from fabric.errors import StateError
@@ -57,6 +69,10 @@ class Copier(Protocol):
     def join(self) -> SnapshotDigests:
         """Waits for the end; the target is complete then. Raises what went wrong."""
 
+    def digest(self, view: StateView) -> Reading:
+        """Begins to digest ``view``, on the host, without a copy, beside a copy under way or not. It must not
+        change until the reading's ``digests`` has returned."""
+
     def close(self) -> None:
         """Ends the threads, waiting for a copy in progress."""
 
@@ -73,12 +89,18 @@ def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "fabric-snapshot", lower_priority, (niceness,))
 
 
-class CpuCopier:
-    """Copies host tensors with ``threads`` threads at the given niceness (0 to 19)."""
+def _threads() -> int:
+    """Two, or one where two would leave no core to the trainer."""
+    return max(1, min(2, len(os.sched_getaffinity(0)) - 1))
 
-    def __init__(self, threads: int = 2, niceness: int = _NICENESS) -> None:
-        self._threads = threads
-        self._pool = _pool(threads, niceness)
+
+class CpuCopier:
+    """Copies host tensors with ``threads`` threads (0: as many as the cores allow) at the given niceness
+    (0 to 19)."""
+
+    def __init__(self, threads: int = 0, niceness: int = _NICENESS) -> None:
+        self._threads = threads or _threads()
+        self._pool = _pool(self._threads, niceness)
         self._copying: Copying | None = None
 
     def prepare(self, target: memoryview) -> None:
@@ -92,16 +114,23 @@ class CpuCopier:
             if tensor.device.type != "cpu":
                 raise StateError(f"{name} is on {tensor.device}; a CpuCopier copies host memory only.")
         self._copying = Copying(view, target, slices_of(view))
-        for _ in range(min(self._threads, len(self._copying.blocks))):
-            self._pool.submit(self._copying.run)
+        self._begin(self._copying)
+
+    def digest(self, view: StateView) -> Reading:
+        """See ``Copier``."""
+        digesting = Digesting(view)
+        self._begin(digesting)
+        return digesting
+
+    def _begin(self, reading: Reading) -> None:
+        for _ in range(min(self._threads, len(reading.blocks))):
+            self._pool.submit(reading.run)
 
     def fence(self) -> None:
         """Helps until every live tensor has been read. An error is kept for ``join``."""
         copying = self._copying
         if copying is not None:
-            copying.run()
-            with contextlib.suppress(StateError):
-                copying.blocks.wait()
+            copying.help()
 
     def join(self) -> SnapshotDigests:
         """See ``Copier``. StateError when nothing was started."""
@@ -271,6 +300,10 @@ class CudaCopier:
             return copying.digests()
         finally:
             self._current = None
+
+    def digest(self, view: StateView) -> Reading:
+        """See ``Copier``. Raises StateError."""
+        raise StateError("A state on a device is digested piece by piece, not beside other work.")
 
     def close(self) -> None:
         self._host.shutdown(wait=True)

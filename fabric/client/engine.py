@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import uvloop
 
@@ -43,11 +43,20 @@ from fabric.runtime.driver import Core, Driver
 from fabric.runtime.points import Points
 
 # Effects that are orders to the trainer's main thread.
-Order = io.Compute | io.Apply | io.Install | io.TakeSnapshot | io.DropGradient | io.Finish | io.Stop
+Order = (
+    io.Compute
+    | io.Apply
+    | io.Install
+    | io.TellDigest
+    | io.TakeSnapshot
+    | io.DropGradient
+    | io.Finish
+    | io.Stop
+)
 Event = io.Event | RankEvent
-_ORDERS = (io.Compute, io.Apply, io.Install, io.TakeSnapshot, io.DropGradient, io.Finish, io.Stop)
+_ORDERS = get_args(Order)
 # What a step without faults orders, which needs nothing of the loop's: done by the thread that had the event.
-_ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io.Apply))
+_ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io.Apply, io.TellDigest))
 
 
 @dataclass(slots=True)

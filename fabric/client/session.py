@@ -315,13 +315,17 @@ class Session(CatchingUp):
         """The user's update has run (or nothing has yet): the state stands at ``_state_step``."""
         self._end_replay()
         self._clock.optimizer_s += self._clock.lap()
-        digest, self._digest_wanted = self._digest_when_due(self._digest_wanted), False
+        wanted, self._digest_wanted = self._digest_wanted, False
+        later = self._digests_beside(wanted)
+        digest, copied = "" if later else self._digest_when_due(wanted), False
         if self._engine.generation > 0:
             durable = self._parts.durable.is_due(self._state_step, self._engine.current)
             if durable or self._snapshots.is_due(self._state_step):
-                self._snapshot_by_policy(durable, digest)
+                copied = self._snapshot_by_policy(durable, digest)
+        if later:
+            self._snapshots.begin_digest(self._state_step, copied)
         self._note_state(digest)
-        return io.Ready(self._state_step, digest, self._times())
+        return io.Ready(self._state_step, digest, self._times(), later)
 
     _digest_wanted = True
     _sampler: StepSampler | None = None
@@ -371,6 +375,10 @@ class Session(CatchingUp):
             self._leave(order.reason + named, order.code)
         elif isinstance(order, io.DropGradient):
             self._drop_gradient()
+        elif isinstance(order, io.TellDigest):
+            digest = self._snapshots.take_digest() or self.digest()
+            self._note_state(digest)
+            self._engine.post(io.Digested(order.step, digest))
         elif isinstance(order, io.TakeSnapshot):
             self._snapshot(order.generation)
         elif isinstance(order, io.Install):
@@ -418,12 +426,14 @@ class Session(CatchingUp):
         step.skipped = bool(held.nonfinite)
         self._clock.lap()
 
-    def _snapshot_by_policy(self, durable: bool, digest: str) -> None:
-        """With several ranks all take theirs at the same step, when rank 0 says so."""
+    def _snapshot_by_policy(self, durable: bool, digest: str) -> bool:
+        """Whether it has begun: with several ranks all take theirs at the same step, when rank 0 says so."""
         if self._place.group is None:
             self._snapshot(-1, durable, digest)
-        elif self._place.rank == 0:
+            return True
+        if self._place.rank == 0:
             self._engine.post(SnapshotDue(self._state_step, durable))
+        return False
 
     def _snapshot(self, generation: int, durable: bool = False, digest: str = "") -> None:
         """Begin one; a negative ``generation`` is the current one. ``digest``: the state's, where known."""
@@ -432,9 +442,17 @@ class Session(CatchingUp):
         state = SnapshotRef(generation, self._state_step, digest)
         self._snapshots.start(state, self._parts.keeper.submit, self._engine.post, durable)
 
+    @property
+    def _digests(self) -> bool:
+        return self.settings.reproducible and self.settings.digest_every > 0
+
     def _digest_when_due(self, wanted: bool) -> str:
-        on = self.settings.reproducible and self.settings.digest_every > 0
-        return self.digest() if wanted and on else ""
+        return self.digest() if wanted and self._digests else ""
+
+    def _digests_beside(self, wanted: bool) -> bool:
+        """Whether the digest is taken while forward and backward run: on the host, by who is no newcomer."""
+        there = self._engine.generation > 0 and self.epoch > 0 and not self._behind
+        return wanted and self._digests and there and isinstance(self._parts.placement, OnHost)
 
     def _journal_commit(self, order: io.Apply, held: io.Hold, replay: bool) -> None:
         clock = self._clock

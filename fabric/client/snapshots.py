@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from fabric.ckpt_server.copying import Reading
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.ckpt_server.manifest import of_rank
 from fabric.ckpt_server.snapshot import Copier, build_manifest
 from fabric.ckpt_server.state import Describer, StateView
 from fabric.client.durable import Durable
 from fabric.client.snapshot_policy import SnapshotPolicy
+from fabric.client.unchanged import UNNAMED, Unchanged
 from fabric.errors import FabricError, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.member_io import Snapshotted
@@ -29,28 +29,31 @@ _SLOTS = 2
 _PAUSE_S = 1.0  # after one that failed
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer: a slot would have to grow for them
 _log = logging.getLogger(__name__)
-_MEANWHILE = (
-    " while forward and backward ran, but it is part of the shared state, which is equal on all replicas and "
-    "is copied meanwhile: change it only beside optimizer.step(), or leave it out (a buffer: "
-    "persistent=False)"
-)
-# Through .data, numpy or a captured graph: torch counts no such write, so that nothing names the tensor.
-_UNNAMED = f"a tensor was changed without torch's knowledge{_MEANWHILE}"
-
-_Watched = tuple[str, torch.Tensor, int]  # with its version: how often it was written, as autograd counts it
 
 
 @dataclass(slots=True)
 class _Taking:
     """One snapshot under way: of which state (without a digest where that is not known yet), and when it was
-    begun, in monotonic seconds and as Unix time. ``watched``: its tensors, until it is settled whether they
-    were written meanwhile; ``refused``: that they were."""
+    begun, in monotonic seconds and as Unix time. ``refused``: why it is of no one state; ``digest``: the
+    copy's, when it is there."""
 
     state: SnapshotRef
     started: float
     created: float
-    watched: list[_Watched]
+    unchanged: Unchanged
     refused: str = ""
+    digest: str = ""
+
+
+@dataclass(slots=True)
+class _Digesting:
+    """A digest under way: by the copy of ``taking``, or by ``reading`` the state in ``view``."""
+
+    taking: _Taking | None
+    view: StateView | None = None
+    unchanged: Unchanged | None = None
+    reading: Reading | None = None
+    digest: str = ""
 
 
 class Snapshots:
@@ -84,7 +87,7 @@ class Snapshots:
         self._copied.set()
         self._begun = threading.Event()
         self._taking: _Taking | None = None  # the last one that was begun
-        self._look_lock = threading.Lock()
+        self._digesting: _Digesting | None = None
         self._on_device = on_device
         self._recover = recover
         self._rank = rank
@@ -118,8 +121,7 @@ class Snapshots:
         self._demand_unchanged()
         started, created = time.monotonic(), time.time()
         view = self._describer.capture(state.step)
-        watched = [(name, tensor, _version(tensor)) for name, tensor in view.tensors]
-        self._taking = taking = _Taking(state, started, created, watched)
+        self._taking = taking = _Taking(state, started, created, Unchanged(view))
         self._copied.clear()
         self._begun.clear()
         begun = self._begin(view) if self._on_device else None
@@ -206,9 +208,10 @@ class Snapshots:
                     raise slot
                 digests = self._copier.join()
                 if taking.state.digest not in ("", digests.digest):
-                    taking.refused = taking.refused or _UNNAMED
+                    taking.refused = UNNAMED
+                taking.digest = digests.digest
             finally:
-                self._look(taking)
+                self._settle(taking)
                 self._policy.taken(step, taking.started, time.monotonic() - taking.started)
                 self._copied.set()
             if taking.refused:
@@ -240,22 +243,49 @@ class Snapshots:
         StateError where the user's code has changed it already."""
         if not self._copied.is_set():
             assert self._taking is not None
-            self._look(self._taking)
+            self._settle(self._taking)
             self._begun.wait()
             self._copier.fence()
             if not self._on_device:
                 self._copied.wait()
         self._demand_unchanged()
+        if self._digesting is not None:
+            self._digesting.digest = self.take_digest()
 
-    def _look(self, taking: _Taking) -> None:
-        """Settle whether anything was written: at the copy's end, or when the trainer goes on to what may
-        write, whichever is first. Versions count writes when they are asked for, so those too that a device
-        has yet to make."""
-        with self._look_lock:
-            watched, taking.watched = taking.watched, []
-            changed = next((name for name, tensor, before in watched if _version(tensor) != before), "")
-            if changed:
-                taking.refused = f"{changed} changed{_MEANWHILE}"
+    @staticmethod
+    def _settle(taking: _Taking) -> None:
+        """At the copy's end, or when the trainer goes on to what may write, whichever is first."""
+        if why := taking.unchanged.settle():
+            taking.refused = why
+
+    def begin_digest(self, step: int, copied: bool) -> None:
+        """Begin to digest the state at ``step``, on the host, which must not change until ``wait_copied`` or
+        ``take_digest`` returns. ``copied``: its snapshot was begun just now, and brings the digest along."""
+        if copied:
+            self._digesting = _Digesting(self._taking)
+            return
+        view = self._describer.capture(step)
+        self._digesting = _Digesting(None, view, Unchanged(view), self._copier.digest(view))
+
+    def take_digest(self) -> str:
+        """What ``begin_digest`` began, with the caller's help; empty where it did not, or the copy was not
+        made. Raises StateError where the user's code has changed the state meanwhile."""
+        digesting = self._digesting
+        if digesting is None or digesting.digest:
+            return digesting.digest if digesting is not None else ""
+        if digesting.taking is not None:
+            if digesting.taking is self._taking and not self._copied.is_set():
+                self._begun.wait()
+                self._copier.fence()
+                self._copied.wait()
+            self._demand_unchanged()
+            return digesting.taking.digest
+        assert digesting.reading is not None and digesting.unchanged is not None
+        digesting.reading.help()
+        digest = digesting.reading.digests().digest
+        if why := digesting.unchanged.settle():
+            raise StateError(why)
+        return digest
 
     def _demand_unchanged(self) -> None:
         if self._taking is not None and self._taking.refused:
@@ -296,7 +326,3 @@ class Snapshots:
                 slot = self._next_slot = 1 - kept
                 self._handle.begin("snapshot", slot)
         return slot, self._memory(slot, nbytes)[:nbytes]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001

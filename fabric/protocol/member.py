@@ -340,6 +340,7 @@ class Member(Rounds):
 
 _HANDLERS: dict[type, Callable[[Member, Any], None]] = {
     io.Ready: Member.on_ready,
+    io.Digested: Member.on_digested,
     io.Streaming: Member.on_streaming,
     io.Computed: Member.on_computed,
     io.Installed: Member.on_installed,

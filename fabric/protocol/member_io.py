@@ -14,11 +14,21 @@ from fabric.protocol.messages import LeaderMessage, MemberMessage, PeerMessage
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The state at ``step`` is complete and the main thread waits. ``digest`` is empty when not taken."""
+    """The state at ``step`` is complete and the main thread waits. ``digest`` is empty when not taken;
+    ``later``: it is being taken, and told when TellDigest asks for it."""
 
     step: int
     digest: str = ""
     times: StepTimes | None = None
+    later: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """The state at ``step`` has this digest; the main thread waits as before."""
+
+    step: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +229,7 @@ class Tick:
 
 Event = (
     Ready
+    | Digested
     | Streaming
     | Computed
     | Installed
@@ -359,6 +370,13 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True)
+class TellDigest:
+    """The digest that Ready left for later is needed now; ends in Digested."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Snapshot the state at ``step``, which is the current one; ends in Snapshotted.
 
@@ -447,6 +465,7 @@ Effect = (
     | Apply
     | Publish
     | Install
+    | TellDigest
     | TakeSnapshot
     | Finish
     | Stop

@@ -30,13 +30,27 @@ class Rounds(CatchingUp):
     def on_ready(self, event: io.Ready) -> None:
         if event.step != self.state.step:
             raise IllegalTransition(f"ready for step {event.step} with the state at {self.state.step}")
-        self.state.digest = event.digest
+        self.state.digest, self.state.later = event.digest, event.later
         self.waiting = True
         self._last_times = event.times
         # A step that nobody waits to hear of need not cost a message: the next beat tells it.
         contact = self.contact
         due = self._now if event.digest or self._is_followed() else contact.beaten + STEP_BEAT_S
         contact.next_beat = min(contact.next_beat, max(due, self._now))
+
+    def on_digested(self, event: io.Digested) -> None:
+        if self.state.later and event.step == self.state.step:
+            self.state.digest, self.state.later, self.state.asked = event.digest, False, False
+            self.contact.next_beat = self._now
+
+    def _lacks_digest(self) -> bool:
+        """Whether my state's digest is to be compared and not taken to its end. Others count the time of a
+        round from when everybody is in it, so I am not before that is done."""
+        state = self.state
+        if state.later and not state.asked:
+            state.asked = True
+            self._do(io.TellDigest(state.step))
+        return state.later
 
     def _is_followed(self) -> bool:
         """Whether the leader needs my step at once: in a new epoch, and while somebody joins."""
@@ -196,7 +210,7 @@ class Rounds(CatchingUp):
         if round_.record.epoch not in self.links.up:
             return
         at_step = round_.step == self.state.step
-        if at_step and not self.waiting:
+        if at_step and (not self.waiting or self._lacks_digest()):
             return
         kept = self.kept if at_step else Kept()
         message = m.Contribution(
@@ -260,7 +274,7 @@ class Rounds(CatchingUp):
         if round_ is None or self.identity.replica in round_.bars or not self.waiting:
             return
         hold = round_.hold() if round_.step == self.state.step else None
-        if hold is None:
+        if hold is None or self._lacks_digest():
             return
         self.hold = hold
         newest = self.newest

@@ -78,12 +78,15 @@ class MemberConfig:
 
 @dataclass(slots=True)
 class State:
-    """What my memory holds: ``generation`` 0 is a state that nobody vouches for."""
+    """What my memory holds: ``generation`` 0 is a state that nobody vouches for. ``later``: its digest is
+    being taken, and ``asked`` for once it is needed."""
 
     generation: int = 0
     step: int = 0
     digest: str = ""
     committed_digest: str = ""
+    later: bool = False
+    asked: bool = False
 
 
 @dataclass(slots=True)

@@ -39,6 +39,7 @@ RankEffect = (
     | io.Apply
     | io.Publish
     | io.Install
+    | io.TellDigest
     | io.TakeSnapshot
     | io.Finish
     | io.Stop
@@ -70,6 +71,7 @@ class SnapshotDue:
 
 RankEvent = (
     io.Ready
+    | io.Digested
     | io.Computed
     | io.Installed
     | io.InstallFailed

@@ -73,7 +73,7 @@ Event = io.Event | FromRank | RankLost | Ended
 Effect = io.SendPeer | io.SendLeader | io.Note | ToRank
 
 # Outcomes of the main threads: each has one order at a time, so one of each rank makes the answer.
-_MAIN = (io.Ready, io.Computed, io.Installed, io.InstallFailed, io.Closing)
+_MAIN = (io.Ready, io.Digested, io.Computed, io.Installed, io.InstallFailed, io.Closing)
 _FETCHES = (io.FetchState, io.FetchGradient)
 
 
@@ -255,10 +255,11 @@ class Ranks:
                 )
                 return
         if isinstance(first, io.Ready):
-            self._tell(replace(first, digest=_digest_of(said)), now)
+            later = any(event.later for event in said if isinstance(event, io.Ready))
+            self._tell(replace(first, digest="" if later else _digest_of(said), later=later), now)
         elif isinstance(first, io.Computed):
             self._on_computed(first, said, now)
-        elif isinstance(first, io.Installed):
+        elif isinstance(first, io.Digested | io.Installed):
             self._tell(replace(first, digest=_digest_of(said)), now)
         else:
             assert isinstance(first, io.Closing)

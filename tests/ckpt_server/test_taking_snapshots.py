@@ -125,9 +125,9 @@ def test_a_change_that_torch_does_not_count_is_found_where_the_digest_is_known(t
     said, done = [], threading.Event()
     digest = capture({"model": model}, 1).digest()
     snapshots.start(ref(1, digest), keeper.submit, lambda event: (said.append(event), done.set()))
-    model.weight.data[0, 0] += 1.0
+    model.weight.data[5, 5] += 1.0
     slow.set()
-    with pytest.raises(StateError, match="changed without torch's knowledge while forward"):
+    with pytest.raises(StateError, match="a tensor was changed without torch's knowledge while forward"):
         snapshots.wait_copied()
     assert done.wait(30) and said[0].digest == ""
     assert fetch(handle.url, "/v1/snapshots").json == []
@@ -141,6 +141,91 @@ def test_the_digest_that_is_known_is_that_of_the_copy(taken, keeper, model):
     snapshots.wait_copied()
     assert done.wait(30)
     assert [s["digest"] for s in fetch(handle.url, "/v1/snapshots").json] == [digest]
+
+
+def test_a_write_that_torch_does_not_count_is_found_without_a_digest_too(taken, keeper, model, slow):
+    """As long as it begins where the tensor does, which writes to whole tensors do."""
+    snapshots, handle = taken
+    said, done = [], threading.Event()
+    snapshots.start(ref(1), keeper.submit, lambda event: (said.append(event), done.set()))
+    model.weight.data.mul_(1.5)
+    slow.set()
+    with pytest.raises(StateError, match=f"{NAME} changed without torch's knowledge while forward"):
+        snapshots.wait_copied()
+    assert done.wait(30) and said[0].digest == ""
+    assert fetch(handle.url, "/v1/snapshots").json == []
+
+
+# --- the digest that is compared at a step -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_digest_is_that_of_the_boundary_with_and_without_a_snapshot(taken, keeper, model, copied):
+    snapshots, _ = taken
+    for step in (3, 4):
+        if copied:
+            snapshots.start(ref(step), keeper.submit, lambda event: None)
+        snapshots.begin_digest(step, copied)
+        assert snapshots.take_digest() == capture({"model": model}, step).digest()
+        assert snapshots.take_digest() == capture({"model": model}, step).digest(), "however often"
+        snapshots.wait_copied()
+        with torch.no_grad():
+            model.weight.add_(1.0)
+
+
+def test_a_snapshot_brings_the_digest_along_and_nothing_is_read_twice(taken, keeper, model, monkeypatch):
+    snapshots, _ = taken
+    monkeypatch.setattr(CpuCopier, "digest", None)
+    snapshots.start(ref(1), keeper.submit, lambda event: None)
+    snapshots.begin_digest(1, copied=True)
+    assert snapshots.take_digest() == capture({"model": model}, 1).digest()
+
+
+def test_a_digest_goes_on_beside_a_snapshot_for_a_newcomer(taken, keeper, model):
+    snapshots, handle = taken
+    done = threading.Event()
+    expected = capture({"model": model}, 2).digest()
+    snapshots.begin_digest(2, copied=False)
+    snapshots.start(ref(2), keeper.submit, lambda event: done.set())
+    assert snapshots.take_digest() == expected
+    snapshots.wait_copied()
+    assert done.wait(30)
+    assert [s["digest"] for s in fetch(handle.url, "/v1/snapshots").json] == [expected]
+
+
+def test_who_may_change_the_state_again_has_the_digest_of_what_it_was(taken, keeper, model):
+    """Forward that changes buffers waits before it does, long before anybody asks for the digest."""
+    snapshots, _ = taken
+    expected = capture({"model": model}, 1).digest()
+    snapshots.begin_digest(1, copied=False)
+    snapshots.wait_copied()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert snapshots.take_digest() == expected
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_state_that_changes_while_it_is_digested_is_refused_by_name(
+    taken, keeper, model, slow, copied, counted
+):
+    snapshots, _ = taken
+    if copied:
+        snapshots.start(ref(1), keeper.submit, lambda event: None)
+    snapshots.begin_digest(1, copied)
+    with torch.no_grad():
+        (model.weight if counted else model.weight.data).mul_(1.5)
+    slow.set()
+    with pytest.raises(StateError, match=f"{NAME} changed .*while forward and backward ran"):
+        snapshots.take_digest()
+
+
+def test_a_digest_is_taken_where_the_copy_had_no_memory(taken, keeper, model):
+    snapshots, handle = taken
+    handle.close()
+    snapshots.start(ref(1), keeper.submit, lambda event: None)
+    snapshots.begin_digest(1, copied=True)
+    assert snapshots.take_digest() == "", "the session reads the state itself then"
 
 
 class SlowLane:
@@ -225,7 +310,7 @@ def test_on_a_device_a_write_that_nobody_counted_stops_the_next_snapshot(on_devi
     done = threading.Event()
     digest = capture({"model": model}, 1).digest()
     snapshots.start(ref(1, digest), keeper.submit, lambda event: done.set())
-    model.weight.data[0, 0] += 1.0
+    model.weight.data[5, 5] += 1.0
     snapshots.wait_copied()
     lane.go.set()
     assert done.wait(30)

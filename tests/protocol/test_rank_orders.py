@@ -414,6 +414,7 @@ EFFECTS = [
     io.Apply(7, None, False, True),
     io.Publish(1, HELD),
     io.Install(7, "d"),
+    io.TellDigest(7),
     io.TakeSnapshot(7, 2),
     io.Finish(9),
     io.Stop(75, "why"),
@@ -425,6 +426,8 @@ EFFECTS = [
 ]
 EVENTS = [
     io.Ready(1, "d"),
+    io.Ready(1, later=True),
+    io.Digested(1, "d"),
     io.Computed(1, (1, 2), 3.0, (("loss", 1.0),)),
     io.Installed(1, "d", True),
     io.InstallFailed("why"),

@@ -52,6 +52,7 @@ REQUIRED = (
     *sorted({f"during {trigger}" for trigger in TRIGGERS}),
     *sorted(set(REASONS.values())),
     "path: replay",
+    "path: a digest told later",
     "path: streamed",
     "path: aborted while streaming",
     "path: a streamed gradient was changed",

@@ -59,6 +59,8 @@ class MainThread:
                 self.trainer.exit(order.code, order.reason)
             elif isinstance(order, io.DropGradient):
                 self.gradient = ()
+            elif isinstance(order, io.TellDigest):
+                self._tell_digest(order)
             elif isinstance(order, io.TakeSnapshot):
                 self.take(order)
             elif isinstance(order, io.Install):
@@ -192,10 +194,22 @@ class MainThread:
             trainer.world.happened("closing", trainer.host)
             trainer.feed(io.Closing())
             return
-        digest = self.digest if self._digest_wanted else ""
-        self._digest_wanted = False
-        self.said = digest
-        trainer.feed(io.Ready(self.step, digest))
+        wanted, self._digest_wanted = self._digest_wanted, False
+        # At every second step it is taken while the user's code goes on.
+        later = wanted and generation > 0 and self.step % 2 == 1
+        self.said = self.digest if wanted else ""
+        trainer.feed(io.Ready(self.step, "" if later else self.said, later=later))
+
+    def _tell_digest(self, order: io.TellDigest) -> None:
+        demand(order.step == self.step, f"to tell the digest of {order.step} with the state at {self.step}")
+        demand(bool(self.said), "to tell a digest that nobody wanted")
+        self.trainer.clockwork.counts["path: a digest told later"] += 1
+
+        def told() -> None:
+            self.said = self.digest
+            self.trainer.feed(io.Digested(order.step, self.said))
+
+        self._work(self.trainer.clockwork.between(0.0, 0.01), told)
 
     def _install(self, order: io.Install) -> None:
         arrived = self.trainer.transfer.state

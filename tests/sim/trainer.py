@@ -24,7 +24,16 @@ from fabric.protocol.member_state import Identity, State
 if TYPE_CHECKING:
     from sim.world import World
 
-ORDERS = (io.Compute, io.Apply, io.Install, io.TakeSnapshot, io.DropGradient, io.Finish, io.Stop)
+ORDERS = (
+    io.Compute,
+    io.Apply,
+    io.Install,
+    io.TellDigest,
+    io.TakeSnapshot,
+    io.DropGradient,
+    io.Finish,
+    io.Stop,
+)
 
 
 def is_beat(effect: io.Effect) -> bool:

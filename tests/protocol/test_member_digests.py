@@ -1,0 +1,90 @@
+"""The digest of a state that is taken while the user's code goes on: asked for when it is needed."""
+
+from protocol.makers import record_of
+from protocol.test_member import FIRST, Trainer, assign, bar, contribution, resume_of
+from protocol.test_rank_orders import computing as ranks_computing
+
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+from fabric.protocol import rank_orders as ro
+
+
+def at_step_1(later=True, shares=None):
+    """Step 0 is committed; the state at step 1 is ready, its digest is to come."""
+    trainer = Trainer("a")
+    trainer.leader(m.Epoch(FIRST), resume_of(FIRST, 0, **assign(range(4), FIRST.roster)))
+    trainer.do(io.Linked(1), io.Computed(0, (0, 1), 2.0))
+    trainer.peer("b", contribution(FIRST, 0, (2, 3)))
+    trainer.do(io.Exchanged(1, 0, "g0"))
+    trainer.peer("b", bar(FIRST, 0))
+    assert trainer.found(io.Apply)
+    trainer.do(io.Ready(1, later=later))
+    return trainer
+
+
+def test_it_is_asked_for_once_and_before_anything_is_contributed():
+    trainer = at_step_1()
+    assert trainer.found(io.Compute) and not trainer.found(io.TellDigest), "nobody needs it yet"
+    trainer.do(io.Computed(1, (0, 1), 2.0))
+    assert trainer.found(io.TellDigest) == [io.TellDigest(1)]
+    assert not trainer.told_peers(m.Contribution), "others count a round's time from the last contribution"
+    trainer.peer("b", contribution(FIRST, 1, (2, 3)))
+    assert not trainer.found(io.TellDigest) and not trainer.told_peers(m.Contribution)
+    trainer.do(io.Digested(1, "d1"))
+    assert [c.micro_batches for c in trainer.told_peers(m.Contribution)] == [(0, 1)]
+    trainer.do(io.Exchanged(1, 1, "g1"))
+    assert [b.state_digest for b in trainer.told_peers(m.Bar)] == ["d1"]
+
+
+def test_another_digest_than_the_others_aborts_the_round():
+    trainer = at_step_1()
+    trainer.do(io.Computed(1, (0, 1), 2.0), io.Digested(1, "flipped"))
+    trainer.peer("b", contribution(FIRST, 1, (2, 3)))
+    trainer.do(io.Exchanged(1, 1, "g1"))
+    trainer.peer("b", bar(FIRST, 1, gradient="g1", state="d1"))
+    assert not trainer.found(io.Apply)
+    (aborted,) = trainer.said(m.Aborted)
+    assert aborted.why.startswith("digests of the state at step 1 differ")
+
+
+def test_the_leader_hears_of_it_at_once():
+    trainer = at_step_1()
+    trainer.do(io.Computed(1, (0, 1), 2.0), io.Digested(1, "d1"))
+    assert [beat.digest for beat in trainer.said(m.Beat)] == ["d1"]
+
+
+def test_who_has_nothing_to_compute_is_asked_as_well():
+    record = record_of("a b", epoch=2)
+    trainer = at_step_1()
+    trainer.leader(m.Epoch(record))
+    trainer.do(io.Computed(1, (0, 1), 2.0))  # kept, and everything else is another's
+    trainer.leader(resume_of(record, 1, b=(2, 3)))
+    trainer.do(io.Linked(2))
+    assert not trainer.found(io.Compute) and trainer.found(io.TellDigest) == [io.TellDigest(1)]
+
+
+def test_a_digest_of_a_state_that_is_gone_is_not_mine():
+    trainer = at_step_1()
+    trainer.do(io.Digested(0, "d0"))
+    assert trainer.core.state.digest == "" and trainer.core.state.later
+
+
+def test_all_ranks_are_asked_and_their_digests_are_one():
+    replica, _ = ranks_computing()
+    replica.core.member.state.later = True
+    replica.both(io.Linked(1))
+    replica.both(io.Computed(0, (0, 1), 2.0))
+    assert replica.orders(io.TellDigest) == [io.TellDigest(0)] * 2
+    replica.rank(1, io.Digested(0, "one"))
+    assert not replica.said(m.Contribution)
+    replica.rank(0, io.Digested(0, "zero"))
+    assert replica.said(m.Contribution)
+    assert replica.core.member.state.digest == ro.replica_digest(["zero", "one"])
+
+
+def test_one_rank_that_takes_its_time_makes_it_later_for_all():
+    replica, _ = ranks_computing()
+    replica.both(io.Computed(0, (0, 1), 2.0))
+    replica.rank(0, io.Ready(0, "zero"))
+    replica.rank(1, io.Ready(0, later=True))
+    assert (replica.core.member.state.digest, replica.core.member.state.later) == ("", True)

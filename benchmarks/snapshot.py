@@ -11,12 +11,12 @@ process that fetches the newest snapshot at 1 GB/s all the time.
 
 *Blocked* is the time from the end of one optimizer step to the start of the next one in a step with a
 snapshot, less the median of that in the same round's steps without: whatever exists because of the snapshot
-is in it, hooks, joins and waits for the interpreter's lock too. Not in it is the state's digest, which is due
-at every tenth step with or without a snapshot and is taken before a copy begins: how long it took with and
-without is printed beside, and the steps' ratios have it. Forward and backward are longer than the copy, and
-a timer that stands for a device. Where they need all of the CPU's cores themselves, the copy
-takes its time from them; that is printed beside, without a limit, for the state is then copied by the cores
-that compute.
+is in it, hooks, joins and waits for the interpreter's lock too. The state's digest, which is due at every
+tenth step and comes with the copy where there is one, is measured beside, in steps without a snapshot. The
+same figure of steps with neither is the noise: no snapshot is to blame for that. Forward and backward are longer
+than the copy, and a timer that stands for a device. Where they need all of the CPU's cores themselves, the
+copy takes its time from them; that is printed beside, without a limit, for the state is then copied by the
+cores that compute.
 """
 
 import argparse
@@ -205,14 +205,16 @@ def tell_job(found: dict[str, Any]) -> None:
     rows[1][3:3] = [""]
     columns = ["plain", "snapshot at every step", "served at 1 GB/s", "snapshot / plain", "served / plain"]
     table("seconds per step of a job of one replica", ["", *columns], [[*row, ""][:6] for row in rows])
-    blocked = found["blocked"]
-    table(
-        f"blocked per step because of the snapshot, {len(blocked)} steps",
-        ["median", "p90", "p99", "most"],
-        [[f"{quantile(blocked, share) * 1e3:.2f} ms" for share in (0.5, 0.9, 0.99, 1.0)]],
-    )
-    without, with_one = found["digests"]
-    say(f"the state's digest, where due: {describe(without)}, beside a snapshot {describe(with_one)}")
+    shares = (0.5, 0.9, 0.99, 1.0)
+    rows = [
+        [what, len(times), *(f"{quantile(times, share) * 1e3:.2f} ms" for share in shares)]
+        for what, times in (
+            ("a snapshot", found["blocked"]),
+            ("a digest alone", found["digest"]),
+            ("neither: noise", found["noise"]),
+        )
+    ]
+    table("blocked between two optimizer steps by", ["", "steps", "median", "p90", "p99", "most"], rows)
 
 
 def main() -> None:
@@ -237,6 +239,8 @@ def main() -> None:
         "async_save_blocked_ms": min(saves) * 1e3,
         "stager_ms_per_gb": statistics.median(measured["DefaultStager.stage"]) / gb * 1e3,
         "cpu_step_ratio_snapshot": paired(cpu["snapshot"], cpu["plain"]),
+        "noise_p99_ms": quantile(found["noise"], 0.99) * 1e3,
+        "digest_blocked_ms": statistics.median(found["digest"]) * 1e3,
     }
     say("")
     verdict("copy over the faster memcpy", result["vs_memcpy"], at_most=1.3)

@@ -1,8 +1,10 @@
 """What the digest costs that members compare in the commit barrier every FABRIC_DIGEST_EVERY steps.
 
 The state is that of a model with AdamW, 1 GiB in tensors of mixed sizes, on the CPU. A digest reads all of
-it, in the main thread, between two steps: it is compared with a copy of the same bytes into memory that is
-present already, and with the optimizer's own step. FABRIC_DIGEST_EVERY steps share one digest.
+it: it is compared with a copy of the same bytes into memory that is present already, and with the optimizer's
+own step. FABRIC_DIGEST_EVERY steps share one digest. It is taken while forward and backward run: what the
+main thread has to do for that, before and after, is measured as well, and how long it is under way beside a
+main thread that sleeps. What a real job's steps are longer by is in ``snapshot.py``.
 """
 
 import statistics
@@ -11,11 +13,14 @@ import time
 import torch
 from common import describe, finish, interleave, machine, paired, say, table
 
+from fabric.ckpt_server.snapshot import CpuCopier
 from fabric.ckpt_server.state import Describer
+from fabric.client.unchanged import Unchanged
 from fabric.runtime.config import Settings
 
 GB = 2**30
 WIDTHS = (64, 256, 1024, 2048)
+MAIN_PART = "main thread's part of a digest beside it"
 
 
 def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -56,9 +61,34 @@ def main() -> None:
     def step() -> None:
         optimizer.step()
 
-    sides = {"digest": digest, "copy": copy, "describing alone": describe_alone, "optimizer step": step}
+    copier = CpuCopier()
+    under_way: list[float] = []
+
+    def beside() -> float:
+        """What the main thread does: begin, and look at the end whether anything was written meanwhile."""
+        began = time.perf_counter()
+        view = state.capture(0)
+        unchanged, reading = Unchanged(view), copier.digest(view)
+        begun = time.perf_counter()
+        reading.blocks.wait()
+        asked = time.perf_counter()
+        reading.help()
+        if unchanged.settle() or not reading.digests().digest:
+            raise SystemExit("digest.py: the state was changed")
+        under_way.append(asked - began)
+        return begun - began + time.perf_counter() - asked
+
+    sides = {
+        "digest": digest,
+        "copy": copy,
+        "describing alone": describe_alone,
+        "optimizer step": step,
+        MAIN_PART: beside,
+    }
     began = time.perf_counter()
     found = interleave(sides)
+    copier.close()
+    found["that digest, until it is there"] = under_way
     rows = [(name, describe(seconds)) for name, seconds in found.items()]
     table(
         f"{nbytes / GB:.2f} GiB in {len(copies)} tensors, {time.perf_counter() - began:.0f} s",
@@ -76,6 +106,7 @@ def main() -> None:
             "vs_optimizer_step": paired(found["digest"], found["optimizer step"]),
             "digest_every": every,
             "ms_per_step_and_gb": round(per_gb_ms / every, 2),
+            "beside_main_thread_ms": round(statistics.median(found[MAIN_PART]) * 1000, 3),
         }
     )
 

@@ -13,10 +13,10 @@ process that fetches the newest snapshot at 1 GB/s all the time.
 snapshot, less the median of that in the same round's steps without: whatever exists because of the snapshot
 is in it, hooks, joins and waits for the interpreter's lock too. The state's digest, which is due at every
 tenth step and comes with the copy where there is one, is measured beside, in steps without a snapshot. The
-same figure of steps with neither is the noise: no snapshot is to blame for that. Forward and backward are longer
-than the copy, and a timer that stands for a device. Where they need all of the CPU's cores themselves, the
-copy takes its time from them; that is printed beside, without a limit, for the state is then copied by the
-cores that compute.
+same figure of steps with neither is the noise: no snapshot is to blame for that. Forward and backward are
+longer than the copy, and a timer that stands for a device. Where they need all of the CPU's cores themselves,
+the copy takes its time from them; that is printed beside, without a limit, for the state is then copied by
+the cores that compute.
 """
 
 import argparse

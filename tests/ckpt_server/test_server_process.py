@@ -69,6 +69,20 @@ def test_a_folder_deeper_than_a_socket_path_works(tmp_path):
         end(handle.pid)
 
 
+def test_a_server_that_was_started_by_hand_is_the_trainers(run_dir, attach):
+    command = [sys.executable, "-m", "fabric.cli.main", "ckpt-server"]
+    command += ["--job", "job", "--replica", "r0", "--run-dir", str(run_dir), "--orphan-s", "60"]
+    server = subprocess.Popen(command, cwd=ROOT)
+    try:
+        wait_for(lambda: (run_dir / SOCKET_NAME).exists(), "the server")
+        handle = attach()
+        assert handle.pid == server.pid
+        assert fetch(handle.url, "/healthz").json == {"ok": True}
+    finally:
+        server.terminate()
+        assert server.wait(timeout=60) == 0
+
+
 def test_a_killed_trainer_leaves_its_snapshots_and_the_next_one_finds_them(run_dir):
     with trainer_process(options(run_dir)) as first:
         assert first.hello["snapshots"] == []

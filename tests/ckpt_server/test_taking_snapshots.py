@@ -1,5 +1,7 @@
 """The trainer's side of a snapshot, with a real server: when the state may change, and what is served."""
 
+import re
+import resource
 import threading
 
 import pytest
@@ -79,6 +81,35 @@ def test_the_state_of_the_boundary_is_served_and_the_next_may_begin(taken, keepe
         assert (said[-1].step, said[-1].digest) == (step, expected)
     listed = fetch(handle.url, "/v1/snapshots").json
     assert [(s["step"], s["digest"]) for s in listed] == [(event.step, event.digest) for event in said]
+
+
+def limit_memory(pid: int, nbytes: int) -> None:
+    """No memfd of this process may grow beyond ``nbytes``: to it the machine's shared memory is full."""
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, hard))
+
+
+def test_without_memory_there_is_no_snapshot_and_the_trainer_goes_on(taken, keeper, model, caplog):
+    snapshots, handle = taken
+    said = []
+    limit_memory(handle.pid, 1 << 20)
+    for step in (1, 2):
+        snapshots.start(ref(step), keeper.submit, said.append)
+        snapshots.wait_copied()
+        keeper.settle(within_s=30)
+        with torch.no_grad():
+            model.weight.add_(1.0)
+    assert [event.digest for event in said] == ["", ""]
+    told = [r.getMessage() for r in caplog.records if "no snapshot of step" in r.getMessage()]
+    assert len(told) == 1 and re.search(
+        r"r0: no snapshot of step 1: the snapshot slot 0 needs [\d.]+ MiB more", told[0]
+    )
+    assert fetch(handle.url, "/v1/snapshots").json == []
+    limit_memory(handle.pid, resource.RLIM_INFINITY)
+    snapshots.start(ref(3), keeper.submit, said.append)
+    snapshots.wait_copied()
+    keeper.settle(within_s=30)
+    assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [3]
 
 
 def test_both_slots_have_their_memory_when_the_first_snapshot_is_there_and_keep_it(taken, keeper, model):

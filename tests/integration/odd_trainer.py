@@ -169,6 +169,32 @@ def iterate_twice() -> None:
                 step.backward(torch.nn.functional.mse_loss(model(x), y))
 
 
+class Average:
+    """A running mean in the shared state, which is changed beside forward and not beside the optimizer."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(32)
+
+    def step(self) -> None:
+        """Where it should be changed."""
+
+    def state_dict(self) -> dict:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.mean.copy_(state["mean"])
+
+
+def average_in_forward(written_to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    average = Average()
+
+    def update(step: int) -> None:
+        if step == ODD_STEP:
+            written_to(average.mean).mul_(0.9).add_(0.1)
+
+    train(*build(64)[:2], state={"average": average}, in_batch=update)
+
+
 ODDITIES: dict[str, Callable[[], None]] = {
     "a state with a function": lambda: train(*build(64)[:2], state={"scheduler": Opaque()}),
     "a state with a function later": lambda: train(*build(64)[:2], state={"scheduler": Opaque(ODD_STEP)}),
@@ -192,6 +218,8 @@ ODDITIES: dict[str, Callable[[], None]] = {
     "a parameter removed": lambda: change_the_model(remove_a_parameter, LOOK_EVERY),
     "a parameter added between looks": lambda: change_the_model(add_a_parameter, ODD_STEP),
     "a parameter removed between looks": lambda: change_the_model(remove_a_parameter, ODD_STEP),
+    "an average in forward": lambda: average_in_forward(lambda mean: mean),
+    "an average in forward, by .data": lambda: average_in_forward(lambda mean: mean.data),
     "an exception": lambda: train_as_everybody(raise_at),
     "losses": print_losses,
     "plain": plain_loop,

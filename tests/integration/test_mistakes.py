@@ -372,6 +372,27 @@ def test_a_state_that_can_no_longer_be_serialised(zygote, tmp_path):
         assert "scheduler.schedule.rule is a builtins.function and cannot be serialised" in said
 
 
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        ("an average in forward", "average/mean changed while forward and backward ran"),
+        (
+            "an average in forward, by .data",
+            "average/mean changed without torch's knowledge while forward and backward ran",
+        ),
+    ],
+)
+def test_shared_state_that_forward_changes(zygote, tmp_path, what, how):
+    """Whatever changes state beside the optimizer is refused at the next digest, snapshot or none."""
+    with Job(zygote, tmp_path, replicas=1, environment={"FABRIC_SNAPSHOT_SHARE": "0"}) as job:
+        job.start("r0", **odd(what))
+        job.finish()
+        assert job.codes == {"r0": 1}, job.logs()
+        said = sentence(job, "r0")
+        assert how in said and "change it only beside optimizer.step()" in said
+        assert [e["step"] for e in job.events("r0", "commit")] == list(range(5)), "nothing of that step"
+
+
 def test_an_exception_in_the_users_loop(zygote, tmp_path):
     """A whole interpreter of its own, that must end in order: the user's traceback and exit code 1."""
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "20", "TINY_STEP_S": "0.005"}) as job:

@@ -100,7 +100,7 @@ class CpuCopier:
 
     def __init__(self, threads: int = 0, niceness: int = _NICENESS) -> None:
         self._threads = threads or _threads()
-        self._pool = _pool(self._threads, niceness)
+        self._pool = _pool(self._threads + 1, niceness)
         self._copying: Copying | None = None
 
     def prepare(self, target: memoryview) -> None:
@@ -130,6 +130,10 @@ class CpuCopier:
         """Helps until every live tensor has been read. An error is kept for ``join``."""
         copying = self._copying
         if copying is not None:
+            # The core that was left to the caller is free now. While one thread waits for the interpreter's
+            # lock, as each does between two pieces, another has its core.
+            if len(copying.blocks) > 1:
+                self._pool.submit(copying.run)
             copying.help()
 
     def join(self) -> SnapshotDigests:

@@ -45,7 +45,7 @@ class Region:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
-            raise _too_large(self.name, needed, available) from error
+            raise _too_large(self.name, needed, available, f", but: {error.strerror}") from error
         self.capacity, self.view = capacity, memoryview(mapped)
 
     def close(self) -> None:
@@ -56,10 +56,11 @@ class Region:
             self.fd = -1
 
 
-def _too_large(name: str, needed: int, available: int) -> Refused:
+def _too_large(name: str, needed: int, available: int, but: str = "") -> Refused:
+    """``but``: what the kernel says, who does not give what seems to be there."""
     return Refused(
         f"the {name} needs {_mebibytes(needed)} more of shared memory and {_mebibytes(available)} are"
-        " available on this host: give it more memory, or run fewer replicas on it"
+        f" available on this host{but}: give it more memory, or run fewer replicas on it"
     )
 
 

@@ -6,6 +6,7 @@ is due a policy says (``snapshot_policy``); a newcomer's request is served on to
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from fabric.protocol.rank_orders import NameSnapshot, SnapshotNamed
 _SLOTS = 2
 _PAUSE_S = 1.0  # after one that failed
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer: a slot would have to grow for them
+_NUMBERS = re.compile(r"[\d.,]+")
 _log = logging.getLogger(__name__)
 
 
@@ -153,8 +155,10 @@ class Snapshots:
     def _failed(self, step: int, error: FabricError) -> None:
         """Say it, once as long as it goes on, and try again in a while."""
         self._again_at = time.monotonic() + _PAUSE_S
-        if str(error) != self._said:
-            self._said = str(error)
+        # Which slot it is, and how much memory there is, differs every time.
+        gist = _NUMBERS.sub("", str(error))
+        if gist != self._said:
+            self._said = gist
             _log.warning("fabric: %s: no snapshot of step %d: %s", self._replica, step, error)
 
     def _take_slot(self) -> int:

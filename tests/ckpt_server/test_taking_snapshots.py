@@ -102,7 +102,7 @@ def test_without_memory_there_is_no_snapshot_and_the_trainer_goes_on(taken, keep
     assert [event.digest for event in said] == ["", ""]
     told = [r.getMessage() for r in caplog.records if "no snapshot of step" in r.getMessage()]
     assert len(told) == 1 and re.search(
-        r"r0: no snapshot of step 1: the snapshot slot 0 needs [\d.]+ MiB more .*, but: File too large: give it",
+        r"r0: no snapshot of step 1: the snapshot slot 0 needs [\d.]+ MiB more .*, but: File too large: give",
         told[0],
     )
     assert fetch(handle.url, "/v1/snapshots").json == []

@@ -6,8 +6,8 @@ import etcd_process
 import pytest
 from hypothesis import HealthCheck, settings
 
-# On a loaded machine the first example may take half a minute to make; that says nothing about the test.
-settings.register_profile("here", suppress_health_check=[HealthCheck.too_slow])
+# On a loaded machine any example may take half a minute to make or to try; that says nothing about the test.
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("here")
 
 

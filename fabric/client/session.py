@@ -376,7 +376,7 @@ class Session(CatchingUp):
         elif isinstance(order, io.DropGradient):
             self._drop_gradient()
         elif isinstance(order, io.TellDigest):
-            digest = self._snapshots.take_digest() or self.digest()
+            digest = self._snapshots.take_digest(order.step) or self.digest()
             self._note_state(digest)
             self._engine.post(io.Digested(order.step, digest))
         elif isinstance(order, io.TakeSnapshot):

@@ -49,13 +49,11 @@ class _Taking:
 
 @dataclass(slots=True)
 class _Digesting:
-    """A digest under way: by the copy of ``taking``, or by ``reading`` the state in ``view``."""
+    """A digest under way: by the copy of ``taking``, or by ``reading`` a state that is ``unchanged``."""
 
-    taking: _Taking | None
-    view: StateView | None = None
-    unchanged: Unchanged | None = None
+    taking: _Taking | None = None
     reading: Reading | None = None
-    digest: str = ""
+    unchanged: Unchanged | None = None
 
 
 class Snapshots:
@@ -90,6 +88,7 @@ class Snapshots:
         self._begun = threading.Event()
         self._taking: _Taking | None = None  # the last one that was begun
         self._digesting: _Digesting | None = None
+        self._digest = -1, ""  # the last one that was begun so: of which step, and what it came to
         self._on_device = on_device
         self._recover = recover
         self._rank = rank
@@ -253,8 +252,7 @@ class Snapshots:
             if not self._on_device:
                 self._copied.wait()
         self._demand_unchanged()
-        if self._digesting is not None:
-            self._digesting.digest = self.take_digest()
+        self._finish_digest()
 
     @staticmethod
     def _settle(taking: _Taking) -> None:
@@ -265,31 +263,34 @@ class Snapshots:
     def begin_digest(self, step: int, copied: bool) -> None:
         """Begin to digest the state at ``step``, on the host, which must not change until ``wait_copied`` or
         ``take_digest`` returns. ``copied``: its snapshot was begun just now, and brings the digest along."""
+        self._digest = step, ""
         if copied:
             self._digesting = _Digesting(self._taking)
             return
         view = self._describer.capture(step)
-        self._digesting = _Digesting(None, view, Unchanged(view), self._copier.digest(view))
+        self._digesting = _Digesting(None, self._copier.digest(view), Unchanged(view))
 
-    def take_digest(self) -> str:
+    def take_digest(self, step: int) -> str:
         """What ``begin_digest`` began, with the caller's help; empty where it did not, or the copy was not
         made. Raises StateError where the user's code has changed the state meanwhile."""
-        digesting = self._digesting
-        if digesting is None or digesting.digest:
-            return digesting.digest if digesting is not None else ""
-        if digesting.taking is not None:
+        self._finish_digest()
+        return self._digest[1] if self._digest[0] == step else ""
+
+    def _finish_digest(self) -> None:
+        digesting, self._digesting = self._digesting, None
+        if digesting is not None and digesting.taking is not None:
             if digesting.taking is self._taking and not self._copied.is_set():
                 self._begun.wait()
                 self._copier.fence()
                 self._copied.wait()
             self._demand_unchanged()
-            return digesting.taking.digest
-        assert digesting.reading is not None and digesting.unchanged is not None
-        digesting.reading.help()
-        digest = digesting.reading.digests().digest
-        if why := digesting.unchanged.settle():
-            raise StateError(why)
-        return digest
+            self._digest = self._digest[0], digesting.taking.digest
+        elif digesting is not None:
+            assert digesting.reading is not None and digesting.unchanged is not None
+            digesting.reading.help()
+            self._digest = self._digest[0], digesting.reading.digests().digest
+            if why := digesting.unchanged.settle():
+                raise StateError(why)
 
     def _demand_unchanged(self) -> None:
         if self._taking is not None and self._taking.refused:

@@ -198,8 +198,8 @@ def test_the_digest_is_that_of_the_boundary_with_and_without_a_snapshot(taken, k
         if copied:
             snapshots.start(ref(step), keeper.submit, lambda event: None)
         snapshots.begin_digest(step, copied)
-        assert snapshots.take_digest() == capture({"model": model}, step).digest()
-        assert snapshots.take_digest() == capture({"model": model}, step).digest(), "however often"
+        assert snapshots.take_digest(step) == capture({"model": model}, step).digest()
+        assert snapshots.take_digest(step) == capture({"model": model}, step).digest(), "however often"
         snapshots.wait_copied()
         with torch.no_grad():
             model.weight.add_(1.0)
@@ -210,7 +210,7 @@ def test_a_snapshot_brings_the_digest_along_and_nothing_is_read_twice(taken, kee
     monkeypatch.setattr(CpuCopier, "digest", None)
     snapshots.start(ref(1), keeper.submit, lambda event: None)
     snapshots.begin_digest(1, copied=True)
-    assert snapshots.take_digest() == capture({"model": model}, 1).digest()
+    assert snapshots.take_digest(1) == capture({"model": model}, 1).digest()
 
 
 def test_a_digest_goes_on_beside_a_snapshot_for_a_newcomer(taken, keeper, model):
@@ -219,7 +219,7 @@ def test_a_digest_goes_on_beside_a_snapshot_for_a_newcomer(taken, keeper, model)
     expected = capture({"model": model}, 2).digest()
     snapshots.begin_digest(2, copied=False)
     snapshots.start(ref(2), keeper.submit, lambda event: done.set())
-    assert snapshots.take_digest() == expected
+    assert snapshots.take_digest(2) == expected
     snapshots.wait_copied()
     assert done.wait(30)
     assert [s["digest"] for s in fetch(handle.url, "/v1/snapshots").json] == [expected]
@@ -233,7 +233,8 @@ def test_who_may_change_the_state_again_has_the_digest_of_what_it_was(taken, kee
     snapshots.wait_copied()
     with torch.no_grad():
         model.weight.add_(1.0)
-    assert snapshots.take_digest() == expected
+    assert snapshots.take_digest(1) == expected
+    assert snapshots.take_digest(2) == "", "nobody has begun that one"
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -249,7 +250,7 @@ def test_a_state_that_changes_while_it_is_digested_is_refused_by_name(
         (model.weight if counted else model.weight.data).mul_(1.5)
     slow.set()
     with pytest.raises(StateError, match=f"{NAME} changed .*while forward and backward ran"):
-        snapshots.take_digest()
+        snapshots.take_digest(1)
 
 
 def test_a_digest_is_taken_where_the_copy_had_no_memory(taken, keeper, model):
@@ -257,7 +258,7 @@ def test_a_digest_is_taken_where_the_copy_had_no_memory(taken, keeper, model):
     handle.close()
     snapshots.start(ref(1), keeper.submit, lambda event: None)
     snapshots.begin_digest(1, copied=True)
-    assert snapshots.take_digest() == "", "the session reads the state itself then"
+    assert snapshots.take_digest(1) == "", "the session reads the state itself then"
 
 
 class SlowLane:

@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 # Lower than other background work: the copy must not take the cores that the trainer needs, and who has to
 # wait for it helps.
 _NICENESS = 10
+# So few are digested sooner by who needs the digest than by a thread that may be starved in the midst of one.
+_FEW_BLOCKS = 4
 _PACK_BELOW_BYTES = 256 << 10  # smaller device tensors are gathered on the device first
 _PACK_BYTES = 16 << 20
 _REGISTERED = 2  # as many as there are slots: memory of others is let go
@@ -119,7 +121,8 @@ class CpuCopier:
     def digest(self, view: StateView) -> Reading:
         """See ``Copier``."""
         digesting = Digesting(view)
-        self._begin(digesting)
+        if len(digesting.blocks) > _FEW_BLOCKS:
+            self._begin(digesting)
         return digesting
 
     def _begin(self, reading: Reading) -> None:

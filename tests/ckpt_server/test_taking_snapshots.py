@@ -38,7 +38,7 @@ def keeper():
 
 @pytest.fixture
 def model():
-    return torch.nn.Linear(1000, 3000)
+    return torch.nn.Linear(1000, 6000)  # six blocks, so that threads digest it
 
 
 @pytest.fixture

@@ -274,9 +274,12 @@ class ServerHandle:
         what is read."""
         return self._labels is not None and self._labels.withdraw(slot)
 
-    def persist(self, step: int, generation: int, *, url: str, incarnation: int, keep: int) -> None:
+    def persist(
+        self, step: int, generation: int, *, url: str, incarnation: int, keep: int, required: bool = False
+    ) -> None:
         """Have the snapshot of ``step`` written to durable storage, after what is being written; does not
-        wait for that. Raises Refused where the step is not held."""
+        wait for that. ``required``: only where the job has a checkpoint there. Raises Refused where the step
+        is not held."""
         self._ask(
             {
                 "op": "persist",
@@ -285,6 +288,7 @@ class ServerHandle:
                 "url": url,
                 "incarnation": incarnation,
                 "keep": keep,
+                "required": required,
             }
         )
 

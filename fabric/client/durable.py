@@ -98,6 +98,7 @@ class Durable:
                 url=settings.durable,
                 incarnation=self._place.incarnation,
                 keep=settings.durable_keep,
+                required=settings.durable_required,
             )
         except Refused as error:
             self._journal.write("durable", step=step, warning=str(error))

@@ -41,7 +41,7 @@ class Settings:
     newcomers get their state while the others wait. ``on_nan``: what becomes of a step whose averaged
     gradient is not finite: "pass" it on, "stop" the job, or "skip" its update. ``log``: how this replica and
     its checkpoint server log, as "text" or as "json", a line each. ``disable``: plain training, no services.
-    ``durable_required``: refuse to start where it holds no complete checkpoint of the job.
+    ``durable_required``: refuse to start, and to write, where it holds no checkpoint of the job.
     ``durable``: folder or fsspec URL of durable checkpoints, empty for none; one is written every
     ``durable_every`` steps, or every ``durable_every_s`` seconds where that is 0, and ``durable_keep`` of
     them are kept."""

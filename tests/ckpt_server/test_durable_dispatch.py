@@ -30,8 +30,8 @@ def hold(handle, slot: int, step: int) -> bytes:
     return file
 
 
-def persist(handle, url: str, step: int, incarnation: int = 1) -> None:
-    handle.persist(step, 1, url=url, incarnation=incarnation, keep=3)
+def persist(handle, url: str, step: int, incarnation: int = 1, **more: bool) -> None:
+    handle.persist(step, 1, url=url, incarnation=incarnation, keep=3, **more)
 
 
 def steps(url: str) -> list[int]:
@@ -99,6 +99,17 @@ def test_a_trainer_that_needs_the_memory_gets_it_and_the_checkpoint_is_given_up(
     )
     assert steps(url) == [] and not writers(handle)
     hold(handle, 0, 6)
+
+
+def test_a_trainer_whose_checkpoints_must_be_there_is_told_where_none_is(attach, tmp_path):
+    url, handle = str(tmp_path / "durable"), attach()
+    hold(handle, 0, 5)
+    persist(handle, url, 5, required=True)
+    wait_for(
+        lambda: "fabric_ckpt_durable_failures_total 1.0" in get(handle, "/metrics"),
+        "the failure in the metrics",
+    )
+    assert not (tmp_path / "durable").exists()
 
 
 def test_a_server_that_is_done_lets_its_writer_finish_and_one_that_is_killed_takes_it_along(

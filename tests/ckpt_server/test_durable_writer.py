@@ -175,6 +175,22 @@ def test_a_place_that_vanishes_in_mid_write_gets_no_marker_anywhere(state, tmp_p
         assert list(disk.iterdir()) == [], "nothing was written below the mount point"
 
 
+def test_a_required_place_that_is_gone_between_two_checkpoints_gets_nothing(state, tmp_path):
+    """What is unmounted leaves an empty folder: the next one must not go, complete, to the disk below."""
+    file, manifest = state
+    order = Order(str(tmp_path / "disk"), "job", "r0", 9, required=True)
+    with mounted(tmp_path / "disk", 4 << 20) as disk:
+        write_one(str(disk), objects(2), 5)
+        assert write(order, manifest, memoryview(bytearray(file)), Points("")).complete
+        assert steps(str(disk)) == [5, 7]
+        subprocess.run(["umount", "-l", disk], check=True)
+        with pytest.raises(
+            StateError, match=f"{disk}/job holds no checkpoint any more, and FABRIC_DURABLE_REQ"
+        ):
+            write(order, manifest, memoryview(bytearray(file)), Points(""))
+        assert list(disk.iterdir()) == []
+
+
 def _write_and_tell(order: Order, manifest: dict, file: memoryview, points: Points, there: Path) -> None:
     try:
         write(order, manifest, file, points)

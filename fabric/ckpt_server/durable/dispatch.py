@@ -33,13 +33,15 @@ _HERE = Path(fabric.__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """What a trainer asks for: the snapshot of this step, which is held, becomes a durable checkpoint."""
+    """What a trainer asks for: the snapshot of this step, which is held, becomes a durable checkpoint; see
+    ``Order`` for the rest."""
 
     generation: int
     step: int
     url: str
     incarnation: int
     keep: int
+    required: bool = False
 
 
 class Dispatch:
@@ -131,7 +133,14 @@ class Dispatch:
         assert slot.content is not None and slot.region is not None
         manifest = _manifest(slot.content.manifest)
         digest = state_digest(manifest)
-        order = Order(request.url, self._job, self._replica, request.incarnation, request.keep)
+        order = Order(
+            request.url,
+            self._job,
+            self._replica,
+            request.incarnation,
+            request.keep,
+            required=request.required,
+        )
         descriptor = slot.region.fd
         process = await asyncio.create_subprocess_exec(
             sys.executable,

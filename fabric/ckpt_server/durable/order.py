@@ -6,7 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Order:
     """Where to write. ``url`` is the storage that all jobs share, ``keep`` how many complete checkpoints are
-    kept, ``patience_s`` how long rank 0 waits for the other ranks' parts."""
+    kept, ``patience_s`` how long rank 0 waits for the other ranks' parts. ``required``: the job's folder must
+    hold a checkpoint before this one."""
 
     url: str
     job: str
@@ -14,6 +15,7 @@ class Order:
     incarnation: int
     keep: int = 3
     patience_s: float = 600.0
+    required: bool = False
 
 
 @dataclass(frozen=True, slots=True)

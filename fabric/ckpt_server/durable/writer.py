@@ -47,6 +47,11 @@ def write(order: Order, snapshot: Mapping[str, Any], file: memoryview, points: P
     attempt = Attempt(snapshot["generation"], snapshot["step"], order.replica, order.incarnation)
     job = Storage(order.url).at(order.job)
     folder = job.at(attempt.folder)
+    if order.required and not any(Attempt.parse(name) for name in job.names()):
+        raise StateError(
+            f"{job.url} holds no checkpoint any more, and FABRIC_DURABLE_REQUIRED says that it must: nothing"
+            " was written; mount it again, or move the checkpoints back"
+        )
     try:
         _write_part(folder, file, snapshot, rank, points)
         if rank:

@@ -4,7 +4,7 @@ Final is what the last backward of a step's last micro-batch has added to. Which
 before it runs, so the number of ``step.backward`` calls in a micro-batch is learned from the one before.
 Should the user's code change a gradient after it was handed over (one more backward, clipping within the
 micro-batch), that is noticed before anybody can commit: the round is done again without overlap, and so is
-every later one. With one bucket nothing overlaps, but it goes to the exchange thread without a detour.
+every later one.
 """
 
 import contextlib

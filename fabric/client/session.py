@@ -75,9 +75,10 @@ class Session(CatchingUp):
             gradients,
             lambda step, weight: self._engine.post(io.Streaming(step, weight)),
             # Ranks of one replica would have to begin together, on a device every bucket needs its event, and
-            # averaged buffers are final only after backward.
+            # averaged buffers are final only after backward. A single bucket is final when backward ends.
             wanted=settings.retain_gradients
             and place.group is None
+            and len(gradients.buckets) > 1
             and (isinstance(parts.placement, OnHost) and not parts.buffers.stand_ins),
         )
         self._state_step = 0

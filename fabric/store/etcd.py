@@ -7,9 +7,10 @@ How each promise is kept:
   ``StoreIndefinite``, since etcd may still apply the write, even after newer ones.
 - *A wiped store* is noticed: every transaction also guards the store's id, an answer from another cluster
   is refused, and a read that is older than what was read before is an error.
-- *A watch* asks for progress, gives up a connection that is silent for ``watch_silence_s`` or whose member
-  has no leader, and resumes at the last revision plus one. Progress counts, so that a quiet prefix is
-  not overtaken by compaction; where etcd sends none for longer, ``Compacted`` says so and the reader lists.
+- *A watch* asks for progress, takes another connection when one was silent for ``watch_silence_s`` (it may
+  only be quiet) or its member has no leader, and resumes at the last revision plus one. Progress counts, so
+  that a quiet prefix is not overtaken by compaction; where etcd sends none for longer, ``Compacted`` says so
+  and the reader lists.
 - *Leases* last whole seconds, at least the two of etcd's own minimum; the TTL in the answer counts.
 
 One call takes at most ``attempt_timeout_s`` per endpoint (a long list: per page).

@@ -133,10 +133,10 @@ class Gateway:
     async def stream(
         self, endpoint: str, path: str, request: Json, *, silence_s: float
     ) -> AsyncGenerator[Json | Failure, None]:
-        """One request, many answers, until the other side ends it.
+        """One request, many answers, until the other side ends it or nothing has come for ``silence_s``:
+        where nothing happens that is as it should be, and only asking again tells it from a lost host.
 
-        Raises StoreUnavailable when the connection is lost, when it does not begin within the attempt's
-        timeout, or when nothing comes for ``silence_s``.
+        Raises StoreUnavailable when the connection is lost, or does not begin within the attempt's timeout.
         """
         self._check_open(endpoint)
         timeout = aiohttp.ClientTimeout(total=None, connect=self._attempt_timeout_s, sock_read=silence_s)
@@ -154,6 +154,8 @@ class Gateway:
                     return
                 async for line in _lines(response):
                     yield stream_result(parse(line))
+            except aiohttp.SocketTimeoutError:
+                return  # silence
             finally:
                 self._streams.discard(response)
                 response.close()

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -205,6 +205,36 @@ async def test_a_silent_watch_is_replaced(proxy: TcpProxy, direct: Store, prefix
             await wait_for(dialled_again, "the watch to give up its silent connection")
             proxy.mode = "pass"
             assert (await waiting).key_value.value == b"2"
+
+
+async def test_a_quiet_watch_is_not_called_lost(
+    proxy: TcpProxy, direct: Store, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where nothing happens it takes another connection now and then, and has nothing to say about that."""
+    caplog.set_level("DEBUG", logger="fabric.store")
+    async with connected(f"etcd://{proxy.address}", watch_silence_s=0.2) as store:
+        _, revision = await store.list(prefix)
+        async with aclosing(store.watch(prefix, revision + 1)) as watch:
+            waiting = asyncio.ensure_future(soon(anext(watch)))
+            connections = proxy.connections
+
+            async def looked_again() -> bool:
+                return proxy.connections >= connections + 3
+
+            await wait_for(looked_again, "the quiet watch to look three times")
+            assert caplog.messages == []
+            await direct.commit([], [Put(prefix + "a", b"1")])
+            assert (await waiting).key_value.value == b"1"
+            waiting = asyncio.ensure_future(anext(watch))
+
+            async def said_so() -> bool:
+                proxy.cut()
+                return any("was lost" in message for message in caplog.messages)
+
+            await wait_for(said_so, "a watch that is cut to be called lost")
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
 
 
 async def test_a_watch_moves_on_to_the_next_endpoint(

@@ -178,7 +178,10 @@ class Job:
         members = len(record.roster) if record is not None else 0
         wanted = core.config.policy.start_replicas
         before, self._looked = self.ledger.state, self.now
-        look = Look(is_on, core.top_step(), members, wanted, self.recoveries.is_recovering)
+        # A new leader has heard nobody yet: what the record says is where the generation began.
+        step = -1 if core.reached is None else core.top_step()
+        generation = record.generation if record is not None else 0
+        look = Look(is_on, step, members, wanted, self.recoveries.is_recovering, generation)
         self.ledger.observe(look, self.now)
         if self.is_running and self.ledger_is_known:
             self._keep_ledger(before, self.ledger.state)

@@ -8,8 +8,9 @@
 
 Every second of a job that has begun and is neither complete nor failed is in exactly one of them. The time
 since the newest step is counted when the next one comes, or when it turns out to be a stall, so sums only
-grow. Steps are as the lighthouse hears of them. A new leader goes on from what was stored last: the time
-between counts as what it was then if steps were committed meanwhile, else as stalled.
+grow. Steps are as the lighthouse hears of them. A new leader goes on from what was stored last, and counts
+the time between when it has heard a member: as what it was then if steps were committed meanwhile, about as
+often as is usual, else as stalled.
 """
 
 from collections import deque
@@ -30,13 +31,15 @@ _KEPT = 50
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A job at one moment. ``is_on``: it has begun, and is neither complete nor failed."""
+    """A job at one moment. ``is_on``: it has begun, and is neither complete nor failed. ``step``: -1 while a
+    new leader has heard no member."""
 
     is_on: bool
     step: int = 0
     members: int = 0
     wanted: int = 0
     is_recovering: bool = False
+    generation: int = 0
 
 
 @dataclass(slots=True)
@@ -46,8 +49,10 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
     state: str = ""  # empty while nothing is counted
     _counted: float = 0.0  # up to when
+    _generation: int = 0
     _step: int = -1
     _stepped: float = 0.0  # when that step was first seen
+    _begun: float = 0.0
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def observe(self, look: Look, now: float) -> None:
@@ -58,22 +63,37 @@ class Ledger:
             self.state, self._step = "", -1
             return
         if not self.state:
-            self.state, self._counted, self._step, self._stepped = _steady(look), now, look.step, now
-        stepped = look.step > self._step
+            self.state = _steady(look)
+            self._counted = self._stepped = self._begun = now
+        if look.generation != self._generation:  # a cold start goes on from an earlier step
+            self._generation, self._step = look.generation, -1
+        # The first step that is heard of at all is none that was made meanwhile.
+        stepped = look.step > self._step >= 0
         if look.is_recovering:
             # What came before the failure was what it was: the step under way is not lost.
             self._count(self.state, now)
             self.state, self._stepped = RECOVERING, now
         elif stepped or self.state == RECOVERING:
-            self._count(self.state, now)
-            if self.state in (TRAINING, DEGRADED):
-                self._usual.append((now - self._stepped) / (look.step - self._step))
-            self.state, self._stepped = _steady(look), now
-        elif self.state == STALLED or now - self._stepped > self.stall_s:
+            self._on_step(look, now)
+        elif self.state == STALLED or self._stands_still(look, now):
             self.state = STALLED
             self._count(STALLED, now)
-        if stepped or look.step < self._step:  # less: a cold start
-            self._step = look.step
+        self._step = max(self._step, look.step)
+
+    def _stands_still(self, look: Look, now: float) -> bool:
+        if look.step < 0:  # nobody is back to tell of steps
+            return now - self._begun > UNKNOWN_STALL_S
+        return now - self._stepped > self.stall_s
+
+    def _on_step(self, look: Look, now: float) -> None:
+        if self.state in (TRAINING, DEGRADED):
+            step_s = (now - self._stepped) / (look.step - self._step)
+            if step_s > self.stall_s:
+                self.state = STALLED  # across a fail-over: nobody looked while it lasted
+            else:
+                self._usual.append(step_s)
+        self._count(self.state, now)
+        self.state, self._stepped = _steady(look), now
 
     @property
     def stall_s(self) -> float:
@@ -103,14 +123,23 @@ class Ledger:
 
     def saved(self, wall: float) -> dict[str, Any]:
         """For the store; ``wall`` is Unix time."""
-        return {"t": wall, "state": self.state, "step": self._step, "seconds": dict(self.seconds)}
+        usual_s = median(self._usual) if len(self._usual) >= _KNOWN else 0.0
+        return {
+            "t": wall,
+            "state": self.state,
+            "generation": self._generation,
+            "step": self._step,
+            "seconds": dict(self.seconds),
+            "usual_s": usual_s,
+        }
 
     def restore(self, body: Any, now: float, wall: float) -> None:
         """Go on from what an earlier leader stored. Raises ProtocolError for what none wrote."""
         try:
             seconds = {name: float(body["seconds"][name]) for name in STATES}
             state, step, t = str(body["state"]), int(body["step"]), float(body["t"])
-            if min(seconds.values()) < 0 or state not in ("", *STATES) or not t > 0:
+            generation, usual_s = int(body.get("generation", 0)), float(body.get("usual_s", 0.0))
+            if min(*seconds.values(), usual_s) < 0 or state not in ("", *STATES) or not t > 0:
                 raise ValueError("its numbers are none that a lighthouse writes")
         except (TypeError, ValueError, KeyError) as error:
             raise ProtocolError(f"this is no ledger: {error}") from error
@@ -122,8 +151,12 @@ class Ledger:
         gap = max(0.0, wall - t)
         self._counted = min(self._counted, now - gap)
         if self.state in (TRAINING, DEGRADED):
-            self.state = state if state in (TRAINING, DEGRADED) else self.state
-            self._step = min(self._step, step) if step >= 0 else self._step
+            self.state = state
+            self._stepped = min(self._stepped, now - gap)
+            if step >= 0 and generation in (0, self._generation):  # 0: an older release wrote it
+                self._step = step
+            if usual_s and len(self._usual) < _KNOWN:
+                self._usual.extend([usual_s] * _KNOWN)
 
 
 def _steady(look: Look) -> str:

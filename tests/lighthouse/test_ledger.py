@@ -2,11 +2,13 @@
 
 import json
 import re
+import time
 from dataclasses import replace
 
 import pytest
 from in_process import lighthouse_on
-from lighthouse_support import close_all, eventually, headers, start_job
+from lighthouse_support import WireMember, close_all, eventually, headers, start_job
+from test_recovery import beat_step
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.ledger import (
@@ -101,6 +103,65 @@ def test_the_next_leader_goes_on_from_what_was_stored(steps, state):
     assert found[TRAINING if steps else STALLED] == pytest.approx((60 if steps else 0) + 30 + 12, abs=2)
     assert sum(found.values()) == pytest.approx(60 + 30 + 12, abs=2), "the time between is in it"
     assert second.ledger.state == state
+
+
+@pytest.mark.parametrize("steps", [0, 1, 40])
+def test_a_standstill_across_a_fail_over_is_no_training(steps):
+    """The new leader hears nobody at first, then where they stand: that is no step made meanwhile."""
+    first = Watch()
+    first.goes_on(60, step_s=1)
+    stored = json.loads(json.dumps(first.ledger.saved(wall=1000.0)))
+    second = Watch(now=5.0, step=-1)
+    second.ledger.restore(stored, second.now, wall=1040.0)
+    assert not second.goes_on(2)[STALLED], "nobody has told of a step"
+    second.goes_on(3, step=stored["step"] + steps - 1)  # the first who is back was a step behind
+    found = second.goes_on(3, step=stored["step"] + steps)
+    # One step in 40 s, where one a second is usual, is a standstill too.
+    expected = TRAINING if steps == 40 else STALLED
+    assert found[expected] == pytest.approx((60 if steps == 40 else 0) + 45, abs=4)
+    assert sum(found.values()) <= 60 + 48 + 0.5
+
+
+def test_a_cold_start_across_a_fail_over_is_not_measured_by_its_older_step():
+    first = Watch()
+    first.goes_on(60, step_s=1, generation=1)
+    stored = first.ledger.saved(wall=1000.0)
+    second = Watch(now=5.0, step=-1)
+    second.ledger.observe(replace(second.look, generation=2), 5.0)
+    second.ledger.restore(stored, second.now, wall=1003.0)
+    found = second.goes_on(20, step_s=1, step=10, generation=2)
+    assert found[TRAINING] == pytest.approx(60 + 3 + 20, abs=2) and not found[STALLED]
+
+
+async def test_a_new_leader_that_has_heard_nobody_counts_no_step(http):
+    """Members stand at step 56 before and after: the job's record says only where its generation began."""
+    space = MemorySpace()
+    async with lighthouse_on(MemoryStore(space)) as first:
+        await eventually(leading(first), "the first to lead")
+        members = await start_job(http, first.url)
+        for member in members:
+            await beat_step(member, 2, 56)
+        ledger = first.jobs.by_name["job"].look_at_ledger()
+        assert ledger.saved(1.0)["step"] == 56
+        saved = {**ledger.saved(time.time() - 1000.0), "usual_s": 0.5}
+        await close_all(members)
+    store = MemoryStore(space)
+    await store.connect()
+    await store.commit([], [Put(ledger_of("ns", "job"), json.dumps(saved).encode())])
+    async with lighthouse_on(MemoryStore(space)) as second:
+
+        async def restored() -> bool:
+            return second.jobs.loaded.is_set() and second.jobs.by_name["job"].ledger_is_known
+
+        await eventually(restored, "the ledger to be read")
+        job = second.jobs.by_name["job"]
+        assert not job.look_at_ledger().seconds[STALLED], "nobody has been heard"
+        back = await WireMember(http, second.url, "r0", generation=1, step=56).open()
+        await back.epoch(1)
+        ledger = job.look_at_ledger()
+        assert ledger.state == STALLED and ledger.seconds[STALLED] >= 1000.0
+        assert ledger.seconds[TRAINING] < 100.0
+        await back.close()
 
 
 def test_what_is_no_ledger_is_refused():

@@ -47,7 +47,10 @@ class Process:
 
     def launch(self) -> None:
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self.command(), env=self.environment(), stdout=log, stderr=log)
+            # -m looks in the working directory first: this checkout is measured, wherever one stands.
+            self._process = subprocess.Popen(
+                self.command(), env=self.environment(), stdout=log, stderr=log, cwd=HERE.parent
+            )
 
     @property
     def pid(self) -> int:

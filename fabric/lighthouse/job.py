@@ -179,7 +179,7 @@ class Job:
         wanted = core.config.policy.start_replicas
         before, self._looked = self.ledger.state, self.now
         # A new leader has heard nobody yet: what the record says is where the generation began.
-        step = -1 if core.reached is None else core.top_step()
+        step = -1 if core.reached is None else core.reached
         generation = record.generation if record is not None else 0
         look = Look(is_on, step, members, wanted, self.recoveries.is_recovering, generation)
         self.ledger.observe(look, self.now)
@@ -215,13 +215,8 @@ class Job:
 
     def open(self, connection: Connection, session: m.Session, policy: Policy) -> bool:
         """Begin (or say again) a session; False when the core refused it, and it is being closed."""
-        # Only a job that may be full is counted: thousands of sessions open within seconds.
         record = self.core.record
-        known = len(self.sessions) + (len(record.roster) if record else 0)
-        names = (
-            {*self.sessions, *(record.names if record else ())} if known >= self._around.max_replicas else ()
-        )
-        count = len(set(names) - {session.replica})
+        count = self._others(session.replica)
         allowed, needed = self._around.max_replicas, policy.min_replicas if record is None else 0
         if reason := no_room(self.name, session.replica, count, needed, allowed):
             self._note("session refused", session.replica, reason)
@@ -257,6 +252,21 @@ class Job:
         if older is not None and older is not connection:
             older.end(codes.REPLACED, "replaced by a newer session of the same replica")
         return True
+
+    def _others(self, replica: str) -> int:
+        """How many replicas take part beside this one, or 0 where there is room in any case: thousands of
+        sessions open within seconds, most of them of members."""
+        record, allowed = self.core.record, self._around.max_replicas
+        members = len(record.roster) if record is not None else 0
+        if len(self.sessions) + members < allowed:
+            return 0
+        if members <= allowed and record is not None and record.member(replica) is not None:
+            return 0
+        return len({*self.sessions, *(record.names if record is not None else ())} - {replica})
+
+    def crowd(self, seconds: float) -> None:
+        """So many connect to this lighthouse that some have to wait, for so many seconds yet."""
+        self._feed(io.Crowded(seconds))
 
     def hear(self, connection: Connection, message: m.MemberMessage) -> None:
         """One message of an open session; what a replaced one still says is dropped."""
@@ -458,7 +468,8 @@ class Job:
         incarnation = peer.incarnation if peer is not None else None
         where = {"job": self.name, "replica": about, "incarnation": incarnation, "epoch": epoch}
         text = ": ".join(filter(None, (kind, about, event.why)))
-        log.info("%s", text, extra=fields(**where, step=core.top_step(), cause=cause))
+        # The newest that was heard of, which is known: the highest of all members' would be looked for.
+        log.info("%s", text, extra=fields(**where, step=core.reached or 0, cause=cause))
 
     def _count_evictions(self, before: Record | None, now: Record | None) -> None:
         if before is None or now is None or now.generation != before.generation or not now.is_forced:

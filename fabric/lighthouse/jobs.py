@@ -128,6 +128,11 @@ class Jobs:
             self._logs.pop(job.name).end_followers()
             self._recoveries.pop(job.name)
 
+    def crowd(self, seconds: float) -> None:
+        """So many connect that some have to wait, for so many seconds yet: whose, nobody knows before."""
+        for job in self.by_name.values():
+            job.crowd(seconds)
+
     @property
     def start_wait_s(self) -> float:
         """How long a job waits for all of its replicas; the rest of a policy comes with the sessions."""

@@ -67,6 +67,9 @@ class Parts:
     probe: StoreProbe
     door: Door = field(default_factory=Door)
 
+    def __post_init__(self) -> None:
+        self.door.on_crowd = self.jobs.crowd
+
     @property
     def leads(self) -> bool:
         term = self.election.term

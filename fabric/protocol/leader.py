@@ -28,7 +28,7 @@ MANY = 256
 TOGETHER_S = 0.05
 # What tells nothing new of a member may wait for longer.
 ROUTINE_S = 0.25
-_FREQUENT = (io.FromMember, io.PulseSeen, io.SessionOpened, io.SessionClosed, io.PulseClosed)
+_FREQUENT = (io.FromMember, io.PulseSeen, io.SessionOpened, io.SessionClosed, io.PulseClosed, io.Crowded)
 
 
 class Leader(Joins):
@@ -56,7 +56,7 @@ class Leader(Joins):
     def _plan_when_due(self, event: io.Event) -> None:
         """A plan looks at every replica. Where they are thousands it is made for many events together, by the
         timer alone: then how late that is tells how late everything is that I hear."""
-        if len(self.liveness.peers) >= MANY and isinstance(event, _FREQUENT):
+        if self._is_large and isinstance(event, _FREQUENT):
             patience_s = ROUTINE_S if self._is_routine(event) else TOGETHER_S
             self._plan_at = min(self._plan_at, self._now + patience_s)
             return
@@ -64,17 +64,24 @@ class Leader(Joins):
         self._plan()
         self._deadline = self._next_deadline()
 
+    @property
+    def _is_large(self) -> bool:
+        """By those who are here, and by those who were members when another led and come back now."""
+        return len(self.liveness.peers) >= MANY or (
+            self.record is not None and len(self.record.roster) >= MANY
+        )
+
     def _is_routine(self, event: io.Event) -> bool:
         """Whether this says no more than that somebody lives and where it is, or that one more has come."""
         if isinstance(event, io.PulseSeen):
             return event.pulse.trainer == "running"
         if isinstance(event, io.FromMember):
             return type(event.message) is m.Beat and (self.record is None or self._lists(event.replica))
-        return isinstance(event, io.SessionOpened)
+        return isinstance(event, io.SessionOpened | io.Crowded)
 
     def next_deadline(self) -> float | None:
         """When to call again with Tick at the latest."""
-        if self.leading and len(self.liveness.peers) >= MANY and self._deadline is not None:
+        if self.leading and self._deadline is not None and self._is_large:
             # However many events come meanwhile: what each of them would postpone would never be.
             due: float | None = min(self._deadline, self._plan_at)
         else:
@@ -95,7 +102,8 @@ class Leader(Joins):
             dues.append(epoch.condemned_at + self.config.coalesce_s)
         if epoch.aborted:
             dues.append(self.reform_due)
-        return max(min(d for d in dues if d is not None), self._now + 0.001)
+        least_s = TOGETHER_S if self._is_large else 0.001
+        return max(min(d for d in dues if d is not None), self._now + least_s)
 
     def _plan(self) -> None:
         record = self.record
@@ -140,6 +148,9 @@ class Leader(Joins):
     def on_tick(self, _: io.Tick) -> None:
         pass
 
+    def on_crowded(self, event: io.Crowded) -> None:
+        self.liveness.crowds(self._now + event.seconds)
+
     # --- sessions and pulses ---------------------------------------------------------------------------
 
     def on_opened(self, event: io.SessionOpened) -> None:
@@ -150,8 +161,8 @@ class Leader(Joins):
             self._tell("session refused", session.replica, refusal.reason)
             return
         known = self.liveness.peers.get(session.replica)
-        if known is None and self._lists(session.replica):
-            self.liveness.came_back(self._now)
+        if (known is None or not known.connected) and self._lists(session.replica):
+            self.liveness.came_back(self._now, first=known is None, one_of_many=self._is_large)
         self.liveness.peers[session.replica] = Peer(session, True, self._now)
         self._note_step(self.liveness.peers[session.replica])
         if known is None or known.incarnation != session.incarnation:
@@ -447,6 +458,7 @@ _HANDLERS: dict[type, Callable[[Leader, Any], None]] = {
     io.RecordRead: Leader.on_read,
     io.WriteFailed: Leader.on_write_failed,
     io.Operator: Leader.on_operator,
+    io.Crowded: Leader.on_crowded,
     io.Tick: Leader.on_tick,
 }
 

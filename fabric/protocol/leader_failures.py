@@ -29,6 +29,8 @@ class Failures(Admission):
     def _complete(self, record: Record) -> bool:
         """Rule 10: all that stay have finished; where nobody stays, all. A newcomer that has entered no round
         gets into none any more, for nobody contributes: published gradients take it to the end, if any."""
+        if not self.finished:
+            return False
         left = [x for x in record.roster if not x.leaving] or list(record.roster)
         missing = [x for x in left if x.replica not in self.finished]
         if len(missing) == len(left) or any(not x.fresh or x.replica in self.epoch.running for x in missing):

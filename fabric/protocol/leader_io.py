@@ -89,6 +89,13 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
+class Crowded:
+    """So many connect at once that some are made to wait, for so many seconds yet."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed."""
 
@@ -104,6 +111,7 @@ Event = (
     | RecordRead
     | WriteFailed
     | Operator
+    | Crowded
     | Tick
 )
 

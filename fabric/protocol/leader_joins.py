@@ -174,10 +174,11 @@ class Joins(Failures):
 
     def _admit(self, record: Record) -> bool:
         outside = record.strangers(self.liveness.peers.keys())
-        ready = [p for p in map(self.liveness.peers.__getitem__, outside) if self._may_join(record, p)]
         room = self.most - len(record.roster)
         if room <= 0:
             return False
+        near = self.top_step() - 1 if outside else 0
+        ready = [p for p in map(self.liveness.peers.__getitem__, outside) if self._may_join(record, p, near)]
         if not ready:
             return self._admit_awaited(record)
         ready.sort(key=lambda p: p.session.replica)
@@ -197,10 +198,11 @@ class Joins(Failures):
         )
         return True
 
-    def _may_join(self, record: Record, peer: Peer) -> bool:
-        if peer.generation != record.generation or not self._is_welcome(record, peer):
+    def _may_join(self, record: Record, peer: Peer, near: int) -> bool:
+        """``near``: the step that it must have come to."""
+        if peer.generation != record.generation or peer.step < near:
             return False
-        return self.top_step() - peer.step <= 1
+        return self._is_welcome(record, peer)
 
     def _is_welcome(self, record: Record, peer: Peer) -> bool:
         if not peer.connected or peer.beat is None or self.kept_out(peer):

@@ -20,14 +20,15 @@ Process = TypeVar("Process", Member, Session)
 class LivenessConfig:
     """Seconds. ``stopped_s``: how long a stopped trainer is waited for. ``reconnect_s``: how long a
     session may be away while the pulse says that the trainer runs. ``silence_s``: both sources silent.
-    ``credit_s``: after an election, and after the last return of a member, nobody is dead for silence or
-    absence."""
+    ``credit_s``: after an election, after the last return of a member, and after the last that was made to
+    wait, nobody is dead for silence or absence. ``crowd_s``: being made to wait counts so long at most."""
 
     stopped_s: float = 0.15
     reconnect_s: float = 3.0
     silence_s: float = 2.0
     lost_s: float = 0.05
     credit_s: float = 3.0
+    crowd_s: float = 300.0
 
 
 @dataclass(slots=True)
@@ -87,20 +88,35 @@ class Liveness:
     pulses: dict[str, PulseState] = field(default_factory=dict)
     late_s: float = 0.0
     returned: float = -math.inf  # when a member was last heard for the first time after the election
+    crowded: float = -math.inf  # until when those who want to come back may be made to wait
     _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> what that rank's checkpoint server says.
     rank_pulses: dict[int, dict[str, PulseState]] = field(default_factory=dict)
 
-    def came_back(self, now: float) -> None:
-        """A member is heard for the first time since the election. Thousands take longer than ``credit_s`` to
-        come back, one after the other: the credit lasts until nobody has come for so long."""
+    def came_back(self, now: float, first: bool = True, one_of_many: bool = False) -> None:
+        """A member has a session again, the ``first`` time since the election or not. Thousands take longer
+        than ``credit_s`` to come back, one after the other, and some more than once, for they wait for their
+        turn in the kernel's queue only so long: the credit lasts until nobody has come for so long."""
         if now < self.credit_end:
-            self.returned = now
+            self.returned = now if first else self.returned
+            if one_of_many:
+                self.crowds(now)
+
+    def crowds(self, until: float) -> None:
+        """So many want to come back at once that some are made to wait until then: who is not here, or was
+        here and is away again, may be among them."""
+        self.crowded = max(self.crowded, until)
+
+    @property
+    def crowd_end(self) -> float:
+        """Until then nobody is dead for absence: who was made to wait has had its turn, and time to use
+        it."""
+        return min(self.crowded, self.elected + self.config.crowd_s) + self.config.credit_s
 
     @property
     def credit_end(self) -> float:
-        """Until then nobody is dead for silence or absence."""
-        return max(self.elected, self.returned) + self.config.credit_s
+        """Until then nobody is dead for silence, or for not having come back."""
+        return max(max(self.elected, self.returned) + self.config.credit_s, self.crowd_end)
 
     def tick_was_late(self, by_s: float) -> None:
         """The leader was called so much later than it asked: what it was told meanwhile may still lie before
@@ -225,9 +241,9 @@ class Liveness:
         credit = now < self.credit_end
         heard = self._pulse_heard(pulse, now) or (credit and pulse is None)
         peer = self._peer(member)
-        if peer is None and credit:
+        if (peer is None and credit) or ((peer is None or not peer.connected) and now < self.crowd_end):
             return ""
-        away = self.credit_end if peer is None else peer.closed
+        away = self.credit_end if peer is None else max(peer.closed, self.crowd_end)
         if peer is None or not peer.connected:
             patience = config.reconnect_s if heard else config.lost_s
             return f"its session ended {now - away:.2f} s ago" if now - away >= patience else ""
@@ -237,18 +253,18 @@ class Liveness:
 
     def doubtful(self, roster: Sequence[Process], now: float) -> list[Process]:
         """Those that have to be looked at more closely, found without looking at everything: of nearly
-        everybody nearly always the session is there and was heard, and its checkpoint server says nothing
-        else. One loop without calls, for there are thousands several times a second."""
+        everybody nearly always the session is there and was heard, or need not be back yet, and its
+        checkpoint server says nothing else. One loop without calls, for there are thousands several times a
+        second."""
         peers, pulses, since = self.peers, self.pulses, now - self.config.silence_s
+        credit = now < self.credit_end
         found = []
         for member in roster:
             peer = peers.get(member.replica)
-            if (
-                peer is not None
-                and peer.connected
-                and peer.seen > since
-                and peer.session.incarnation == member.incarnation
-                and not member.ranks
+            if not member.ranks and (
+                credit
+                if peer is None
+                else peer.connected and peer.seen > since and peer.session.incarnation == member.incarnation
             ):
                 pulse = pulses.get(member.replica)
                 if pulse is None or pulse.trainer == "running":
@@ -294,7 +310,8 @@ class Liveness:
                 stopped = stopped or (other is not None and other.trainer == "stopped")
             if peer is None or not peer.connected or stopped:
                 return now + self.config.lost_s / 2
-        return now + self.config.silence_s / 4
+        soon = now + self.config.silence_s / 4
+        return min(soon, self.credit_end) if now < self.credit_end else soon
 
     def _peer(self, member: Member) -> Peer | None:
         peer = self.peers.get(member.replica)

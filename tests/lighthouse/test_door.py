@@ -2,21 +2,25 @@
 
 import asyncio
 import itertools
+import signal
+from collections.abc import AsyncIterator
+from functools import partial
 
 import aiohttp
 import pytest
 from aiohttp import web
-from in_process import lighthouse_on
-from lighthouse_support import WireMember, eventually
+from in_process import Clock, lighthouse_on
+from lighthouse_support import LighthouseProcess, WireMember, close_all, eventually, start_job
 from protocol.makers import record_of
 
 from fabric.client.leader_link import LeaderLink
 from fabric.lighthouse.door import MOST_WAITING, Door
-from fabric.lighthouse.job import _notice
+from fabric.lighthouse.job import Surroundings, _notice
 from fabric.protocol import messages as m
 from fabric.protocol import wire
 from fabric.runtime.config import Settings
 from fabric.runtime.web import come_back_s
+from fabric.store import open_store
 from fabric.store.memory import MemorySpace, MemoryStore
 
 
@@ -109,3 +113,77 @@ def test_a_large_job_is_pulsed_less_often():
     small, large = (wire.decode(_notice(record_of(" ".join(f"r{i}" for i in range(n))))) for n in (3, 5000))
     assert isinstance(small, m.Notice) and isinstance(large, m.Notice)
     assert small.every_s < 0.05 and large.every_s == 1.0
+
+
+async def test_who_is_made_to_wait_is_told_of_and_for_how_long():
+    told = []
+    door = Door(most_waiting=20, on_crowd=told.append, per_s=10)
+    assert await door.enter() == 0 and told == [], "one alone is no crowd"
+    waiting = [asyncio.ensure_future(door.enter()) for _ in range(20)]
+    await asyncio.sleep(0)  # all of them stand in line
+    seconds = [await door.enter() for _ in range(100)]
+    assert max(told) > seconds[-1] > seconds[0], "as long as the last one stays away, and then stands in line"
+    assert len(told) <= 12, "not for each of them"
+    assert await asyncio.gather(*waiting) == [0] * 20
+
+
+HERD = 100
+
+
+@pytest.fixture
+async def herd_http() -> AsyncIterator[aiohttp.ClientSession]:
+    """Without the usual client's bound of a hundred connections."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield session
+
+
+async def test_of_a_herd_that_comes_back_to_another_leader_nobody_is_taken_for_dead(
+    herd_http, tmp_path, monkeypatch
+):
+    """100 real sessions, and a leader that is killed. The door of the next one is narrow: most are sent away.
+    Some are let in when they have given up, and are away for longer than a session may be."""
+    url, clock = f"sqlite://{tmp_path}/store.db", Clock()
+    monkeypatch.setattr("fabric.lighthouse.jobs.Surroundings", partial(Surroundings, clock=clock))
+    arguments = ("--namespace", "ns", "--lease-s", "2", "--max-replicas", "1000")
+    with LighthouseProcess(tmp_path, url, "first", arguments) as first:
+        members = await start_job(herd_http, first.url, HERD)
+        nonce = members[0].newest.nonce
+        async with lighthouse_on(open_store(url), door=Door(most_waiting=8)) as second:
+            first.end(signal.SIGKILL)
+
+            async def leads() -> bool:
+                return second.parts.serves
+
+            await eventually(leads, "the other one to lead")
+            back = [WireMember(herd_http, second.url, x.replica, generation=1, step=1) for x in members]
+            away_s = await asyncio.gather(*map(knock, back))
+            inside = [x for x, seconds in zip(back, away_s, strict=True) if not seconds]
+            assert 4 < len(inside) < HERD / 2, "a herd"
+            job = second.jobs.by_name["job"]
+            for member in inside[:4]:
+                member.cut()
+
+            async def seen() -> bool:
+                return len(job.sessions) == len(inside) - 4
+
+            await eventually(seen, "that they have gone to be seen")
+            clock.now += 4.0
+            while outside := [x for x in back if x not in inside[4:]]:
+                await asyncio.sleep(0.2)
+                away_s = await asyncio.gather(*map(knock, outside))
+                inside += [x for x, seconds in zip(outside, away_s, strict=True) if not seconds]
+            record, kinds = job.core.record, [x.kind for x in job.events.after(0)]
+            assert (len(job.sessions), len(record.roster), record.nonce) == (HERD, HERD, nonce)
+            assert "condemned" not in kinds and "epoch" not in kinds
+            await close_all(inside)
+
+
+async def knock(member: WireMember) -> float:
+    """0 when it has got its session and was told the epoch, else how long it is sent away for."""
+    try:
+        await member.open()
+    except aiohttp.WSServerHandshakeError as error:
+        assert error.status == 429
+        return come_back_s(error.headers or {})
+    await member.epoch(1)
+    return 0.0

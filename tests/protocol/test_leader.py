@@ -795,3 +795,69 @@ def test_after_a_fail_over_nobody_is_dead_while_the_others_still_come_back():
     lighthouse.open("a", generation=1, step=5, epoch=1)  # again: it had come back before
     lighthouse.wait(1.0)
     assert lighthouse.record.epoch == 2 and "e" not in lighthouse.record.names
+
+
+def herd(**policy):
+    """Very many members that another leader led; nobody is back yet."""
+    names = [f"r{i:03d}" for i in range(MANY + 44)]
+    return names, Lighthouse(record_of(" ".join(names), epoch=1), **policy)
+
+
+def test_members_that_come_back_to_a_new_leader_are_looked_at_together():
+    """It is the roster that is large: a plan for each of them would look at all of it, thousands of times."""
+    names, lighthouse = herd()
+    plans, plan = [], lighthouse.core._plan
+    lighthouse.core._plan = lambda: (plans.append(lighthouse.now), plan())
+    for name in names:
+        lighthouse.now += 0.001
+        lighthouse.open(name, generation=1, step=5, epoch=1)
+        while lighthouse.core.next_deadline() <= lighthouse.now:
+            lighthouse.do(io.Tick())
+    assert 1 <= len(plans) <= len(names) * 0.001 / TOGETHER_S + 2
+
+
+def test_of_a_herd_nobody_is_dead_who_may_be_waiting_at_the_door():
+    names, lighthouse = herd()
+    lighthouse.open(*names[:20], generation=1, step=5, epoch=1)
+    for name in names[:5]:  # let in too late: they had given up, and stand in line again
+        lighthouse.do(io.SessionClosed(name, 1))
+    for _ in range(4):
+        lighthouse.do(io.Crowded(20.0))
+        lighthouse.wait(19.0)
+        assert lighthouse.record.epoch == 1 and not lighthouse.core.epoch.condemned
+    lighthouse.open(*names[:-1], generation=1, step=5, epoch=1)
+    for _ in range(4):
+        for name in names[:-1]:
+            lighthouse.beat(name, 5)
+        lighthouse.wait(1.0)
+    assert lighthouse.record.epoch == 1, "its turn may just have come"
+    lighthouse.wait(1.5)
+    assert lighthouse.record.epoch == 2 and lighthouse.record.names == tuple(names[:-1])
+
+
+def test_of_a_herd_nobody_is_dead_who_waits_in_the_kernels_queue_again_and_again():
+    """No door sees them, but the others that get through."""
+    names, lighthouse = herd()
+    for number, name in enumerate(names[:30]):
+        lighthouse.open(name, generation=1, step=5, epoch=1)
+        lighthouse.do(io.SessionClosed(names[0], 1))
+        lighthouse.wait(2.9)
+        assert lighthouse.record.epoch == 1, f"{number} are back"
+        if number % 2:
+            lighthouse.open(names[0], generation=1, step=5, epoch=1)
+        for other in names[1 : number + 1]:
+            lighthouse.beat(other, 5)
+
+
+def test_a_crowd_that_never_ends_spares_nobody_for_ever():
+    names, lighthouse = herd()
+    lighthouse.open(*names[1:], generation=1, step=5, epoch=1)
+    spared_s = lighthouse.core.config.liveness.crowd_s
+    began = lighthouse.now
+    while lighthouse.record.epoch == 1 and lighthouse.now < began + 2 * spared_s:
+        lighthouse.do(io.Crowded(30.0))
+        lighthouse.wait(0.5)
+        for name in names[1:]:
+            lighthouse.beat(name, 5)
+    assert spared_s <= lighthouse.now - began <= spared_s + 10.0
+    assert lighthouse.record.names == tuple(names[1:])

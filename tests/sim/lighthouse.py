@@ -70,6 +70,10 @@ class Lighthouse(Process):
             if record is not None and record.orders != Orders():
                 self.clockwork.counts["orders: known to the next leader"] += 1
             self.feed(io.Elected("store", record, 1e9 + self.clockwork.now + self.world.time_error()))
+            chance = random.Random(f"crowd {self.clockwork.seed}/{revision}")
+            if chance.random() < 0.25:
+                self.clockwork.counts["crowd"] += 1
+                self.feed(io.Crowded(chance.uniform(0.0, 5.0)))
 
     def _renewed(self, ok: bool, sent: float, revision: int) -> None:
         if self.core is None or self.revision != revision:

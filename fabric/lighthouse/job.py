@@ -216,8 +216,8 @@ class Job:
     def open(self, connection: Connection, session: m.Session, policy: Policy) -> bool:
         """Begin (or say again) a session; False when the core refused it, and it is being closed."""
         record = self.core.record
-        count = self._others(session.replica)
         allowed, needed = self._around.max_replicas, policy.min_replicas if record is None else 0
+        count = others(session.replica, self.sessions, record, allowed)
         if reason := no_room(self.name, session.replica, count, needed, allowed):
             self._note("session refused", session.replica, reason)
             connection.send(self._frames.of(m.Rejected(reason), connection.packs))
@@ -252,17 +252,6 @@ class Job:
         if older is not None and older is not connection:
             older.end(codes.REPLACED, "replaced by a newer session of the same replica")
         return True
-
-    def _others(self, replica: str) -> int:
-        """How many replicas take part beside this one, or 0 where there is room in any case: thousands of
-        sessions open within seconds, most of them of members."""
-        record, allowed = self.core.record, self._around.max_replicas
-        members = len(record.roster) if record is not None else 0
-        if len(self.sessions) + members < allowed:
-            return 0
-        if members <= allowed and record is not None and record.member(replica) is not None:
-            return 0
-        return len({*self.sessions, *(record.names if record is not None else ())} - {replica})
 
     def crowd(self, seconds: float) -> None:
         """So many connect to this lighthouse that some have to wait, for so many seconds yet."""

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
@@ -22,6 +23,17 @@ def policy_kept(asked: Policy, kept: Policy) -> str:
     return "it asked for " + ", ".join(
         f"{name} {here[name]:g}, the job has {there[name]:g}" for name in here if here[name] != there[name]
     )
+
+
+def others(replica: str, sessions: Collection[str], record: Record | None, allowed: int) -> int:
+    """How many replicas take part beside this one, or 0 where there is room in any case: thousands of sessions
+    open within seconds, most of them of members."""
+    members = len(record.roster) if record is not None else 0
+    if len(sessions) + members < allowed:
+        return 0
+    if members <= allowed and record is not None and record.member(replica) is not None:
+        return 0
+    return len({*sessions, *(record.names if record is not None else ())} - {replica})
 
 
 def no_room(job: str, replica: str, others: int, needed: int, allowed: int) -> str:

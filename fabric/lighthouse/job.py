@@ -27,7 +27,7 @@ from fabric.lighthouse.incoming import MAX_REPLICAS
 from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.ledger import Ledger, Look
 from fabric.lighthouse.metrics import JobGauges, Metrics
-from fabric.lighthouse.reasons import Waits, no_room, policy_kept
+from fabric.lighthouse.reasons import Waits, no_room, others, policy_kept
 from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recoverable import recoverable
 from fabric.lighthouse.recovery import Recoveries, Recovery

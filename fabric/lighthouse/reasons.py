@@ -26,8 +26,8 @@ def policy_kept(asked: Policy, kept: Policy) -> str:
 
 
 def others(replica: str, sessions: Collection[str], record: Record | None, allowed: int) -> int:
-    """How many replicas take part beside this one, or 0 where there is room in any case: thousands of sessions
-    open within seconds, most of them of members."""
+    """How many replicas take part beside this one, or 0 where there is room in any case: thousands of
+    sessions open within seconds, most of them of members."""
     members = len(record.roster) if record is not None else 0
     if len(sessions) + members < allowed:
         return 0

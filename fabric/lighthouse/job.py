@@ -27,7 +27,7 @@ from fabric.lighthouse.incoming import MAX_REPLICAS
 from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.ledger import Ledger, Look
 from fabric.lighthouse.metrics import JobGauges, Metrics
-from fabric.lighthouse.reasons import Waits, no_room, others, policy_kept
+from fabric.lighthouse.reasons import Waits, no_room, numbers, others, policy_kept
 from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recoverable import recoverable
 from fabric.lighthouse.recovery import Recoveries, Recovery
@@ -276,8 +276,9 @@ class Job:
                 connection.send(text_frame(_notice(self.core.record)))
         heard, key = self.pulses[connection], (pulse.replica, pulse.rank)
         known, now = heard.get(key), self.now
-        if known is not None and now - known.told < PULSE_S and _same(known.pulse, pulse):
-            return
+        if known is not None and now - known.told < PULSE_S:
+            if replace(known.pulse, number=pulse.number, ages_s=pulse.ages_s) == pulse:
+                return
         heard[key] = PulseSource(pulse, now)
         self._feed(io.PulseSeen(pulse))
 
@@ -290,7 +291,7 @@ class Job:
 
     def operate(self, asked: io.Operator) -> None:
         """What a person decides, on the record with who and why."""
-        self._note(f"{asked.action} asked", asked.replica, f"by {asked.who}: {asked.why}{_numbers(asked)}")
+        self._note(f"{asked.action} asked", asked.replica, f"by {asked.who}: {asked.why}{numbers(asked)}")
         self._feed(asked)
 
     async def kept(self, within_s: float) -> None:
@@ -485,15 +486,6 @@ class Job:
 def _notice(record: Record) -> str:
     every_s = min(len(record.roster) / _PULSES_PER_S, 1.0)
     return wire.encode(m.Notice(record.fence, record.cause, record.reason, every_s)).decode()
-
-
-def _same(one: m.Pulse, other: m.Pulse) -> bool:
-    return replace(one, number=other.number, ages_s=other.ages_s) == other
-
-
-def _numbers(asked: io.Operator) -> str:
-    found = (("min", asked.min_replicas), ("max", asked.max_replicas))
-    return "".join(f", {name} {value}" for name, value in found if value is not None)
 
 
 def _entropy() -> random.Random:

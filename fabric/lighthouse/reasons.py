@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from fabric.model import Policy, Record, counted
+from fabric.protocol import leader_io as io
 from fabric.protocol.leader import Leader
 from fabric.protocol.messages import BeatReply, LeaderMessage
 
@@ -23,6 +24,12 @@ def policy_kept(asked: Policy, kept: Policy) -> str:
     return "it asked for " + ", ".join(
         f"{name} {here[name]:g}, the job has {there[name]:g}" for name in here if here[name] != there[name]
     )
+
+
+def numbers(asked: io.Operator) -> str:
+    """What an operator's order to scale says, to go on with."""
+    found = (("min", asked.min_replicas), ("max", asked.max_replicas))
+    return "".join(f", {name} {value}" for name, value in found if value is not None)
 
 
 def others(replica: str, sessions: Collection[str], record: Record | None, allowed: int) -> int:

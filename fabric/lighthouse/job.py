@@ -276,9 +276,12 @@ class Job:
                 connection.send(text_frame(_notice(self.core.record)))
         heard, key = self.pulses[connection], (pulse.replica, pulse.rank)
         known, now = heard.get(key), self.now
-        if known is not None and now - known.told < PULSE_S:
-            if replace(known.pulse, number=pulse.number, ages_s=pulse.ages_s) == pulse:
-                return
+        if (
+            known is not None
+            and now - known.told < PULSE_S
+            and replace(known.pulse, number=pulse.number, ages_s=pulse.ages_s) == pulse
+        ):
+            return
         heard[key] = PulseSource(pulse, now)
         self._feed(io.PulseSeen(pulse))
 

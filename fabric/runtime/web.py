@@ -156,7 +156,8 @@ async def _cut_off_stuck(request: web.Request, handler: Handler) -> web.StreamRe
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
-            raise ConnectionResetError("the reader does not take its answer") from None
+        except ConnectionError:
+            pass  # the reader has gone: aiohttp meets that again, and makes no words of it
     return response
 
 

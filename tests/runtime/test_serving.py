@@ -38,6 +38,35 @@ async def test_a_client_that_never_ends_its_request_is_cut_off(monkeypatch):
         await runner.cleanup()
 
 
+async def test_a_client_that_leaves_before_its_answer_is_nothing_to_report(caplog):
+    app = web.Application(middlewares=[errors_as_json])
+    asked, go, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    requests: list[web.Request] = []
+
+    async def slow(request: web.Request) -> web.Response:
+        requests.append(request)
+        asked.set()
+        await go.wait()
+        asyncio.get_running_loop().call_soon(answered.set)
+        return web.Response(text="x" * 10_000_000)
+
+    app.router.add_get("/", slow)
+    runner, port = await serve(app, "127.0.0.1", 0)
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asked.wait()
+        writer.transport.abort()
+        async with asyncio.timeout(30):
+            while (line := requests[0].transport) is not None and not line.is_closing():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            go.set()
+            await answered.wait()
+    finally:
+        await runner.cleanup()
+    assert caplog.text == ""
+
+
 SECRET = "a-secret-token"
 HEAD = f"Host: x\r\nAuthorization: Bearer {SECRET}\r\n"
 NO_HTTP = {

@@ -8,6 +8,8 @@ KB, scalars), all on loopback. A measure is the time until every tensor is usabl
 - one, three: our client with its default settings from one checkpoint server and from three: manifest,
   starting the streams, verification of every block, and opening every tensor are in the time. Like the raw
   ones its connections are open, for a fetcher keeps them, and the rounds before the first one counted dial;
+- same_host: our client from one server on its own host, as it does there: out of that server's memory,
+  verified as well. It is no transfer over TCP, so it counts in no ratio (GB/s under a key of its own);
 - raw: two TCP connections that are open, ``recv_into`` straight to the place, every 4 MiB block digested;
 - bare: the same without digests;
 - torchft: its HTTPTransport as it comes, in one piece and into memory that it allocates;
@@ -195,8 +197,8 @@ class Fleet:
         self._stack.callback(worker.close)
         return worker
 
-    def ours(self, count: int) -> Spent:
-        return self.receiver.ask("ours", [source.hello["url"] for source in self.sources[:count]])
+    def ours(self, count: int, same_host: bool = False) -> Spent:
+        return self.receiver.ask("ours", [source.hello["url"] for source in self.sources[:count]], same_host)
 
     def take(self, receiving: Worker, num_chunks: int) -> Spent:
         """One transfer by torchft."""
@@ -220,6 +222,7 @@ class Fleet:
         sides: dict[str, tuple[Callable[[], Spent], list[Worker]]] = {
             "one": (lambda: self.ours(1), self.sources[:1]),
             "three": (lambda: self.ours(3), self.sources),
+            "same_host": (lambda: self.ours(1, same_host=True), self.sources[:1]),
             "raw": (lambda: self.receiver.ask("raw", self._sender.hello, True), raw),
             "bare": (lambda: self.receiver.ask("raw", self._sender.hello, False), raw),
         }
@@ -389,6 +392,10 @@ def judge(
         "small_tensors_s": round(small_s, 5),
         "client_extra_rss_mb": client,
         "server_extra_rss_mb": server,
+        "same_host": {
+            size: round(nbytes_of(size) / statistics.median(m.seconds["same_host"]) / 1e9, 2)
+            for size, m in found.items()
+        },
     }
     common.finish({**ratios, **others})
 

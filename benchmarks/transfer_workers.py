@@ -167,11 +167,13 @@ class Receiver:
         self._streams = streams
         self._pool = ThreadPoolExecutor(streams)
 
-    def ours(self, urls: list[str]) -> tuple[float, float]:
-        """Seconds until every tensor is there, verified, and processor seconds of this process."""
+    def ours(self, urls: list[str], same_host: bool) -> tuple[float, float]:
+        """Seconds until every tensor is there, verified, and processor seconds of this process; over TCP, or
+        out of the server's memory."""
         from fabric.model import SnapshotRef
 
         self._spoil()
+        self._fetcher.same_host = same_host
         state = SnapshotRef(GENERATION, STEP, self._manifest["digest"])
         watch = Watch()
         fetched = self._fetcher.fetch_state(urls, state, lambda nbytes: self._target[:nbytes])

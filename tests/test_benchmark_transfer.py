@@ -32,7 +32,7 @@ def test_all_our_sides_and_raw_tcp_bring_the_state_and_wrong_bytes_are_noticed(t
     made = transfer.State(transfer.mixed(9 << 20), str(tmp_path))
     with contextlib.closing(made), contextlib.closing(transfer.Fleet(made, peer=False)) as fleet:
         sides = fleet.sides()
-        assert set(sides) == {"one", "three", "raw", "bare"}
+        assert set(sides) == {"one", "three", "same_host", "raw", "bare"}
         for do, giving in sides.values():
             before = sum(worker.processor_s for worker in giving)
             seconds, processor = do()

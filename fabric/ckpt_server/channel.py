@@ -334,6 +334,10 @@ class Connection:
             self._lines.feed(data)
         return line
 
+    async def hear(self) -> bool:
+        """Wait for anything at all, which is thrown away; False at the end."""
+        return bool(await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES))
+
     async def send(self, response: Response) -> None:
         """Send it. Raises TimeoutError or ConnectionError for a peer that does not read."""
         line = encode_line(response.body)

@@ -10,6 +10,7 @@ Everything here blocks and belongs into a thread; ``cancel`` may come from any o
 needs no torch.
 """
 
+import contextlib
 import math
 import ssl
 import time
@@ -21,6 +22,7 @@ from typing import Any
 from fabric.ckpt_server.digest import SEAL, bytes_digest, seal
 from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count, parse_json
 from fabric.ckpt_server.manifest import DIGEST_DIGITS, check_manifest, is_hex, state_digest
+from fabric.ckpt_server.same_host import HostMemory
 from fabric.ckpt_server.source import (
     TRANSIENT,
     Access,
@@ -82,6 +84,7 @@ class StateFetcher:
     source, none of which waits longer than ``timeout_s`` for bytes. ``progress(received, nbytes)`` is
     called in the fetching thread. States larger than ``max_nbytes`` are refused. Of a replica of several
     ranks it fetches the part of ``rank``, from servers of that rank; digests asked for are of the whole.
+    With ``same_host`` a state whose server is on this host is read from its memory.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class StateFetcher:
         self._progress = progress
         self._max_nbytes = max_nbytes
         self._rank = rank
+        self.same_host = True
         self._unfinished = ""
         self._idle = Idle(self._access)
         self.warnings: list[str] = []
@@ -203,7 +207,38 @@ class StateFetcher:
         target: memoryview,
         blocks: Collection[int] | None,
     ) -> str:
-        """Fetches what the group promises; returns whether it came packed, and why."""
+        """Fetches what the group promises, from this host alone where that can be; returns whether it came
+        packed, and why."""
+        try:
+            near = self._near(manifest, group)
+            if 0 < len(near) < len(group):
+                with contextlib.suppress(StateError):
+                    return self._stripe_over(manifest, near, target, blocks)
+                self._require_running()
+            return self._stripe_over(manifest, [s for s in group if s.error is None] or group, target, blocks)
+        finally:
+            for source in group:
+                if source.memory is not None:
+                    source.memory.close()
+
+    def _near(self, manifest: dict[str, Any], group: list[Source]) -> list[Source]:
+        """Those of the group whose memory can be read."""
+        if not self.same_host:
+            return []
+        state = SnapshotRef(manifest["generation"], manifest["step"], manifest["digest"])
+        for source in group:
+            source.memory = HostMemory.find(
+                source.address.place, state, self._access.token, manifest["nbytes"]
+            )
+        return [source for source in group if source.memory is not None]
+
+    def _stripe_over(
+        self,
+        manifest: dict[str, Any],
+        group: list[Source],
+        target: memoryview,
+        blocks: Collection[int] | None,
+    ) -> str:
         striping = Striping(manifest, group, target, self._access, self._idle)
         resume = self._unfinished == manifest["digest"]
         self._unfinished = manifest["digest"]

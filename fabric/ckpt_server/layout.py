@@ -13,8 +13,9 @@ that a process which only moves bytes can check them.
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -29,6 +30,11 @@ _LENGTH = struct.Struct("<Q")
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62
 _MAX_NAME_CHARACTERS = 4096
+# What stands around a tensor's name, offsets, dtype and shape where ``Preamble`` writes them, cut at quotes.
+_BETWEEN = {2: ":{", 3: "data_offsets", 5: "dtype", 6: ":", 8: ",", 9: "shape"}
+_CUTS = 10
+_METADATA = f'"__metadata__":{{"{METADATA_KEY}":'
+_json = json.JSONDecoder()
 
 ELEMENT_BYTES: Mapping[str, int] = {
     "BOOL": 1,
@@ -141,9 +147,8 @@ def read_preamble(begin: memoryview, nbytes: int) -> Header:
             " (or it is damaged)"
         )
     data_begin = _LENGTH.size + length
-    entries = _parse(bytes(begin[_LENGTH.size : data_begin]))
-    metadata = _metadata(entries.pop("__metadata__", None))
-    spans = [_span(name, entry, data_begin) for name, entry in entries.items()]
+    text = bytes(begin[_LENGTH.size : data_begin])
+    spans, metadata = _read_ours(text, data_begin) or _read_any(text, data_begin)
     spans.sort(key=_place)
     _check_cover(spans, data_begin, nbytes)
     return Header(data_begin, tuple(spans), metadata)
@@ -151,12 +156,8 @@ def read_preamble(begin: memoryview, nbytes: int) -> Header:
 
 def parse_json(text: str | bytes) -> Any:
     """JSON from outside, without duplicate keys, NaN or endless depth. Raises StateError otherwise."""
-    return _load_json(text, _unique)
-
-
-def _load_json(text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any]) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=make_object, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise StateError(f"The state's description is not valid JSON ({error}); it is damaged.") from error
 
@@ -172,25 +173,74 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number")
 
 
-def _parse(text: bytes) -> dict[str, Any]:
-    entries = _load_json(text, _entry)
+def _read_ours(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str] | None:
+    """Tensors and metadata of a header in our own spelling, by columns: there may be a hundred thousand, and
+    a newcomer waits. None where it is spelled otherwise, or wrong, which the other way says in words."""
+    split = _without_metadata(text)
+    if split is None:
+        return None
+    body, metadata = split
+    if not body:
+        return [], metadata
+    cuts = body.split('"')
+    if cuts[0] or len(cuts) % _CUTS != 1 or "\\" in body:
+        return None
+    if any(set(cuts[at::_CUTS]) != {word} for at, word in _BETWEEN.items()):
+        return None
+    names = cuts[1::_CUTS]
+    if not "".join(names).isprintable() or len(set(names)) != len(names):
+        return None
+    kinds = list(zip(cuts[7::_CUTS], cuts[10::_CUTS], strict=True))
+    try:
+        # All at once; where an entry is not a pair of its own this is no JSON.
+        places = json.loads(f"[{'|'.join(cuts[4::_CUTS]).replace('],|:[', '],[')[1:-1]}]")
+        known = {kind: _kind(name, *kind) for kind, name in dict(zip(kinds, names, strict=True)).items()}
+        begins, ends = zip(*places, strict=True)
+    except (ValueError, TypeError):
+        return None
+    words, sizes, nbytes = zip(*map(known.__getitem__, kinds), strict=True)
+    if {*map(type, begins), *map(type, ends)} != {int} or min(begins) < 0 or max(ends) > MAX_FILE_BYTES:
+        return None
+    if [end - begin for begin, end in places] != list(nbytes):
+        return None
+    if not min(map(len, names)) or max(map(len, names)) > _MAX_NAME_CHARACTERS:
+        return None
+    first, last = map(data_begin.__add__, begins), map(data_begin.__add__, ends)
+    make = partial(tuple.__new__, TensorSpan)
+    return list(map(make, zip(names, words, sizes, first, last, strict=True))), metadata
+
+
+def _kind(name: str, dtype: str, shape: str) -> tuple[str, tuple[int, ...], int]:
+    """The dtype, the shape and the bytes of tensors of which these words stand in a header, ``name`` one of
+    them. Raises ValueError or StateError."""
+    if shape[:1] != ":" or shape[-2:] != "},":
+        raise ValueError(shape)
+    return dtype, *_extent(name, dtype, json.loads(shape[1:-2]))
+
+
+def _without_metadata(text: bytes) -> tuple[str, str] | None:
+    """The tensors of a header, each with a comma behind it, and the metadata. None: not our spelling."""
+    try:
+        header = text.decode("ascii").rstrip(" ")
+        at = header.index(_METADATA)
+        metadata, end = _json.raw_decode(header, at + len(_METADATA))
+    except (ValueError, RecursionError):
+        return None
+    before, after = header[1:at], header[end + 1 : -1]
+    if header[0] != "{" or header[end : end + 1] != "}" or header[-1] != "}" or not isinstance(metadata, str):
+        return None
+    if after and after[0] != ",":
+        return None
+    return before + (f"{after[1:]}," if after else ""), metadata
+
+
+def _read_any(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str]:
+    """The same of any valid header. Raises StateError."""
+    entries = parse_json(text)
     if not isinstance(entries, dict):
         raise StateError("The state's header is not a JSON object; it is damaged.")
-    return entries
-
-
-def _entry(pairs: list[tuple[str, Any]]) -> Any:
-    """An object of the header; of a tensor spelled as we do it only (dtype, shape, begin, end), so that
-    little of a long header is kept."""
-    if len(pairs) == 3:
-        (first, offsets), (second, dtype), (third, shape) = pairs
-        if first == "data_offsets" and second == "dtype" and third == "shape" and _is_pair(offsets):
-            return dtype, shape, offsets[0], offsets[1]
-    return _unique(pairs)
-
-
-def _is_pair(offsets: object) -> bool:
-    return type(offsets) is list and len(offsets) == 2
+    metadata = _metadata(entries.pop("__metadata__", None))
+    return [_span(name, entry, data_begin) for name, entry in entries.items()], metadata
 
 
 def _metadata(value: object) -> str:
@@ -206,35 +256,34 @@ def is_count(value: object, most: int) -> bool:
 
 
 def _span(name: str, entry: object, data_begin: int) -> TensorSpan:
-    # Once for each of perhaps a hundred thousand tensors, before a newcomer can load any.
-    if isinstance(entry, dict):
-        entry = entry.get("dtype"), entry.get("shape"), *_offsets(name, entry.get("data_offsets"))
-    if not name or len(name) > _MAX_NAME_CHARACTERS or not isinstance(entry, tuple):
+    if not name or len(name) > _MAX_NAME_CHARACTERS or not isinstance(entry, dict):
         raise _bad(name, "has no usable name or description; the state is damaged")
-    dtype, shape, begin, end = entry
+    dtype, offsets = entry.get("dtype"), entry.get("data_offsets")
+    shape, nbytes = _extent(name, dtype, entry.get("shape"))
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise _bad(name, "has impossible offsets")
+    begin, end = offsets
+    if not is_count(begin, MAX_FILE_BYTES) or not is_count(end, MAX_FILE_BYTES):
+        raise _bad(name, "has impossible offsets")
+    if end - begin != nbytes:
+        raise _bad(name, f"has {end - begin} bytes where its shape needs {nbytes}")
+    return TensorSpan(name, str(dtype), shape, data_begin + begin, data_begin + end)
+
+
+def _extent(name: str, dtype: object, shape: object) -> tuple[tuple[int, ...], int]:
+    """The shape of a tensor, and its bytes. Raises StateError."""
     nbytes = ELEMENT_BYTES.get(dtype, 0) if isinstance(dtype, str) else 0
     if not nbytes:
         raise _bad(name, f"has the unknown dtype {str(dtype)[:40]!r}")
-    if type(shape) is not list or len(shape) > _MAX_DIMENSIONS:
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
         raise _bad(name, "has an impossible shape")
     for size in shape:
-        if type(size) is not int or not 0 <= size <= _MAX_SIZE:
+        if not is_count(size, _MAX_SIZE):
             raise _bad(name, "has an impossible shape")
         nbytes *= size
     if nbytes > MAX_FILE_BYTES:
         raise _bad(name, "has an impossible shape")
-    if type(begin) is not int or type(end) is not int or not (0 <= begin <= MAX_FILE_BYTES >= end >= 0):
-        raise _bad(name, "has impossible offsets")
-    if end - begin != nbytes:
-        raise _bad(name, f"has {end - begin} bytes where its shape needs {nbytes}")
-    return TensorSpan(name, dtype, tuple(shape), data_begin + begin, data_begin + end)
-
-
-def _offsets(name: str, value: object) -> list[object]:
-    if not _is_pair(value):
-        raise _bad(name, "has impossible offsets")
-    assert isinstance(value, list)
-    return value
+    return tuple(shape), nbytes
 
 
 def _bad(name: str, what: str) -> StateError:

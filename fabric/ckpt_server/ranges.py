@@ -141,6 +141,8 @@ class RangeQueue:
             if source not in candidate.avoid or self._alive <= candidate.avoid:
                 del pending[index]
                 most = max(_FEWEST_BLOCKS, self._left // (2 * self._streams))
+                if self._left <= (_FEWEST_BLOCKS + 1) * self._streams:  # one range each is all there is
+                    most = -(-self._left // self._streams)
                 size = min(candidate.count, self._most_blocks, most)
                 if size < candidate.count:
                     rest = replace(candidate, first=candidate.first + size, count=candidate.count - size)

@@ -6,6 +6,7 @@ with an error, where later it would answer with the OOM killer. A seal forbids s
 other holder of the descriptor can make the server's reads fault.
 """
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -16,6 +17,8 @@ from fabric.runtime.host_memory import available_bytes
 
 # The part of the memory that is still available which one allocation may take.
 _SHARE = 0.95
+_FAULT_BYTES = 16 << 20
+_MADV_POPULATE_READ = 22
 
 
 class Region:
@@ -42,6 +45,7 @@ class Region:
         try:
             os.posix_fallocate(self.fd, 0, capacity)
             mapped = mmap.mmap(self.fd, capacity, mmap.MAP_SHARED, mmap.PROT_READ)
+            _fault_in(mapped)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
@@ -54,6 +58,14 @@ class Region:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _fault_in(mapped: mmap.mmap) -> None:
+    """Have all pages in this process's tables, which sending a state for the first time would wait for.
+    In small steps, for the interpreter is held meanwhile. An older kernel does it page by page, later."""
+    with contextlib.suppress(OSError):
+        for begin in range(0, len(mapped), _FAULT_BYTES):
+            mapped.madvise(_MADV_POPULATE_READ, begin, min(_FAULT_BYTES, len(mapped) - begin))
 
 
 def _too_large(name: str, needed: int, available: int, but: str = "") -> Refused:

@@ -31,6 +31,8 @@ from fabric.ckpt_server.metrics import Metrics
 from fabric.ckpt_server.news import News
 from fabric.ckpt_server.pulse import PulseSender, Vitals
 from fabric.ckpt_server.routes import Parts, make_app
+from fabric.ckpt_server.same_host import Door
+from fabric.ckpt_server.source import Address
 from fabric.ckpt_server.trainer import Trainer
 from fabric.errors import ConfigError, Refused
 from fabric.protocol.messages import Pulse
@@ -128,12 +130,13 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
         try:
             insight = Insight(settings.run_dir, trainer)
             async with _http(settings, token, (memory, trainer, durable), insight) as identity:
+                door = Door(memory, token).open(Address.parse(identity.url).place)
                 with listening_socket(settings.run_dir) as listener, _signals(lifetime):
                     tell_ready(ready_fd, {"ok": True, "url": identity.url})
                     log.info("replica %s of job %s: %s", settings.replica, settings.job, identity.url)
                     channel = Channel(identity, memory, trainer, lifetime, durable)
                     lifetime.trainer_left()
-                    async with asyncio.TaskGroup() as group:
+                    async with door, asyncio.TaskGroup() as group:
                         tasks = [group.create_task(channel.accept(listener))]
                         if settings.lighthouse:
                             tasks.append(group.create_task(trainer.watch()))

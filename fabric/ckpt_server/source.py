@@ -104,6 +104,11 @@ class Address:
         secure = parts.scheme == "https"
         return cls(url, parts.hostname, port or (443 if secure else 80), parts.path.rstrip("/"), secure)
 
+    @property
+    def place(self) -> str:
+        """Host and port, spelled in one way."""
+        return f"{self.host.lower()}:{self.port}"
+
 
 class Connection:
     """One keep-alive connection; dials at the first request, and again after an error."""

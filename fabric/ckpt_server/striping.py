@@ -6,6 +6,8 @@ range and is dropped after three failures in a row. What was verified is never f
 """
 
 import http.client
+import logging
+import os
 import re
 import threading
 import time
@@ -20,6 +22,7 @@ from fabric.ckpt_server.digest import block_digest
 from fabric.ckpt_server.link_speed import LinkSpeed
 from fabric.ckpt_server.packing import IDENTITY, PLANES, unpack
 from fabric.ckpt_server.ranges import Lease, RangeQueue
+from fabric.ckpt_server.same_host import HostMemory, MemoryBody
 from fabric.ckpt_server.source import (
     TRANSIENT,
     Access,
@@ -32,6 +35,8 @@ from fabric.ckpt_server.source import (
 )
 from fabric.errors import Gone, IntegrityError, ProtocolError, StateError
 from fabric.runtime.priority import lower_priority
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 _MAX_FAILURES = 3
@@ -46,10 +51,11 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 @dataclass(slots=True)
 class Source:
     """What is known of one source during a fetch; ``error`` says why it is no longer used. ``packs``: whether
-    it can send its bytes packed, as far as is known."""
+    it can send its bytes packed, as far as is known. ``memory``: where it is on this host, and readable."""
 
     address: Address
     packs: bool = True
+    memory: HostMemory | None = None
     nbytes: int = 0
     failures: int = 0
     lies: int = 0
@@ -106,6 +112,7 @@ class Striping:
         done = [block not in wanted or (resume and self._holds(block)) for block in range(count)]
         held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
         most = max(1, range_bytes // int(self._manifest["block_bytes"]))
+        streams = streams_each(streams, len(self._sources), len(os.sched_getaffinity(0)))
         workers = len(self._sources) * streams
         self._speed = LinkSpeed(workers)
         queue = RangeQueue(done, most, workers, {source.url for source in self._sources}, time.monotonic)
@@ -152,6 +159,9 @@ class Striping:
             self._idle.give(connection, reusable=sound)
 
     def _serve(self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease) -> None:
+        if (memory := source.memory) is not None:
+            self._read(queue, source, memory, lease)
+            return
         failed, packed, begun_s = True, source.packs and self._speed.next_is_packed(), time.monotonic()
         try:
             nbytes = self._fetch(queue, source, connection, lease, packed)
@@ -172,6 +182,23 @@ class Striping:
             if failed or lease.reclaimed:  # the end may have reached a connection that was just done
                 connection.close()
 
+    def _read(self, queue: RangeQueue, source: Source, memory: HostMemory, lease: Lease) -> None:
+        """Brings a range into place out of the memory of a server on this host."""
+        failed, body = True, memory.body(lease.taken.first * self._manifest["block_bytes"])
+        try:
+            for block in lease.taken.blocks:
+                self._finish(queue, source, block, _receive(body, self._block(block)))
+            failed = not memory.still_there()
+        except IntegrityError as error:
+            if memory.still_there():
+                self._lied(queue, source, error)
+        except OSError as error:
+            log.debug("%s: its memory is not read any more: %s", source.url, error)
+        finally:
+            queue.release(lease, failed=False)
+            if failed:  # withdrawn, or nobody there: over the network it says so
+                source.memory = None
+
     def _fetch(
         self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease, packed: bool
     ) -> int:
@@ -188,14 +215,17 @@ class Striping:
                 unpack(body.read, part)
                 if block == blocks[-1] and response.read(1):
                     raise SourceRefused("it sends more than the blocks that were asked for")
-            digest = block_digest(part) if unpacks else _receive(body, part)
-            if digest != self._manifest["blocks"][block]:
-                raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
-            with self._lock:
-                source.nbytes += len(part)
-                source.failures = 0
-            queue.finished(block)
+            self._finish(queue, source, block, block_digest(part) if unpacks else _receive(body, part))
         return sum(len(self._block(block)) for block in blocks)
+
+    def _finish(self, queue: RangeQueue, source: Source, block: int, digest: str) -> None:
+        """``block`` is in place and has this digest. Raises IntegrityError where that is wrong."""
+        if digest != self._manifest["blocks"][block]:
+            raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
+        with self._lock:
+            source.nbytes += len(self._block(block))
+            source.failures = 0
+        queue.finished(block)
 
     def _ask_plain(self, connection: Connection, lease: Lease) -> http.client.HTTPResponse:
         block_bytes, nbytes = self._manifest["block_bytes"], self._manifest["nbytes"]
@@ -270,7 +300,13 @@ class Striping:
         return bool(block_digest(self._block(block)) == self._manifest["blocks"][block])
 
 
-def _receive(body: Body, part: memoryview) -> str:
+def streams_each(wanted: int, sources: int, processors: int) -> int:
+    """How many streams each source gets: more in all than there are processors only take turns, and each has
+    bytes wait in its buffers until they are out of every cache."""
+    return max(1, min(wanted, processors // sources))
+
+
+def _receive(body: Body | MemoryBody, part: memoryview) -> str:
     """Fills ``part``; returns its digest."""
     hasher = xxhash.xxh3_64()
     for begin in range(0, len(part), _PIECE_BYTES):

@@ -80,7 +80,8 @@ def publish(handle: ServerHandle, state: dict[str, object], step: int, slot: int
     return SnapshotRef(1, step, digests.digest)
 
 
-def test_a_newcomer_takes_the_state_from_three_servers_one_of_which_dies(servers) -> None:
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_newcomer_takes_the_state_from_three_servers_one_of_which_dies(servers, same_host: bool) -> None:
     three = servers(3)
     veteran, joiner = objects(1, 1200), objects(2, 1200)  # 17 MB: several blocks
     train(veteran, 2)
@@ -101,6 +102,7 @@ def test_a_newcomer_takes_the_state_from_three_servers_one_of_which_dies(servers
         return memoryview(buffers[0])
 
     fetch = StateFetcher(TOKEN, range_bytes=4 << 20, timeout_s=10.0, progress=kill_one)
+    fetch.same_host = same_host
     done = fetch.fetch_state([handle.url for handle in three], state, allocate)
     assert killed.is_set()
     assert sum(done.sources.values()) == done.nbytes == len(buffers[0])

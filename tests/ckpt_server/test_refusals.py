@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import ROOT, TOKEN, end, fetch, options, publish, publish_gradient, snapshot_file
 
-from fabric.ckpt_server import openapi
+from fabric.ckpt_server import layout, openapi
 from fabric.ckpt_server.conditions import PreconditionFailed, check_if_match, is_unchanged
 from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.layout import read_preamble
+from fabric.ckpt_server.layout import build_preamble, read_preamble
 from fabric.ckpt_server.manifest import check_manifest, make_manifest
 from fabric.errors import StateError, Unauthorized
 from fabric.model import SnapshotRef
@@ -245,6 +245,61 @@ def test_any_bytes_are_a_header_that_covers_the_file_or_refused(data):
         assert span.begin == at
         at = span.end
     assert at == len(file)
+
+
+ENTRIES = [(f"a/{i}", "BF16", (3, i), 6 * i) for i in range(4)] + [("b", "U8", (), 1), ("c", "I8", (0,), 0)]
+SPELLINGS = (
+    "",
+    '"',
+    ",",
+    ":",
+    "{",
+    "}",
+    "[",
+    "]",
+    "],",
+    "],:[",
+    " ",
+    "\\",
+    "\n",
+    "0",
+    "-1",
+    "1e0",
+    "null",
+    "é",
+    "b",
+)
+
+
+def both_ways(text):
+    """What a header is by columns, and entry by entry; None where it is refused."""
+    try:
+        columns = layout._read_ours(text, 0)
+    except StateError:
+        columns = None
+    try:
+        entries = layout._read_any(text, 0)
+    except StateError:
+        entries = None
+    return columns, entries
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_a_header_read_by_columns_is_what_it_is_entry_by_entry(data):
+    text = build_preamble(ENTRIES, '{"a\\"b":["__metadata__",":{"]}')[8:].decode()
+    columns, entries = both_ways(text.encode())
+    assert columns is not None and columns == entries and len(columns[0]) == len(ENTRIES)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at, gone = data.draw(st.integers(0, len(text) - 1)), data.draw(st.integers(0, 2))
+        text = text[:at] + data.draw(st.sampled_from(SPELLINGS)) + text[at + gone :]
+    columns, entries = both_ways(text.encode())
+    assert columns is None or columns == entries, text
+
+
+def test_a_name_that_occurs_twice_is_refused_by_columns_too():
+    text = build_preamble([("a", "U8", (2,), 2), ("b", "U8", (0,), 0)], "{}")[8:].replace(b'"b"', b'"a"')
+    assert both_ways(text) == (None, None)
 
 
 @settings(deadline=None, max_examples=100)

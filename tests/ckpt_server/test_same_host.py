@@ -1,0 +1,273 @@
+"""A state whose server is on this host is read from its memory: verified, by the same user, with the token"""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_support import ROOT, TOKEN, end, fetch, manifest_of, options, publish, snapshot_file, wait_for
+
+from fabric.ckpt_server import same_host, striping
+from fabric.ckpt_server.fetch import StateFetcher
+from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.same_host import HostMemory, name_of
+from fabric.ckpt_server.source import Address
+from fabric.errors import Gone, IntegrityError, StateError
+from fabric.model import SnapshotRef
+
+NBYTES = 30_000_000
+FILE = snapshot_file(NBYTES)
+STATE = SnapshotRef(1, 40, manifest_of(FILE, 40)["digest"])
+
+
+def fetched(fetcher, urls, target):
+    return fetcher.fetch_state(urls, STATE, lambda _: memoryview(target))
+
+
+def served_bytes(url):
+    found = re.search(rb'served_bytes_total\{kind="snapshot"\} (\S+)', fetch(url, "/metrics").body)
+    assert found
+    return float(found[1])
+
+
+def readers(url):
+    return sum(slot["readers"] for slot in fetch(url, "/debug/state").json["slots"])
+
+
+def place(handle):
+    return Address.parse(handle.url).place
+
+
+@pytest.fixture
+def holder(attach):
+    handle = attach()
+    publish(handle, 0, FILE, 40)
+    return handle
+
+
+def test_nothing_goes_over_the_network_unless_that_is_wanted(holder):
+    target, fetcher = bytearray(len(FILE)), StateFetcher()
+    found = fetched(fetcher, [holder.url], target)
+    assert bytes(target) == FILE
+    assert found.sources == {holder.url: len(FILE)}
+    assert served_bytes(holder.url) == 0
+    wait_for(lambda: readers(holder.url) == 0, "the end of the reading")
+    fetcher.same_host = False
+    again = bytearray(len(FILE))
+    fetched(fetcher, [holder.url], again)
+    assert bytes(again) == FILE
+    assert served_bytes(holder.url) == len(FILE)
+    fetcher.close()
+
+
+def test_who_is_on_this_host_is_asked_alone_and_the_others_when_he_fails(holder, tmp_path, monkeypatch):
+    other = ServerHandle.start_or_attach(**options(tmp_path / "other", replica="r1"))
+    publish(other, 0, FILE, 40)
+    monkeypatch.setattr(
+        HostMemory,
+        "find",
+        classmethod(lambda cls, at, *a, find=HostMemory.find: find(at, *a) if at == here else None),
+    )
+    here = place(holder)
+    target = bytearray(len(FILE))
+    found = fetched(StateFetcher(), [other.url, holder.url], target)
+    assert found.sources == {other.url: 0, holder.url: len(FILE)}
+    # A source that is nearer and wrong: its memory is changed under the manifest that it gave.
+    holder.allocate("snapshot", 0, len(FILE))[20_000_000] ^= 1
+    target = bytearray(len(FILE))
+    found = fetched(StateFetcher(), [other.url, holder.url], target)
+    assert bytes(target) == FILE
+    assert found.sources[other.url] > 0
+    assert any("wrong bytes" in warning and holder.url in warning for warning in found.warnings)
+    other.close()
+    end(other.pid)
+
+
+def test_wrong_bytes_are_no_state(holder):
+    holder.allocate("snapshot", 0, len(FILE))[-1] ^= 1
+    with pytest.raises(IntegrityError, match="wrong bytes"):
+        fetched(StateFetcher(), [holder.url], bytearray(len(FILE)))
+
+
+def test_a_slot_that_is_withdrawn_and_written_while_it_is_read(holder, monkeypatch):
+    """The writer comes in the middle of a block: what was read of it is half of each state, and no lie."""
+    pieces = []
+
+    def read(body, into, read=same_host.MemoryBody.read):
+        read(body, into)
+        pieces.append(len(into))
+        if len(pieces) == 3:
+            holder.begin("snapshot", 0)
+            holder.allocate("snapshot", 0, len(FILE))[:] = b"\xee" * len(FILE)
+
+    monkeypatch.setattr(same_host.MemoryBody, "read", read)
+    target = bytearray(len(FILE))
+    with pytest.raises(Gone, match="409"):
+        fetched(StateFetcher(streams_per_source=1), [holder.url], target)
+    assert len(pieces) >= 3
+
+
+def test_the_slot_counts_as_read_until_the_reader_ends(holder):
+    memory = HostMemory.find(place(holder), STATE, "", len(FILE))
+    assert memory is not None and memory.still_there()
+    assert readers(holder.url) == 1
+    assert holder.begin("snapshot", 0, unless_read=True) is False
+    assert memory.still_there()
+    memory.close()
+    wait_for(lambda: holder.begin("snapshot", 0, unless_read=True), "the reader's end")
+
+
+def test_who_reads_cannot_write(holder):
+    memory = HostMemory.find(place(holder), STATE, "", len(FILE))
+    assert memory is not None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(memory._descriptor, b"x", 0)
+    memory.close()
+
+
+def test_a_server_that_is_killed_meanwhile_does_not_take_its_memory_along(holder, monkeypatch):
+    def read(body, into, read=same_host.MemoryBody.read):
+        if holder.pid:
+            end(holder.pid)
+            holder.pid = 0
+        read(body, into)
+
+    monkeypatch.setattr(same_host.MemoryBody, "read", read)
+    monkeypatch.setattr(striping, "streams_each", lambda *_: 1)
+    target = bytearray(len(FILE))
+    with pytest.raises(
+        StateError
+    ):  # after the first range it is seen to be gone, and what is left has no source
+        StateFetcher(range_bytes=8 << 20).fetch_state([holder.url], STATE, lambda _: memoryview(target))
+    assert target[: 8 << 20] == FILE[: 8 << 20]
+
+
+@pytest.mark.parametrize("state", [SnapshotRef(1, 41, STATE.digest), SnapshotRef(1, 40, "0" * 32)])
+def test_another_state_is_not_shown(holder, state):
+    assert HostMemory.find(place(holder), state, "", len(FILE)) is None
+    assert HostMemory.find(place(holder), STATE, "", len(FILE) * 2) is None
+
+
+def test_the_token_is_wanted(attach, tmp_path):
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    handle = attach(token_file=token)
+    publish(handle, 0, FILE, 40)
+    assert HostMemory.find(place(handle), STATE, "wrong", len(FILE)) is None
+    assert HostMemory.find(place(handle), STATE, "", len(FILE)) is None
+    memory = HostMemory.find(place(handle), STATE, TOKEN, len(FILE))
+    assert memory is not None
+    memory.close()
+
+
+_ASK = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from fabric.ckpt_server.same_host import HostMemory
+from fabric.model import SnapshotRef
+os.setresuid(65534, 65534, 65534)
+kernel_says, os.geteuid = os.geteuid(), lambda: 0  # it would not even ask as somebody else
+found = HostMemory.find(sys.argv[2], SnapshotRef(1, 40, sys.argv[3]), "", 1)
+print(kernel_says, found)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_process_is_shown_nothing(holder):
+    arguments = [str(ROOT), place(holder), STATE.digest]
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK, *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "65534 None\n"
+    assert HostMemory.find(place(holder), STATE, "", len(FILE)) is not None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_token_is_not_told_to_another_users_process():
+    listener = "127.0.0.1:1"
+    script = (
+        "import os, socket, sys; os.setresuid(65534, 65534, 65534); s = socket.socket(socket.AF_UNIX);"
+        "s.bind(sys.argv[1].replace('@', chr(0))); s.listen(); print('ready', flush=True);"
+        "print(s.accept()[0].recv(1000))"
+    )
+    name = name_of(listener).replace("\0", "@")
+    process = subprocess.Popen([sys.executable, "-c", script, name], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert HostMemory.find(listener, STATE, "secret", 1) is None
+        assert process.stdout.readline() == "b''\n"
+
+
+@pytest.mark.parametrize(
+    "asked", [b"no JSON\n", b"{}\n", b'{"generation":1,"step":-1,"digest":1,"token":""}\n', b"x" * 100_000]
+)
+def test_nonsense_is_refused_and_the_next_is_served(holder, asked):
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(20)
+        line.connect(name_of(place(holder)))
+        try:
+            line.sendall(asked)
+            answer = line.recv(65536)
+        except ConnectionError:
+            answer = b""
+        assert answer == b"" or b'"ok":false' in answer
+    memory = HostMemory.find(place(holder), STATE, "", len(FILE))
+    assert memory is not None
+    memory.close()
+
+
+def test_a_reader_that_stops_is_overruled_when_the_slot_is_needed(holder):
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from fabric.ckpt_server.same_host import HostMemory\n"
+        "from fabric.model import SnapshotRef\n"
+        "found = HostMemory.find(sys.argv[2], SnapshotRef(1, 40, sys.argv[3]), '', 1)\n"
+        "print('reads', flush=True); sys.stdin.read(); print(found.still_there(), flush=True)\n"
+    )
+    arguments = [str(ROOT), place(holder), STATE.digest]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "reads\n"
+        process.send_signal(signal.SIGSTOP)
+        assert holder.begin("snapshot", 0) is True
+        process.send_signal(signal.SIGCONT)
+        process.stdin.close()
+        assert process.stdout.readline() == "False\n"
+
+
+def test_a_server_that_knows_nothing_of_this_is_asked_over_http(holder, monkeypatch):
+    monkeypatch.setattr(same_host, "name_of", lambda where: f"\0fabric-no-such-name-{where}")
+    target = bytearray(len(FILE))
+    fetched(StateFetcher(), [holder.url], target)
+    assert bytes(target) == FILE
+    assert served_bytes(holder.url) == len(FILE)
+
+
+def memory_files():
+    """How many descriptors of shared memory this process has open."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += "memfd:fabric" in str(link.readlink())
+    return found
+
+
+def test_no_memory_is_kept_open(holder):
+    before = memory_files()
+    fetcher = StateFetcher()
+    for _ in range(3):
+        fetched(fetcher, [holder.url], bytearray(len(FILE)))
+        assert HostMemory.find(place(holder), SnapshotRef(1, 41, ""), "", 1) is None
+        assert HostMemory.find(place(holder), STATE, "", len(FILE) * 2) is None
+    assert memory_files() == before
+    fetcher.close()

@@ -26,6 +26,7 @@ from fabric.ckpt_server.digest import digest_of_blocks
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.layout import build_preamble
 from fabric.ckpt_server.ranges import Lease, RangeQueue
+from fabric.ckpt_server.striping import streams_each
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.model import SnapshotRef
 
@@ -668,6 +669,21 @@ def test_gradient_published_while_waiting(origins) -> None:
 
 
 # --- the queue of ranges, in virtual time ---------------------------------------------------------
+
+
+def test_no_more_streams_than_processors_and_one_per_source_at_least() -> None:
+    assert [streams_each(2, sources, 2) for sources in (1, 2, 3)] == [2, 1, 1]
+    assert [streams_each(2, sources, 8) for sources in (1, 4, 5, 9)] == [2, 2, 1, 1]
+    assert streams_each(1, 1, 8) == 1
+
+
+@pytest.mark.parametrize(
+    ("blocks", "streams", "counts"), [(5, 2, [3, 2]), (5, 3, [2, 2, 1]), (9, 3, [3, 3, 3])]
+)
+def test_a_small_state_is_one_range_per_stream(blocks: int, streams: int, counts: list[int]) -> None:
+    queue = RangeQueue([False] * blocks, 16, streams, {"a"}, lambda: 0.0)
+    leases = [queue.take("a", lambda: None) for _ in counts]
+    assert [lease.taken.count for lease in leases if lease is not None] == counts
 
 
 def test_ranges_are_reclaimed_from_the_slow_and_kept_from_the_failed() -> None:

@@ -1,5 +1,6 @@
 """A state whose server is on this host is read from its memory: verified, by the same user, with the token"""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -7,15 +8,29 @@ import signal
 import socket
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
-from server_support import ROOT, TOKEN, end, fetch, manifest_of, options, publish, snapshot_file, wait_for
+from server_support import (
+    DEADLINE_S,
+    ROOT,
+    TOKEN,
+    end,
+    fetch,
+    manifest_of,
+    options,
+    publish,
+    snapshot_file,
+    wait_for,
+)
 
 from fabric.ckpt_server import same_host, striping
+from fabric.ckpt_server.content import snapshot_content
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.same_host import HostMemory, name_of
+from fabric.ckpt_server.memory import SNAPSHOT, Memory
+from fabric.ckpt_server.same_host import Door, HostMemory, name_of
 from fabric.ckpt_server.source import Address
 from fabric.errors import Gone, IntegrityError, StateError
 from fabric.model import SnapshotRef
@@ -62,6 +77,20 @@ def test_nothing_goes_over_the_network_unless_that_is_wanted(holder):
     fetched(fetcher, [holder.url], again)
     assert bytes(again) == FILE
     assert served_bytes(holder.url) == len(FILE)
+    fetcher.close()
+
+
+@pytest.mark.parametrize("over_the_network", [False, True])
+def test_what_is_fetched_is_kept_once(holder, over_the_network):
+    target, told = memoryview(bytearray(len(FILE))), []
+    fetcher = StateFetcher(progress=lambda received, nbytes: told.append((received, nbytes)))
+    fetcher.same_host = not over_the_network
+    tracemalloc.start()
+    fetcher.fetch_state([holder.url], STATE, lambda _: target)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20, "of 30 MB"
+    assert told == sorted(told) and told[-1] == (len(FILE), len(FILE))
     fetcher.close()
 
 
@@ -251,6 +280,25 @@ def test_a_server_that_knows_nothing_of_this_is_asked_over_http(holder, monkeypa
     fetched(StateFetcher(), [holder.url], target)
     assert bytes(target) == FILE
     assert served_bytes(holder.url) == len(FILE)
+
+
+def test_a_reader_that_says_nothing_is_cut_off():
+    async def scene():
+        memory = Memory()
+        slot = memory.slot(SNAPSHOT, 0)
+        region = await memory.allocate(slot, len(FILE))
+        os.pwrite(region.fd, FILE, 0)
+        memory.publish(slot, snapshot_content(manifest_of(FILE, 40), region.view, "job", "http://x:1"))
+        async with Door(memory, None, stall_s=0.1).open("x:1"):
+            found = await asyncio.to_thread(HostMemory.find, "x:1", STATE, "", len(FILE))
+            assert found is not None
+            async with asyncio.timeout(DEADLINE_S):
+                await slot.released.wait()
+            assert not slot.readers and not found.still_there()
+            found.close()
+        memory.close()
+
+    asyncio.run(scene())
 
 
 def memory_files():

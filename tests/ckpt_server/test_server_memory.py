@@ -169,6 +169,21 @@ def resident_anonymous(pid: int) -> int:
     return int(found[1])
 
 
+def test_a_server_has_all_of_its_memory_at_hand_before_it_sends_any(attach):
+    handle = attach()
+
+    def resident_shared():
+        found = re.search(r"RssShmem:\s+(\d+) kB", Path(f"/proc/{handle.pid}/status").read_text())
+        assert found
+        return int(found[1]) * 1024
+
+    before = resident_shared()
+    handle.allocate("snapshot", 0, NBYTES)
+    assert resident_shared() - before >= NBYTES
+    handle.allocate("snapshot", 0, 2 * NBYTES)
+    assert resident_shared() - before >= 2 * NBYTES
+
+
 def test_slow_readers_cost_the_server_no_memory(attach):
     handle = attach()
     file = snapshot_file(NBYTES)

@@ -41,6 +41,16 @@ class Fleet:
         self._url = ""
 
     def __enter__(self) -> "Fleet":
+        # SIGTERM ends a Python process where it stands: no block would be left, and all this would stay.
+        self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            self._start_lighthouse()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _start_lighthouse(self) -> None:
         token = self.folder / "token"
         token.write_text("benchmark\n")
         token.chmod(0o600)
@@ -66,7 +76,6 @@ class Fleet:
                 self.fail("the lighthouse did not start")
             time.sleep(0.02)
         self._url = json.loads(ready.read_text())["url"]
-        return self
 
     def start(self, replica: str, **more: str) -> "subprocess.Popen[bytes]":
         """Start (or restart) one trainer: this script with ``--member``, its output in ``{replica}.log``."""
@@ -129,6 +138,7 @@ class Fleet:
         while self._servers() and time.monotonic() < deadline:
             time.sleep(0.02)
         shutil.rmtree(self.folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, self._before)
 
 
 def need_gloo() -> None:

@@ -1,6 +1,8 @@
 """What the benchmarks share: the arithmetic of their figures, and that a miss is reported as one."""
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -69,3 +71,24 @@ def test_an_absent_dependency_ends_with_2_and_a_sentence(capsys):
         common.need("no_such_module_anywhere", "this comparison")
     assert ended.value.code == 2
     assert "this comparison needs the Python package 'no_such_module_anywhere'" in capsys.readouterr().err
+
+
+FLEET = """
+import signal, sys
+sys.path.insert(0, sys.argv[1])
+from fleet import Fleet
+with Fleet("nothing.py", 1) as fleet:
+    print(fleet.folder, fleet._lighthouse.pid, flush=True)
+    signal.pause()
+"""
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_nothing_behind():
+    command = [sys.executable, "-c", FLEET, common.__file__.rpartition("/")[0]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder, pid = process.stdout.readline().split()
+        assert Path(folder).is_dir() and Path(f"/proc/{pid}").exists()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    assert not Path(folder).exists() and not Path(f"/proc/{pid}").exists()

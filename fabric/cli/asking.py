@@ -98,7 +98,7 @@ class Lighthouses:
         self, path: str, body: dict[str, Any] | None = None, *, total_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer of the first lighthouse that gives one, its body unread; ``total_s`` bounds it."""
-        reasons, mistakes = [], 0
+        reasons, mistakes, idle = [], 0, 0
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_TIMEOUT_S)
         connector = aiohttp.TCPConnector(ssl=self.tls.client_context() or True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
@@ -108,13 +108,17 @@ class Lighthouses:
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
                     reasons.append(f"{url}: {_why(error, url, self.tls)}")
                     mistakes += bool(mistake(error, self.tls))
+                    idle += isinstance(error, Unreachable)
                 else:
                     async with answer:
                         yield answer
                     return
+        said = "; ".join(reasons)
+        if idle == len(reasons):
+            raise Unreachable(f"no lighthouse can answer this now ({said}); training goes on meanwhile")
         # Where certificates are the matter, each reason says what to do.
         advice = "" if mistakes == len(reasons) else ": check the address, and that one runs there"
-        raise Unreachable(f"no lighthouse answers ({'; '.join(reasons)}){advice}")
+        raise Unreachable(f"no lighthouse answers ({said}){advice}")
 
     async def _open_one(
         self, client: aiohttp.ClientSession, url: URL, body: dict[str, Any] | None

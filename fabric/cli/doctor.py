@@ -13,17 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import click
 
 from fabric.ckpt_server.durable.storage import Storage, StorageError
+from fabric.cli.store_options import store_access, store_access_options
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime.config import Settings, advertised_host, settings
 from fabric.runtime.dial_errors import mistake, why
-from fabric.runtime.tls import Tls
 from fabric.runtime.web import bind_first_free, parse_ports
-from fabric.store import open_store
+from fabric.store import EtcdAccess, open_store
 
 _ANSWER_S = 3.0
 _OPEN_FILES = 1024
@@ -45,30 +47,39 @@ class Finding:
 
 @click.command()
 @click.option("--store", default="", help="Look at this store too, as `fabric lighthouse --store` would.")
+@store_access_options
 @click.option("--state-gb", default=0.0, help="Parameters and optimizer state of one process, in GB.")
-def doctor(store: str, state_gb: float) -> None:
-    """Check this host for a replica with the FABRIC_* settings that are set, and say what to do."""
+def doctor(store: str, state_gb: float, **access: Any) -> None:
+    """Check this host for a replica with the FABRIC_* settings that are set, and say what to do.
+
+    Where lighthouses run, `fabric doctor --store URL` is enough.
+    """
     worst = 0
-    for finding in examine(store, state_gb):
+    for finding in examine(store, state_gb, store_access(access)):
         worst = max(worst, ("ok", "warn", "bad").index(finding.level))
         click.echo(f"{finding.level:<5}{finding.what}" + (f"\n     {finding.do}" if finding.do else ""))
     sys.exit(1 if worst == 2 else 0)
 
 
-def examine(store: str, state_gb: float) -> Iterator[Finding]:
+def examine(store: str, state_gb: float, access: EtcdAccess | None = None) -> Iterator[Finding]:
     """All findings, as they are made."""
     yield from _versions()
+    if not (store and not os.environ.get("FABRIC_REPLICA")):
+        yield from _settings()
+    yield _open_files()
+    yield _memory(state_gb)
+    if store:
+        yield from asyncio.run(_store(store, access))
+
+
+def _settings() -> Iterator[Finding]:
     try:
         found = settings()
     except ConfigError as error:
         yield Finding("bad", "the settings cannot be used", str(error))
-        found = None
-    if found is not None and not found.disable:
+        return
+    if not found.disable:
         yield from _replica(found)
-    yield _open_files()
-    yield _memory(state_gb)
-    if store:
-        yield from asyncio.run(_store(store))
 
 
 def _replica(found: Settings) -> Iterator[Finding]:
@@ -168,21 +179,21 @@ async def _lighthouses(found: Settings) -> list[Finding]:
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     connector = aiohttp.TCPConnector(ssl=found.tls.client_context() or True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-        findings = [
-            finding for url in found.lighthouse for finding in await _lighthouse(http, url, found.tls)
-        ]
+        findings = [finding for url in found.lighthouse for finding in await _lighthouse(http, url, found)]
     if not any(finding.level == "ok" for finding in findings):
         findings.append(Finding("bad", "no lighthouse works", "start one, or correct FABRIC_LIGHTHOUSE"))
     return findings
 
 
-async def _lighthouse(http: aiohttp.ClientSession, url: str, tls: Tls) -> list[Finding]:
+async def _lighthouse(http: aiohttp.ClientSession, url: str, found: Settings) -> list[Finding]:
+    tls = found.tls
     try:
         async with http.get(f"{url}/healthz") as answer:
             body = await answer.json()
             date = email.utils.parsedate_to_datetime(answer.headers["Date"]).timestamp()
         role = "leads" if body["is_leader"] else f"follows {body['leader']}"
         ok, reachable = bool(body["ok"]), bool(body["store_reachable"])
+        refused = await _refuses(http, url, found)
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
         advice = "docs/api.md, 'TLS'" if mistake(error, tls) else "is a lighthouse there?"
         return [Finding("warn", f"{url} does not answer ({why(error, url, tls)})", advice)]
@@ -196,7 +207,21 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str, tls: Tls) -> list[F
     if abs(date - time.time()) > _CLOCK_S:
         apart = f"the clocks of {url} and this host are {abs(date - time.time()):.0f} s apart"
         findings.append(Finding("warn", apart, "only logs and tables suffer, no decision: run an NTP client"))
+    if refused:
+        findings.append(Finding("bad", f"{url} does not let this job in", refused))
     return findings
+
+
+async def _refuses(http: aiohttp.ClientSession, url: str, found: Settings) -> str:
+    """Why this lighthouse does not let this job in, empty where it does; it need not lead for that."""
+    try:
+        token = found.token.decode()
+    except ConfigError:
+        return ""  # which is said already
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    path = f"{url}/v1/jobs/{quote(found.job, safe='')}"
+    async with http.get(path, headers=headers, allow_redirects=False) as answer:
+        return str((await answer.json())["error"]) if answer.status == 401 else ""
 
 
 def _open_files() -> Finding:
@@ -239,8 +264,11 @@ def _cgroup_left() -> int | None:
     return None
 
 
-async def _store(url: str) -> list[Finding]:
-    store = open_store(url)
+async def _store(url: str, access: EtcdAccess | None) -> list[Finding]:
+    try:
+        store = open_store(url, access=access)
+    except ConfigError as error:
+        return [Finding("bad", "the store cannot be used", str(error))]
     try:
         store_id = await store.connect()
     except FabricError as error:

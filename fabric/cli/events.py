@@ -12,8 +12,6 @@ import click
 from fabric.cli.asking import Lighthouses, lighthouse_options
 from fabric.errors import Unreachable
 
-# How long followers look for the next leader after a fail-over.
-_PATIENCE = 60
 _PAUSE_S = 0.5
 
 
@@ -37,13 +35,13 @@ def events(
 
 
 async def _follow(found: Lighthouses, last: int, as_json: bool) -> None:
-    """Print as they come; goes on at the next leader after a fail-over, where the last one stopped."""
-    tries = 0
+    """Print as they come; after a fail-over goes on at the next leader, where the last one stopped."""
+    said = False
     while True:
         try:
             path = f"{found.path('events')}?follow=1&after={last}"
             async with found.open(path, total_s=None) as answer:
-                tries = 0
+                said = False
                 async for line in answer.content:
                     event = json.loads(line)
                     _print(event, as_json)
@@ -51,9 +49,11 @@ async def _follow(found: Lighthouses, last: int, as_json: bool) -> None:
         except BrokenPipeError:
             raise  # of standard output: whoever read it has seen enough
         except (Unreachable, aiohttp.ClientError, OSError, TimeoutError) as error:
-            tries += 1
-            if tries > _PATIENCE or last == 0:
+            if last == 0:
                 raise Unreachable(f"the events end here: {error}") from error
+            if not said:
+                click.echo(f"waiting for a lighthouse: {error}", err=True)
+            said = True
         await asyncio.sleep(_PAUSE_S)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import uvloop
 
+from fabric.cli.store_options import store_access, store_access_options
 from fabric.cli.tls import current_tls
 from fabric.lighthouse.jobs import Quotas
 from fabric.lighthouse.service import COLLECTOR, LighthouseSettings, run
@@ -15,7 +16,6 @@ from fabric.model import Policy
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.liveness import LivenessConfig
 from fabric.runtime import logs
-from fabric.store import EtcdAccess
 
 _FILE = click.Path(path_type=Path)
 _LIVENESS = LivenessConfig()
@@ -25,11 +25,7 @@ _LIVENESS = LivenessConfig()
 @click.option(
     "--store", required=True, help="sqlite:///PATH, etcd://HOST:PORT,HOST:PORT, etcds://... or memory:"
 )
-@click.option("--store-ca", type=_FILE, help="etcds: the certificate authority to trust (PEM).")
-@click.option("--store-cert", type=_FILE, help="etcds: this lighthouse's own certificate (PEM), for mTLS.")
-@click.option("--store-key", type=_FILE, help="etcds: the key of --store-cert.")
-@click.option("--store-user", default="", help="etcd's user, where it has users.")
-@click.option("--store-password-file", type=_FILE, help="File with that user's password.")
+@store_access_options
 @click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default="0", show_default=True, help="Port, range such as 8600-8609, or 0 for any.")
 @click.option("--advertise", default="", help="Base URL that others reach this one by.")
@@ -98,13 +94,7 @@ def lighthouse(**given: Any) -> None:
         failures=take("failures"),
         failures_s=take("failures_s"),
     )
-    access = EtcdAccess(
-        ca_file=take("store_ca"),
-        cert_file=take("store_cert"),
-        key_file=take("store_key"),
-        user=take("store_user"),
-        password_file=take("store_password_file"),
-    )
+    access = store_access(given)
     quotas = Quotas(take("max_jobs"), take("max_replicas"), take("retain_s"))
     settings = LighthouseSettings(
         leader=leader, quotas=quotas, store_access=access, tls=current_tls(), **given

@@ -18,6 +18,8 @@ from fabric.model import counted
 _SPENT = ("training", "degraded", "recovering", "stalled")
 # Below this width the table has the columns that say who is in trouble, and the addresses stand below it.
 _WIDE = 120
+# A table of more rows than this is not seen as a whole.
+_LONG = 20
 
 
 @click.command()
@@ -41,8 +43,11 @@ def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> N
     """Show the jobs of a lighthouse, or one of them, live, until Ctrl-C."""
     found = Lighthouses.of(lighthouse, job, token_file, needs_job=False)
     console = Console()
+    if not console.is_terminal:
+        _print_again_and_again(found, console, every_s)
+        return
     shown = _look(found, console.width)
-    with Live(shown, console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with Live(shown, console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(max(0.1, every_s))
@@ -57,6 +62,20 @@ def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> N
         except FabricError:
             live.stop()
             raise
+
+
+def _print_again_and_again(found: Lighthouses, console: Console, every_s: float) -> None:
+    """Into a file or a pipe: one picture after the other."""
+    try:
+        while True:
+            try:
+                console.print(_look(found, console.width), "")
+            except Unreachable as error:
+                console.print(f"no picture: {error}", "", markup=False)
+            console.file.flush()
+            time.sleep(max(0.1, every_s))
+    except KeyboardInterrupt:
+        return
 
 
 def _look(found: Lighthouses, width: int) -> RenderableType:
@@ -83,7 +102,9 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     rows += [(joiner, "spare" if joiner.get("spare") else "outside") for joiner in job["joiners"]]
     wide = width >= _WIDE
     columns = ["replica", "role", "phase", "step", "session", "trainer", "verdict"]
-    table = Table(*columns, *(["pulse", "checkpoint server"] if wide else []))
+    table = Table()
+    for name in (*columns, *(["pulse", "checkpoint server"] if wide else [])):
+        table.add_column(name, overflow="fold")  # a name that is cut off could be anybody's
     for entry, role in rows:
         table.add_row(*_row(entry, role, wide))
     lighthouse, store = job["lighthouse"], job["store"]
@@ -94,8 +115,10 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
         lines += [f"waiting for {job['waiting_for']}", f"recoverable: {recoverable(job['recoverable'])}"]
     if job.get("durable"):
         newest = job["durable"]
-        lines.append(f"durable: step {newest['step']} of generation {newest['generation']}")
+        behind = counted(newest["steps_behind"], "step")
+        lines.append(f"durable: step {newest['step']} of generation {newest['generation']}, {behind} behind")
     lines += _orders(job, record)
+    lines += _trouble(job, rows)
     lines += _goodput(ledger)
     # Whole addresses, to be copied: they are not wrapped.
     below = [] if wide else [_address(entry) for entry, _ in rows if entry["ckpt"]]
@@ -131,6 +154,17 @@ def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
             f"kept out until {until}"
         )
     return found
+
+
+def _trouble(job: dict[str, Any], rows: list[tuple[dict[str, Any], str]]) -> list[str]:
+    """Who is not as it should be, where the table is too long to see that."""
+    found = [
+        f"{x['replica']} ({x['verdict']})" for x, role in rows if role != "spare" and x["verdict"] != "alive"
+    ]
+    if len(rows) <= _LONG or job["complete"] or not found:
+        return []
+    more = f" and {len(found) - _LONG} more" if len(found) > _LONG else ""
+    return [f"not as they should be: {', '.join(found[:_LONG])}{more}"]
 
 
 def _goodput(ledger: dict[str, Any]) -> list[str]:

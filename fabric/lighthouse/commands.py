@@ -35,7 +35,13 @@ def find_job(jobs: Jobs, request: web.Request) -> Job | web.Response:
     """The job of the path, or the answer that there is none."""
     name = request.match_info["job"]
     job = jobs.find(name)
-    return job if job is not None else json_error(404, f"there is no job {name}: see /v1/jobs")
+    return (
+        job
+        if job is not None
+        else json_error(
+            404, f"there is no job {name}: /v1/jobs and `fabric status` list those that are known"
+        )
+    )
 
 
 def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:

@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from lighthouse_support import LighthouseProcess, fabric
+from lighthouse_support import TOKEN, LighthouseProcess, fabric
 
 from fabric.cli.doctor import examine
 
@@ -13,7 +13,7 @@ def environment(lighthouse: LighthouseProcess, tmp_path, monkeypatch) -> None:
     """The settings of a replica that would work."""
     token = tmp_path / "token"
     token.touch(mode=0o600)
-    token.write_text("a-token\n")
+    token.write_text(f"{TOKEN}\n")
     for name, value in {
         "LIGHTHOUSE": lighthouse.url,
         "JOB": "test",
@@ -36,8 +36,11 @@ def test_all_is_well(environment, lighthouse):
 
 def test_the_command_prints_it_and_its_exit_code_tells(lighthouse, tmp_path):
     settings = {"FABRIC_LIGHTHOUSE": lighthouse.url, "FABRIC_JOB": "test", "FABRIC_REPLICA": "r0"}
-    fine = fabric("doctor", **settings)
-    assert fine.returncode == 0 and "warn no token file is set" in fine.stdout, fine.stdout + fine.stderr
+    fine = fabric("doctor", **settings, FABRIC_TOKEN_FILE=str(lighthouse.token_file))
+    assert fine.returncode == 0 and f"{lighthouse.url} leads" in fine.stdout, fine.stdout + fine.stderr
+    bare = fabric("doctor", **settings)
+    assert bare.returncode == 1 and "warn no token file is set" in bare.stdout
+    assert "does not let this job in" in bare.stdout and "this needs the job's token" in bare.stdout
     poor = fabric("doctor", **settings, FABRIC_REPLICAS="many")
     assert poor.returncode == 1 and "FABRIC_REPLICAS" in poor.stdout and "Traceback" not in poor.stderr
 
@@ -73,6 +76,22 @@ def test_a_loopback_address_that_peers_are_told_is_found(environment, monkeypatc
     monkeypatch.setenv("FABRIC_BIND", "0.0.0.0")
     monkeypatch.setenv("FABRIC_ADVERTISE", "127.0.0.1")
     assert "own loopback" in findings("bad")
+
+
+def test_a_token_that_the_lighthouse_refuses_is_found(environment, tmp_path):
+    (tmp_path / "token").write_text("another-token\n")
+    assert "does not let this job in: the token does not match" in findings("bad")
+
+
+def test_where_lighthouses_run_the_store_is_enough(monkeypatch, tmp_path):
+    monkeypatch.delenv("FABRIC_REPLICA", raising=False)
+    assert findings("bad", store=f"sqlite://{tmp_path}/store.db") == ""
+    assert "cannot be used" in findings("bad"), "without a store a replica is meant"
+
+
+def test_a_store_is_looked_at_with_the_lighthouses_own_options(tmp_path):
+    said = fabric("doctor", "--store", "etcds://127.0.0.1:1", "--store-ca", tmp_path / "none.pem").stdout
+    assert "certificates cannot be used" in said and "none.pem" in said
 
 
 def test_a_port_that_is_taken_is_found(environment, monkeypatch):

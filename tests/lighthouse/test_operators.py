@@ -24,6 +24,8 @@ from lighthouse_support import (
     start_job,
 )
 
+from fabric.cli.status import _trouble
+
 
 def common(lighthouse: LighthouseProcess, job: str) -> tuple[object, ...]:
     return ("--lighthouse", lighthouse.url, "--token-file", lighthouse.token_file, "--job", job)
@@ -157,9 +159,9 @@ def top_in(terminal: int, *arguments: object) -> subprocess.Popen:
         [*FABRIC, "top", *map(str, arguments), "--every-s", "0.1"],
         cwd=ROOT,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
-        stdin=terminal,
+        stdin=None if terminal == subprocess.PIPE else terminal,
         stdout=terminal,
-        stderr=terminal,
+        stderr=None if terminal == subprocess.PIPE else terminal,
     )
 
 
@@ -183,3 +185,39 @@ async def test_a_narrow_terminal_gets_whole_words(lighthouse, http, job):
     for word in ("replica", "member", "session", "trainer", "verdict", "alive"):
         assert word in shown
     await close_all(members)
+
+
+async def test_top_into_a_pipe_is_one_picture_after_the_other(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, count=2, job=job)
+    process = top_in(subprocess.PIPE, *common(lighthouse, job))
+    assert process.stdout is not None
+    try:
+        pictures = (line for line in process.stdout if line.startswith(f"job {job}: ".encode()))
+        assert [next(pictures), next(pictures)], "the second while it still runs"
+        process.send_signal(signal.SIGINT)
+        process.stdout.close()
+        assert process.wait(timeout=DEADLINE_S) in (0, 1), "1 where it was writing"
+    finally:
+        process.kill()
+        process.wait()
+    await close_all(members)
+
+
+async def test_a_very_narrow_terminal_cuts_no_name_off(lighthouse, http, job):
+    """Two that differ at their ends only must be told apart."""
+    members = [
+        await WireMember(http, lighthouse.url, f"worker-of-rack-4-number-{i}", job=job).open() for i in "12"
+    ]
+    shown = fabric("status", *common(lighthouse, job), COLUMNS="60").stdout
+    columns = [line.split("\u2502")[1].strip() for line in shown.splitlines() if line.startswith("\u2502")]
+    assert "worker-of-rack-4-number-1" in "".join(columns) and "worker-of-rack-4-number-2" in "".join(columns)
+    await close_all(members)
+
+
+def test_of_a_long_table_who_is_in_trouble_is_named_above_it():
+    alive = {"verdict": "alive"}
+    rows = [({"replica": f"r{i}", **alive}, "member") for i in range(30)]
+    assert _trouble({"complete": False}, rows) == []
+    rows[7][0]["verdict"] = "silent"
+    assert _trouble({"complete": False}, rows) == ["not as they should be: r7 (silent)"]
+    assert _trouble({"complete": False}, rows[:20]) == []

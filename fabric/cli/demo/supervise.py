@@ -149,6 +149,7 @@ class _Supervisor:
 
     def _start_replica(self, name: str) -> None:
         options, out = self._options, self._options.out
+        # Not by `fabric run`: the whole run lasts as long as a polite start may take on a crowded host.
         command = ["torch.distributed.run", "--standalone", "--nnodes=1", "--nproc-per-node=1"]
         command += ["--max-restarts=100", "--monitor-interval=0.1"]
         command += ["-m", "fabric.cli.demo.trainer", "--steps", str(options.steps)]

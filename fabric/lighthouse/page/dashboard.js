@@ -264,10 +264,13 @@ function drawChart(now) {
     svg("text", { x: 40, y: 184, "text-anchor": "end" }, low), svg("text", { x: 40, y: 20, "text-anchor": "end" }, high),
     svg("text", { x: 45, y: 197 }, "2 min ago"), svg("text", { x: 590, y: 197, "text-anchor": "end" }, "now")];
   // The first one was there before anybody looked; the others began while somebody did.
-  for (const [t, epoch] of state.epochs.slice(1)) {
+  let taken = 620;
+  for (const [t, epoch] of state.epochs.slice(1).reverse()) {
     if (t < now - WINDOW_S) continue;
-    parts.push(svg("line", { class: "epoch", x1: x(t), y1: 15, x2: x(t), y2: 180 }),
-      svg("text", { x: x(t) + 3, y: 12, "text-anchor": x(t) > 540 ? "end" : "start" }, `epoch ${epoch}`));
+    parts.push(svg("line", { class: "epoch", x1: x(t), y1: 15, x2: x(t), y2: 180 }));
+    if (x(t) + 60 > taken) continue;  // of those that lie close together the newest is named
+    taken = x(t);
+    parts.push(svg("text", { x: x(t), y: 12, "text-anchor": x(t) > 540 ? "end" : "start" }, `epoch ${epoch}`));
   }
   lines.forEach(([, points], index) => {
     const path = points.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ");

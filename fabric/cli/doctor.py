@@ -49,22 +49,25 @@ class Finding:
 @click.option("--store", default="", help="Look at this store too, as `fabric lighthouse --store` would.")
 @store_access_options
 @click.option("--state-gb", default=0.0, help="Parameters and optimizer state of one process, in GB.")
-def doctor(store: str, state_gb: float, **access: Any) -> None:
+@click.option("--replica", envvar="FABRIC_REPLICA", default="", hidden=True)
+def doctor(store: str, state_gb: float, replica: str, **access: Any) -> None:
     """Check this host for a replica with the FABRIC_* settings that are set, and say what to do.
 
     Where lighthouses run, `fabric doctor --store URL` is enough.
     """
     worst = 0
-    for finding in examine(store, state_gb, store_access(access)):
+    for finding in examine(store, state_gb, store_access(access), replica=bool(replica) or not store):
         worst = max(worst, ("ok", "warn", "bad").index(finding.level))
         click.echo(f"{finding.level:<5}{finding.what}" + (f"\n     {finding.do}" if finding.do else ""))
     sys.exit(1 if worst == 2 else 0)
 
 
-def examine(store: str, state_gb: float, access: EtcdAccess | None = None) -> Iterator[Finding]:
-    """All findings, as they are made."""
+def examine(
+    store: str, state_gb: float, access: EtcdAccess | None = None, *, replica: bool = True
+) -> Iterator[Finding]:
+    """All findings, as they are made; without ``replica`` none about the settings of one."""
     yield from _versions()
-    if not (store and not os.environ.get("FABRIC_REPLICA")):
+    if replica:
         yield from _settings()
     yield _open_files()
     yield _memory(state_gb)

@@ -83,10 +83,11 @@ def test_a_token_that_the_lighthouse_refuses_is_found(environment, tmp_path):
     assert "does not let this job in: the token does not match" in findings("bad")
 
 
-def test_where_lighthouses_run_the_store_is_enough(monkeypatch, tmp_path):
-    monkeypatch.delenv("FABRIC_REPLICA", raising=False)
-    assert findings("bad", store=f"sqlite://{tmp_path}/store.db") == ""
-    assert "cannot be used" in findings("bad"), "without a store a replica is meant"
+def test_where_lighthouses_run_the_store_is_enough(tmp_path):
+    alone = fabric("doctor", "--store", f"sqlite://{tmp_path}/store.db")
+    assert alone.returncode == 0 and "store " in alone.stdout and "bad" not in alone.stdout, alone.stdout
+    both = fabric("doctor", "--store", f"sqlite://{tmp_path}/store.db", FABRIC_REPLICA="r0")
+    assert both.returncode == 1 and "no lighthouse is named" in both.stdout
 
 
 def test_a_store_is_looked_at_with_the_lighthouses_own_options(tmp_path):

@@ -257,7 +257,8 @@ class Session(asyncio.Protocol):
 
     def hear(self, body: bytes) -> None:
         if body.startswith(b'{"kind":"BeatReply"'):
-            behind = self.beats - int(body[body.rindex(b":") + 1 : -1])  # beats since, a second apart
+            number = body[body.index(b'"number":') + 9 :].partition(b",")[0]  # words may come after it
+            behind = self.beats - int(number.rstrip(b"}"))  # beats since, a second apart
             self.crowd.late[int(10_000 * (time.monotonic() - self.sent + behind))] += 1
             return
         message = self.crowd.decode(body)

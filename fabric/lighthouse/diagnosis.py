@@ -24,6 +24,7 @@ VERDICTS = (STOPPED, ABSENT, MISMATCH, SLOW_LINK, UNKNOWN)
 _FRAMES = 10
 _FRAME_CHARACTERS = 120
 _SENTENCE = 300
+_NAMED = 100
 # Whose sizes may differ from rank to rank.
 _UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
 
@@ -122,7 +123,7 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         return {
             "verdict": self.verdict,
-            "about": list(self.about),
+            "about": list(self.about[:_NAMED]),
             "why": self.why[: 2 * _SENTENCE],
             "t": self.t,
             "seconds": round(self.seconds, 3),

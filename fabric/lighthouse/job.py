@@ -30,7 +30,7 @@ from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.reasons import Waits, no_room, numbers, others, policy_kept
 from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recoverable import recoverable
-from fabric.lighthouse.recovery import Recoveries, Recovery
+from fabric.lighthouse.recovery import NAMED, Recoveries, Recovery
 from fabric.lighthouse.traces import Traces
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io as io
@@ -55,6 +55,7 @@ LEDGER_S = 60.0
 _LEDGER_CHANGED_S = 5.0
 _RETRY_S = (0.05, 1.0)
 _REMAKE_S = 1.0
+_KEEP_LARGE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +446,8 @@ class Job:
                 log.warning(
                     "job %s: recovery record %d is not in the store: %s", self.name, recovery.id, error
                 )
+            if len(recovery.lost) > NAMED:
+                await asyncio.sleep(_KEEP_LARGE_S)  # it changes with each of thousands that comes back
 
     # --- the rest ----------------------------------------------------------------------------------------
 

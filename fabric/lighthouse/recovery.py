@@ -16,6 +16,9 @@ from fabric.protocol.leader import Leader
 
 # So many of the newest are kept, in memory and in the store.
 CAPACITY = 200
+# So many of those that one failure cost are shown and stored by name, the rest counted: with thousands by
+# name it would be over what a store takes, and be written again for each that comes back.
+NAMED = 100
 # While one is open the core is looked at after every event, or this often at most where members are many.
 _MANY = 100
 _LOOK_S = 0.05
@@ -38,7 +41,8 @@ class Recovery:
     the others went on from where that was news. Times are 0.0 until they come. ``steps_lost`` and
     ``micro_batches_lost`` count committed work that only dead memory held. ``cause``: the id that events,
     replicas and checkpoint servers give to it. ``diagnosis``: why, as ``fabric.lighthouse.diagnosis`` judged
-    from what the ranks concerned showed; None until then, and where nobody could be asked."""
+    from what the ranks concerned showed; None until then, and where nobody could be asked. ``unnamed``: of
+    those that an earlier leader counted and did not name, how many were lost, and how many had joined."""
 
     id: int
     kind: str
@@ -56,17 +60,24 @@ class Recovery:
     micro_batches_lost: int = 0
     cause: str = ""
     diagnosis: dict[str, Any] | None = None
+    unnamed: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
         return not self.step_committed or any(not back.joined for back in self.lost.values())
 
     def to_json(self) -> dict[str, Any]:
-        """For the store and for people."""
-        return asdict(self)
+        """For the store and for people: at most NAMED of the lost by name."""
+        names, others = list(self.lost)[:NAMED], list(self.lost.values())[NAMED:]
+        body = {name: getattr(self, name) for name in _FIELDS}
+        body["lost"] = {name: asdict(self.lost[name]) for name in names}
+        body["incarnations"] = {name: self.incarnations[name] for name in names if name in self.incarnations}
+        if others:
+            body["unnamed"] = {"lost": len(others), "joined": sum(1 for back in others if back.joined)}
+        return body
 
 
-_FIELDS = frozenset(f.name for f in fields(Recovery))
+_FIELDS = tuple(f.name for f in fields(Recovery))
 
 
 def from_json(body: Any) -> Recovery:
@@ -81,6 +92,7 @@ def from_json(body: Any) -> Recovery:
         recovery = Recovery(**{**known, "lost": lost, "incarnations": incarnations})
         if not isinstance(recovery.diagnosis, dict | None):
             raise TypeError("its diagnosis is no object")
+        recovery.unnamed = {str(name): int(number) for name, number in recovery.unnamed.items()}
         recovery.id, recovery.step, recovery.epoch = int(recovery.id), int(recovery.step), int(recovery.epoch)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ProtocolError(f"this is no recovery record: {error}") from error

@@ -11,12 +11,14 @@ from lighthouse_support import WireMember, WirePulse, close_all, eventually, hea
 from protocol.test_leader import runs, started
 
 from fabric.errors import ProtocolError
+from fabric.lighthouse.diagnosis import Diagnosis
 from fabric.lighthouse.records import recoveries_of
-from fabric.lighthouse.recovery import CAPACITY, Recoveries, Recovery, Return, from_json
+from fabric.lighthouse.recovery import CAPACITY, NAMED, Recoveries, Recovery, Return, from_json
 from fabric.model import Policy
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.leader import Leader, LeaderConfig
+from fabric.store.base import MAX_VALUE_BYTES
 from fabric.store.memory import MemorySpace, MemoryStore
 
 PHASES = ("detected", "epoch_committed", "links_up", "step_committed")
@@ -243,6 +245,46 @@ def test_members_that_stop_because_more_are_wanted_have_not_failed():
     job.pulse("b", "gone")
     job.wait(0.1)
     assert [r.kind for r in log.observe(job.core, 2, 2.0)] == ["death"] and log.is_recovering
+
+
+def test_a_record_with_thousands_lost_names_some_and_counts_the_rest():
+    """So it fits into a store, and a later leader goes on with those it knows."""
+    names = [f"replica-{i:05d}" for i in range(30_000)]
+    recovery = Recovery(5, "death", "x" * 1000, 3, 1.5, incarnations=dict.fromkeys(names, 1763717000000))
+    recovery.lost = {
+        x: Return(1763717000.1, 1763717000.2, 1763717000.3 * (i % 2)) for i, x in enumerate(names)
+    }
+    body = recovery.to_json()
+    assert len(json.dumps(body)) < 64 * 1024 < MAX_VALUE_BYTES
+    assert list(body["lost"]) == names[:NAMED] == list(body["incarnations"])
+    assert body["unnamed"] == {"lost": 30_000 - NAMED, "joined": (30_000 - NAMED) // 2}
+    known = from_json(json.loads(json.dumps(body)))
+    assert known.to_json() == body, "what was counted stays counted"
+    diagnosis = Diagnosis("unknown", tuple(names), "why").to_json()
+    assert len(json.dumps(diagnosis)) < 8 * 1024
+
+
+async def test_a_failure_that_cost_thousands_is_in_the_store(http):
+    space = MemorySpace()
+    async with lighthouse_on(MemoryStore(space)) as lighthouse:
+
+        async def leads() -> bool:
+            return lighthouse.parts.serves
+
+        await eventually(leads, "it to lead")
+        members = await start_job(http, lighthouse.url)
+        job = lighthouse.jobs.by_name["job"]
+        lost = {f"replica-{i:05d}": Return() for i in range(10_000)}
+        job._keep(Recovery(1, "death", "a rack", 1, 1.0, lost=lost))
+
+        async def kept() -> bool:
+            return bool(space.find(recoveries_of("ns", "job"))[0])
+
+        await eventually(kept, "the record to be in the store")
+        (entry,) = space.find(recoveries_of("ns", "job"))[0]
+        found = from_json(json.loads(entry.value))
+        assert len(found.lost) == NAMED and found.unnamed == {"lost": 10_000 - NAMED, "joined": 0}
+        await close_all(members)
 
 
 def test_a_record_survives_the_store_and_nothing_else_is_taken_for_one():

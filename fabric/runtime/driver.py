@@ -61,16 +61,22 @@ class Driver(Generic[EventT, EffectT]):
         self._turn = threading.Lock()  # held by whoever works, which may pass it on to the loop
         self._queue: deque[EventT] = deque()
         self._effects: deque[EffectT] = deque()
-        self._closed = False
+        self._closed = self._failed = False
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf  # when the timer goes off that is there, or on its way to the loop
 
     def feed(self, event: EventT) -> None:
         """Hand one event to the core and perform what it orders, or leave both to the thread that is at it;
         nothing happens after ``close``."""
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             self._queue.append(event)
             self._take_turns()
+        except BaseException as error:
+            # Ctrl-C, in the main thread: wherever it struck, the turn may have been lost with it.
+            self._fail(error)
+            raise
 
     def close(self) -> None:
         """Feed nothing more."""
@@ -89,8 +95,8 @@ class Driver(Generic[EventT, EffectT]):
         try:
             if timed and self._is_due():
                 self._queue.append(self._tick)
-            while self._effects or (self._queue and not self._closed):
-                while self._effects:
+            while not self._failed and (self._effects or (self._queue and not self._closed)):
+                while self._effects and not self._failed:
                     if not here and type(self._effects[0]) not in self._anywhere:
                         self._on_loop(self._go_on)
                         return
@@ -98,18 +104,18 @@ class Driver(Generic[EventT, EffectT]):
                 if self._queue and not self._closed:
                     self._effects.extend(self._core.handle(self._queue.popleft(), self._clock()))
             self._arm()
-        except BaseException as error:  # a defect in the core ends its owner, whatever it is
+        except Exception as error:  # noqa: BLE001  (a defect in the core ends its owner, whatever it is)
+            self._effects.clear()
             self._fail(error)
-            if not isinstance(error, Exception):  # Ctrl-C, in the main thread, which has to know
-                raise
         else:
             self._turn.release()
 
     def _fail(self, error: BaseException) -> None:
+        """The end: the turn is not given back, for nobody works any more."""
+        failed, self._failed = self._failed, True
         self.close()
-        self._effects.clear()
-        self._turn.release()
-        self._on_crash(error)
+        if not failed:
+            self._on_crash(error)
 
     def _go_on(self) -> None:
         """The turn was passed on to the loop's thread."""

@@ -5,6 +5,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import pytest
+
 from fabric.runtime.driver import Driver
 
 TICK = "tick"
@@ -238,23 +240,39 @@ async def test_a_deadline_that_another_thread_brought_about_is_kept():
     assert timers() == []
 
 
-async def test_what_interrupts_a_thread_in_the_core_is_the_end_and_reaches_the_thread():
-    crashes = []
+@pytest.mark.parametrize("struck", ["in the core", "in an effect", "as the turn is passed on"])
+async def test_what_interrupts_a_thread_is_the_end_and_reaches_the_thread(struck):
+    """Ctrl-C strikes the main thread anywhere: the driver ends, says so once, and hides nothing."""
+    crashes, caught, performed = [], [], []
+    core = Script({"a": ["one", "two"]})
 
     def perform(effect: str) -> None:
+        performed.append(effect)
+        if struck == "in an effect":
+            raise KeyboardInterrupt
+
+    def interrupted(*_: object) -> list[str]:
         raise KeyboardInterrupt
 
-    driver = Driver(
-        Script({"a": ["one"]}), perform, tick=TICK, on_crash=crashes.append, anywhere=frozenset((str,))
-    )
-    caught = []
+    anywhere = frozenset(() if struck == "as the turn is passed on" else (str,))
+    driver = Driver(core, perform, tick=TICK, on_crash=crashes.append, anywhere=anywhere)
+    if struck == "in the core":
+        core.handle = interrupted
+    passed_on = driver._go_on
 
     def feed() -> None:
+        if struck == "as the turn is passed on":
+            on_loop = driver._on_loop
+            driver._on_loop = lambda work: (on_loop(work), interrupted() if work == passed_on else None)
         try:
             driver.feed("a")
         except KeyboardInterrupt as error:
             caught.append(error)
 
     await asyncio.to_thread(feed)
+    await asyncio.sleep(0)
     driver.feed("a")
     assert caught == crashes and len(caught) == 1
+    # Passed on, the loop may have come to it first.
+    most = {"in the core": 0, "in an effect": 1, "as the turn is passed on": 2}[struck]
+    assert performed == ["one", "two"][: len(performed)] and len(performed) <= most

@@ -24,10 +24,12 @@ _NAMED = 16
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Reports of the same step carry different digests: these members are the minority."""
+    """Reports of the same step carry different digests: these members are the minority. ``state``: their
+    state is wrong, not only what they were about to commit."""
 
     replicas: tuple[str, ...]
     reason: str
+    state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) ->
     if not valid:
         # Nobody began this generation yet, so nobody can have committed in it.
         return _cold(record, work)
-    split = _digest_split(record, valid)
+    split = _outvoted(record, valid) or _digest_split(record, valid)
     if split is not None:
         return split
     newest = max(_newest_step(x, record) for x in valid.values())
@@ -158,6 +160,15 @@ def _able(report: Report, record: Record, step: int, digest: str) -> bool:
     return report.step == step or (behind and bool(digest) and report.gradient_digest == digest)
 
 
+def _outvoted(record: Record, reports: Mapping[str, Report]) -> Evict | None:
+    """Whose state most members of a round have called wrong, whether these are still there or not."""
+    names = tuple(x.replica for x in record.roster if x.replica in reports and reports[x.replica].outvoted)
+    if not names:
+        return None
+    step = reports[names[0]].step
+    return Evict(names, _disagrees(names, f"the state at step {step}"), state=True)
+
+
 def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Undecidable | None:
     by_step: dict[int, dict[str, str]] = {}
     for name, report in reports.items():
@@ -166,7 +177,7 @@ def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Unde
     for step, digests in sorted(by_step.items()):
         split = _minority(record, digests, f"the state at step {step}")
         if split is not None:
-            return split
+            return replace(split, state=True) if isinstance(split, Evict) else split
     return None
 
 
@@ -187,8 +198,12 @@ def _minority(record: Record, digests: Mapping[str, str], what: str) -> Evict | 
             "restart the job from a checkpoint and check these hosts' memory"
         )
     losers = tuple(name for name, digest in digests.items() if digest != winners[0])
-    verb = "disagrees" if len(losers) == 1 else "disagree"
-    return Evict(losers, f"{', '.join(losers)} {verb} with the majority about {what}")
+    return Evict(losers, _disagrees(losers, what))
+
+
+def _disagrees(names: tuple[str, ...], what: str) -> str:
+    verb = "disagrees" if len(names) == 1 else "disagree"
+    return f"{', '.join(names)} {verb} with the majority about {what}"
 
 
 def _tenure(record: Record, digests: Mapping[str, str], digest: str) -> tuple[int, ...]:

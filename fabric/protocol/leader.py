@@ -410,6 +410,8 @@ class Leader(Joins):
             return
         decision = decide(record, reports, self._micro_batches())
         if isinstance(decision, Evict):
+            if decision.state:
+                self._mistrust(decision.replicas, decision.reason)
             for name in decision.replicas:
                 self.epoch.fallen.add(name)
                 self._condemn(name, decision.reason)

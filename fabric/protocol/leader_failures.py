@@ -93,4 +93,5 @@ class Failures(Admission):
     def _excuse(self) -> None:
         """Somebody has looked at it and starts again: what killed before counts no more."""
         self.unusable.clear()
+        self.mistrusted.clear()
         self.excused = {(replica, death) for replica, deaths in self._deaths() for death in deaths}

@@ -248,6 +248,15 @@ class Joins(Failures):
             self.epoch.blameless.add(peer.session.replica)
             self._condemn(peer.session.replica, f"it cannot go on: {message.why}")
 
+    def _mistrust(self, names: tuple[str, ...], why: str) -> None:
+        """Of these members the state is wrong, and since when nobody knows: no generation begins from what
+        their checkpoint servers alone have in memory."""
+        record, held = self.record, self.liveness.held()
+        wrong = [x for x in record.roster if x.replica in names] if record is not None else []
+        urls = {url for member in wrong for url in self.liveness.ckpts(member)}
+        known = {ref: text for ref, text in self.mistrusted.items() if ref in held}
+        self.mistrusted = {**known, **{ref: why for ref, where in held.items() if where <= urls}}
+
     def _note_loaded(self, generation: int) -> None:
         """Whoever is in this generation could load what it began from, so that can be loaded."""
         record = self.record
@@ -300,11 +309,11 @@ class Joins(Failures):
             self._excuse()
         spares = [p for p in open_ if p.session.spare]
         peers = regular[: self.most] + spares[: max(0, self.full - len(regular))]
-        base = self._base(peers)
+        base, passed = self._base(peers)
         if base is None:
             self.failure = (
-                f"no state is left that could be loaded: {self._unusable()}; mend the storage, or name "
-                "another FABRIC_DURABLE to begin from nothing"
+                f"no state is left that could be loaded: {passed}; mend the storage, or name another "
+                "FABRIC_DURABLE to begin from nothing"
             )
             return
         self.lost = None if self.reached is None else max(0, self.reached - base.step)
@@ -321,7 +330,7 @@ class Joins(Failures):
                 nonce=self._nonce(),
                 roster=seated([replace(as_member(p.session), since=epoch) for p in peers], self.seats),
                 base=base,
-                reason=self._start_reason(record, base),
+                reason=self._start_reason(record, base, passed),
                 cause=cause_of(epoch),
                 sharing=peers[0].session.sharing,
                 poison=self._known_poison(record) if record is not None else (),
@@ -341,7 +350,7 @@ class Joins(Failures):
         good = [p for p in found if self._penalty_of(as_member(p.session)) is None]
         return good if len(good) >= self.least else found
 
-    def _start_reason(self, record: Record | None, base: Base) -> str:
+    def _start_reason(self, record: Record | None, base: Base, passed: str) -> str:
         if record is None and base.generation == 0:
             return "first start"
         lost = f", {counted(self.lost, 'step')} lost with the memory that held them" if self.lost else ""
@@ -351,33 +360,32 @@ class Joins(Failures):
                 f"nobody of generation {record.generation}"
             )
         where = ", a durable checkpoint" if base.sources == (DURABLE,) else ""
-        passed = f" ({self._unusable()})" if self.unusable else ""
+        passed = f" ({passed})" if passed else ""
         return f"cold start from step {base.step} of generation {base.generation}{where}{lost}{passed}"
 
-    def _unusable(self) -> str:
-        return "; ".join(
-            f"step {ref.step} of generation {ref.generation} could not be loaded: {why}"
-            for ref, why in sorted(self.unusable.items(), key=lambda x: (-x[0].generation, -x[0].step))
-        )
-
-    def _base(self, peers: list[Peer]) -> Base | None:
+    def _base(self, peers: list[Peer]) -> tuple[Base | None, str]:
         """The ladder: the highest (generation, step) that anything still holds, memory before durable storage
-        where both hold it, without what could not be loaded before. None when nothing else is left."""
+        where both hold it, without what could not be loaded before, or is of a state that was found wrong.
+        None when nothing else is left. And in words what was passed over."""
         found = self._held_states(peers)
         for ref in self.liveness.durable():
             found.setdefault(ref, set()).add(DURABLE)
-        usable = {ref: urls for ref, urls in found.items() if ref not in self.unusable}
+        passed = {ref: f"could not be loaded: {why}" for ref, why in self.unusable.items()}
+        passed |= {ref: f"is not trusted: {why}" for ref, why in self.mistrusted.items() if ref in found}
+        newest_first = sorted(passed, key=lambda ref: (-ref.generation, -ref.step))
+        told = "; ".join(f"step {x.step} of generation {x.generation} {passed[x]}" for x in newest_first)
+        usable = {ref: urls for ref, urls in found.items() if ref not in passed}
         if any(ref.generation for ref in self.unusable):
             # The job has been further: the initial state of its new processes stands for none of that.
             usable = {ref: urls for ref, urls in usable.items() if ref.generation}
         if found and not usable:
-            return None
+            return None, told
         if not usable:
             first = peers[0].session
             urls = tuple(a.ckpt for a in as_member(first).addresses)
-            return Base(first.generation, first.step, first.digest, urls)
+            return Base(first.generation, first.step, first.digest, urls), told
         best = max(usable, key=lambda ref: (ref.generation, ref.step, len(usable[ref]), ref.digest))
-        return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best])))
+        return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), told
 
     def _held_states(self, peers: list[Peer]) -> dict[SnapshotRef, set[str]]:
         """What the checkpoint servers have in memory, every lane of it, and who has it."""

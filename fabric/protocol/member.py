@@ -270,6 +270,7 @@ class Member(Rounds):
             holds=hold is not None and (hold.epoch, hold.step) == (epoch, step),
             gradient_digest=hold.gradient_digest if hold is not None else "",
             disputed=self.disputed == (epoch, step),
+            outvoted=self.state.outvoted,
             # What the main thread is computing is promised: it is finished before I contribute again.
             have=() if self.kept.stale else tuple(sorted(self.kept.have)),
             committed_digest=self.state.committed_digest,
@@ -332,7 +333,7 @@ class Member(Rounds):
         same = self.state.step == base.step and base.digest in ("", self.state.digest)
         if same and self.fetch.doing != "install":
             self.state.generation = record.generation
-            self.state.committed_digest = ""
+            self.state.committed_digest, self.state.outvoted = "", False
         else:
             self.state.generation = 0
             self._want(SnapshotRef(base.generation, base.step, base.digest), base.sources)

@@ -111,15 +111,23 @@ class MemberBase:
         self._enter_mode(Mode.ABORTED)
         round_ = self.round
         given_away = round_ is not None and round_.exchanging and not self.config.retain
-        if round_ is not None and round_.is_disputed(self.identity.replica):
-            self.disputed = (round_.record.epoch, round_.step)
-        self.round = None
+        self._leave_round()
         self._do(io.AbortExchange(self.current.epoch, why))
         if given_away:
             self._drop_kept()
         self._do(io.Note("abort", self.current.epoch, self.state.step, why, about))
         step = self.state.step
         self._send_aborted(m.Aborted(self.current.fence, step, why, about, waiting_for, stalled, mismatch))
+
+    def _leave_round(self) -> None:
+        """What others have said of it outlives the round, for they may be gone when somebody asks."""
+        round_, self.round = self.round, None
+        if round_ is None:
+            return
+        if round_.is_disputed(self.identity.replica):
+            self.disputed = (round_.record.epoch, round_.step)
+        if round_.step == self.state.step and round_.is_outvoted(self.state.digest):
+            self.state.outvoted = True
 
     def _send_aborted(self, message: m.Aborted) -> None:
         self.contact.aborted = message

@@ -234,12 +234,13 @@ class CatchingUp(MemberBase):
             return
         self._enter_mode(Mode.OUTSIDE)
         self.contact.fallen = None
-        self.hold, self.round, self.resume = None, None, None
+        self._leave_round()
+        self.hold, self.resume = None, None
         self.serving.clear()
         self.listeners.clear()
         self._drop_kept()
         self._want(None)
-        if self.links.suspect:
+        if self.links.suspect or self.state.outvoted:
             self.state.generation = 0
             self.links.suspect = False
         self._do(io.Note("outside", self._epoch(), self.state.step, why))

@@ -79,7 +79,8 @@ class MemberConfig:
 @dataclass(slots=True)
 class State:
     """What my memory holds: ``generation`` 0 is a state that nobody vouches for. ``later``: its digest is
-    being taken, and ``asked`` for once it is needed."""
+    being taken, and ``asked`` for once it is needed. ``outvoted``: most members of a round have called it
+    wrong."""
 
     generation: int = 0
     step: int = 0
@@ -87,6 +88,7 @@ class State:
     committed_digest: str = ""
     later: bool = False
     asked: bool = False
+    outvoted: bool = False
 
 
 @dataclass(slots=True)

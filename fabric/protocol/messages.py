@@ -268,6 +268,7 @@ class Report:
     no majority said what I did, so that nobody can have committed it; ``have`` the micro-batches of step
     ``step`` in my kept gradient; ``committed_digest`` is of the gradient that led to ``step``, empty where
     there was none.
+    ``outvoted``: most members of a round that I was in said that the state at ``step`` is another than mine.
     ``round_lacked`` stands for ``round_roster`` where it is not None: the members of this epoch that were not
     in that round, which is short where the rosters are long.
     """
@@ -285,6 +286,7 @@ class Report:
     committed_digest: str = ""
     round_lacked: tuple[str, ...] | None = None
     disputed: bool = False
+    outvoted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

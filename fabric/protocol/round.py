@@ -4,6 +4,7 @@ Held: my reduction is finished and every member's contribution is known, so the 
 computed what are known too. Committed: every member of the roster says that it holds, with equal digests.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -76,6 +77,12 @@ class Round:
         said = [bar.gradient_digest for bar in self.bars.values()]
         agree = said.count(self.bars[name].gradient_digest) if name in self.bars else len(said)
         return agree < len(said) and 2 * agree <= len(self.record.roster)
+
+    def is_outvoted(self, digest: str) -> bool:
+        """Whether more than half of the roster have said that the state under this round is one other than
+        ``digest`` (empty: mine was not taken)."""
+        others = Counter(b.state_digest for b in self.bars.values() if b.state_digest not in ("", digest))
+        return bool(digest and others) and 2 * max(others.values()) > len(self.record.roster)
 
     def culprits(self) -> str:
         """Who put in what was not finite, as far as their bars are here; empty when nobody says so."""

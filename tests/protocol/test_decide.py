@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol.makers import record_of, report_of
@@ -171,8 +172,25 @@ def test_a_majority_wins_over_tenure():
     record = record_of("a b c", a={"since": 1}, b={"since": 8}, c={"since": 9})
     reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y", "c": "y"}.items()}
     assert decide(record, reports, M) == Evict(
-        ("a",), "a disagrees with the majority about the state at step 7"
+        ("a",), "a disagrees with the majority about the state at step 7", state=True
     )
+
+
+@pytest.mark.parametrize("left", ["a", "a b"])
+def test_whom_a_majority_has_outvoted_is_evicted_though_that_majority_is_gone(left):
+    """Two of three had said that a's state is wrong; both died, or one did, and the other would be a tie."""
+    record = record_of(left)
+    reports = {n: report_of(record, 7, ABC, digest="y") for n in left.split()}
+    reports["a"] = replace(reports["a"], digest="x", outvoted=True)
+    why = "a disagrees with the majority about the state at step 7"
+    assert decide(record, reports, M) == Evict(("a",), why, state=True)
+
+
+def test_what_was_said_of_a_state_of_an_earlier_generation_counts_for_nothing():
+    record = record_of("a b", generation=2)
+    reports = {"a": replace(report_of(record, 7, generation=1), outvoted=True)}
+    reports["b"] = report_of(record, 7, generation=2)
+    assert isinstance(decide(record, reports, M), Resume)
 
 
 def test_two_that_disagree_stop():

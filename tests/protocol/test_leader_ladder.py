@@ -1,8 +1,10 @@
 """The ladder of a cold start: memory, then durable checkpoints, and the next rung when one cannot be
 loaded."""
 
+from dataclasses import replace
+
 import pytest
-from protocol.makers import record_of
+from protocol.makers import record_of, report_of
 from protocol.test_leader import Lighthouse, started
 
 from fabric.model import DURABLE, Base, SnapshotRef
@@ -115,6 +117,49 @@ def test_what_one_could_load_and_another_not_stays_on_the_ladder():
     lighthouse.wait(0.1)
     lighthouse.beat("b", 60, generation=lighthouse.record.generation)
     assert lighthouse.core.unusable == {} and lighthouse.record.names == ("b",)
+
+
+def outvoted(lighthouse, name, step):
+    report = replace(report_of(lighthouse.record, step, digest="wrong"), outvoted=True)
+    return lighthouse.say(name, report)
+
+
+def left_alone(*others):
+    """a's state was outvoted by b and c, which died; ``others`` are states that their servers hold still."""
+    lighthouse = started("a b c", start_replicas=1)
+    lighthouse.pulse("a", snapshots=[SnapshotRef(1, 38, "wrong")])
+    for name in "bc":
+        lighthouse.beat(name, 40)
+        lighthouse.pulse(name, "gone", snapshots=others)
+    lighthouse.wait(1.0)
+    assert lighthouse.record.names == ("a",) and lighthouse.record.generation == 1
+    outvoted(lighthouse, "a", 40)
+    lighthouse.wait(1.0)
+    return lighthouse
+
+
+def test_who_was_outvoted_and_left_alone_does_not_go_on_with_that_state_nor_with_a_snapshot_of_it():
+    record = left_alone(SnapshotRef(1, 30, "good")).record
+    assert record.generation == 2 and record.cold == record.epoch
+    assert record.base == Base(1, 30, "good", ("http://b", "http://c"))
+    assert "cold start from step 30 of generation 1" in record.reason
+    told = "step 38 of generation 1 is not trusted: a disagrees with the majority about the state at step 40"
+    assert told in record.reason
+
+
+def test_a_snapshot_that_another_holds_too_is_trusted():
+    assert left_alone(SnapshotRef(1, 38, "wrong")).record.base.step == 38, "they took the same: it was right"
+
+
+def test_what_is_not_trusted_counts_as_lost():
+    record = left_alone(SnapshotRef(0, 0, "start")).record
+    assert record.reason.startswith("cold start from step 0 of generation 0, 40 steps lost"), record.reason
+    assert "step 38 of generation 1 is not trusted" in record.reason
+
+
+def test_where_nothing_else_is_there_at_all_the_job_stops():
+    record = left_alone().record
+    assert record.failed.startswith("no state is left that could be loaded: step 38 of generation 1 is not ")
 
 
 def test_a_fall_for_another_reason_blames_no_checkpoint():

@@ -129,6 +129,28 @@ def test_who_was_told_of_another_result_reports_that_it_is_disputed():
     assert (report.holds, report.gradient_digest, report.disputed) == (True, "g0", True)
 
 
+@pytest.mark.parametrize(
+    ("states", "is_outvoted"), [("xx", True), ("x", False), ("xy", False), (("start", "x"), False)]
+)
+def test_who_was_outvoted_about_its_state_says_so_in_every_report_until_it_has_another(states, is_outvoted):
+    """Found in simulation: both others died, and it went on with the state that they had called wrong."""
+    three = record_of("a b c", epoch=1)
+    trainer = Trainer("a")
+    trainer.leader(m.Epoch(three), resume_of(three, 0, **assign(range(M), three.roster)))
+    trainer.do(io.Linked(1), io.Computed(0, (0, 1), 2.0), io.Exchanged(1, 0, "g0"))
+    for name, ids in (("b", (2,)), ("c", (3,))):
+        trainer.peer(name, contribution(three, 0, ids))
+    for name, state in zip("bc", states, strict=False):
+        trainer.peer(name, bar(three, 0, state=state))
+    trainer.do(io.LinkLost("b", 1, "killed"))
+    for epoch in (2, 3):
+        trainer.leader(m.Epoch(record_of("a", epoch=epoch)))
+        assert trainer.said(m.Report)[0].outvoted is is_outvoted
+    trainer.leader(m.Epoch(record_of("d", epoch=4)))
+    assert trainer.core.mode is Mode.OUTSIDE
+    assert (trainer.core.state.generation == 0) is (is_outvoted or len(states) == 2)
+
+
 def test_a_round_that_ended_without_another_result_is_not_disputed():
     trainer = holding()
     trainer.do(io.LinkLost("b", 1, "reset"))

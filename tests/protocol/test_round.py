@@ -48,6 +48,17 @@ def test_digests_that_differ_are_named_by_member():
     assert "digests of the state at step 7 differ: a x, b y" in round_.disagreement()
 
 
+def test_a_state_is_outvoted_when_most_of_the_roster_name_one_other():
+    round_ = Round(record_of("a b c d e"), 7)
+    round_.bars = {n: bar(round_, state="y") for n in "bc"}
+    assert not round_.is_outvoted("x"), "perhaps the other three say x"
+    round_.bars["d"] = bar(round_, state="z")
+    assert not round_.is_outvoted("x"), "they do not agree among themselves"
+    round_.bars["e"] = bar(round_, state="y")
+    assert round_.is_outvoted("x") and round_.is_outvoted("z")
+    assert not round_.is_outvoted("y") and not round_.is_outvoted(""), "its own was not taken"
+
+
 def test_a_result_is_disputed_while_no_majority_of_the_roster_has_said_it():
     round_ = Round(record_of("a b c"), 7)
     round_.bars = {"a": bar(round_, "g"), "b": bar(round_, "g")}

@@ -65,6 +65,9 @@ class Checks:
         self.holds: dict[
             str, tuple[int, int]
         ] = {}  # process -> the newest round of which it said that it holds
+        # process -> (epoch, step) -> whose state it heard to be what
+        self.heard: dict[str, dict[tuple[int, int], dict[str, str]]] = {}
+        self.outvoted: dict[str, int] = {}  # process -> the generation in which most said another state
 
     # --- the store ---------------------------------------------------------------------------------
 
@@ -218,6 +221,23 @@ class Checks:
                 raise Violation(f"{who} held two results of round {(epoch, message.step)}")
             self.holds[who] = (epoch, message.step)
 
+    def heard_bar(self, trainer: "Trainer", replica: str, bar: m.Bar) -> None:
+        if bar.state_digest:
+            rounds = self.heard.setdefault(trainer.name, {})
+            rounds.setdefault((bar.fence.epoch, bar.step), {})[replica] = bar.state_digest
+
+    def aborted(self, trainer: "Trainer", epoch: int, step: int) -> None:
+        """Whether it leaves the round knowing that most of the roster have another state than it has."""
+        said = self.heard.pop(trainer.name, {}).get((epoch, step), {})
+        mine, record = trainer.main.said, self.by_epoch[epoch]
+        others = Counter(x for name, x in said.items() if name != trainer.host and x != mine)
+        if mine and others and 2 * max(others.values()) > len(record.roster):
+            self.outvoted[trainer.name] = record.generation
+
+    def healed(self, trainer: "Trainer") -> None:
+        """It has loaded another state."""
+        self.outvoted.pop(trainer.name, None)
+
     def running(self, trainer: "Trainer", message: m.Running) -> None:
         key = (trainer.host, trainer.incarnation)
         self.entered[key] = message.step
@@ -271,6 +291,10 @@ class Checks:
                 f"{who} applies step {gradient.step} as {order.step} with the state at {trainer.main.step}"
             )
         if order.held is not None:
+            if self.outvoted.get(who) == generation:
+                raise Violation(
+                    f"{who} commits step {order.step} on a state that most members said was wrong"
+                )
             if order.held.gradient_digest != gradient.digest:
                 raise Violation(f"{who} held {order.held.gradient_digest}, but applies {gradient.digest}")
             self._is_of_one_roster(who, order, gradient)

@@ -315,6 +315,10 @@ def commit_what_others_said_was_wrong(patch: Patch) -> None:
     patch.setattr(Round, "is_disputed", lambda round_, name: False)
 
 
+def go_on_with_a_state_that_most_called_wrong(patch: Patch) -> None:
+    patch.setattr(deciding, "_outvoted", lambda record, reports: None)
+
+
 def commit_on_its_own_for_too_long(patch: Patch) -> None:
     commit = Member._commit_when_agreed
 
@@ -385,6 +389,7 @@ BESIDE_A_NEWCOMER: Aims = (  # what was said of the commit is still on its way
 DEPOSED: Aims = (("bar", "crash in a write"), ("bar", "kill trainer"))
 FLIPPED: Aims = (("bar", "flip in a result"), ("install", "flip in a state"))
 FLIPPED_AND_LEFT_ALONE: Aims = (("bar", "flip in a result"), ("abort", "kill two"), ("abort", "kill trainer"))
+OUTVOTED_AND_LEFT_ALONE: Aims = (("bar", "flip in a state"), ("abort", "kill two"), ("abort", "kill trainer"))
 ON_THE_WIRE: Aims = (("bar", "flip on the wire"), ("resume", "flip on the wire"))
 OLD_WORDS: Aims = (("bar", "reset link"), ("resume", "old words"), ("bar", "old words"))
 LATE_RESULT: Aims = (("commit", "slow digest"), ("bar", "kill trainer"))
@@ -429,6 +434,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (let_a_deposed_leader_write, DEPOSED),
         (commit_whatever_the_digests_say, FLIPPED),
         (commit_what_others_said_was_wrong, FLIPPED_AND_LEFT_ALONE),
+        (go_on_with_a_state_that_most_called_wrong, OUTVOTED_AND_LEFT_ALONE),
         (believe_every_chunk, ON_THE_WIRE),
         (complete_when_somebody_has_finished, ()),
         (leave_before_the_job_is_complete, ()),

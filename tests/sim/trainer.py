@@ -114,6 +114,8 @@ class Trainer(Process):
                 event = self._inbox.pop(0)
                 if self.clockwork.tracing and not isinstance(event, io.Tick):
                     self._trace_event(event)
+                if isinstance(event, io.FromPeer) and isinstance(event.message, m.Bar):
+                    self.world.checks.heard_bar(self, event.replica, event.message)
                 for effect in self.core.handle(event, self.clock()):
                     if self.alive:
                         self._perform(effect)
@@ -176,6 +178,10 @@ class Trainer(Process):
         self.clockwork.counts[f"member: {note.kind}"] += 1
         if note.kind in ("resume", "outside"):
             self.world.checks.released(self)
+        elif note.kind == "abort":
+            self.world.checks.aborted(self, note.epoch, note.step)
+        elif note.kind == "installed":
+            self.world.checks.healed(self)
         self.world.happened(note.kind, self.host)
 
     # --- the session -------------------------------------------------------------------------------

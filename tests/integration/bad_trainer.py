@@ -4,8 +4,10 @@ update that cannot keep up, a model that changes. ``BAD`` names what, ``BAD_STEP
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from pace import leave_time
 from tiny_trainer import Samples, build
 
 import fabric.client
@@ -26,19 +28,19 @@ def train(
     loss_of: Callable[[Step, torch.Tensor], torch.Tensor] = lambda step, loss: loss,
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     on_model: Callable[[torch.nn.Module], None] = lambda model: None,
+    scheduler_class: type[torch.optim.lr_scheduler.LambdaLR] = torch.optim.lr_scheduler.LambdaLR,
 ) -> None:
     """tiny_trainer's loop. ``after_update(step, model)`` runs behind the optimizer, ``loss_of(step, loss)``
     makes the loss of every micro-batch."""
     model, _, _ = build(int(os.environ.get("TINY_WIDTH", "64")))
     on_model(model)
     optimizer = optimizer_class(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
+    scheduler = scheduler_class(optimizer, lambda step: 1 / (1 + step / 50))
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
     data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
-    replicas = int(os.environ.get("FABRIC_REPLICAS", "1"))
-    for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "30"))):
-        if len(session.members) < replicas:
-            time.sleep(STEP_S * 6)
+    until = int(os.environ.get("TINY_STEPS", "30"))
+    for step in session.steps(data, until):
+        leave_time(session, until - step.number, STEP_S)
         for x, y in step:
             time.sleep(STEP_S / 4)
             loss = loss_of(step, torch.nn.functional.mse_loss(model(x), y))
@@ -56,9 +58,34 @@ def a_flipped_bit() -> None:
     train(after_update=lambda step, model: flip_a_bit(model) if step.number == STEP else None)
 
 
+def let_r0_get_ahead(steps: int) -> None:
+    """Return when r0 has committed so many more, or has this replica in its roster, or has finished."""
+    journal = Path(os.environ["FABRIC_JOURNAL"]).with_name("r0.jsonl")
+    begun = journal.read_text().count('"event":"commit"')
+    while True:
+        lines = journal.read_text().splitlines()
+        roster = next((x for x in reversed(lines) if '"event":"epoch"' in x), "")
+        if f'"{os.environ["FABRIC_REPLICA"]}"' in roster.partition('"roster":')[2].partition("]")[0]:
+            return
+        if sum('"event":"commit"' in x for x in lines) >= begun + steps or '"event":"finish"' in lines[-1]:
+            return
+        time.sleep(0.01)
+
+
+class SlowLoading(torch.optim.lr_scheduler.LambdaLR):
+    """Loading its state takes three of the others' steps."""
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        let_r0_get_ahead(3)
+        super().load_state_dict(state_dict)
+
+
 def a_slow_replay() -> None:
-    """Its update takes longer than the others' whole step, as long as it only replays."""
-    train(after_update=lambda step, model: None if step.live else time.sleep(STEP_S * 20))
+    """As long as it only replays, its update takes two of the others' steps, however fast those are."""
+    train(
+        after_update=lambda step, model: None if step.live else let_r0_get_ahead(2),
+        scheduler_class=SlowLoading,
+    )
 
 
 def not_a_number() -> None:

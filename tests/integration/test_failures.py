@@ -11,6 +11,8 @@ from fabric.cli.demo.journal import read_run
 from fabric.cli.demo.verify import judge
 
 STEPS = 60
+# For jobs that a killed or stopped replica must find when it comes back, whenever that is.
+PATIENT = {"TINY_PATIENT_STEPS": "30"}
 
 
 def check(job: Job, steps: int = STEPS) -> None:
@@ -56,7 +58,7 @@ KILL_POINTS = [
 
 @pytest.mark.parametrize("point", KILL_POINTS)
 def test_kill_at(zygote, tmp_path, point):
-    with Job(zygote, tmp_path) as job:
+    with Job(zygote, tmp_path, environment=PATIENT) as job:
         job.start_all({"r1": f"{point}@12=kill"})
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()
@@ -69,7 +71,7 @@ def test_kill_at(zygote, tmp_path, point):
 )
 def test_stop_at(zygote, tmp_path, point):
     """A stopped trainer is evicted; continued, it notices, catches up and joins without a restart."""
-    with Job(zygote, tmp_path) as job:
+    with Job(zygote, tmp_path, environment=PATIENT) as job:
         job.start_all({"r1": f"{point}@12=stop"})
 
         def evicted() -> bool:
@@ -86,7 +88,7 @@ def test_stop_at(zygote, tmp_path, point):
 @pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
 def test_kill_the_newcomer_at(zygote, tmp_path, point):
     """A failure during a join: the newcomer dies on its way in, and its successor gets in."""
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "120"}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "120", **PATIENT}) as job:
         job.later_points["r1"] = [f"{point}=kill"]
         job.start_all({"r1": "forward@8=kill"})
         finish_and_check(job, 120)
@@ -97,7 +99,7 @@ def test_kill_the_newcomer_at(zygote, tmp_path, point):
 @pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])
 def test_stop_the_newcomer_at(zygote, tmp_path, point):
     """A newcomer that is stopped on its way in holds nobody up; continued, it gets in without a restart."""
-    environment = {"TINY_STEPS": "120", "FABRIC_SNAPSHOT_SHARE": "1000"}
+    environment = {"TINY_STEPS": "120", "FABRIC_SNAPSHOT_SHARE": "1000", **PATIENT}
     with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all({"r1": "forward@8=kill"})
         job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
@@ -111,7 +113,7 @@ def test_stop_the_newcomer_at(zygote, tmp_path, point):
 
 
 def test_another_one_is_stopped_during_the_recovery(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90"}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90", **PATIENT}) as job:
         job.start_all({"r1": "ring@12=kill", "r2": "recovery@12=stop"})
         job.wait_for(lambda: job.is_stopped("r2"), "r2 to stop")
         before = len(job.events("r0", "commit"))
@@ -122,21 +124,23 @@ def test_another_one_is_stopped_during_the_recovery(zygote, tmp_path):
 
 
 def test_two_at_once_with_one_survivor(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90"}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90", **PATIENT}) as job:
         job.start_all({"r1": "barrier@12=kill", "r2": "forward@12=kill"})
         finish_and_check(job, 90)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 2}
 
 
 def test_another_one_dies_during_the_recovery(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90"}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90", **PATIENT}) as job:
         job.start_all({"r1": "ring@12=kill", "r2": "recovery@12=kill"})
         finish_and_check(job, 90)
         assert job.starts["r0"] == 1
 
 
 def test_the_one_that_snapshots_for_a_newcomer_dies(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "110", "FABRIC_SNAPSHOT_SHARE": "0"}) as job:
+    with Job(
+        zygote, tmp_path, environment={"TINY_STEPS": "110", "FABRIC_SNAPSHOT_SHARE": "0", **PATIENT}
+    ) as job:
         job.start_all({"r1": "forward@8=kill", "r2": "snapshot@0=wait:/dev/null,snapshot=kill"})
         finish_and_check(job, 110)
         assert job.starts["r0"] == 1

@@ -5,13 +5,16 @@ from job import Job
 from test_corruption import bad, events
 from test_failures import finish_and_check
 
+STEPS = 170
+
 
 def test_a_newcomer_that_replays_too_slowly_enters_by_the_fallback(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "110", "TINY_STEP_S": "0.01"}) as job:
+    environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.01", "TINY_PATIENT_STEPS": "120"}
+    with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all({"r1": "forward@8=kill"})
         job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
         job.start("r1", **bad("a slow replay"))
-        finish_and_check(job, 110)
+        finish_and_check(job, STEPS)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
         assert len(events(job, "too slow")) == 2, "it starts again from a newer snapshot once"
         [told] = [e for e in events(job, "epoch") if "while the others wait for its state" in e["why"]]
@@ -19,7 +22,7 @@ def test_a_newcomer_that_replays_too_slowly_enters_by_the_fallback(zygote, tmp_p
         assert "has not shrunk for 10 steps" in told["why"]
         [awaited] = job.events("r1", "awaited")
         live = [e["step"] for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
-        assert live == list(range(awaited["step"] + 1, 110)), (
+        assert live == list(range(awaited["step"] + 1, STEPS)), (
             "it works from the step after the one it entered in"
         )
 
@@ -27,7 +30,7 @@ def test_a_newcomer_that_replays_too_slowly_enters_by_the_fallback(zygote, tmp_p
 def test_without_bitwise_equality_one_setting_turns_digests_and_replay_off(zygote, tmp_path):
     """The states drift apart, as on unlike devices: with the setting nobody is accused, and who comes back is
     given a state while the others wait."""
-    environment = bad("states that drift", TINY_STEPS="50", FABRIC_REPRODUCIBLE="0")
+    environment = bad("states that drift", TINY_STEPS="50", FABRIC_REPRODUCIBLE="0", TINY_PATIENT_STEPS="30")
     with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all({"r1": "forward@8=kill"})
         job.finish()

@@ -4,6 +4,7 @@ import os
 import time
 
 import torch
+from pace import leave_time
 
 import fabric.client
 
@@ -39,10 +40,9 @@ def main() -> None:
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
     data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
     step_s = float(os.environ.get("TINY_STEP_S", "0.02"))
-    replicas = int(os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1])
-    for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "60"))):
-        if len(session.members) < replicas:
-            time.sleep(step_s * 6)  # degraded: leave a restarted replica the time to come back
+    until = int(os.environ.get("TINY_STEPS", "60"))
+    for step in session.steps(data, until):
+        leave_time(session, until - step.number, step_s)
         for x, y in step:
             # What stands for a device computing: without it the job would be over before anybody rejoins.
             time.sleep(step_s / 4)

@@ -1,0 +1,28 @@
+"""How fast the trainers of a test go while a replica of theirs is away: so slowly towards the end that it
+finds the job still there, however long its start takes on a loaded machine."""
+
+import os
+import time
+
+import fabric.client
+
+# In so many steps before the end they wait for who is away; 0: not at all, for nobody is to come.
+PATIENT_STEPS = int(os.environ.get("TINY_PATIENT_STEPS", "0"))
+_PATIENT_S = 4.0
+
+
+def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None:
+    """At the beginning of a step, of which ``left`` are to come: nothing where all are there. Else six times
+    ``step_s``, and towards the end until a newcomer needs a step of this one, at most four seconds."""
+    if len(session.members) >= int(os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1]):
+        return
+    time.sleep(step_s * 6)
+    over = time.monotonic() + _PATIENT_S
+    while left <= PATIENT_STEPS and time.monotonic() < over and not _is_needed(session):
+        time.sleep(0.01)
+
+
+def _is_needed(session: fabric.client.Session) -> bool:
+    """Whether somebody follows this member, or waits for an epoch that begins with its next commit."""
+    member = session._engine.member
+    return bool(member.serving or member.listeners or member.newest is not member.current)

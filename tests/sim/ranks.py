@@ -386,27 +386,19 @@ class RankWorld(World):
             victim.server.kill()
             self.network.death(victim.server)
 
+    def run(self) -> None:
+        """As every world; who was left out for a rank counts too."""
+        super().run()
+        evicted = [x for x in self.checks.records if "the process of its rank" in x.reason]
+        self.clockwork.counts["path: eviction for a rank"] += len(evicted)
+
 
 def play(seed: int, tracing: bool = False, faultless: bool = False, aims: Aims = ()) -> RankWorld:
     """One world to its end; raises what went wrong, with the world attached."""
     world = RankWorld(seed, tracing, faultless, aims)
     try:
         world.run()
-        evicted = [x for x in world.checks.records if "the process of its rank" in x.reason]
-        world.clockwork.counts["path: eviction for a rank"] += len(evicted)
     except Exception as error:
         error.world = world  # type: ignore[attr-defined]
         raise
     return world
-
-
-def hunt(first: int, last: int) -> tuple[Counter[str], list[str]]:
-    """Play worlds ``first`` to ``last`` (exclusive): what was met, and a line per failure."""
-    counts: Counter[str] = Counter()
-    failures = []
-    for seed in range(first, last):
-        try:
-            counts.update(play(seed).clockwork.counts)
-        except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
-            failures.append(f"seed {seed} of sim.ranks.play: {type(error).__name__}: {error}")
-    return counts, failures

@@ -1,10 +1,12 @@
-"""Play seeds: ``python tests/sim/run.py --seed N`` replays one with its trace, ``--seeds A:B`` hunts."""
+"""Play seeds: ``python tests/sim/run.py --seed N`` replays one with its trace, ``--seeds A:B`` hunts;
+``--kind`` says in which worlds."""
 
 import argparse
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -12,23 +14,41 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from sim import coverage
-from sim.world import run_seed
+from sim.durable_worlds import DurableWorld
+from sim.late_worlds import late_world
+from sim.order_worlds import OrderWorld
+from sim.ranks import RankWorld
+from sim.stall_worlds import StallWorld
+from sim.world import World
+
+# What makes a world of a seed.
+KINDS: dict[str, Callable[[int], World]] = {
+    "plain": World,
+    "faultless": lambda seed: World(seed, faultless=True),
+    "late": late_world,
+    "stall": StallWorld,
+    "order": OrderWorld,
+    "durable": DurableWorld,
+    "ranks": RankWorld,
+}
 
 
-def hunt(first: int, last: int, faultless: bool = False, limit: int = 20) -> tuple[Counter[str], list[str]]:
-    """Play ``first`` to ``last`` (exclusive): the coverage counters, and a line per failure."""
+def hunt(first: int, last: int, kind: str = "plain", limit: int = 20) -> tuple[Counter[str], list[str]]:
+    """Play ``first`` to ``last`` (exclusive): the counters of what was met, and a line per failure."""
     counts: Counter[str] = Counter()
     failures: list[str] = []
     for seed in range(first, last):
+        world = KINDS[kind](seed)
         try:
-            counts.update(run_seed(seed, faultless=faultless).clockwork.counts)
+            world.run()
         except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
             failures.append(
                 f"seed {seed}: {type(error).__name__}: {error}\n"
-                f"    replay: python tests/sim/run.py --seed {seed}"
+                f"    replay: python tests/sim/run.py --kind {kind} --seed {seed}"
             )
             if len(failures) >= limit:
                 break
+        counts.update(world.clockwork.counts)
     return counts, failures
 
 
@@ -36,17 +56,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", default="0:200")
-    parser.add_argument("--faultless", action="store_true")
+    parser.add_argument("--kind", choices=KINDS, default="plain")
     parser.add_argument("--limit", type=int, default=20)
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        return replay(arguments.seed, arguments.faultless)
+        return replay(arguments.seed, arguments.kind)
     first, last = (int(x) for x in arguments.seeds.split(":"))
     started = time.perf_counter()
-    counts, failures = hunt(first, last, arguments.faultless, arguments.limit)
+    counts, failures = hunt(first, last, arguments.kind, arguments.limit)
     for kind, number in sorted(counts.items()):
         print(f"{number:10} {kind}")
-    if not arguments.faultless:
+    if arguments.kind == "plain":
         print("never met: " + (", ".join(coverage.missing(counts)) or "nothing"))
     for line in failures:
         print(line[:1200])
@@ -54,12 +74,14 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def replay(seed: int, faultless: bool) -> int:
+def replay(seed: int, kind: str) -> int:
     """One seed with everything that happened."""
+    world = KINDS[kind](seed)
+    world.clockwork.tracing = True
     try:
-        world = run_seed(seed, tracing=True, faultless=faultless)
-    except Exception as error:  # noqa: BLE001
-        print("\n".join(error.world.clockwork.lines))  # type: ignore[attr-defined]
+        world.run()
+    except Exception:  # noqa: BLE001
+        print("\n".join(world.clockwork.lines))
         traceback.print_exc()
         return 1
     print("\n".join(world.clockwork.lines))

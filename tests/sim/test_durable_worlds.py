@@ -4,14 +4,14 @@ fails."""
 import pytest
 from sim import durable_worlds, noticing
 from sim.durable_mutations import DURABLE_BUGS
-from sim.hunting import hunt
+from sim.run import hunt
 
 SEEDS = 24
 MUTATION_SEEDS = 20
 
 
 def test_all_begin_again_from_the_newest_checkpoint_that_can_be_loaded():
-    counts, failures = hunt("durable", durable_worlds.DurableWorld, 0, SEEDS)
+    counts, failures = hunt(0, SEEDS, "durable")
     for name, number in sorted(counts.items()):
         print(f"{number:9} {name}")
     assert not failures, "\n".join(failures)

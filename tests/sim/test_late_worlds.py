@@ -2,7 +2,7 @@
 
 import pytest
 from sim import late_worlds, noticing
-from sim.hunting import hunt
+from sim.run import hunt
 from sim.stall_mutations import JOINS
 
 SEEDS = 180
@@ -10,7 +10,7 @@ MUTATION_SEEDS = 100
 
 
 def test_slow_newcomers_come_in_while_the_others_wait():
-    counts, failures = hunt("late", late_worlds.late_world, 0, SEEDS)
+    counts, failures = hunt(0, SEEDS, "late")
     for name, number in sorted(counts.items()):
         print(f"{number:9} {name}")
     assert not failures, "\n".join(failures)

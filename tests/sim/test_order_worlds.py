@@ -2,15 +2,15 @@
 
 import pytest
 from sim import noticing, order_worlds
-from sim.hunting import hunt
 from sim.order_mutations import ORDERS
+from sim.run import hunt
 
 SEEDS = 60
 MUTATION_SEEDS = 100
 
 
 def test_orders_hold_under_faults_and_everybody_is_wanted_again_in_the_end():
-    counts, failures = hunt("order", order_worlds.OrderWorld, 0, SEEDS)
+    counts, failures = hunt(0, SEEDS, "order")
     for name, number in sorted(counts.items()):
         print(f"{number:9} {name}")
     assert not failures, "\n".join(failures)

@@ -5,6 +5,7 @@ import pytest
 import sim.ranks
 from sim import noticing
 from sim.rank_mutations import MUTATIONS
+from sim.run import hunt
 
 import fabric.client.ranks
 import fabric.protocol.ranks
@@ -26,7 +27,7 @@ def test_without_faults_no_replica_is_ever_outside():
 
 
 def test_worlds_of_ranks_keep_every_invariant_in_every_lane():
-    counts, failures = sim.ranks.hunt(0, SEEDS)
+    counts, failures = hunt(0, SEEDS, "ranks")
     for name, number in sorted(counts.items()):
         print(f"{number:9} {name}")
     assert not failures, "\n".join(failures)

@@ -2,7 +2,7 @@
 
 import pytest
 from sim import noticing, stall_worlds
-from sim.hunting import hunt
+from sim.run import hunt
 from sim.stall_mutations import STALLS
 
 SEEDS = 48
@@ -10,7 +10,7 @@ MUTATION_SEEDS = 100
 
 
 def test_nobody_is_waited_for_without_an_end_and_nobody_else_is_blamed():
-    counts, failures = hunt("stall", stall_worlds.StallWorld, 0, SEEDS)
+    counts, failures = hunt(0, SEEDS, "stall")
     for name, number in sorted(counts.items()):
         print(f"{number:9} {name}")
     assert not failures, "\n".join(failures)

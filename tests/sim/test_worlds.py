@@ -13,8 +13,8 @@ from sim import coverage
 from sim.checkers import Checks, Violation
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection, End, Network
-from sim.run import hunt
-from sim.world import run_seed
+from sim.run import KINDS, hunt
+from sim.world import World, run_seed
 
 import fabric.client.engine
 import fabric.lighthouse.job
@@ -47,6 +47,19 @@ def test_thousands_of_worlds_keep_every_invariant_and_meet_every_rare_path():
     assert not coverage.missing(counts), f"never happened in {SEEDS} seeds: {coverage.missing(counts)}"
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_what_fails_in_worlds_of_any_kind_replays_from_the_line_that_is_printed(kind, monkeypatch, capsys):
+    def broken(world: World) -> bool:
+        raise Violation(f"found at {world.clockwork.now}")
+
+    monkeypatch.setattr(World, "_is_finished", broken)
+    _, [line] = hunt(3, 4, kind)
+    found, _, command = line.partition("\n    replay: python tests/sim/run.py ")
+    monkeypatch.setattr(sys, "argv", ["run.py", *command.split()])
+    assert sim.run.main() == 1
+    assert found.removeprefix("seed 3: ") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("seed", [0, 5, 254])
 def test_a_seed_replays_exactly(seed):
     first, second = run_seed(seed, tracing=True), run_seed(seed, tracing=True)
@@ -62,7 +75,7 @@ def test_a_seed_replays_exactly_in_another_process_with_other_hashes():
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             capture_output=True,
             check=True,
-            timeout=60,
+            timeout=600,
         ).stdout
         for hash_seed in ("1", "2")
     ]

@@ -10,8 +10,9 @@ from cli.journals import KILL_STEP, STEPS, VICTIM, Entry, SyntheticRun, to_bytes
 from click.testing import CliRunner
 
 from fabric.cli.demo.command import demo
-from fabric.cli.demo.journal import Run, parse_journal, read_run
+from fabric.cli.demo.journal import Line, Run, parse_journal, read_run
 from fabric.cli.demo.verify import Verdict, compare_losses, judge, verify, write_summary
+from fabric.cli.demo.walk import walk
 from fabric.errors import ConfigError
 
 Entries = dict[str, list[Entry]]
@@ -177,6 +178,23 @@ def test_a_micro_batch_that_all_agree_to_leave_out_is_noticed(honest: SyntheticR
     verdict = judged(entries)
     assert any("Micro-batch 2 of step 4 is counted 0 times" in line for line in verdict.broken)
     assert verdict.summary.samples_skipped == 2
+
+
+@pytest.mark.parametrize(("generation", "is_broken"), [(1, True), (2, False)])
+def test_a_living_process_goes_back_only_into_a_new_generation(generation: int, is_broken: bool) -> None:
+    """As one does whose state was outvoted, when the others have died: the new generation begins earlier."""
+    told = [
+        ("start", {}),
+        ("epoch", {"epoch": 1, "generation": 1, "forced": True}),
+        ("resume", {"epoch": 1, "step": 0}),
+        ("commit", {"generation": 1, "epoch": 1, "step": 0, "replay": False, "live": True}),
+        ("state", {"step": 1}),
+        ("epoch", {"epoch": 2, "generation": generation, "forced": True}),
+        ("resume", {"epoch": 2, "step": 0}),
+    ]
+    lines = [Line(event, t, t, "r0", 1, t, fields) for t, (event, fields) in enumerate(told, 1)]
+    expected = ["r0 incarnation 1 (line 7) is told to go on at step 0 with the state of step 1."]
+    assert walk(lines) == (expected if is_broken else [])
 
 
 def test_time_that_goes_back_is_noticed(honest: SyntheticRun) -> None:

@@ -55,7 +55,15 @@ def train(
 
 
 def a_flipped_bit() -> None:
-    train(after_update=lambda step, model: flip_a_bit(model) if step.number == STEP else None)
+    """Once: not again where the same step comes again."""
+    to_come = {STEP}
+
+    def flip(step: Step, model: torch.nn.Module) -> None:
+        if step.number in to_come:
+            to_come.clear()
+            flip_a_bit(model)
+
+    train(after_update=flip)
 
 
 def let_r0_get_ahead(steps: int) -> None:

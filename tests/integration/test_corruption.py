@@ -57,6 +57,31 @@ def test_two_that_disagree_stop_with_a_clear_sentence(zygote, tmp_path):
             assert not [e for e in job.events(replica, "commit") if e["step"] > 7], "nothing after it"
 
 
+def test_whom_two_outvoted_does_not_go_on_when_they_are_killed(zygote, tmp_path):
+    """They die before they can report. Its state is the newest that is left, and known to be wrong."""
+    environment = {"TINY_STEPS": "20", "FABRIC_SNAPSHOT_EVERY": "3"}
+    with Job(zygote, tmp_path, environment=environment) as job:
+        # Their control threads stand still with their bars said, and nothing after these.
+        held = f"abort@7=wait:{tmp_path / 'never'}"
+        job.start("r0", held)
+        job.start("r1", **bad("a flipped bit"))
+        job.start("r2", held)
+        job.wait_for(lambda: job.events("r1", "abort"), "r1 to hear that its state is wrong")
+        for replica in ("r0", "r2"):
+            job.kill(replica)
+        job.finish()
+        assert set(job.codes.values()) == {0}, job.logs()
+        assert job.starts == {"r0": 2, "r1": 1, "r2": 2}
+        whys = [e["why"] for e in events(job, "condemned") if e["about"] == "r1"]
+        assert whys == ["r1 disagrees with the majority about the state at step 7"]
+        [cold] = [e["why"] for e in events(job, "epoch") if e["why"].startswith("cold start")]
+        assert cold.startswith("cold start from step 6 of generation 1, 1 step lost"), cold
+        assert not [e for e in job.events("r1", "commit") if e["generation"] == 1 and e["step"] > 6]
+        [broken] = judge(read_run(job.folder)).broken
+        assert "disagree on the digest of state step 7" in broken, "the one corruption, and nothing after it"
+        assert len({job.events(r, "state")[-1]["digest"] for r in ("r0", "r1", "r2")}) == 1
+
+
 def test_digests_are_compared_every_k_steps(zygote, tmp_path):
     """k = 10: a bit that flips at step 6 is noticed at the barrier of step 10, not before."""
     environment = {"TINY_STEPS": "40", "FABRIC_DIGEST_EVERY": "10"}

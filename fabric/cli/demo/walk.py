@@ -20,14 +20,16 @@ class Walk:
     """Where one incarnation stands while its lines are read.
 
     ``next_step`` is the step of its state; ``due`` the step whose state digest must come next, or
-    None. ``epoch`` is the newest forced epoch, ``heard`` the newest of any kind. ``rounds`` holds the
-    (generation, epoch, step) that it contributed to.
+    None. ``generation`` is that of its state. ``epoch`` is the newest forced epoch, ``called`` the
+    generation of that, ``heard`` the newest epoch of any kind. ``rounds`` holds the (generation, epoch,
+    step) that it contributed to.
     """
 
     next_step: int = 0
     due: int | None = None
     generation: int = 0
     epoch: int = 0
+    called: int = 0
     heard: int = 0
     promised: int | None = None
     replayed: int = 0
@@ -158,7 +160,7 @@ def _epoch(state: Walk, line: Line) -> list[str]:
     state.heard = epoch
     # A planned epoch is heard of while rounds of the one before still commit: only forced ones bar.
     if line.flag("forced"):
-        state.epoch = epoch
+        state.epoch, state.called = epoch, line.fields.get("generation", 0)
     return []
 
 
@@ -175,7 +177,9 @@ def _resume(state: Walk, line: Line) -> list[str]:
     if step > state.next_step:
         state.decided = state.next_step
         state.joining = True
-    if step < state.next_step:
+    if step < state.next_step and state.called > state.generation:
+        state.joining = True  # a cold start: what it has is not what the new generation begins from
+    elif step < state.next_step:
         return [f"is told to go on at step {step} with the state of step {state.next_step}"]
     return []
 

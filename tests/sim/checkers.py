@@ -220,6 +220,7 @@ class Checks:
             if said != message.gradient_digest:
                 raise Violation(f"{who} held two results of round {(epoch, message.step)}")
             self.holds[who] = (epoch, message.step)
+            self.heard_bar(trainer, trainer.host, message)
 
     def heard_bar(self, trainer: "Trainer", replica: str, bar: m.Bar) -> None:
         if bar.state_digest:
@@ -229,7 +230,8 @@ class Checks:
     def aborted(self, trainer: "Trainer", epoch: int, step: int) -> None:
         """Whether it leaves the round knowing that most of the roster have another state than it has."""
         said = self.heard.pop(trainer.name, {}).get((epoch, step), {})
-        mine, record = trainer.main.said, self.by_epoch[epoch]
+        # By its own bar: in a replica of several ranks that is the digest of all of them.
+        mine, record = said.get(trainer.host, ""), self.by_epoch[epoch]
         others = Counter(x for name, x in said.items() if name != trainer.host and x != mine)
         if mine and others and 2 * max(others.values()) > len(record.roster):
             self.outvoted[trainer.name] = record.generation

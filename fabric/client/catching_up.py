@@ -73,7 +73,7 @@ class CatchingUp(Leaving):
         digest = arrived.fetched.manifest["digest"]
         self._parts.points.reach("install", order.step)
         self._drop_gradient()
-        self._parts.snapshots.wait_copied()
+        self._let_change()
         self._behind = True
         try:
             restore(arrived.file, self._state.objects, self._yielding)
@@ -106,6 +106,16 @@ class CatchingUp(Leaving):
             self._behind = False
             replayed, self._replayed = self._replayed, 0
             self._parts.journal.write("joined", epoch=held.epoch, step=held.step, replayed=replayed)
+
+    _digest_begun = False
+
+    def _let_change(self) -> None:
+        """The state may change when this returns. A digest that nobody asked for, because the round went on
+        without this process, is noted all the same. Raises StateError: see ``Snapshots``."""
+        self._parts.snapshots.wait_copied()
+        if self._digest_begun:
+            self._digest_begun = False
+            self._note_state(self._parts.snapshots.take_digest(self._state_step))
 
     def _note_state(self, digest: str) -> None:
         if digest:

@@ -325,6 +325,7 @@ class Session(CatchingUp):
                 copied = self._snapshot_by_policy(durable, digest)
         if later:
             self._snapshots.begin_digest(self._state_step, copied)
+        self._digest_begun = later
         self._note_state(digest)
         return io.Ready(self._state_step, digest, self._times(), later)
 
@@ -378,6 +379,7 @@ class Session(CatchingUp):
             self._drop_gradient()
         elif isinstance(order, io.TellDigest):
             digest = self._snapshots.take_digest(order.step) or self.digest()
+            self._digest_begun = False
             self._note_state(digest)
             self._engine.post(io.Digested(order.step, digest))
         elif isinstance(order, io.TakeSnapshot):
@@ -396,7 +398,7 @@ class Session(CatchingUp):
         if isinstance(order, io.Finish):
             self._too_late(order)
         assert isinstance(order, io.Apply)
-        self._snapshots.wait_copied()
+        self._let_change()
         transfer = self._parts.transfer
         if order.held is not None:
             held, buffer = order.held, self._parts.slots.find(order.step)

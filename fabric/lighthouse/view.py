@@ -163,7 +163,7 @@ def _session_view(peer: Peer | None, now: float) -> dict[str, Any]:
         "generation": peer.generation,
         "busy": beat.busy if beat else "",
         "waiting_for": list(beat.waiting_for) if beat else [],
-        "times": asdict(beat.times) if beat and beat.times else None,
+        "times": asdict(peer.times) if peer.times is not None else None,
     }
 
 

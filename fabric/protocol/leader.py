@@ -257,6 +257,8 @@ class Leader(Joins):
             # What it announced is over, or something else begins: its time counts from now.
             self.lateness.came(peer.session.replica)
         peer.beat = beat
+        if beat.times is not None:
+            peer.times = beat.times
         self._note_step(peer)
         self._note_loaded(beat.generation)
         self._send(peer.session.replica, m.BeatReply(beat.number))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fabric.model import Death, Member, SnapshotRef
+from fabric.model import Death, Member, SnapshotRef, StepTimes
 from fabric.protocol.messages import Beat, Pulse, Session
 from fabric.protocol.rank_orders import rank_of_url
 
@@ -33,12 +33,13 @@ class LivenessConfig:
 
 @dataclass(slots=True)
 class Peer:
-    """One replica's newest session and what it said."""
+    """One replica's newest session and what it said; ``times`` are those of the last step that it told of."""
 
     session: Session
     connected: bool
     seen: float
     beat: Beat | None = None
+    times: StepTimes | None = None
     closed: float = 0.0
 
     @property

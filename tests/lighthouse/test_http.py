@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from lighthouse_support import TOKEN, WirePulse, close_all, eventually, get, post, start_job
 
-from fabric.model import SnapshotRef
+from fabric.model import SnapshotRef, StepTimes
 from fabric.protocol import messages as m
 
 
@@ -79,6 +79,20 @@ async def test_the_newest_durable_checkpoint_and_why_the_next_one_failed(lightho
         "durable": "the checkpoint of step 5 is complete",
         "durable failed": "step 9: the disk is full",
     }
+    await close_all(members)
+
+
+async def test_the_times_of_a_step_stay_until_the_next_step_is_told_of(lighthouse, http, job):
+    members = await start_job(http, lighthouse.url, count=1, job=job)
+    await members[0].say(m.Beat(3, 1, 1, 1, times=StepTimes(compute_s=0.25)))
+    await members[0].say(m.Beat(4, 1, 1, 1, phase="told again"))
+
+    async def told() -> bool:
+        _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
+        member = body["members"][0]
+        return member["phase"] == "told again" and member["times"]["compute_s"] == 0.25
+
+    await eventually(told, "both beats to arrive")
     await close_all(members)
 
 

@@ -64,16 +64,16 @@ def decode_session(data: str) -> m.Session:
 def decode_member(data: str) -> m.MemberMessage:
     """A later message of a session, its sentences cut. Raises ProtocolError."""
     message = wire.decode(data)
+    if type(message) is m.Beat:
+        if _is_sentence(message.phase) and _is_sentence(message.busy):
+            return message  # the usual one, which there are very many of
+        return replace(message, phase=_sentence(message.phase), busy=_sentence(message.busy))
     if not isinstance(message, _MEMBER_KINDS):
         raise ProtocolError(f"a {type(message).__name__} is not for the lighthouse")
     if isinstance(message, m.Session):
         return _checked_session(message)
     if isinstance(message, m.Aborted | m.NeedState | m.Fallen | m.Failed):
         return replace(message, why=_sentence(message.why))
-    if isinstance(message, m.Beat):
-        if _is_sentence(message.phase) and _is_sentence(message.busy):
-            return message  # the usual one, which there are very many of
-        return replace(message, phase=_sentence(message.phase), busy=_sentence(message.busy))
     return cast(m.MemberMessage, message)
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from fabric.model import Policy, Record, counted
@@ -94,7 +94,7 @@ class Waits:
         if now - self._looked >= _LOOK_S:
             text = waiting_for(core, now)
             self._text, self._looked = "" if text.startswith("nothing") else text, now
-        return replace(message, waiting_for=self._text) if self._text else message
+        return BeatReply(message.number, self._text) if self._text else message
 
 
 def _waiting_to_start(core: Leader, now: float) -> str:

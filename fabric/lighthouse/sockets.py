@@ -23,6 +23,7 @@ from fabric.lighthouse.incoming import (
 )
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
+from fabric.lighthouse.reading import UsualFrames
 from fabric.protocol import wire
 from fabric.protocol.messages import Rejected, Session
 
@@ -56,7 +57,10 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
             raise ProtocolError("a session speaks for one process: open another one for another process")
         return place.take().open(connection, message, policy)
 
-    await _serve(place, socket, connection, on_text, lambda job: job.closed(connection))
+    take = _guarded(place, connection, on_text)
+    if request.transport is not None:
+        request.transport.set_protocol(UsualFrames(request.protocol, take))
+    await _serve(place, socket, connection, take, lambda job: job.closed(connection))
     return socket
 
 
@@ -75,7 +79,8 @@ async def pulse(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
         place.take().pulse(connection, beat)
         return True
 
-    await _serve(place, socket, connection, on_text, lambda job: job.pulse_closed(connection))
+    take = _guarded(place, connection, on_text)
+    await _serve(place, socket, connection, take, lambda job: job.pulse_closed(connection))
     return socket
 
 
@@ -138,16 +143,40 @@ async def _accept(
     return socket, Connection(socket, transport)
 
 
+def _guarded(
+    place: _Place, connection: Connection, on_text: Callable[[str], bool]
+) -> Callable[[str], bool]:
+    """``on_text``, where what it raises ends the connection with a sentence; False then."""
+
+    def take(text: str) -> bool:
+        try:
+            return on_text(text)
+        except FabricError as error:
+            _end_of(place, connection, error)
+            return False
+
+    return take
+
+
+def _end_of(place: _Place, connection: Connection, error: FabricError) -> None:
+    if isinstance(error, StoreUnavailable):
+        connection.end(NOT_THE_LEADER, str(error))
+        return
+    log.warning("job %s: a connection of %s is closed: %s", place.name, connection.replica or "?", error)
+    connection.send(Frames().of(Rejected(str(error)), packs=False))
+    connection.end(MALFORMED, str(error))
+
+
 async def _serve(
     place: _Place,
     socket: web.WebSocketResponse,
     connection: Connection,
-    on_text: Callable[[str], bool],
+    take: Callable[[str], bool],
     on_end: Callable[[Job], None],
 ) -> None:
-    """Give every text to ``on_text`` until it says False, the socket ends, or it raises."""
+    """Give every text to ``take`` until it says False or the socket ends."""
     # A task of its own: what awaits a message is woken for each, through all that stands around the request.
-    reading = asyncio.get_running_loop().create_task(_read(place, socket, connection, on_text))
+    reading = asyncio.get_running_loop().create_task(_read(place, socket, connection, take))
     try:
         await reading
         await connection.ended()
@@ -158,24 +187,24 @@ async def _serve(
 
 
 async def _read(
-    place: _Place, socket: web.WebSocketResponse, connection: Connection, on_text: Callable[[str], bool]
+    place: _Place, socket: web.WebSocketResponse, connection: Connection, take: Callable[[str], bool]
 ) -> None:
-    try:
-        wait_s: float | None = FIRST_MESSAGE_S
-        while True:
+    """What the library reads: of a session only from the first frame on that is not usual."""
+    wait_s: float | None = FIRST_MESSAGE_S
+    while True:
+        try:
             message = await socket.receive(wait_s)
-            wait_s = None
-            if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
+        except TimeoutError:
+            if wait_s is None or place.job is None:
+                connection.end(MALFORMED, "nothing was said for too long")
                 return
-            if message.type is not WSMsgType.TEXT:
-                raise ProtocolError("messages are JSON text, not binary")
-            if not on_text(message.data):
-                return
-    except TimeoutError:
-        connection.end(MALFORMED, "nothing was said for too long")
-    except StoreUnavailable as error:
-        connection.end(NOT_THE_LEADER, str(error))
-    except FabricError as error:
-        log.warning("job %s: a connection of %s is closed: %s", place.name, connection.replica or "?", error)
-        connection.send(Frames().of(Rejected(str(error)), packs=False))
-        connection.end(MALFORMED, str(error))
+            wait_s = None  # it was said, and taken before the library
+            continue
+        wait_s = None
+        if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
+            return
+        if message.type is not WSMsgType.TEXT:
+            _end_of(place, connection, ProtocolError("messages are JSON text, not binary"))
+            return
+        if not take(message.data):
+            return

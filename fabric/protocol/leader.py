@@ -7,7 +7,7 @@ Nothing is announced before the store has committed it (rule 1).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,7 @@ class Leader(Joins):
             # I was stopped myself: that I heard nothing meanwhile says nothing of the others.
             self.liveness.elected = now
         if isinstance(event, io.Tick):
-            self.liveness.tick_was_late(max(0.0, now - self._due))
+            self.liveness.tick_was_late(max(0.0, now - self._due), now)
         self._now = now
         self._effects = []
         _HANDLERS[type(event)](self, event)
@@ -72,11 +72,16 @@ class Leader(Joins):
         )
 
     def _is_routine(self, event: io.Event) -> bool:
-        """Whether this says no more than that somebody lives and where it is, or that one more has come."""
+        """Whether this says no more than that somebody lives and where it is, that one more has come, or one
+        of those who all must answer has."""
         if isinstance(event, io.PulseSeen):
             return event.pulse.trainer == "running"
         if isinstance(event, io.FromMember):
-            return type(event.message) is m.Beat and (self.record is None or self._lists(event.replica))
+            kind, record = type(event.message), self.record
+            if kind is m.Beat:
+                return record is None or self._lists(event.replica)
+            answers = _ANSWERS.get(kind)
+            return answers is not None and record is not None and len(answers(self)) < len(record.roster)
         return isinstance(event, io.SessionOpened | io.Crowded)
 
     def next_deadline(self) -> float | None:
@@ -392,7 +397,7 @@ class Leader(Joins):
         reports, condemned = self.epoch.reports, self.epoch.condemned
         if not record.is_forced or self.epoch.decision is not None:
             return
-        answered = [x for x in record.roster if x.replica in reports and x.replica not in condemned]
+        answered = (x for x in record.roster if x.replica in reports and x.replica not in condemned)
         if not any(self._knows(x) for x in answered):
             return
         # Since this leader could hear it: not while it was itself stopped, or another led.
@@ -450,6 +455,12 @@ class Leader(Joins):
             return False
         return not record.missing(self.epoch.running.keys()) or self._is_parked(record)
 
+
+# What every member says in an epoch, and those who have.
+_ANSWERS: dict[type, Callable[[Leader], Sized]] = {
+    m.Report: lambda leader: leader.epoch.reports,
+    m.Running: lambda leader: leader.epoch.running,
+}
 
 _HANDLERS: dict[type, Callable[[Leader, Any], None]] = {
     io.Elected: Leader.on_elected,

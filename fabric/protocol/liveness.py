@@ -15,13 +15,18 @@ from fabric.protocol.rank_orders import rank_of_url
 
 Process = TypeVar("Process", Member, Session)
 
+# Seconds. A greeting takes some five turns of the lighthouse's loop, and a member waits 2.7 s for it: where
+# turns are longer than this nobody may get in.
+BEHIND_S = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class LivenessConfig:
     """Seconds. ``stopped_s``: how long a stopped trainer is waited for. ``reconnect_s``: how long a
     session may be away while the pulse says that the trainer runs. ``silence_s``: both sources silent.
     ``credit_s``: after an election, after the last return of a member, and after the last that was made to
-    wait, nobody is dead for silence or absence. ``crowd_s``: being made to wait counts so long at most."""
+    wait, by the door or by a leader that cannot keep up, nobody is dead for silence or absence. ``crowd_s``:
+    being made to wait counts so long at most."""
 
     stopped_s: float = 0.15
     reconnect_s: float = 3.0
@@ -119,10 +124,14 @@ class Liveness:
         """Until then nobody is dead for silence, or for not having come back."""
         return max(max(self.elected, self.returned) + self.config.credit_s, self.crowd_end)
 
-    def tick_was_late(self, by_s: float) -> None:
+    def tick_was_late(self, by_s: float, now: float) -> None:
         """The leader was called so much later than it asked: what it was told meanwhile may still lie before
-        it, unread, so that silence is believed so much later. Two turns, for a message takes as many."""
+        it, unread, so that silence is believed so much later. Two turns, for a message takes as many. And
+        while members come back it may be for this that they do not get in: absence counts when the leader has
+        kept up for as long as it takes to try again."""
         self.late_s, self._late_before_s = by_s + self._late_before_s, by_s
+        if by_s >= BEHIND_S and now - by_s < self.credit_end:
+            self.crowds(now + self.config.reconnect_s)
 
     def pulses_of(self, rank: int) -> dict[str, PulseState]:
         """By replica, of the checkpoint servers of this rank."""

@@ -12,12 +12,12 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fabric.errors import ProtocolError
-from fabric.model import PROTOCOL_VERSION, Record
+from fabric.model import PROTOCOL_VERSION, Record, StepTimes
 from fabric.protocol import messages
 
 # A decoded message may hold at most this many bytes of JSON: a report that lists a million micro-batches
@@ -42,10 +42,16 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(messages.Mes
 def encode(message: messages.Message) -> bytes:
     """The bytes of one message."""
     cls: type = type(message)
-    if cls is messages.BeatReply and not message.waiting_for:  # type: ignore[union-attr]
-        # One for every beat of every replica, and as a rule nothing but a number.
-        return b'{"kind":"BeatReply","version":%d,"number":%d}' % (PROTOCOL_VERSION, message.number)  # type: ignore[union-attr]
+    if isinstance(message, messages.BeatReply):
+        # One for every beat of every replica: a number, and words that are the same for all.
+        words = _words(message.waiting_for) if message.waiting_for else b""
+        return b'{"kind":"BeatReply","version":%d,"number":%d%b}' % (PROTOCOL_VERSION, message.number, words)
     return _dump({"kind": cls.__name__, "version": PROTOCOL_VERSION, **_fields(cls)(message)})
+
+
+@lru_cache(16)
+def _words(waiting_for: str) -> bytes:
+    return b',"waiting_for":' + _JSON.encode(waiting_for).encode()
 
 
 def packed(data: bytes) -> bytes:
@@ -62,8 +68,35 @@ def decode(data: bytes | str) -> messages.Message:
         raise ProtocolError(f"unknown kind of message {_short(kind)}: upgrade the older side")
     if cls is not messages.Rejected:  # a refusal is for whoever cannot be talked to
         check_version(body.get("version"))
+    if cls is messages.Beat and (beat := _usual_beat(body)) is not None:
+        return beat
     message: messages.Message = _decoded(cls, body, cls.__name__)
     return message
+
+
+def _usual_beat(body: dict[str, Any]) -> messages.Beat | None:
+    """A beat as we write them, of which there are very many. None for every other: the strict way takes it,
+    or says what is wrong with it."""
+    get = body.get
+    number, epoch, generation, step = get("number"), get("epoch"), get("generation"), get("step")
+    digest, phase, busy, busy_s = get("digest"), get("phase"), get("busy"), get("busy_s")
+    waiting_for, times = get("waiting_for"), get("times")
+    if not (
+        type(number) is type(epoch) is type(generation) is type(step) is int
+        and type(digest) is type(phase) is type(busy) is str
+        and type(busy_s) is float
+        and type(waiting_for) is list
+        and math.isfinite(busy_s)
+        and -MAX_INTEGER <= min(number, epoch, generation, step)
+        and max(number, epoch, generation, step) <= MAX_INTEGER
+    ):
+        return None
+    try:
+        whom = tuple(map(_string, waiting_for)) if waiting_for else ()
+        taken = None if times is None else _decoder(StepTimes)(times)
+    except _Offence:
+        return None
+    return messages.Beat(number, epoch, generation, step, digest, phase, whom, busy, taken, busy_s)
 
 
 def check_version(version: object) -> None:

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pytest
 from protocol.makers import member_of, record_of, report_of, session_of
 
 from fabric.model import Base, Policy, Sharing, SnapshotRef
@@ -847,6 +848,72 @@ def test_of_a_herd_nobody_is_dead_who_waits_in_the_kernels_queue_again_and_again
             lighthouse.open(names[0], generation=1, step=5, epoch=1)
         for other in names[1 : number + 1]:
             lighthouse.beat(other, 5)
+
+
+@pytest.mark.parametrize(("late_s", "spared"), [(0.3, True), (1.0, True), (0.1, False)])
+def test_of_a_herd_nobody_is_dead_while_the_leader_cannot_keep_up(late_s, spared):
+    """The beats of those who are back take all its time: nobody else gets in, and no door sees them."""
+    names, lighthouse = herd()
+    lighthouse.open(*names[:200], generation=1, step=5, epoch=1)
+    lighthouse.core.next_deadline()
+    until = lighthouse.now + 60.0
+    while lighthouse.now < until and lighthouse.record.epoch == 1:
+        tick_at(lighthouse, lighthouse.core._due + late_s)
+        for name in names[:200]:
+            lighthouse.beat(name, 5)
+        lighthouse.core.next_deadline()
+    assert (lighthouse.record.epoch == 1) is spared
+    kept_up = lighthouse.now
+    while lighthouse.record.epoch == 1:
+        tick_at(lighthouse, lighthouse.core._due)
+        for name in names[:200]:
+            lighthouse.beat(name, 5)
+        lighthouse.core.next_deadline()
+    assert lighthouse.record.names == tuple(names[:200])
+    config = lighthouse.core.config.liveness
+    assert not spared or lighthouse.now - kept_up >= config.reconnect_s + config.credit_s - 1.0
+
+
+def test_a_leader_that_never_keeps_up_spares_nobody_for_ever():
+    names, lighthouse = herd()
+    lighthouse.open(*names[1:], generation=1, step=5, epoch=1)
+    lighthouse.core.next_deadline()
+    spared_s, began = lighthouse.core.config.liveness.crowd_s, lighthouse.now
+    while lighthouse.record.epoch == 1 and lighthouse.now < began + 2 * spared_s:
+        tick_at(lighthouse, lighthouse.core._due + 0.5)
+        for name in names[1:]:
+            lighthouse.beat(name, 5)
+        lighthouse.core.next_deadline()
+    assert spared_s <= lighthouse.now - began <= spared_s + 10.0
+    assert lighthouse.record.names == tuple(names[1:])
+
+
+def test_a_leader_that_is_late_when_all_is_well_spares_nobody():
+    """Who is lost then has a session to lose: it did not wait to get in."""
+    lighthouse = crowd()
+    tick_at(lighthouse, lighthouse.now + 0.01)
+    tick_at(lighthouse, lighthouse.core._due + 0.5)
+    lighthouse.do(io.SessionClosed("r007", 1))
+    lighthouse.core.next_deadline()
+    for _ in range(8):
+        tick_at(lighthouse, lighthouse.core._due)
+    assert lighthouse.record.epoch == 2 and "r007" not in lighthouse.record.names
+
+
+def test_what_all_must_answer_is_looked_at_when_all_have():
+    lighthouse = crowd()
+    lighthouse.do(io.PulseSeen(m.Pulse("r007", 1, "gone", 1)))
+    for _ in range(4):
+        tick_at(lighthouse, lighthouse.core._due)
+    record = lighthouse.record
+    assert record.epoch == 2 and record.is_forced
+    *others, last = record.names
+    tick_at(lighthouse, lighthouse.core._due)
+    for name in others:
+        lighthouse.say(name, report_of(record, 5, have=()))
+    assert lighthouse.core._plan_at >= lighthouse.now + ROUTINE_S
+    lighthouse.say(last, report_of(record, 5, have=()))
+    assert lighthouse.core._plan_at <= lighthouse.now + TOGETHER_S
 
 
 def test_a_crowd_that_never_ends_spares_nobody_for_ever():

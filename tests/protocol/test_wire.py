@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
-from fabric.model import PROTOCOL_VERSION, Base, Fence, Member, Record
+from fabric.model import PROTOCOL_VERSION, Base, Fence, Member, Record, StepTimes
 from fabric.protocol import messages, wire
 from fabric.store.base import MAX_VALUE_BYTES
 
@@ -184,3 +184,38 @@ def test_a_packed_message_that_is_cut_off_or_too_long_is_refused(cut):
 def test_the_reply_to_a_beat_is_what_the_codec_would_say():
     body = json.loads(wire.encode(messages.BeatReply(17)))
     assert body == {"kind": "BeatReply", "version": PROTOCOL_VERSION, "number": 17}
+    reply = messages.BeatReply(18, 'the "report" of r1 \u2028 \N{BULLET}')
+    for _ in range(2):
+        assert wire.decode(wire.encode(reply)) == reply
+
+
+_TIMES = {f.name: 0.5 for f in fields(StepTimes)}
+_BEAT = json.loads(wire.encode(messages.Beat(1, 2, 3, 4, "d", "run", ("r1",), "busy", None, 0.5)))
+_ODD = (None, True, False, 1, -1, 2**63, -(2**63), 1.5, "x", "", [], ["r1"], [1], [None], {}, _TIMES)
+
+
+@pytest.mark.parametrize("name", [*_BEAT, "times", "unknown"])
+def test_a_beat_is_taken_as_strictly_by_its_short_way_as_by_the_long_one(monkeypatch, name):
+    """Every odd value of every field, and each field left out."""
+    bodies = [_BEAT | {name: value} for value in _ODD] + [{k: v for k, v in _BEAT.items() if k != name}]
+    bodies += [_BEAT | {name: text} for text in (float("nan"), float("inf"), [float("nan")])]
+
+    def taken():
+        found = []
+        for body in bodies:
+            try:
+                found.append(wire.decode(json.dumps(body)))
+            except ProtocolError as error:
+                found.append(str(error))
+        return found
+
+    short = taken()
+    monkeypatch.setattr(wire, "_usual_beat", lambda _: None)
+    assert taken() == short
+    assert [type(getattr(x, name, None)) for x in taken()] == [type(getattr(x, name, None)) for x in short]
+
+
+def test_a_usual_beat_takes_the_short_way(monkeypatch):
+    monkeypatch.setattr(wire, "_decoded", None)
+    for beat in (messages.Beat(1, 2, 3, 4), messages.Beat(1, 2, 3, 4, "d", "run", ("r1", "r2"), "busy", None, 0.5)):
+        assert wire.decode(wire.encode(beat)) == beat

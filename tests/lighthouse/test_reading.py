@@ -1,0 +1,85 @@
+"""What stands before the library on a session's connection: usual texts at once, all else untouched."""
+
+import random
+
+import pytest
+
+from fabric.lighthouse.reading import UsualFrames
+
+
+class Library:
+    """The protocol behind it, which notes what comes through."""
+
+    def __init__(self):
+        self.data, self.calls = b"", []
+
+    def data_received(self, data):
+        self.data += data
+
+    def __getattr__(self, name):
+        return lambda *_: self.calls.append(name)
+
+
+def frame(body, first=0x81, mask=b"\x01\xfe\x7f\x80", long=False):
+    size = len(body)
+    if size < 126 and not long:
+        head = bytes((first, 0x80 | size))
+    elif size < 1 << 16:
+        head = bytes((first, 0x80 | 126)) + size.to_bytes(2, "big")
+    else:
+        head = bytes((first, 0x80 | 127)) + size.to_bytes(8, "big")
+    masked = bytes(b ^ mask[i % 4] for i, b in enumerate(body))
+    return head + mask + masked
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_usual_texts_are_taken_in_order_however_they_are_cut(seed):
+    chance = random.Random(seed)
+    texts = ["ü" * chance.choice((0, 1, 62, 63, 64, 200, 2000, 32_767)) + str(i) for i in range(10)]
+    stream = b"".join(frame(x.encode(), mask=chance.randbytes(4)) for x in texts)
+    found, library = [], Library()
+    usual = UsualFrames(library, lambda text: found.append(text) or True)
+    while stream:
+        size = chance.choice((1, 2, 7, 100, 5000, len(stream)))
+        usual.data_received(stream[:size])
+        stream = stream[size:]
+    assert found == texts and library.data == b""
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        frame(b"part", first=0x01),
+        frame(b"compressed", first=0xC1),
+        frame(b"binary", first=0x82),
+        frame(b"ping", first=0x89),
+        frame(b"\x03\xe8bye", first=0x88),
+        frame(b"x" * 70_000),
+        frame(b"\xff\xfe no text"),
+        b"\x81\x03abc",  # not masked
+    ],
+    ids=["in pieces", "compressed", "binary", "ping", "close", "long", "no UTF-8", "not masked"],
+)
+@pytest.mark.parametrize("cut", [1, 3, 1 << 20])
+def test_from_the_first_other_frame_on_everything_is_the_librarys(other, cut):
+    stream = frame(b"one") + frame(b"two") + other + frame(b"three")
+    found, library = [], Library()
+    usual = UsualFrames(library, lambda text: found.append(text) or True)
+    for at in range(0, len(stream), cut):
+        usual.data_received(stream[at : at + cut])
+    assert found == ["one", "two"] and library.data == other + frame(b"three")
+
+
+def test_who_wants_no_more_leaves_the_rest_to_the_library():
+    library = Library()
+    usual = UsualFrames(library, lambda _: False)
+    usual.data_received(frame(b"one") + frame(b"two"))
+    usual.data_received(frame(b"three"))
+    assert library.data == frame(b"two") + frame(b"three")
+
+
+def test_all_else_that_happens_to_the_connection_is_the_librarys():
+    library = Library()
+    usual = UsualFrames(library, lambda _: True)
+    usual.pause_writing(), usual.resume_writing(), usual.eof_received(), usual.connection_lost(None)
+    assert library.calls == ["pause_writing", "resume_writing", "eof_received", "connection_lost"]

@@ -8,7 +8,9 @@ is over the bound, or that does not close in time, is cut.
 import asyncio
 import struct
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from aiohttp import web
 
@@ -31,9 +33,11 @@ _MAX_CLOSE_REASON = 123
 # How many messages are remembered as frames: those of one change of the epoch.
 _FRAMES = 16
 _TEXT, _BINARY = 0x81, 0x82
-# Frames from this size on are paced, so many bytes per turn of the loop.
+# Frames from this size on are paced: so many bytes per turn of the loop, and so many pieces of work, each of
+# which takes some 20 microseconds.
 _LARGE_BYTES = 32 * 1024
 _PER_TURN_BYTES = 8 << 20
+_PER_TURN = 200
 
 
 class Frames:
@@ -132,28 +136,40 @@ class Connection:
             self._transport.abort()
 
 
-class Pacer:
-    """Sends large frames a few at a time: whole rosters for thousands are gigabytes, and neither lease nor
-    beats must wait for them. Small frames may overtake; the protocol bears what comes in another order."""
+class Turns:
+    """Work that may wait, done in order and so much of it per turn of the loop: what thousands are told, and
+    what they answer, comes at once, and neither lease nor beats must wait for all of it."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Connection, bytes]] = deque()
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
 
-    def send(self, connection: Connection, frame: bytes) -> None:
-        """Send it now, or in its turn where it is large."""
-        if len(frame) < _LARGE_BYTES:
-            connection.send(frame)
-            return
-        self._waiting.append((connection, frame))
+    def add(self, work: Callable[[], None], size: int = 0) -> None:
+        """``size``: how many bytes it writes."""
+        self._waiting.append((work, size))
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        left = _PER_TURN_BYTES
-        while self._waiting and left > 0:
-            connection, frame = self._waiting[0]
-            connection.send(frame)
-            left -= len(frame)
+        bytes_left, left = _PER_TURN_BYTES, _PER_TURN
+        while self._waiting and bytes_left > 0 and left:
+            work, size = self._waiting[0]
+            work()
+            bytes_left, left = bytes_left - size, left - 1
             self._waiting.popleft()
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._turn)
+
+
+class Pacer:
+    """Sends large frames, and those to many, in turns. Small frames may overtake; the protocol bears what
+    comes in another order."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def send(self, connection: Connection, frame: bytes, to_many: bool = False) -> None:
+        """Send it now, or in its turn where it is large or goes to many."""
+        if to_many or len(frame) >= _LARGE_BYTES:
+            self._turns.add(partial(connection.send, frame), len(frame))
+        else:
+            connection.send(frame)

@@ -12,41 +12,35 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse import connection as codes
-from fabric.lighthouse.connection import Connection, Frames, Pacer, text_frame
-from fabric.lighthouse.election import Term
+from fabric.lighthouse.connection import Connection, Frames, Pacer, Turns, text_frame
 from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.explainer import Explainer
-from fabric.lighthouse.incoming import MAX_REPLICAS
-from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.ledger import Ledger, Look
-from fabric.lighthouse.metrics import JobGauges, Metrics
+from fabric.lighthouse.metrics import JobGauges
+from fabric.lighthouse.notice import notice_of
 from fabric.lighthouse.reasons import Waits, no_room, numbers, others, policy_kept
 from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recoverable import recoverable
 from fabric.lighthouse.recovery import NAMED, Recoveries, Recovery
-from fabric.lighthouse.traces import Traces
+from fabric.lighthouse.surroundings import Surroundings
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
-from fabric.protocol import wire
-from fabric.protocol.leader import Leader, LeaderConfig
+from fabric.protocol.leader import MANY, Leader
 from fabric.runtime.driver import Driver
 from fabric.runtime.logs import fields
-from fabric.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
 # An unchanged pulse is told to the core this often; a changed one at once.
 PULSE_S = 0.2
-# Checkpoint servers of a large job are asked to say it so much less often themselves, down to once a second.
-_PULSES_PER_S = 2000
 # How often the ledger is looked at (more rarely where sessions are many), and written; sooner when its state
 # changes.
 LOOK_S = 0.25
@@ -55,21 +49,12 @@ LEDGER_S = 60.0
 _LEDGER_CHANGED_S = 5.0
 _RETRY_S = (0.05, 1.0)
 _REMAKE_S = 1.0
+# Where members are many, recoveries are looked at so often at most.
+_NOTE_S = 0.01
+# What all members are told at once, and what all answer.
+_TO_ALL = (m.Epoch, m.Change, m.Resume)
+_ANSWERS = (m.Report, m.Running)
 _KEEP_LARGE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the jobs of one term share."""
-
-    term: Term
-    config: LeaderConfig
-    metrics: Metrics
-    tasks: Tasks
-    access_to: Callable[[str], Access] = lambda _job: Access()
-    traces: Traces | None = None
-    clock: Callable[[], float] = time.monotonic
-    max_replicas: int = MAX_REPLICAS
 
 
 @dataclass(slots=True)
@@ -111,6 +96,8 @@ class Job:
         self._record: Record | None = None
         self._frames = Frames()
         self._pacer = Pacer()
+        self._answers = Turns()
+        self._noted = 0.0
         self._waits = Waits()
         self._unkept: dict[int, Recovery] = {}
         self._explainer = Explainer(around.access_to(name), around.tasks, self._note_cause, self._keep)
@@ -259,9 +246,20 @@ class Job:
         self._feed(io.Crowded(seconds))
 
     def hear(self, connection: Connection, message: m.MemberMessage) -> None:
-        """One message of an open session; what a replaced one still says is dropped."""
+        """One message of an open session; what a replaced one still says is dropped. What thousands answer at
+        once takes turns, with their beats between."""
+        if type(message) in _ANSWERS and self._is_many:
+            self._answers.add(partial(self._hear, connection, message))
+        else:
+            self._hear(connection, message)
+
+    def _hear(self, connection: Connection, message: m.MemberMessage) -> None:
         if self.sessions.get(connection.replica) is connection:
             self._feed(io.FromMember(connection.replica, connection.incarnation, message))
+
+    @property
+    def _is_many(self) -> bool:
+        return len(self.sessions) >= MANY
 
     def closed(self, connection: Connection) -> None:
         """The socket has ended, by whatever cause."""
@@ -274,7 +272,7 @@ class Job:
         if connection not in self.pulses:
             self.pulses[connection] = {}
             if self.core.record is not None:
-                connection.send(text_frame(_notice(self.core.record)))
+                connection.send(text_frame(notice_of(self.core.record)))
         heard, key = self.pulses[connection], (pulse.replica, pulse.rank)
         known, now = heard.get(key), self.now
         if (
@@ -315,20 +313,23 @@ class Job:
         if self._driver is None:
             return
         self._driver.feed(event)
-        if self.core.record is not self._record:
+        now, is_new = self.now, self.core.record is not self._record
+        if is_new:
             self._changed.set()
             self._changed = asyncio.Event()
             self._count_evictions(self._record, self.core.record)
             self._record = self.core.record
             self._notify_servers()
-        self._note_recoveries()
-        if self.now - self._looked >= max(LOOK_S, len(self.sessions) / _SESSIONS_PER_S):
+        if is_new or not self._is_many or now - self._noted >= _NOTE_S:
+            self._noted = now
+            self._note_recoveries()
+        if now - self._looked >= max(LOOK_S, len(self.sessions) / _SESSIONS_PER_S):
             self.look_at_ledger()
 
     def _notify_servers(self) -> None:
         """Checkpoint servers log which epoch is in force and why, as the replicas do."""
         if self._record is not None:
-            frame = text_frame(_notice(self._record))
+            frame = text_frame(notice_of(self._record))
             for connection in self.pulses:
                 connection.send(frame)
 
@@ -349,9 +350,10 @@ class Job:
 
     def _send(self, effect: io.SendMember) -> None:
         message = self._waits.told_with(effect.message, self.core, self.now)
+        to_many = type(message) in _TO_ALL and self._is_many
         for connection in (self._opening, self.sessions.get(effect.replica)):
             if connection is not None and connection.is_of(effect.replica, effect.incarnation):
-                self._pacer.send(connection, self._frames.of(message, connection.packs))
+                self._pacer.send(connection, self._frames.of(message, connection.packs), to_many)
                 if isinstance(effect.message, m.Rejected) and not effect.message.retry:
                     connection.end(codes.REFUSED, effect.message.reason)
                 return
@@ -487,11 +489,6 @@ class Job:
         if self._driver is None and self._around.term.in_force():
             self.core = Leader(self.name, self._around.config, _entropy(), self._around.clock())
             self.begin(record)
-
-
-def _notice(record: Record) -> str:
-    every_s = min(len(record.roster) / _PULSES_PER_S, 1.0)
-    return wire.encode(m.Notice(record.fence, record.cause, record.reason, every_s)).decode()
 
 
 def _entropy() -> random.Random:

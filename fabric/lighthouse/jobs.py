@@ -17,10 +17,11 @@ from fabric.lighthouse.election import Term
 from fabric.lighthouse.events import EventLog
 from fabric.lighthouse.incoming import MAX_REPLICAS, check_name
 from fabric.lighthouse.inquiry import Access
-from fabric.lighthouse.job import Job, Surroundings
+from fabric.lighthouse.job import Job
 from fabric.lighthouse.metrics import JobGauges, Metrics
 from fabric.lighthouse.records import StoredRecord, job_of, ledger_of, records_prefix, recoveries_of
 from fabric.lighthouse.recovery import Recoveries, from_json
+from fabric.lighthouse.surroundings import Surroundings
 from fabric.lighthouse.traces import Traces
 from fabric.model import Record, counted
 from fabric.protocol import wire

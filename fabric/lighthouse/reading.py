@@ -1,9 +1,9 @@
 """The usual frames of a session, taken as they are read: whole, short, masked text.
 
-The library gives every message through a queue to a task that it wakes for each, which costs as much as the
-message itself, and there are thousands a second. So this stands before the library on the connection. From the
-first frame on that is not usual (in pieces, long, a ping, a close, malformed) everything is the library's, whose
-task reads it as ever; what is usual before it has been taken by then, so the order stays.
+The library gives every message through a queue to a task that it wakes for each, which costs as much as
+the message itself, and there are thousands a second. So this stands before the library on the connection.
+From the first frame on that is not usual (in pieces, long, a ping, a close, malformed) everything is the
+library's, whose task reads it as ever; what came before has been taken by then, so the order stays.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ _TWO_BYTES, _EIGHT_BYTES = 126, 127
 
 
 class UsualFrames(asyncio.Protocol):
-    """The protocol of a connection from its upgrade on; ``library`` is the one that it had. ``on_text`` is given
-    every usual text, until it says False: then the library reads on."""
+    """The protocol of a connection from its upgrade on; ``library`` is the one that it had. ``on_text`` is
+    given every usual text, until it says False: then the library reads on."""
 
     def __init__(self, library: asyncio.Protocol, on_text: Callable[[str], bool]) -> None:
         self._library = library

@@ -143,9 +143,7 @@ async def _accept(
     return socket, Connection(socket, transport)
 
 
-def _guarded(
-    place: _Place, connection: Connection, on_text: Callable[[str], bool]
-) -> Callable[[str], bool]:
+def _guarded(place: _Place, connection: Connection, on_text: Callable[[str], bool]) -> Callable[[str], bool]:
     """``on_text``, where what it raises ends the connection with a sentence; False then."""
 
     def take(text: str) -> bool:

@@ -87,7 +87,7 @@ def _usual_beat(body: dict[str, Any]) -> messages.Beat | None:
         and type(busy_s) is float
         and type(waiting_for) is list
         and math.isfinite(busy_s)
-        and -MAX_INTEGER <= min(number, epoch, generation, step)
+        and min(number, epoch, generation, step) >= -MAX_INTEGER
         and max(number, epoch, generation, step) <= MAX_INTEGER
     ):
         return None

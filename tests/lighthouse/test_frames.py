@@ -8,7 +8,7 @@ from aiohttp._websocket.reader import WebSocketDataQueue
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_websocket import WebSocketReader
 
-from fabric.lighthouse.connection import Frames, Pacer
+from fabric.lighthouse.connection import Frames, Pacer, Turns
 from fabric.protocol import messages as m
 from fabric.protocol import wire
 
@@ -68,3 +68,38 @@ async def test_large_frames_leave_turns_to_others_and_all_are_sent():
     pacer.send(wires[0], bytes(1 << 20))
     await asyncio.sleep(0)
     assert len(sent) == 102
+
+
+async def test_what_goes_to_many_leaves_turns_to_others_and_keeps_its_order():
+    class Wire:
+        def send(self, frame):
+            sent.append((frame, turn))
+
+    sent, turn, pacer, wires = [], 0, Pacer(), [Wire() for _ in range(1000)]
+    for frame in (b"change", b"resume"):
+        for wire_ in wires:
+            pacer.send(wire_, frame, to_many=True)
+    pacer.send(wires[0], b"reply")
+    assert sent == [(b"reply", 0)], "it overtakes"
+    while len(sent) <= 2000:
+        turn += 1
+        assert turn < 1000
+        await asyncio.sleep(0)
+    assert [frame for frame, _ in sent[1:]] == [b"change"] * 1000 + [b"resume"] * 1000
+    per_turn = [sum(at == x for _, at in sent) for x in range(1, turn + 1)]
+    assert max(per_turn) <= 200
+
+
+async def test_work_that_takes_turns_is_done_in_order_and_may_bring_more():
+    done, turns = [], Turns()
+
+    def work(number):
+        done.append(number)
+        if number < 3:
+            turns.add(lambda: work(number + 10))
+
+    for number in range(5):
+        turns.add(lambda number=number: work(number))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert done == [0, 1, 2, 3, 4, 10, 11, 12]

@@ -217,5 +217,7 @@ def test_a_beat_is_taken_as_strictly_by_its_short_way_as_by_the_long_one(monkeyp
 
 def test_a_usual_beat_takes_the_short_way(monkeypatch):
     monkeypatch.setattr(wire, "_decoded", None)
-    for beat in (messages.Beat(1, 2, 3, 4), messages.Beat(1, 2, 3, 4, "d", "run", ("r1", "r2"), "busy", None, 0.5)):
+    times = StepTimes(0.1, waiting_s={"r1": 0.5})
+    whole = messages.Beat(1, 2, 3, 4, "d", "run", ("r1", "r2"), "busy", times, 0.5)
+    for beat in (messages.Beat(1, 2, 3, 4), whole):
         assert wire.decode(wire.encode(beat)) == beat

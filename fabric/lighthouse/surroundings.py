@@ -1,0 +1,27 @@
+"""What the jobs of one term share: who leads, by which rules, and who is told."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fabric.lighthouse.election import Term
+from fabric.lighthouse.incoming import MAX_REPLICAS
+from fabric.lighthouse.inquiry import Access
+from fabric.lighthouse.metrics import Metrics
+from fabric.lighthouse.traces import Traces
+from fabric.protocol.leader import LeaderConfig
+from fabric.runtime.tasks import Tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the jobs of one term share."""
+
+    term: Term
+    config: LeaderConfig
+    metrics: Metrics
+    tasks: Tasks
+    access_to: Callable[[str], Access] = lambda _job: Access()
+    traces: Traces | None = None
+    clock: Callable[[], float] = time.monotonic
+    max_replicas: int = MAX_REPLICAS

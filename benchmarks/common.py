@@ -85,10 +85,15 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
             say("  ".join("-" * w for w in widths))
 
 
-def verdict(what: str, value: float, *, at_most: float | None = None, at_least: float | None = None) -> bool:
-    """Say whether a figure is where it must be; returns it."""
-    met = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
+def verdict(
+    what: str, value: float | None, *, at_most: float | None = None, at_least: float | None = None
+) -> bool:
+    """Say whether a figure is where it must be; returns it. None was not measured, which is nowhere."""
     bound = f"at most {at_most:g}" if at_most is not None else f"at least {at_least:g}"
+    if value is None:
+        say(f"MISSED  {what}: not measured, see above ({bound})")
+        return False
+    met = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
     say(f"{'met   ' if met else 'MISSED'}  {what}: {value:g} ({bound})")
     return met
 
@@ -129,7 +134,8 @@ def absent(sentence: str) -> NoReturn:
 
 
 def finish(result: Mapping[str, Any]) -> None:
-    """Print the JSON object of plain finite numbers that ends a benchmark's output."""
+    """Print the JSON object of plain finite numbers that ends a benchmark's output; None is what could not be
+    measured."""
     _check(result, "")
     say("")
     say(json.dumps(result))
@@ -139,5 +145,7 @@ def _check(value: object, where: str) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check(inner, f"{where}/{key}")
+    elif value is None:
+        return
     elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{where} of the result is {value!r}, not a finite number")

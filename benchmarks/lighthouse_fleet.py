@@ -24,11 +24,11 @@ REPLICAS = ("r0", "r1", "r2")
 def wait_for(
     condition: Callable[[], object], what: str, within_s: float = 60.0, pause_s: float = 0.02
 ) -> None:
-    """Until it holds; ends the benchmark without figures when it takes too long."""
+    """Until it holds. Raises TimeoutError when it takes too long."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
-            raise SystemExit(f"lighthouse.py: waited {within_s:g} s for {what}")
+            raise TimeoutError(f"waited {within_s:g} s for {what}")
         time.sleep(pause_s)
 
 

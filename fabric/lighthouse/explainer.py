@@ -44,12 +44,14 @@ class Scene:
     epoch: EpochState
 
     def case(self, waited_for: str = "") -> Case:
-        """What is known of it by now."""
-        condemned = dict(self.epoch.condemned)
+        """What is known of it by now. Of thousands only those are looked at whom somebody names."""
+        condemned, aborted = dict(self.epoch.condemned), dict(self.epoch.aborted)
         if waited_for and waited_for not in condemned:
             condemned[waited_for] = "the others wait for it"
-        processes = {x.replica: self._process(x.replica, x.incarnation) for x in self.record.roster}
-        return Case(condemned, dict(self.epoch.aborted), self.record.names, processes)
+        named = {*condemned, *aborted, *(x for a in aborted.values() for x in (a.about, *a.waiting_for))}
+        members = [x for x in self.record.roster if x.replica in named]
+        processes = {x.replica: self._process(x.replica, x.incarnation) for x in members}
+        return Case(condemned, aborted, self.record.names, processes)
 
     def _process(self, replica: str, incarnation: int) -> str:
         liveness = self.core.liveness

@@ -250,8 +250,8 @@ class Job:
         once takes turns, with their beats between."""
         if type(message) in _ANSWERS and self._is_many:
             self._answers.add(partial(self._hear, connection, message))
-        else:
-            self._hear(connection, message)
+        elif self.sessions.get(connection.replica) is connection:
+            self._feed(io.FromMember(connection.replica, connection.incarnation, message))
 
     def _hear(self, connection: Connection, message: m.MemberMessage) -> None:
         if self.sessions.get(connection.replica) is connection:

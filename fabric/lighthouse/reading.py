@@ -9,10 +9,10 @@ library's, whose task reads it as ever; what came before has been taken by then,
 import asyncio
 from collections.abc import Callable
 
-# Of a text frame that is whole, as its first byte.
+# The first byte of a whole text; the second is the size, of which these two say that it follows.
 _WHOLE_TEXT = 0x81
 _MASKED = 0x80
-_TWO_BYTES, _EIGHT_BYTES = 126, 127
+_TWO_BYTES, _EIGHT_BYTES = _MASKED + 126, _MASKED + 127
 
 
 class UsualFrames(asyncio.Protocol):
@@ -30,17 +30,21 @@ class UsualFrames(asyncio.Protocol):
             self._library.data_received(data)
             return
         data, at = self._rest + data if self._rest else data, 0
-        while not self._is_over and (begin := _body_of(data, at)):
-            size = _size_of(data, at)
-            if begin < 0:
+        while len(data) >= at + 2 and not self._is_over:
+            kind, size, begin = data[at], data[at + 1] - _MASKED, at + 6
+            if kind != _WHOLE_TEXT or not 0 <= size < _EIGHT_BYTES - _MASKED:
                 self._is_over = True
-            elif len(data) < begin + size:
                 break
-            elif (text := _unmasked(data, begin, size)) is None:
+            if size == _TWO_BYTES - _MASKED:
+                size, begin = int.from_bytes(data[at + 2 : at + 4], "big"), at + 8
+            if len(data) < begin + size:  # a size that is not all here yet is smaller than its head
+                break
+            text = _unmasked(data[begin - 4 : begin], data[begin : begin + size])
+            if text is None:
                 self._is_over = True
-            else:
-                at = begin + size
-                self._is_over = not self._on_text(text)
+                break
+            at = begin + size
+            self._is_over = not self._on_text(text)
         self._rest = data[at:]
         if self._is_over:
             rest, self._rest = self._rest, b""
@@ -59,29 +63,11 @@ class UsualFrames(asyncio.Protocol):
         self._library.resume_writing()
 
 
-def _body_of(data: bytes, at: int) -> int:
-    """Where the body of the usual frame at ``at`` begins; 0 where its head is not all here, -1 where it is
-    another one."""
-    if len(data) < at + 2:
-        return 0
-    size = data[at + 1] & ~_MASKED
-    if data[at] != _WHOLE_TEXT or not data[at + 1] & _MASKED or size == _EIGHT_BYTES:
-        return -1
-    begin = at + 6 if size < _TWO_BYTES else at + 8
-    return begin if len(data) >= begin else 0
-
-
-def _size_of(data: bytes, at: int) -> int:
-    size = data[at + 1] & ~_MASKED
-    return size if size < _TWO_BYTES else int.from_bytes(data[at + 2 : at + 4], "big")
-
-
-def _unmasked(data: bytes, begin: int, size: int) -> str | None:
+def _unmasked(mask: bytes, body: bytes) -> str | None:
     """The text, or None where it is no UTF-8."""
-    mask = data[begin - 4 : begin]
+    size = len(body)
     masks = int.from_bytes((mask * (size // 4 + 1))[:size], "little")
-    body = (int.from_bytes(data[begin : begin + size], "little") ^ masks).to_bytes(size, "little")
     try:
-        return body.decode()
+        return (int.from_bytes(body, "little") ^ masks).to_bytes(size, "little").decode()
     except UnicodeDecodeError:
         return None

@@ -32,8 +32,8 @@ _UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
 @dataclass(frozen=True, slots=True)
 class Case:
     """What the leader knew: who was condemned and why, who aborted and how, the roster, and of each of those
-    that these name what was last said of its process (``running``, ``stopped``, ``gone``, or ``silent``: nothing is
-    heard)."""
+    that these name what was last said of its process (``running``, ``stopped``, ``gone``, or ``silent``:
+    nothing is heard)."""
 
     condemned: Mapping[str, str]
     aborted: Mapping[str, Aborted]

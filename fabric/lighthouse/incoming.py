@@ -111,7 +111,8 @@ def _checked_session(session: m.Session) -> m.Session:
     _check_snapshots(session)
     if sum(map(len, session.tensors)) > MAX_DESCRIPTION:
         raise ProtocolError(f"Session.tensors must be at most {MAX_DESCRIPTION} characters")
-    session = replace(session, tensors=tuple(map(_sentence, session.tensors)))
+    if not all(map(_is_sentence, session.tensors)):
+        session = replace(session, tensors=tuple(map(_sentence, session.tensors)))
     if len(session.ranks) >= MAX_RANKS:
         raise ProtocolError(f"Session.ranks must be a list of fewer than {MAX_RANKS}")
     for address in session.ranks:

@@ -220,7 +220,7 @@ class Job:
             self.core.config = replace(self.core.config, policy=policy)
         elif policy != self.core.config.policy:
             self._note("policy kept", session.replica, policy_kept(policy, self.core.config.policy))
-        if session.tensors == self._tensors:
+        if session.tensors and session.tensors == self._tensors:
             session = replace(session, tensors=self._tensors)  # thousands of sessions share one list
         self._tensors = session.tensors
         connection.replica, connection.incarnation = session.replica, session.incarnation

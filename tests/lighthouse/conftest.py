@@ -24,6 +24,13 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest.fixture
+async def herd_http() -> AsyncIterator[aiohttp.ClientSession]:
+    """Without the usual client's bound of a hundred connections."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield session
+
+
+@pytest.fixture
 def job() -> str:
     return f"job-{uuid.uuid4().hex[:12]}"
 

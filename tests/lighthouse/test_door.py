@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncIterator
 from functools import partial
 
 import aiohttp
@@ -148,13 +147,6 @@ async def test_who_is_made_to_wait_is_told_of_and_for_how_long():
 
 
 HERD = 100
-
-
-@pytest.fixture
-async def herd_http() -> AsyncIterator[aiohttp.ClientSession]:
-    """Without the usual client's bound of a hundred connections."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        yield session
 
 
 async def test_of_a_herd_that_comes_back_to_another_leader_nobody_is_taken_for_dead(

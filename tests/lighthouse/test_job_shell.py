@@ -10,6 +10,7 @@ from fabric.lighthouse.connection import DEFECT, Connection, Frames
 from fabric.lighthouse.view import job_view
 from fabric.model import SnapshotRef
 from fabric.protocol import messages as m
+from fabric.protocol.leader import MANY
 from fabric.protocol.liveness import LivenessConfig
 from fabric.store.memory import MemorySpace
 
@@ -214,4 +215,29 @@ async def test_of_a_complete_job_no_server_is_listed_that_has_ended(instance, ht
     assert (ended["ckpt"], ended["pulse"]) == ("", None)
     assert there["ckpt"] and there["pulse"]["connected"]
     assert (ended["step"], there["step"]) == (40, 40), "and no beat of before the end"
+    await close_all(members)
+
+
+async def test_in_a_job_of_many_a_death_is_told_answered_and_decided_and_beats_are_answered(
+    instance, herd_http
+):
+    """So many that what all are told and what all answer takes turns: nothing of it gets lost."""
+    members = await start_job(herd_http, instance.url, MANY + 4, micro_batches=MANY)
+    lost = members.pop(7)
+    lost.cut()
+    for member in members:
+        assert lost.replica not in (await member.epoch(2)).names
+        await member.report()
+    for member in members:
+        await member.next(m.Resume)
+        await member.run()
+    job = instance.jobs.by_name["job"]
+
+    async def all_run() -> bool:
+        return len(job.core.epoch.running) == len(members)
+
+    await eventually(all_run, "what all said to be heard")
+    assert job.core.record.epoch == 2 and len(job.sessions) == len(members)
+    lines = [x for x in job.events.after(0) if x.kind == "condemned"]
+    assert [x.about for x in lines] == [lost.replica]
     await close_all(members)

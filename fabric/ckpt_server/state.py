@@ -14,7 +14,7 @@ Two things differ from what ``load_state_dict`` alone would give. Optimizer stat
 parameter). And tensors are never left pointing into the file.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -105,12 +105,18 @@ class _Part:
 class Describer:
     """Captures the same objects again and again, and writes anew only what has changed since.
 
-    A tensor has not changed while it is the elements of the same memory, whatever they are now. One thread
-    at a time.
+    A tensor has not changed while it is the elements of the same memory, whatever they are now. ``standing``
+    gives, for a tensor that changes within a step, the one that holds what it was when the step began. One
+    thread at a time.
     """
 
-    def __init__(self, objects: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        objects: Mapping[str, object],
+        standing: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
         self.objects = objects
+        self._standing = standing
         self._parts: dict[tuple[str, str | None], _Part] = {}
         self._preamble = Preamble(())
         self._nbytes = 0  # of all tensors
@@ -140,7 +146,7 @@ class Describer:
         header = self._preamble.with_metadata(
             f'{{"format":{FORMAT},"state":{{{",".join(told)}}},"step":{step}}}'
         )
-        tensors = tuple((name, met[place].detach()) for name, place in self._order)
+        tensors = tuple((name, self._standing(met[place].detach())) for name, place in self._order)
         return StateView(header, tensors, len(header) + self._nbytes, step)
 
     def _arrange(self, parts: Iterable[_Part]) -> None:

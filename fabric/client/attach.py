@@ -129,7 +129,7 @@ def _attach(
         tls=found.tls,
     )
     policy = snapshots or policy_of(found)
-    describer = Describer(objects)
+    describer = Describer(objects, averaged.standing)
     parts = _parts(found, place, handle, (gradients, averaged), (describer, policy), (journal, points))
     session = Session(found, place, describer, gradients, parts, ModelWatch(model, parameters))
     session.let_look_in()

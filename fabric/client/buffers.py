@@ -27,6 +27,7 @@ class AveragedBuffers:
         self._buffers = {name: buffers[name] for name in names}
         self.stand_ins: list[tuple[str, torch.nn.Parameter]] = []
         self._before: dict[str, torch.Tensor] = {}
+        self._places = {buffer.data_ptr(): name for name, buffer in self._buffers.items() if buffer.numel()}
         self._weight = 0.0
         for name, buffer in self._buffers.items():
             if buffer.dtype in (torch.float16, torch.bfloat16):
@@ -41,6 +42,12 @@ class AveragedBuffers:
         """The state stands at a step: forward passes from here on belong to the next commit."""
         self._before = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
         self._weight = 0.0
+
+    def standing(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What one of these buffers was when the step began, whatever forward has made of it; any other
+        tensor itself. So the state at a step can be read while the step runs."""
+        name = self._places.get(tensor.data_ptr(), "")
+        return self._before.get(name, tensor)
 
     @torch.no_grad()
     def contribute(self, weight: float) -> None:

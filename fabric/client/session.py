@@ -177,8 +177,6 @@ class Session(CatchingUp):
         assert self._loader is not None
         order, mark = self._first_order, self._parts.mark
         following = order.micro_batches if isinstance(order, io.Compute) else ()
-        if self._parts.buffers.stand_ins:
-            self._snapshots.wait_copied()  # forward changes what is being copied
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fabric.ckpt_server.state import Describer
 from fabric.cli.demo.order import DataOrder
 from fabric.client.buffers import AveragedBuffers, changing_buffers
 from fabric.client.data import Options, Plan, make_loader, parse_options, seat_of
@@ -167,6 +168,22 @@ def reduce(members):
             averaged.stand_ins[i][1].grad = mean.clone()
     for _, averaged, _ in members:
         averaged.commit(total)
+
+
+def test_the_state_at_a_step_has_the_buffers_as_they_were_when_it_began():
+    model, averaged = normed()
+    describer = Describer({"model": model}, averaged.standing)
+    before = describer.capture(3)
+    copies = {name: tensor.clone() for name, tensor in before.tensors}
+    model(torch.randn(4, 2))
+    assert any(not torch.equal(tensor, copies[f"model/{name}"]) for name, tensor in model.named_buffers())
+    for view in (before, describer.capture(3)):
+        assert view.header == before.header
+        assert {name for name, tensor in view.tensors if torch.equal(tensor, copies[name])} == set(copies)
+    averaged.contribute(1.0)
+    averaged.commit(1.0)
+    now = dict(describer.capture(4).tensors)
+    assert all(torch.equal(now[f"model/{name}"], tensor) for name, tensor in model.named_buffers())
 
 
 def test_buffers_become_the_average_by_weight_and_counts_the_sum():

@@ -224,8 +224,13 @@ def test_the_file_is_safetensors_and_has_its_digest(job):
     blocks = [xxhash.xxh3_64_hexdigest(data[i : i + size]) for i in range(0, len(data), size)]
     assert blocks == described["blocks"]
     assert len(data) == described["nbytes"]
-    journalled = {e["step"]: e["digest"] for e in job.events("r0", "state")}
-    assert journalled[described["step"]] == described["digest"]
+
+    def journalled() -> list[str]:
+        return [e["digest"] for e in job.events("r0", "state") if e["step"] == described["step"]]
+
+    # It is served as soon as it is copied; the trainer writes the digest down when its round is decided.
+    job.wait_for(journalled, "the digest of that step in the journal")
+    assert journalled() == [described["digest"]]
     tensors = load_file(path)
     assert set(tensors) == set(described["tensors"])
     assert tensors["model/0.weight"].shape == (64, 16)

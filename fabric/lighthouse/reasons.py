@@ -169,6 +169,10 @@ def _waiting_in_step(core: Leader, record: Record, now: float) -> str:
             continue
         if peer.step <= step and now - since >= _WORTH_S:
             found.append((since, name, step))
+    # Who has come since is named by nobody's newest beat.
+    beats = [peer.beat for peer in core.liveness.peers.values() if found and peer.connected and peer.beat]
+    named = {(name, beat.step) for beat in beats for name in beat.waiting_for}
+    found = [(since, name, step) for since, name, step in found if (name, step) in named]
     if not found:
         return ""
     since, name, step = min(found)

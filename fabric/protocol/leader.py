@@ -299,6 +299,9 @@ class Leader(Joins):
         """An abort in any epoch since the last forced one ends only with the next forced one: a planned epoch
         helps nobody who waits in the one before it. A leaving member's abort holds the others up too."""
         name = peer.session.replica
+        if message.waiting_for or message.stalled:
+            # It was in the round that ends: if the others wait for it in the next one, that counts from then.
+            self.lateness.came(name)
         if name in self.epoch.aborted or not self._is_recent(message.fence):
             return
         if not self.epoch.aborted:

@@ -97,6 +97,34 @@ def test_what_lasts_longer_than_announced_is_not(lighthouse):
     )
 
 
+def redone(lighthouse, **waiting):
+    """The round of step 6 ends, with whom each waited for by then, and is done again in a forced epoch."""
+    before = lighthouse.record.fence
+    for name, others in waiting.items():
+        lighthouse.say(name, m.Aborted(before, 6, "a link was lost", "", tuple(others)))
+    lighthouse.wait(0.3)
+    assert lighthouse.record.forced > before.epoch
+    for name in lighthouse.record.names:
+        lighthouse.say(name, report_of(lighthouse.record, 6))
+        lighthouse.say(name, m.Running(lighthouse.record.fence, 6))
+
+
+def test_who_came_late_and_was_in_the_round_has_its_time_again_when_that_is_redone(lighthouse):
+    wait_for(lighthouse, 60)
+    redone(lighthouse, a="b", b="a", c="b")
+    wait_for(lighthouse, 60)
+    assert sorted(lighthouse.record.names) == ["a", "b", "c"]
+    wait_for(lighthouse, 43)
+    assert sorted(lighthouse.record.names) == ["a", "b"]
+
+
+def test_who_never_came_has_no_more_time_because_the_round_is_redone(lighthouse):
+    wait_for(lighthouse, 60)
+    redone(lighthouse, a="c", b="c", c="")
+    wait_for(lighthouse, 43)
+    assert sorted(lighthouse.record.names) == ["a", "b"]
+
+
 def awaited(**session):
     """c cannot catch up: the others wait for it."""
     lighthouse = started("a b")

@@ -28,6 +28,7 @@ class Penalties:
         self._error_s = error_s
         self._asked: dict[str, float] = {}  # nonce -> when a leader first wanted to write that record
         self._failures: dict[str, list[float]] = defaultdict(list)
+        self._perhaps: dict[str, list[float]] = defaultdict(list)  # with those that need not count, or no more
         self._excused: set[tuple[str, int]] = set()  # processes whose end is perhaps no failure
         self.met = 0  # records that were written while somebody was kept out
 
@@ -54,7 +55,8 @@ class Penalties:
             enough = len(before.roster) >= least
         else:
             came = list(after.names)
-            enough = len(set(after.names) - kept_out) >= least
+            # Whoever may be kept out by the leader's clock is none of those that it could begin with.
+            enough = sum(not self._may_be_kept_out(name, at) for name in after.names) >= least
         wrong = sorted(kept_out & set(came))
         if after.is_forced and after.epoch > before.epoch and after.generation == before.generation:
             self._count(before, after, at)
@@ -66,11 +68,18 @@ class Penalties:
         whys = dict(part.partition(" evicted: ")[::2] for part in after.reason.split("; "))
         for member in before.roster:
             why = whys.get(member.replica, "")
-            excused = (member.replica, member.incarnation) in self._excused or why.startswith(NO_FAILURE)
-            if why and not excused and not after.lists(member.replica, member.incarnation):
+            if not why or why.startswith(NO_FAILURE) or after.lists(member.replica, member.incarnation):
+                continue
+            self._perhaps[member.replica].append(at)
+            if (member.replica, member.incarnation) not in self._excused:
                 self._failures[member.replica].append(at)
 
     def _is_kept_out(self, name: str, at: float) -> bool:
         """Whether it failed so often so short a time ago that every leader must know and agree."""
         recent = [x for x in self._failures[name] if 1.1 * (at - x) + self._error_s < self._window_s]
+        return 0 < self._limit <= len(recent)
+
+    def _may_be_kept_out(self, name: str, at: float) -> bool:
+        """Whether it failed so often so short a time ago that a leader may say so."""
+        recent = [x for x in self._perhaps[name] if (at - x) / 1.1 - self._error_s < self._window_s]
         return 0 < self._limit <= len(recent)

@@ -19,7 +19,7 @@ Patch = pytest.MonkeyPatch
 def ask_again_for_what_nobody_could_load(patch: Patch) -> None:
     chosen = Leader._base
 
-    def base(leader: Leader, peers: list[Peer]) -> Base | None:
+    def base(leader: Leader, peers: list[Peer]) -> tuple[Base | None, str]:
         leader.unusable.clear()
         return chosen(leader, peers)
 
@@ -33,9 +33,10 @@ def pass_over_what_one_could_not_load_and_others_did(patch: Patch) -> None:
 def begin_from_scratch_when_nothing_can_be_loaded(patch: Patch) -> None:
     chosen = Leader._base
 
-    def base(leader: Leader, peers: list[Peer]) -> Base | None:
+    def base(leader: Leader, peers: list[Peer]) -> tuple[Base | None, str]:
         first = peers[0].session
-        return chosen(leader, peers) or Base(0, 0, first.digest, (first.ckpt,))
+        found, passed = chosen(leader, peers)
+        return found or Base(0, 0, first.digest, (first.ckpt,)), passed
 
     patch.setattr(Leader, "_base", base)
 

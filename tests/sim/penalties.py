@@ -28,7 +28,7 @@ class Penalties:
         self._error_s = error_s
         self._asked: dict[str, float] = {}  # nonce -> when a leader first wanted to write that record
         self._failures: dict[str, list[float]] = defaultdict(list)
-        self._perhaps: dict[str, list[float]] = defaultdict(list)  # with those that need not count, or no more
+        self._perhaps: dict[str, list[float]] = defaultdict(list)  # also those that need not count
         self._excused: set[tuple[str, int]] = set()  # processes whose end is perhaps no failure
         self.met = 0  # records that were written while somebody was kept out
 

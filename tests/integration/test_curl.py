@@ -226,9 +226,9 @@ def test_the_file_is_safetensors_and_has_its_digest(job):
     assert len(data) == described["nbytes"]
 
     def journalled() -> list[str]:
-        return [e["digest"] for e in job.events("r0", "state") if e["step"] == described["step"]]
+        return [e["digest"] for e in job.events("r1", "state") if e["step"] == described["step"]]
 
-    # It is served as soon as it is copied; the trainer writes the digest down when its round is decided.
+    # r0 is held in the midst of that step and writes the digest down when it ends; r1 is ahead of it there.
     job.wait_for(journalled, "the digest of that step in the journal")
     assert journalled() == [described["digest"]]
     tensors = load_file(path)

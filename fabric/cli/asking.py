@@ -1,28 +1,15 @@
-"""What every command that talks to a lighthouse shares: finding it, the token, its answers."""
+"""What every command that talks to a lighthouse shares: which one is meant, and the token."""
 
-import asyncio
-import json
-import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import aiohttp
 import click
-from yarl import URL
 
 from fabric.cli.tls import current_tls
-from fabric.errors import ConfigError, Refused, Unauthorized, Unreachable
-from fabric.runtime.dial_errors import mistake, why
-from fabric.runtime.tls import Tls
+from fabric.errors import ConfigError
+from fabric.runtime.lighthouses import Lighthouses
 from fabric.runtime.web import read_token
-
-_TIMEOUT_S = 5.0
-_MAX_ANSWER_BYTES = 64 << 20
-_MAX_REDIRECTS = 3
 
 _OPTIONS = (
     click.option(
@@ -42,124 +29,25 @@ _OPTIONS = (
 
 
 def lighthouse_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--lighthouse``, ``--job`` and ``--token-file``: what ``Lighthouses.of`` takes."""
+    """``--lighthouse``, ``--job`` and ``--token-file``: what ``lighthouses_of`` takes."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
-@dataclass(frozen=True, slots=True)
-class Lighthouses:
-    """Where to ask, about which job (empty: all), with which token (empty: none) and certificates."""
-
-    urls: tuple[str, ...]
-    job: str
-    token: str
-    tls: Tls = field(default_factory=Tls)
-
-    @classmethod
-    def of(cls, lighthouse: str, job: str, token_file: Path | None, *, needs_job: bool) -> "Lighthouses":
-        """From the options. Raises ConfigError for what cannot be meant."""
-        urls = tuple(part.strip().rstrip("/") for part in lighthouse.split(",") if part.strip())
-        if not urls:
+def lighthouses_of(lighthouse: str, job: str, token_file: Path | None, *, needs_job: bool) -> Lighthouses:
+    """From the options. Raises ConfigError for what cannot be meant."""
+    urls = tuple(part.strip().rstrip("/") for part in lighthouse.split(",") if part.strip())
+    if not urls:
+        raise ConfigError(
+            "no lighthouse is named: give --lighthouse http://host:port, or set FABRIC_LIGHTHOUSE"
+        )
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
             raise ConfigError(
-                "no lighthouse is named: give --lighthouse http://host:port, or set FABRIC_LIGHTHOUSE"
+                f'the lighthouse "{url[:200]}" is no URL: give addresses such as http://host:port'
             )
-        for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(
-                    f'the lighthouse "{url[:200]}" is no URL: give addresses such as http://host:port'
-                )
-        if needs_job and not job:
-            raise ConfigError(
-                "no job is named: give --job NAME, or set FABRIC_JOB (`fabric status` lists them)"
-            )
-        token = read_token(token_file) if token_file is not None else ""
-        return cls(urls, job, token, current_tls())
-
-    def path(self, *rest: str) -> str:
-        """The job's path, and what follows it; that of all jobs without one."""
-        parts = [quote(part, safe="") for part in (self.job, *rest) if part]
-        return "/".join(["/v1/jobs", *parts])
-
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that the first lighthouse answers: to GET, or to POST with a ``body``.
-
-        Raises FabricError with all reasons where none answers, Refused with the lighthouse's own sentence.
-        """
-        return asyncio.run(self._ask(path, body))
-
-    async def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
-        async with self.open(path, body, total_s=_TIMEOUT_S) as answer:
-            return json.loads(await _bounded(answer))
-
-    @asynccontextmanager
-    async def open(
-        self, path: str, body: dict[str, Any] | None = None, *, total_s: float | None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer of the first lighthouse that gives one, its body unread; ``total_s`` bounds it."""
-        reasons, mistakes, idle = [], 0, 0
-        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(ssl=self.tls.client_context() or True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
-            for url in self.urls:
-                try:
-                    answer = await self._open_one(client, URL(url + path, encoded=True), body)
-                except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
-                    reasons.append(f"{url}: {_why(error, url, self.tls)}")
-                    mistakes += bool(mistake(error, self.tls))
-                    idle += isinstance(error, Unreachable)
-                else:
-                    async with answer:
-                        yield answer
-                    return
-        said = "; ".join(reasons)
-        if idle == len(reasons):
-            raise Unreachable(f"no lighthouse can answer this now ({said}); training goes on meanwhile")
-        # Where certificates are the matter, each reason says what to do.
-        advice = "" if mistakes == len(reasons) else ": check the address, and that one runs there"
-        raise Unreachable(f"no lighthouse answers ({said}){advice}")
-
-    async def _open_one(
-        self, client: aiohttp.ClientSession, url: URL, body: dict[str, Any] | None
-    ) -> aiohttp.ClientResponse:
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        method = "GET" if body is None else "POST"
-        for _ in range(_MAX_REDIRECTS):
-            # Followed here, for a client drops the token on its way to another address.
-            answer = await client.request(method, url, json=body, headers=headers, allow_redirects=False)
-            if answer.status in (200, 202):
-                if answer.content_type not in ("application/json", "application/x-ndjson"):
-                    answer.close()
-                    raise ValueError("no JSON")
-                return answer
-            data = await _bounded(answer)
-            if answer.status != 307:
-                raise _refusal(answer.status, data)
-            url = URL(answer.headers.get("Location", ""))
-        raise Unreachable("the lighthouses redirect in a circle")
-
-
-async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
-    data = bytearray()
-    while len(data) < _MAX_ANSWER_BYTES and (more := await answer.content.read(1 << 20)):
-        data += more
-    return bytes(data)
-
-
-def _refusal(status: int, data: bytes) -> Exception:
-    try:
-        sentence = str(json.loads(data)["error"])
-    except (ValueError, TypeError, KeyError):
-        return Unreachable(f"HTTP {status}, and not from a lighthouse")
-    if status == 401:
-        return Unauthorized(f"the lighthouse refused the token: {sentence}")
-    return Unreachable(sentence) if status >= 500 else Refused(sentence)
-
-
-def _why(error: Exception, url: str, tls: Tls) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {_TIMEOUT_S:g} s"
-    if isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError | ssl.SSLError):
-        return "what answers there is not a lighthouse"
-    return why(error, url, tls)
+    if needs_job and not job:
+        raise ConfigError("no job is named: give --job NAME, or set FABRIC_JOB (`fabric status` lists them)")
+    token = read_token(token_file) if token_file is not None else ""
+    return Lighthouses(urls, job, token, current_tls())

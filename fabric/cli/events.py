@@ -9,8 +9,9 @@ from typing import Any
 import aiohttp
 import click
 
-from fabric.cli.asking import Lighthouses, lighthouse_options
+from fabric.cli.asking import lighthouse_options, lighthouses_of
 from fabric.errors import Unreachable
+from fabric.runtime.lighthouses import Lighthouses
 
 _PAUSE_S = 0.5
 
@@ -24,7 +25,7 @@ def events(
     lighthouse: str, job: str, token_file: Path | None, follow: bool, after: int, as_json: bool
 ) -> None:
     """Show what happened to a job, oldest first."""
-    found = Lighthouses.of(lighthouse, job, token_file, needs_job=True)
+    found = lighthouses_of(lighthouse, job, token_file, needs_job=True)
     if follow:
         try:
             asyncio.run(_follow(found, after, as_json))

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fabric.cli.asking import Lighthouses, lighthouse_options
+from fabric.cli.asking import lighthouse_options, lighthouses_of
 from fabric.lighthouse.incoming import MOST_REPLICAS
 
 # The lighthouse's own --max-replicas bounds it further.
@@ -22,7 +22,7 @@ def _command(action: str, help_text: str, done: str) -> Callable[..., None]:
     @click.option("--why", required=True, help="The reason, for the record.")
     @click.option("--who", default="", help="Who decides; by default this user at this host.")
     def run(lighthouse: str, job: str, token_file: Path | None, replica: str, why: str, who: str) -> None:
-        found = Lighthouses.of(lighthouse, job, token_file, needs_job=True)
+        found = lighthouses_of(lighthouse, job, token_file, needs_job=True)
         body = {"replica": replica, "who": who or _me(), "why": why}
         found.ask(found.path(action), body)
         click.echo(f"{replica} of job {found.job} {done}")
@@ -36,7 +36,7 @@ def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) ->
     @click.option("--why", required=True, help="The reason, for the record.")
     @click.option("--who", default="", help="Who decides; by default this user at this host.")
     def run(lighthouse: str, job: str, token_file: Path | None, why: str, who: str, **said: Any) -> None:
-        found = Lighthouses.of(lighthouse, job, token_file, needs_job=True)
+        found = lighthouses_of(lighthouse, job, token_file, needs_job=True)
         given = {name: value for name, value in said.items() if value is not None}
         if action == "scale" and not given:
             raise click.UsageError("give --min, --max or both; 0 is what the replicas themselves ask for")

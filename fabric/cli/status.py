@@ -11,9 +11,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fabric.cli.asking import Lighthouses, lighthouse_options
+from fabric.cli.asking import lighthouse_options, lighthouses_of
 from fabric.errors import FabricError, Unreachable
 from fabric.model import counted
+from fabric.runtime.lighthouses import Lighthouses
 
 _SPENT = ("training", "degraded", "recovering", "stalled")
 # Below this width the table has the columns that say who is in trouble, and the addresses stand below it.
@@ -27,7 +28,7 @@ _LONG = 20
 @click.option("--json", "as_json", is_flag=True, help="Print what the lighthouse answers as it is.")
 def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
     """Show the jobs of a lighthouse, or one of them."""
-    found = Lighthouses.of(lighthouse, job, token_file, needs_job=False)
+    found = lighthouses_of(lighthouse, job, token_file, needs_job=False)
     body = found.ask(found.path())
     if as_json:
         click.echo(json.dumps(body, indent=2))
@@ -41,7 +42,7 @@ def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) ->
 @click.option("--every-s", default=1.0, show_default=True, help="How often to look.")
 def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> None:
     """Show the jobs of a lighthouse, or one of them, live, until Ctrl-C."""
-    found = Lighthouses.of(lighthouse, job, token_file, needs_job=False)
+    found = lighthouses_of(lighthouse, job, token_file, needs_job=False)
     console = Console()
     if not console.is_terminal:
         _print_again_and_again(found, console, every_s)

@@ -7,9 +7,10 @@ time alike, so when that one dies the next one takes over by itself, at the next
 import sys
 import time
 
-from fabric.ckpt_server.durable.reader import Checkpoint, find_checkpoint, list_checkpoints
+from fabric.ckpt_server.durable.reader import Checkpoint, Listing, find_checkpoint, list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.ckpt_server.handle import ServerHandle
+from fabric.client import others
 from fabric.client.journal import Journal
 from fabric.client.place import Place
 from fabric.errors import Refused, StateError
@@ -17,6 +18,11 @@ from fabric.model import Record, SnapshotRef
 from fabric.runtime.config import Settings
 
 _MOST_TOLD = 16  # of what storage holds; the others are older
+_LOOK_AGAIN_S = 1.0
+
+
+class StorageAway(StateError):
+    """Storage cannot be listed, and the job cannot begin without it: this process is to be started again."""
 
 
 class Durable:
@@ -29,14 +35,21 @@ class Durable:
         self._last_s = time.monotonic()
         self._last_step = -1
 
-    def find(self) -> tuple[SnapshotRef, ...]:
-        """Complete checkpoints, oldest first, in whatever layout of ranks. Raises StateError where storage
-        cannot be read (to begin again from nothing would be worse than not to begin), and where there must be
-        one and is none. A folder that is not there holds none: it is made, which is said."""
+    def find(self) -> tuple[SnapshotRef, ...] | None:
+        """Complete checkpoints, oldest first, in whatever layout of ranks; None where storage cannot be
+        listed and need not be, for others hold the job's state. Raises StorageAway where it must be (to begin
+        again from nothing would be worse than not to begin), StateError where there must be a checkpoint and
+        is none. A folder that is not there holds none: it is made, which is said."""
         place = self._settings.durable
         if not place:
             return ()
-        listing = list_checkpoints(self._job(), self._settings.job)
+        job = self._job()
+        try:
+            listing: Listing | None = list_checkpoints(job, self._settings.job)
+        except StorageError as error:
+            listing = self._wait_for(job, error)
+        if listing is None:
+            return None
         if self._settings.durable_required and not listing.complete:
             more = "".join(f"; {warning}" for warning in listing.warnings)
             raise StateError(
@@ -47,6 +60,30 @@ class Durable:
         for warning in listing.warnings:
             self._journal.write("durable", warning=warning)
         return tuple(c.state for c in listing.complete[-_MOST_TOLD:])
+
+    def _wait_for(self, job: Storage, error: StorageError) -> Listing | None:
+        """What storage holds as soon as it can be listed; None as soon as others hold the state."""
+        limit_s, waits = self._settings.contact_s, False
+        deadline = time.monotonic() + limit_s
+        while not others.hold_the_state(self._settings):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise StorageAway(
+                    f"{error}, for {limit_s:g} s, and no member of the job holds its state: mend the storage,"
+                    " or correct FABRIC_DURABLE; this process ends with code 75, to be started again"
+                )
+            if not waits:
+                waits = True
+                self._say(
+                    f"{error}: it is waited for, up to {limit_s:g} s, for no member holds the job's state"
+                )
+            time.sleep(min(_LOOK_AGAIN_S, left_s))
+            try:
+                return list_checkpoints(job, self._settings.job)
+            except StorageError as again:
+                error = again
+        self._say(f"{error}: it is left for later, for others hold the job's state")
+        return None
 
     def _tell_unless_writable(self) -> None:
         """What the first checkpoint would meet later. No reason to refuse: memory of peers needs no storage,

@@ -22,6 +22,7 @@ from fabric.client import mistakes
 from fabric.client.catching_up import CatchingUp
 from fabric.client.clock import Clock
 from fabric.client.data import Loader, Slice, describe_sharing, make_loader, parse_options, seat_of
+from fabric.client.durable import StorageAway
 from fabric.client.engine import Parts
 from fabric.client.failure import name_samples
 from fabric.client.learning_rate import PresenceFactor
@@ -308,7 +309,10 @@ class Session(CatchingUp):
         plane = parts.plane.kind
         said = " ".join(f"{name} {value}" for name, value in alike.items())
         work = Work(self._micro_batches, said, layout, digest, part, sharing, seat, tensors, plane)
-        begin(self._engine, parts, settings, self._place, work)
+        try:
+            begin(self._engine, parts, settings, self._place, work)
+        except StorageAway as error:
+            self._leave(str(error), 75)
 
     def _ready(self) -> io.Ready:
         """The user's update has run (or nothing has yet): the state stands at ``_state_step``."""

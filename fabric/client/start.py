@@ -118,7 +118,7 @@ def _identity(
     address: Address,
     layout: str,
     ranks: tuple[Address, ...] = (),
-    durable: tuple[SnapshotRef, ...] = (),
+    durable: tuple[SnapshotRef, ...] | None = (),
 ) -> Identity:
     return Identity(
         replica=settings.replica,
@@ -130,7 +130,8 @@ def _identity(
         data=work.data,
         predecessors_gone=place.predecessors_gone,
         ranks=ranks,
-        durable=durable,
+        durable=durable or (),
+        storage_unread=durable is None,
         sharing=work.sharing,
         seat=work.seat,
         tensors=work.tensors,

@@ -330,6 +330,10 @@ class Member(Rounds):
         base = record.base
         self.hold, self.contact.fallen = None, None
         self._drop_kept()
+        if self.identity.storage_unread and not base.generation:
+            # Nobody else has read it either, and it may hold what this job has come to.
+            self._stop(75, "the job would begin from nothing, and durable storage has not been read here")
+            return
         same = self.state.step == base.step and base.digest in ("", self.state.digest)
         if same and self.fetch.doing != "install":
             self.state.generation = record.generation

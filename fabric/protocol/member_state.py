@@ -37,7 +37,7 @@ TRANSITIONS: dict[Mode, frozenset[Mode]] = {
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Who this process is; the same in every session it opens. ``durable``: the durable checkpoints that it
-    found when it started."""
+    found when it started; ``storage_unread``: storage could not be listed then."""
 
     replica: str
     incarnation: int
@@ -54,6 +54,7 @@ class Identity:
     tensors: tuple[str, ...] = ()
     plane: str = ""
     durable: tuple[SnapshotRef, ...] = ()
+    storage_unread: bool = False
     spare: bool = False
 
 

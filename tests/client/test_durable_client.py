@@ -8,7 +8,7 @@ from protocol.makers import record_of
 
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.relayout import Layout
-from fabric.client.durable import Durable
+from fabric.client.durable import Durable, StorageAway
 from fabric.client.journal import Journal
 from fabric.client.ladder import Ladder
 from fabric.client.place import Place
@@ -92,8 +92,8 @@ class TestFinding:
 
     def test_storage_that_cannot_be_read_does_not_mean_that_it_is_empty(self, tmp_path):
         (tmp_path / "job").write_text("a file where a folder should be")
-        with pytest.raises(StateError, match="could not be listed: Not a directory"):
-            durable(str(tmp_path) + "/job/deeper").find()
+        with pytest.raises(StorageAway, match="could not be listed: Not a directory, for 0 s, and no member"):
+            durable(str(tmp_path) + "/job/deeper", contact_s=0.0).find()
 
 
 @dataclass

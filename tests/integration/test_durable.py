@@ -118,6 +118,50 @@ def test_a_damaged_one_is_passed_over_by_all_and_named(job):
     assert any(f"{data} is damaged" in reason for reason in reasons), reasons
 
 
+def away(tmp_path: Path, **more: str) -> dict[str, str]:
+    """The environment of a job whose storage cannot be listed while its mount point is a file."""
+    place = str(tmp_path / "mount" / "durable")
+    return {"FABRIC_DURABLE": place, "FABRIC_DURABLE_EVERY": "1000", "FABRIC_SNAPSHOT_SHARE": "0", **more}
+
+
+def test_a_replica_comes_in_from_its_peers_while_storage_cannot_be_listed(zygote, tmp_path):
+    environment = away(tmp_path, TINY_STEPS="40", TINY_PATIENT_STEPS="25")
+    with Job(zygote, tmp_path / "job", replicas=2, environment=environment) as job:
+        job.start_all({"r1": "optimizer@10=kill"})
+        job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
+        (tmp_path / "mount").rename(tmp_path / "elsewhere")
+        (tmp_path / "mount").touch()
+        (job.folder / "r1.log").unlink()
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0}, job.logs()
+        (said,) = job.said("r1").splitlines()
+        assert said.startswith(f"fabric: r1: {environment['FABRIC_DURABLE']}/test could not be listed: "), (
+            said
+        )
+        assert said.endswith(": it is left for later, for others hold the job's state"), said
+        assert all(url.startswith("http://") for url in job.events("r1", "join")[0]["sources"])
+        assert states(job, "r0")[40] == states(job, "r1")[40]
+
+
+def test_storage_that_alone_can_help_is_waited_for(zygote, tmp_path):
+    (tmp_path / "mount").touch()
+    environment = away(tmp_path, TINY_STEPS="3")
+    with Job(zygote, tmp_path / "job", replicas=1, environment=environment) as job:
+        job.start("r0", FABRIC_CONTACT_S="1")
+        job.wait_for(lambda: job.ended("r0") is not None, "the end of who found no storage")
+        assert job.ended("r0") == 75, job.logs()
+        waits, ended = job.said("r0").splitlines()
+        assert waits.endswith("it is waited for, up to 1 s, for no member holds the job's state"), waits
+        assert "for 1 s, and no member of the job holds its state: mend the storage" in ended, ended
+        job.wait_for(lambda: not job.server_pids(), "the end of the checkpoint server")
+        (job.folder / "r0.log").unlink()
+        job.start("r0", FABRIC_CONTACT_S="3600")
+        job.wait_for(lambda: "it is waited for, up to 3600 s" in job.said("r0"), "r0 to wait for storage")
+        (tmp_path / "mount").unlink()
+        job.finish()
+        assert job.codes == {"r0": 0}, job.logs()
+
+
 def test_another_one_writes_them_after_the_writers_death(job):
     job.start_all(
         {

@@ -24,11 +24,11 @@ from lighthouse_support import (
     wait_for,
 )
 
-from fabric.cli.asking import Lighthouses
 from fabric.cli.main import main
 from fabric.cli.status import recoverable
 from fabric.errors import Unreachable
 from fabric.protocol import messages as m
+from fabric.runtime.lighthouses import Lighthouses
 
 
 def test_no_command_but_a_trainers_imports_torch():

@@ -17,10 +17,10 @@ M = 4
 class Trainer:
     """Drives one core: ``do`` feeds events and keeps what the last one ordered."""
 
-    def __init__(self, name="a", **config):
+    def __init__(self, name="a", storage_unread=False, **config):
         self.name = name
         self.now = 100.0
-        identity = Identity(name, 1, f"{name}:1", f"http://{name}", M)
+        identity = Identity(name, 1, f"{name}:1", f"http://{name}", M, storage_unread=storage_unread)
         self.core = Member(identity, MemberConfig(**config), self.now, State(0, 0, "start"))
         self.effects = []
         self.do(io.LeaderConnected(), io.Ready(0, "start"))
@@ -480,6 +480,22 @@ def test_a_cold_start_from_another_state_fetches_it():
     trainer.do(io.StateFetched(3, "base"), io.Installed(3, "base"))
     assert trainer.core.state.generation == 1
     assert trainer.found(io.Compute) == [io.Compute(3, (0, 1))]
+
+
+def test_who_has_not_read_storage_does_not_begin_the_job_from_nothing():
+    """It came in because others held the state; they are gone, and nobody else has looked into storage."""
+    trainer = Trainer("a", storage_unread=True)
+    cold = record_of("a b", epoch=1, base=Base(0, 0, "start", ("http://b",)))
+    trainer.leader(m.Epoch(cold), resume_of(cold, 0, a=(0, 1)))
+    (stop,) = trainer.found(io.Stop)
+    assert stop.code == 75 and "durable storage has not been read here" in stop.reason
+
+
+def test_who_has_not_read_storage_begins_with_what_others_hold():
+    trainer = Trainer("a", storage_unread=True)
+    cold = record_of("a b", epoch=3, cold=3, generation=2, base=Base(1, 3, "base", ("http://b",)))
+    trainer.leader(m.Epoch(cold), resume_of(cold, 3, a=(0, 1)))
+    assert trainer.found(io.FetchState) and not trainer.found(io.Stop)
 
 
 def test_who_missed_the_cold_start_begins_it_with_the_next_forced_epoch():

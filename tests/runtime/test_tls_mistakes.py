@@ -8,12 +8,12 @@ import pytest
 from aiohttp import web
 from authority import Authority
 
-from fabric.cli.asking import Lighthouses
 from fabric.client import leader_link
 from fabric.client.leader_link import LeaderLink
 from fabric.errors import Unreachable
 from fabric.runtime.config import Settings
 from fabric.runtime.dial_errors import mistake, why
+from fabric.runtime.lighthouses import Lighthouses
 from fabric.runtime.tls import Tls
 
 NONE = Tls()

@@ -237,8 +237,6 @@ class Engine:
         ready.put(port)
         await self._stopping.wait()
         await self._end()
-        if self._driver is not None:
-            self._driver.close()
         parts.plane.close()
 
     async def _begin(self, member: Member) -> None:
@@ -255,6 +253,9 @@ class Engine:
     async def _end(self) -> None:
         """Say goodbye to everybody."""
         await self._parts.leader.drain(within_s=1.0)
+        if self._driver is not None:
+            # Links that end from now on I end myself: the core would blame others for them.
+            self._driver.close()
         await self._parts.peers.close()
         if self._session is not None:
             self._session.cancel()

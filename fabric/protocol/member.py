@@ -134,6 +134,10 @@ class Member(Rounds):
         )
         if self.contact.failed is not None:
             self._do(io.SendLeader(self.contact.failed))
+        if self.contact.unsaid:
+            # The leader may have answered it already, and does not know that I had been in that round.
+            self.contact.unsaid = False
+            self._repeat_aborted()
         if self.fetch.doing == "asked":
             self.fetch.doing = ""
 

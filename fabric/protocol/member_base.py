@@ -130,7 +130,7 @@ class MemberBase:
             self.state.outvoted = True
 
     def _send_aborted(self, message: m.Aborted) -> None:
-        self.contact.aborted = message
+        self.contact.aborted, self.contact.unsaid = message, not self.contact.connected
         self._do(io.SendLeader(self.contact.aborted))
 
     def _drop_kept(self) -> None:

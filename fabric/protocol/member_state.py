@@ -125,7 +125,8 @@ class Fetch:
 class Contact:
     """The session with the leader: ``last`` is when the newest answered beat was sent, ``beaten`` when any
     was, and ``beaten_epoch`` what it said of the newest epoch. ``asked`` is when a newcomer last needed to
-    know my step. ``changes``: this leader understands short reports, see ``messages.Epoch``."""
+    know my step. ``changes``: this leader understands short reports, see ``messages.Epoch``. ``unsaid``:
+    there was no session when ``aborted`` had to be said."""
 
     last: float
     next_beat: float
@@ -137,6 +138,7 @@ class Contact:
     number: int = 0
     sent: dict[int, float] = field(default_factory=dict)
     aborted: m.Aborted | None = None
+    unsaid: bool = False
     fallen: m.Fallen | None = None
     failed: m.Failed | None = None
     finished: bool = False

@@ -58,6 +58,10 @@ def test_a_loop_that_is_left_is_a_death_before_the_process_has_ended(zygote, tmp
             "an epoch without it",
         )
         assert job.ended("r1") is None
+        blamed = [
+            e["why"] for e in events(job, "aborted") if e["about"] == "r1" and "the link to" in e["why"]
+        ]
+        assert not blamed, "it ended those links itself"
         may_end.touch()
         job.wait_for(lambda: job.ended("r1") is not None, "its end")
         job.start("r1")

@@ -327,6 +327,17 @@ def test_a_link_lost_while_the_next_epoch_is_decided_is_made_again():
     assert 2 not in trainer.core.links.up
 
 
+def test_an_abort_that_nobody_heard_of_is_said_when_the_session_is_back():
+    """Else the time for which the others had waited for this member would go on in the round done again."""
+    trainer = holding()
+    trainer.do(io.LeaderLost(), io.LinkLost("b", 1, "reset"))
+    trainer.do(io.LeaderConnected())
+    assert [type(e.message) for e in trainer.found(io.SendLeader)][:2] == [m.Session, m.Aborted]
+    assert trainer.said(m.Aborted)[0].waiting_for == ("b",)
+    trainer.do(io.LeaderLost(), io.LeaderConnected())
+    assert not trainer.said(m.Aborted), "once"
+
+
 def test_links_that_cannot_be_made_are_reported():
     trainer = running(linked=False)
     trainer.do(io.LinkFailed(1, "b", "no link to b"))

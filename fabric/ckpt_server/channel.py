@@ -30,7 +30,7 @@ from fabric.ckpt_server.lines import (
     encode_line,
 )
 from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory, Slot
-from fabric.ckpt_server.trainer import GONE, Trainer
+from fabric.ckpt_server.trainer import ABSENT, GONE, Trainer
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.protocol.wire import decode_as
 
@@ -224,10 +224,15 @@ class Channel:
                 f"replica {mine.replica} already has a trainer, process {self._trainer.pid}"
                 f" ({self._trainer.state}): stop that one, or give this one another replica name"
             )
+        try:
+            self._trainer.attach(pid, request.incarnation)
+        except Refused:
+            if self._trainer.state == ABSENT:
+                self._lifetime.finish(0.0)  # it has never served anybody, and holds nothing
+            raise
         if self._current is not None:
             self._current.shut()
         self._current = connection
-        self._trainer.attach(pid, request.incarnation)
         self._lifetime.trainer_came()
         snapshots = [
             {"generation": ref.generation, "step": ref.step, "digest": ref.digest}

@@ -13,6 +13,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fabric.errors import Refused
+
 RUNNING = "running"
 STOPPED = "stopped"
 GONE = "gone"
@@ -71,16 +73,16 @@ class Trainer:
         self._dead = False
 
     def attach(self, pid: int, incarnation: int) -> None:
-        """From now on watch process ``pid``, whose channel is open."""
+        """From now on watch process ``pid``, whose channel is open. Raises Refused where there are no
+        descriptors to do it with: then nothing has changed."""
+        found = _descriptors_of(pid)
         self.on_attach()
         self._unwatch()
         self.pid, self.incarnation, self.is_attached = pid, incarnation, True
-        try:
-            self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-            self._pidfd = os.pidfd_open(pid)
-        except (FileNotFoundError, ProcessLookupError):
+        if found is None:
             self._dead = True
         else:
+            self._stat, self._pidfd = found
             asyncio.get_running_loop().add_reader(self._pidfd, self._on_death)
         self.changed.set()
 
@@ -141,6 +143,24 @@ class Trainer:
             if descriptor >= 0:
                 os.close(descriptor)
         self._pidfd = self._stat = -1
+
+
+def _descriptors_of(pid: int) -> tuple[int, int] | None:
+    """Of its ``/proc/PID/stat`` and of the process; None where it is gone."""
+    opened: list[int] = []
+    try:
+        opened.append(os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC))
+        opened.append(os.pidfd_open(pid))
+    except OSError as error:
+        for descriptor in opened:
+            os.close(descriptor)
+        if isinstance(error, FileNotFoundError | ProcessLookupError):
+            return None
+        raise Refused(
+            f"the checkpoint server cannot watch process {pid} ({error.strerror}): raise its limit on open"
+            " files (ulimit -n), where the trainer is started"
+        ) from error
+    return opened[0], opened[1]
 
 
 def _nothing() -> None:

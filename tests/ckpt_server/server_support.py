@@ -1,9 +1,11 @@
 """What the checkpoint server's tests share: files to publish, a trainer process, waiting for a condition."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -124,6 +126,21 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@contextmanager
+def no_more_descriptors(left: int = 0, pid: int = 0) -> Iterator[int]:
+    """Process ``pid`` (0: this one) can open ``left`` more files; yields the lowest free descriptor."""
+    taken = {int(name) for name in os.listdir(f"/proc/{pid or 'self'}/fd")}  # noqa: PTH208 - names, not paths
+    lowest = next(number for number in itertools.count() if number not in taken)
+    if not pid:
+        os.close(lowest := os.dup(0))  # to list them took one
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest + left, before[1]))
+    try:
+        yield lowest
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 def end(pid: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import ClientSession, web
 from hypothesis import given
 from hypothesis import strategies as st
+from server_support import no_more_descriptors
 
 from fabric.ckpt_server.conditions import PreconditionFailed, Unsatisfiable, check_if_match, wanted_range
 from fabric.ckpt_server.trainer import Trainer, parse_stat
@@ -120,6 +121,28 @@ async def test_what_the_kernel_says_of_real_processes_is_noticed_without_being_a
     trainer.attach(os.getpid(), 3)
     assert trainer.state == "running"
     watching.cancel()
+    trainer.close()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+async def test_who_cannot_be_watched_is_refused_and_the_one_before_is_watched_on(left):
+    trainer = Trainer()
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "import signal; signal.pause()")
+    trainer.attach(child.pid, 1)
+    with no_more_descriptors(left) as lowest:
+        sentence = (
+            rf"cannot watch process {os.getpid()} \(Too many open files\): raise its limit on open files"
+        )
+        with pytest.raises(Refused, match=sentence):
+            trainer.attach(os.getpid(), 2)
+    assert (trainer.pid, trainer.incarnation, trainer.state) == (child.pid, 1, "running")
+    os.close(again := os.dup(0))
+    assert again == lowest, "nothing is left open"
+    trainer.changed.clear()
+    child.kill()
+    await asyncio.wait_for(trainer.changed.wait(), 30)
+    assert trainer.state == "gone"
+    await child.wait()
     trainer.close()
 
 

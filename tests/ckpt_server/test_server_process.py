@@ -16,6 +16,7 @@ from server_support import (
     alive,
     end,
     fetch,
+    no_more_descriptors,
     options,
     publish,
     publish_gradient,
@@ -125,6 +126,32 @@ def test_a_trainer_that_closed_its_handle_makes_room(run_dir, attach):
         url = first.hello["url"]
         wait_for(lambda: not fetch(url, "/debug/state").json["trainer"]["attached"], "detached")
         assert attach(incarnation=2).url == url
+
+
+def test_a_server_without_descriptors_says_so_and_goes_on(attach):
+    first = attach()
+    publish(first, 0, snapshot_file(NBYTES), 3)
+    sentence = r"cannot watch process \d+ \(Too many open files\): raise its limit on open files"
+    # One is left, which the connection takes.
+    with no_more_descriptors(1, first.pid), pytest.raises(Refused, match=sentence):
+        attach(incarnation=2)
+    publish(first, 1, snapshot_file(NBYTES), 4)
+    assert [ref.step for ref in attach(incarnation=3).snapshots] == [3, 4]
+
+
+def test_a_server_that_can_never_watch_anybody_ends(run_dir, attach):
+    server = subprocess.Popen(command(run_dir, "--orphan-s=600"), cwd=ROOT)
+    try:
+        wait_for(lambda: (run_dir / SOCKET_NAME).exists(), "the server")
+        with (
+            no_more_descriptors(1, server.pid),
+            pytest.raises(Refused, match="raise its limit on open files"),
+        ):
+            attach()
+        assert server.wait(timeout=60) == 0
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_the_same_process_may_attach_again(attach):

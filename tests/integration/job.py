@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,6 +147,26 @@ class Job:
             if not event or body["event"] == event:
                 found.append(body)
         return found
+
+    def ask(self, url: str) -> bytes:
+        """What is answered at ``url``, which is a path of the lighthouse or of any of the job's servers."""
+        headers = {"Authorization": f"Bearer {self.token.read_text().strip()}"}
+        url = self.url + url if url.startswith("/") else url
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+            return answer.read()
+
+    def status(self) -> dict:
+        """The job as the lighthouse sees it."""
+        return json.loads(self.ask("/v1/jobs/test"))
+
+    def told(self, kind: str = "") -> list[dict]:
+        """What the lighthouse has to tell, of this kind or of all."""
+        found = json.loads(self.ask("/v1/jobs/test/events"))
+        return [e for e in found if not kind or e["kind"] == kind]
+
+    def recoveries(self) -> list[dict]:
+        """What the lighthouse has recorded of failures."""
+        return [json.loads(line) for line in self.ask("/v1/jobs/test/recoveries").splitlines()]
 
     def wait_for(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
         """Poll until ``condition``; fails with the logs."""

@@ -2,7 +2,6 @@
 
 import json
 import time
-import urllib.request
 
 from job import Job
 
@@ -12,14 +11,8 @@ from fabric.cli.demo.verify import judge
 EVERY, STEPS = 4, 24
 
 
-def ask(job: Job, url: str) -> dict:
-    headers = {"Authorization": f"Bearer {job.token.read_text().strip()}"}
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
-        return json.load(answer)
-
-
 def recoverable(job: Job) -> dict:
-    return ask(job, f"{job.url}/v1/jobs/test")["recoverable"] or {"step": -1, "age_s": 0.0}
+    return job.status()["recoverable"] or {"step": -1, "age_s": 0.0}
 
 
 def test_all_killed_at_once_resume_from_the_state_that_was_shown(zygote, tmp_path):
@@ -28,14 +21,16 @@ def test_all_killed_at_once_resume_from_the_state_that_was_shown(zygote, tmp_pat
         job.start_all()
         job.wait_for(lambda: job.events("r0", "commit"), "a step")
         job.wait_for(lambda: recoverable(job)["step"] >= 2 * EVERY, "snapshots")
-        servers = [member["ckpt"] for member in ask(job, f"{job.url}/v1/jobs/test")["members"]]
+        servers = [member["ckpt"] for member in job.status()["members"]]
         for replica in job.pids:
             job.kill(replica)
         job.wait_for(lambda: all(job.ended(r) is not None for r in job.pids), "everybody's death")
         # The trainers are gone and their memory is not: the same state, older and older.
         job.wait_for(lambda: recoverable(job)["age_s"] > 0.3, "the state to age")
         left = recoverable(job)
-        entries = [{**s, "server": url} for url in servers for s in ask(job, f"{url}/v1/snapshots")]
+        entries = [
+            {**s, "server": url} for url in servers for s in json.loads(job.ask(f"{url}/v1/snapshots"))
+        ]
         taken = [s["created"] for s in entries if s["step"] == left["step"]]
         assert taken and left["step"] == max(s["step"] for s in entries) and left["step"] % EVERY == 0
         assert left["age_s"] <= time.time() - min(taken) + 0.001

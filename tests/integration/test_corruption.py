@@ -1,9 +1,6 @@
 """Silent corruption with real processes: digests are compared in the barrier, the minority is named,
 evicted and healed; where nobody can tell who is right the job stops."""
 
-import json
-import urllib.request
-
 from job import Job
 
 from fabric.cli.demo.journal import read_run
@@ -14,24 +11,14 @@ def bad(what: str, **more: str) -> dict[str, str]:
     return {"TEST_TRAINER": "bad_trainer", "BAD": what, **more}
 
 
-def events(job: Job, kind: str) -> list[dict]:
-    """What the lighthouse has to tell of this kind."""
-    request = urllib.request.Request(
-        f"{job.url}/v1/jobs/test/events", headers={"Authorization": "Bearer a-test-token"}
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        found = json.loads(answer.read())
-    return [e for e in found if e["kind"] == kind]
-
-
 def test_the_minority_is_named_evicted_and_healed(zygote, tmp_path):
     with Job(zygote, tmp_path, environment={"TINY_STEPS": "60"}) as job:
         job.start("r0")
         job.start("r1", **bad("a flipped bit"))
         job.start("r2")
         job.wait_for(lambda: job.events("r0", "commit"), "the first step")
-        job.wait_for(lambda: events(job, "condemned"), "somebody to be named")
-        [told] = events(job, "condemned")
+        job.wait_for(lambda: job.told("condemned"), "somebody to be named")
+        [told] = job.told("condemned")
         assert told["about"] == "r1"
         assert "r1 disagrees with the majority about the state at step 7" in told["why"]
         job.finish()
@@ -72,9 +59,9 @@ def test_whom_two_outvoted_does_not_go_on_when_they_are_killed(zygote, tmp_path)
         job.finish()
         assert set(job.codes.values()) == {0}, job.logs()
         assert job.starts == {"r0": 2, "r1": 1, "r2": 2}
-        whys = [e["why"] for e in events(job, "condemned") if e["about"] == "r1"]
+        whys = [e["why"] for e in job.told("condemned") if e["about"] == "r1"]
         assert whys == ["r1 disagrees with the majority about the state at step 7"]
-        [cold] = [e["why"] for e in events(job, "epoch") if e["why"].startswith("cold start")]
+        [cold] = [e["why"] for e in job.told("epoch") if e["why"].startswith("cold start")]
         assert cold.startswith("cold start from step 6 of generation 1, 1 step lost"), cold
         assert not [e for e in job.events("r1", "commit") if e["generation"] == 1 and e["step"] > 6]
         [broken] = judge(read_run(job.folder)).broken

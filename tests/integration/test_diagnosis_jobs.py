@@ -7,8 +7,6 @@ import signal
 from job import Job
 from rank_job import RankJob
 from slow_link import SlowLink
-from test_corruption import events
-from test_explaining import recoveries
 
 PATIENT = {"FABRIC_EXCHANGE_S": "3", "FABRIC_USER_CODE_S": "3"}
 
@@ -17,7 +15,7 @@ def diagnosed(job: Job, replica: str = "") -> dict:
     """The first recovery record with a diagnosis, of this replica's loss if one is named."""
 
     def found() -> list[dict]:
-        return [r for r in recoveries(job) if r["diagnosis"] and (not replica or replica in r["lost"])]
+        return [r for r in job.recoveries() if r["diagnosis"] and (not replica or replica in r["lost"])]
 
     job.wait_for(lambda: job.events("r0", "commit"), "the first step")
     job.wait_for(found, "a diagnosis")
@@ -33,7 +31,7 @@ def test_a_stopped_process(zygote, tmp_path):
         [seen] = said["seen"]
         assert (seen["process"], seen["how"]) == ("stopped", "kernel")
         assert f"process {job.pids['r1']} of r1 is stopped" in said["why"]
-        [told] = events(job, "diagnosis")
+        [told] = job.told("diagnosis")
         assert (told["about"], told["cause"]) == ("r1", record["cause"]) and said["why"] in told["why"]
         os.kill(job.pids["r1"], signal.SIGCONT)
 

@@ -1,19 +1,9 @@
 """A job that explains itself: one cause through all services' logs, the events and the recovery record."""
 
 import json
-import urllib.request
 
 from job import Job
-from test_corruption import events
 from test_failures import finish_and_check
-
-
-def recoveries(job: Job) -> list[dict]:
-    request = urllib.request.Request(
-        f"{job.url}/v1/jobs/test/recoveries", headers={"Authorization": "Bearer a-test-token"}
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return [json.loads(line) for line in answer.read().splitlines()]
 
 
 def logged(job: Job, name: str) -> list[dict]:
@@ -27,7 +17,7 @@ def test_one_cause_runs_through_all_services(zygote, tmp_path, monkeypatch):
     with Job(zygote, tmp_path, environment={"FABRIC_LOG": "json", "TINY_STEPS": "40"}) as job:
         job.start_all({"r1": "ring@8=kill"})
         finish_and_check(job, 40)
-        [recovery] = [r for r in recoveries(job) if "r1" in r["lost"]]
+        [recovery] = [r for r in job.recoveries() if "r1" in r["lost"]]
         cause = recovery["cause"]
         assert cause == f"e{recovery['epoch']}"
         assert {e["kind"] for e in events_of(job, cause)} >= {
@@ -36,7 +26,7 @@ def test_one_cause_runs_through_all_services(zygote, tmp_path, monkeypatch):
             "resume",
             "session opened",
         }
-        [condemned] = [e for e in events(job, "condemned") if e["about"] == "r1"]
+        [condemned] = [e for e in job.told("condemned") if e["about"] == "r1"]
         assert condemned["cause"] == cause and recovery["id"] in {e["id"] for e in events_of(job, cause)}
         died = logged(job, "run/r1/ckpt-server.log")
         gone = next(x for x in died if "is gone" in x["message"])
@@ -53,8 +43,4 @@ def test_one_cause_runs_through_all_services(zygote, tmp_path, monkeypatch):
 
 
 def events_of(job: Job, cause: str) -> list[dict]:
-    request = urllib.request.Request(
-        f"{job.url}/v1/jobs/test/events", headers={"Authorization": "Bearer a-test-token"}
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return [e for e in json.loads(answer.read()) if e["cause"] == cause]
+    return [e for e in job.told() if e["cause"] == cause]

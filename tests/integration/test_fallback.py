@@ -2,7 +2,7 @@
 state, and the event says why."""
 
 from job import Job
-from test_corruption import bad, events
+from test_corruption import bad
 from test_failures import finish_and_check
 
 STEPS = 170
@@ -16,8 +16,8 @@ def test_a_newcomer_that_replays_too_slowly_enters_by_the_fallback(zygote, tmp_p
         job.start("r1", **bad("a slow replay"))
         finish_and_check(job, STEPS)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
-        assert len(events(job, "too slow")) == 2, "it starts again from a newer snapshot once"
-        [told] = [e for e in events(job, "epoch") if "while the others wait for its state" in e["why"]]
+        assert len(job.told("too slow")) == 2, "it starts again from a newer snapshot once"
+        [told] = [e for e in job.told("epoch") if "while the others wait for its state" in e["why"]]
         assert "r1 joins while the others wait for its state, at most 60 s: its gap of " in told["why"]
         assert "has not shrunk for 10 steps" in told["why"]
         [awaited] = job.events("r1", "awaited")
@@ -36,11 +36,11 @@ def test_without_bitwise_equality_one_setting_turns_digests_and_replay_off(zygot
         job.finish()
         assert set(job.codes.values()) == {0}, job.logs()
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
-        [told] = [e for e in events(job, "epoch") if "while the others wait for its state" in e["why"]]
+        [told] = [e for e in job.told("epoch") if "while the others wait for its state" in e["why"]]
         assert told["why"].endswith("its settings turn replay off")
         assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
         assert not [e for e in job.events("r1", "commit") if e["replay"]]
-        assert not events(job, "condemned")[1:], "nobody but the killed one"
+        assert not job.told("condemned")[1:], "nobody but the killed one"
 
 
 def test_the_same_without_the_setting_is_stopped(zygote, tmp_path):

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import urllib.error
-import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,12 +28,8 @@ def events(job: RankJob, replica: str, rank: int, kind: str) -> list[dict]:
 
 def recoverable(job: RankJob) -> int:
     """The step of the freshest state that memory holds, as the lighthouse says; -1 before there is one."""
-    request = urllib.request.Request(
-        f"{job.url}/v1/jobs/test", headers={"Authorization": f"Bearer {job.token.read_text().strip()}"}
-    )
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            found = json.loads(answer.read())["recoverable"]
+        found = job.status()["recoverable"]
     except urllib.error.HTTPError as error:
         assert error.code == 404, error  # nobody has spoken of the job yet
         return -1

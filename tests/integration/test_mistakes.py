@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from corrupting_proxy import CorruptingProxy
 from job import Job
-from test_all_killed import ask
-from test_corruption import events
 from test_failures import finals, finish_and_check
 
 HERE = Path(__file__).parent
@@ -229,7 +227,7 @@ def test_a_joiner_whose_tensors_differ(pair, what):
     assert re.search(r"r2 has other parameters \(names, shapes, dtypes or their order\) than r[01]", said)
     assert TENSORS[what] in said
     # The others are not disturbed; who looks at the job is told.
-    told = [e for e in events(pair, "session refused") if e["about"] == "r2"]
+    told = [e for e in pair.told("session refused") if e["about"] == "r2"]
     assert told and TENSORS[what] in told[0]["why"]
     forget(pair, "r2")
 
@@ -275,7 +273,7 @@ def test_a_replica_id_taken_from_another_folder(pair):
     pair.wait_for(lambda: len(pair.server_pids()) == 2, "the end of the refused one's checkpoint server")
 
     def are_seen() -> bool:
-        seen = ask(pair, f"{pair.url}/v1/jobs/test")
+        seen = pair.status()
         found = seen["checkpoint_servers"]
         servers = {(x["replica"], x["ckpt"]): (x["trainer"], x["connected"]) for x in found}
         pulses = [x["pulse"] and x["pulse"]["trainer"] for x in seen["members"]]
@@ -362,7 +360,7 @@ def test_a_model_that_changes_between_looks_is_left_out(zygote, tmp_path, what):
         assert job.codes == {"r0": 0, "r1": 0, "r2": 1}, job.logs()
         assert re.search(r"^fabric: r2: the state of step \d+ does not fit: ", sentence(job, "r2"))
         assert BETWEEN[what] in sentence(job, "r2")
-        told = [e["why"] for e in events(job, "condemned")]
+        told = [e["why"] for e in job.told("condemned")]
         assert told == ["r2 disagrees with the majority about the state at step 6"]
 
 

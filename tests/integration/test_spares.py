@@ -1,8 +1,6 @@
 """A real spare: it stands by with the state, takes the place of a member that dies, and nobody starts."""
 
 import contextlib
-import json
-import urllib.request
 
 from job import Job
 from test_failures import check
@@ -10,17 +8,10 @@ from test_failures import check
 HELD_STEP = 30
 
 
-def status(job: Job) -> dict:
-    request = urllib.request.Request(f"{job.url}/v1/jobs/test")
-    request.add_header("Authorization", f"Bearer {job.token.read_text().strip()}")
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
-
-
 def stands_by(job: Job, replica: str) -> bool:
     """Whether it is outside and has the state of the step that the members are at."""
     with contextlib.suppress(OSError):
-        found = status(job)
+        found = job.status()
         return any(
             x["replica"] == replica and "stands by" in x["verdict"] and x["step"] == found["step"]
             for x in found["joiners"]
@@ -37,7 +28,7 @@ def test_a_spare_takes_the_place_of_a_member_that_is_killed_and_the_killed_one_s
         for replica in ("r0", "r1"):
             job.start(replica, f"forward@{HELD_STEP}=wait:{tmp_path / 'go-on'}")
         job.wait_for(lambda: stands_by(job, "r2"), "the spare to have the state")
-        first = status(job)["roster"]
+        first = job.status()["roster"]
         assert first == ["r0", "r1"], "it came first, and is a spare all the same"
         job.kill("r1")
         job.wait_for(lambda: job.ended("r1") is not None, "the death")

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 from job import Job
-from test_corruption import events
 from test_failures import finish_and_check
 
 
@@ -20,7 +19,7 @@ def test_who_stays_away_too_long_is_evicted_and_comes_back(zygote, tmp_path):
         back.touch()
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
-        told = [e for e in events(job, "condemned") if e["about"] == "r1"]
+        told = [e for e in job.told("condemned") if e["about"] == "r1"]
         assert "it was in user code while the others waited for" in told[0]["why"]
         assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 10], "it works again"
 
@@ -35,7 +34,7 @@ def test_a_stuck_control_thread_is_left_out_and_comes_back(zygote, tmp_path):
         job.wait_for(
             lambda: [e for e in job.events("r0", "epoch") if "r1" not in e["roster"]], "its eviction"
         )
-        told = [e for e in events(job, "condemned") if e["about"] == "r1"]
+        told = [e for e in job.told("condemned") if e["about"] == "r1"]
         assert "peers could not reach it" in told[0]["why"] or "did not answer epoch" in told[0]["why"]
         back.touch()
         finish_and_check(job)
@@ -58,9 +57,7 @@ def test_a_loop_that_is_left_is_a_death_before_the_process_has_ended(zygote, tmp
             "an epoch without it",
         )
         assert job.ended("r1") is None
-        blamed = [
-            e["why"] for e in events(job, "aborted") if e["about"] == "r1" and "the link to" in e["why"]
-        ]
+        blamed = [e["why"] for e in job.told("aborted") if e["about"] == "r1" and "the link to" in e["why"]]
         assert not blamed, "it ended those links itself"
         may_end.touch()
         job.wait_for(lambda: job.ended("r1") is not None, "its end")

@@ -9,38 +9,26 @@ answered with a sentence and changes nothing.
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
-import struct
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fabric.ckpt_server.connections import Connection, Response, serve_each
 from fabric.ckpt_server.content import gradient_content, snapshot_content
 from fabric.ckpt_server.durable.dispatch import Dispatch, Persist
 from fabric.ckpt_server.layout import MAX_FILE_BYTES
 from fabric.ckpt_server.lifetime import Lifetime
-from fabric.ckpt_server.lines import (
-    MAX_FIRST_LINE_BYTES,
-    MAX_LINE_BYTES,
-    LineBuffer,
-    decode_line,
-    encode_line,
-)
+from fabric.ckpt_server.lines import MAX_LINE_BYTES, decode_line
 from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory, Slot
 from fabric.ckpt_server.trainer import ABSENT, GONE, Trainer
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.protocol.wire import decode_as
 
-log = logging.getLogger(__name__)
-
 _MAX_CONNECTIONS = 32
 _ATTACH_S = 10.0
-_SEND_S = 30.0
-_RECEIVE_BYTES = 256 * 1024
-_PEER_CREDENTIALS = struct.Struct("iII")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +73,6 @@ class Finish:
     linger_s: float = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
-    """``body`` goes out as a line, with ``fd`` (-1: none) beside it."""
-
-    body: Mapping[str, object]
-    fd: int = -1
-
-
 class Channel:
     """Accepts trainers, and does for the attached one what it asks."""
 
@@ -105,7 +85,6 @@ class Channel:
         self._trainer = trainer
         self._lifetime = lifetime
         self._current: Connection | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._operations: dict[str, Callable[[dict[str, Any]], Awaitable[Response]]] = {
             "allocate": self._allocate,
             "begin": self._begin,
@@ -120,50 +99,25 @@ class Channel:
 
     async def accept(self, listener: socket.socket) -> None:
         """Accept connections on ``listener`` until cancelled."""
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                try:
-                    accepted, _ = await loop.sock_accept(listener)
-                except OSError as error:
-                    log.warning("a trainer's connection could not be accepted: %s", error)
-                    await asyncio.sleep(0.1)  # out of descriptors: nothing tells when one is free
-                    continue
-                if len(self._tasks) >= _MAX_CONNECTIONS:
-                    accepted.close()
-                    continue
-                accepted.setblocking(False)
-                task = asyncio.create_task(self._serve(Connection(accepted)))
-                self._tasks.add(task)
-                task.add_done_callback(self._ended)
-        finally:
-            for task in tuple(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a defect ended a trainer's channel", exc_info=task.exception())
+        await serve_each(listener, self._serve, _MAX_CONNECTIONS, "a trainer")
 
     def _trainer_died(self) -> None:
         # A child that it forked may hold its end of the channel open.
         if self._current is not None:
             self._current.shut()
 
-    async def _serve(self, connection: "Connection") -> None:
+    async def _serve(self, connection: Connection) -> None:
         try:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 if await self._greet(connection):
                     await self._work(connection)
         finally:
-            connection.close()
             if self._current is connection:
                 self._current = None
                 self._trainer.detach()
                 self._lifetime.trainer_left()
 
-    async def _greet(self, connection: "Connection") -> bool:
+    async def _greet(self, connection: Connection) -> bool:
         """The first request must attach; returns whether it did."""
         try:
             async with asyncio.timeout(_ATTACH_S):
@@ -177,7 +131,7 @@ class Channel:
         await connection.send(response)
         return True
 
-    async def _work(self, connection: "Connection") -> None:
+    async def _work(self, connection: Connection) -> None:
         connection.limit(MAX_LINE_BYTES)
         while True:
             try:
@@ -204,7 +158,7 @@ class Channel:
             )
         return await operation(body)
 
-    def _attach(self, body: dict[str, Any], connection: "Connection") -> Response:
+    def _attach(self, body: dict[str, Any], connection: Connection) -> Response:
         if body.get("op") != "attach":
             raise ProtocolError("the first request on this channel must be attach")
         request = decode_as(Attach, body, "attach")
@@ -311,59 +265,6 @@ class Channel:
     async def _gone(self, _: dict[str, Any]) -> Response:
         self._trainer.give_up()
         return _success()
-
-
-class Connection:
-    """One accepted socket; lines in, responses out."""
-
-    def __init__(self, accepted: socket.socket) -> None:
-        self._socket = accepted
-        self._lines = LineBuffer(MAX_FIRST_LINE_BYTES)
-
-    def limit(self, limit_bytes: int) -> None:
-        """From now on lines may have ``limit_bytes``."""
-        self._lines.limit_bytes = limit_bytes
-
-    def peer(self) -> tuple[int, int]:
-        """(pid, uid) of who connected, as the kernel knows them."""
-        data = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        pid, uid, _ = _PEER_CREDENTIALS.unpack(data)
-        return pid, uid
-
-    async def receive(self) -> bytes | None:
-        """The next line, or None at the end. Raises ProtocolError for one that is too long."""
-        while (line := self._lines.next_line()) is None:
-            data = await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES)
-            if not data:
-                return None
-            self._lines.feed(data)
-        return line
-
-    async def hear(self) -> bool:
-        """Wait for anything at all, which is thrown away; False at the end."""
-        return bool(await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES))
-
-    async def send(self, response: Response) -> None:
-        """Send it. Raises TimeoutError or ConnectionError for a peer that does not read."""
-        line = encode_line(response.body)
-        if response.fd >= 0:
-            try:
-                sent = socket.send_fds(self._socket, [line], [response.fd])
-            except BlockingIOError:
-                raise ConnectionAbortedError("the trainer does not read its responses") from None
-            line = line[sent:]
-        if line:
-            async with asyncio.timeout(_SEND_S):
-                await asyncio.get_running_loop().sock_sendall(self._socket, line)
-
-    def shut(self) -> None:
-        """End it from outside: who receives on it sees its end."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Let the socket go."""
-        self._socket.close()
 
 
 def _success(**body: object) -> Response:

@@ -191,10 +191,8 @@ class StateFetcher:
             except _NotYet:
                 source.failures += 1
                 waiting.append(source)
-            except (Gone, IntegrityError, SourceRefused) as error:
-                source.error = error
             except (*TRANSIENT, StateError) as error:
-                source.error = StateError(describe(error))
+                source.error = _said(error)
             self._require_running()
         if any(source.error is None for source in sources):
             raise StateError(f"The gradient of step {step} was not published within {wait_s:g} s.")
@@ -314,11 +312,10 @@ class StateFetcher:
                 manifest.pop("tensors", None)  # who loads the state reads them from its own header
                 whole = True
                 return manifest
-            except (Gone, IntegrityError, SourceRefused) as error:
-                source.error = error
-                return None
             except (*TRANSIENT, StateError) as error:
-                source.error = StateError(describe(error))
+                source.error = _said(error)
+                if source.error is error:
+                    return None
             finally:
                 self._idle.give(line, reusable=whole)
         return None
@@ -352,6 +349,13 @@ class StateFetcher:
 
 class _NotYet(StateError):
     """The source is well and does not have it so far."""
+
+
+def _said(error: Exception) -> StateError:
+    """Why a source gave nothing: its own word, which stays so, or what went wrong on the way."""
+    if isinstance(error, Gone | IntegrityError | SourceRefused):
+        return error
+    return StateError(describe(error))
 
 
 def _usable(future: "Future[dict[str, Any] | None]") -> bool:

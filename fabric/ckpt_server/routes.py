@@ -7,11 +7,12 @@ copied as a whole. What is malformed gets a 4xx with a sentence.
 
 import asyncio
 import difflib
+import functools
 import re
 import threading
 import time
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from aiohttp import web
@@ -42,6 +43,9 @@ _MAX_NUMBER = 2**62
 _NEIGHBOURS = 20
 _BLOCKS = re.compile(r"(\d{1,12})-(\d{1,12})", re.ASCII)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_Handler = Callable[["Routes", web.Request], Awaitable[web.StreamResponse]]
+_Answer = Callable[["Routes", web.Request, Slot, Content], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,21 @@ def make_app(parts: Parts, token: str | None) -> web.Application:
     return app
 
 
+def _of_snapshot(answer: _Answer) -> _Handler:
+    """The handler of a path below a snapshot, from what answers for the slot that holds it. Whoever asks for
+    one that is not held is told which are."""
+
+    @functools.wraps(answer)
+    async def handler(routes: "Routes", request: web.Request) -> web.StreamResponse:
+        slot = routes.find(request)
+        if isinstance(slot, web.Response):
+            return slot
+        assert slot.content is not None
+        return await answer(routes, request, slot, slot.content)
+
+    return handler
+
+
 class Routes:
     """One handler per path."""
 
@@ -102,13 +121,9 @@ class Routes:
         """All held gradients, oldest first."""
         return web.json_response(self._listing(GRADIENT))
 
-    async def manifest(self, request: web.Request) -> web.StreamResponse:
+    @_of_snapshot
+    async def manifest(self, request: web.Request, _: Slot, content: Content) -> web.StreamResponse:
         """The snapshot's manifest, with the URL of its data and, unless ``tensors=0``, its tensors."""
-        found = self._snapshot(request)
-        if isinstance(found, web.Response):
-            return found
-        content = found.content
-        assert content is not None
         whole = query_integer(request, "tensors", low=0, high=1) != 0
         body = content.manifest if whole else content.manifest_without_tensors
         tag = etag(bytes_digest(memoryview(body)))
@@ -121,57 +136,51 @@ class Routes:
         headers = {**content.headers, "ETag": tag, "Cache-Control": "no-store"}
         return web.Response(body=body, content_type="application/json", headers=headers)
 
-    async def data(self, request: web.Request) -> web.StreamResponse:
+    @_of_snapshot
+    async def data(self, request: web.Request, slot: Slot, _: Content) -> web.StreamResponse:
         """The snapshot's bytes: a whole safetensors file, or a range of it."""
-        found = self._snapshot(request)
-        if isinstance(found, web.Response):
-            return found
-        return await self._send(request, found)
+        return await self._send(request, slot)
 
-    async def tensor(self, request: web.Request) -> web.StreamResponse:
+    @_of_snapshot
+    async def tensor(self, request: web.Request, slot: Slot, content: Content) -> web.StreamResponse:
         """One tensor's bytes, little-endian, or a slice, or a range of either; its dtype and shape are in the
         headers."""
-        found = self._snapshot(request)
-        if isinstance(found, web.Response):
-            return found
-        span = _tensor(request, found)
+        span = _tensor(request, content)
         if isinstance(span, web.Response):
             return span
-        excerpt = _excerpt(request, found, span)
-        return excerpt if isinstance(excerpt, web.Response) else await self._send(request, found, excerpt)
+        excerpt = _excerpt(request, content, span)
+        return excerpt if isinstance(excerpt, web.Response) else await self._send(request, slot, excerpt)
 
-    async def blocks(self, request: web.Request) -> web.StreamResponse:
+    @_of_snapshot
+    async def blocks(self, request: web.Request, slot: Slot, content: Content) -> web.StreamResponse:
         """Some blocks of a snapshot as its manifest cuts it: what fetchers take packed."""
-        found = self._snapshot(request)
-        if isinstance(found, web.Response):
-            return found
-        assert found.content is not None
         first, last = _numbers(request.match_info["blocks"])
-        size, nbytes = found.content.block_bytes, found.content.nbytes
+        size, nbytes = content.block_bytes, content.nbytes
         if last * size >= nbytes:
             there = -(-nbytes // size)
             return json_error(404, f"there is no block {last}: the manifest lists blocks 0 to {there - 1}")
         begin, end = first * size, min((last + 1) * size, nbytes)
-        return await self._send(request, found, Excerpt(begin, end - begin, f"-blocks-{first}-{last}"))
+        return await self._send(request, slot, Excerpt(begin, end - begin, f"-blocks-{first}-{last}"))
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
         """Smallest, largest, mean, norm of one tensor, and how many of its elements are not finite."""
         # One at a time: a slot that is wanted back must not wait for the work of another one.
         async with self._one_summary:
-            found = self._snapshot(request)
-            if isinstance(found, web.Response):
-                return found
-            span = _tensor(request, found)
-            if isinstance(span, web.Response):
-                return span
-            over = threading.Event()
-            with found.reading(over.set) as view:
-                data = view[span.begin : span.end]
-                try:
-                    summary = await work(lambda: _summarise(data, span, over))
-                finally:
-                    over.set()  # whoever asked may have gone
-                    data.release()
+            return await self._statistics(request)
+
+    @_of_snapshot
+    async def _statistics(self, request: web.Request, slot: Slot, content: Content) -> web.StreamResponse:
+        span = _tensor(request, content)
+        if isinstance(span, web.Response):
+            return span
+        over = threading.Event()
+        with slot.reading(over.set) as view:
+            data = view[span.begin : span.end]
+            try:
+                summary = await work(lambda: _summarise(data, span, over))
+            finally:
+                over.set()  # whoever asked may have gone
+                data.release()
         if summary is None:
             return json_error(409, "the snapshot was withdrawn meanwhile: ask for a newer one")
         return web.json_response({"tensor": span.name, **summary})
@@ -237,7 +246,8 @@ class Routes:
             return json_error(404, str(error))
         return web.json_response(await asyncio.to_thread(parse_flight, answer.get("recording")))
 
-    def _snapshot(self, request: web.Request) -> Slot | web.Response:
+    def find(self, request: web.Request) -> Slot | web.Response:
+        """The slot that holds the snapshot which the path names, or the answer that it is not held."""
         step = _step(request)
         generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
         slot = self._parts.memory.find(SNAPSHOT, step, generation)
@@ -281,16 +291,15 @@ def _step(request: web.Request) -> int | None:
     raise ProtocolError(f'"{text[:40]}" is no step: give a number or latest')
 
 
-def _tensor(request: web.Request, slot: Slot) -> TensorSpan | web.Response:
+def _tensor(request: web.Request, content: Content) -> TensorSpan | web.Response:
     """The tensor that the path names: looked up, never a path of anything."""
-    assert slot.content is not None
     name = request.match_info["tensor"]
-    span = slot.content.tensors.get(name)
+    span = content.tensors.get(name)
     if span is not None:
         return span
-    near = _near(name[:200], slot.content.tensors)
+    near = _near(name[:200], content.tensors)
     hint = f"did you mean {', '.join(near)}?" if near else "the manifest lists them"
-    return json_error(404, f"step {slot.content.step} has no tensor {name[:200]}: {hint}")
+    return json_error(404, f"step {content.step} has no tensor {name[:200]}: {hint}")
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:
@@ -301,15 +310,14 @@ def _near(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, ordered[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS], n=3)
 
 
-def _excerpt(request: web.Request, slot: Slot, span: TensorSpan) -> Excerpt | web.Response:
+def _excerpt(request: web.Request, content: Content, span: TensorSpan) -> Excerpt | web.Response:
     """What of the tensor is asked for. Raises ProtocolError for a slice that is none of it."""
     text, of = request.query.get("slice"), request.query.get("of", "part")
     if of not in ("part", "whole"):
         raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")
     if text is None:
         return Excerpt.of_tensor(span)
-    assert slot.content is not None
-    shard = slot.content.shards.get(span.name)
+    shard = content.shards.get(span.name)
     if of == "part" or shard is None or len(shard.shape) != len(span.shape):
         return Excerpt.of_tensor(span, parse_slice(text, span.shape))
     box = local_part(parse_slice(text, shard.shape), shard, span.shape)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from fabric.ckpt_server.channel import Connection, Response
+from fabric.ckpt_server.connections import Connection, Response, serve_each
 from fabric.ckpt_server.lines import MAX_FIRST_LINE_BYTES, LineBuffer, decode_line, encode_line
 from fabric.ckpt_server.memory import SNAPSHOT, Memory
 from fabric.errors import FabricError, Gone, Refused
@@ -62,7 +62,6 @@ class Door:
         self._memory = memory
         self._token = token
         self._stall_s = stall_s
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def open(self, place: str) -> AsyncIterator[None]:
@@ -71,43 +70,22 @@ class Door:
             listener.setblocking(False)
             listener.bind(name_of(place))
             listener.listen(_MOST_READERS)
-            accepting = asyncio.create_task(self._accept(listener))
+            serving = asyncio.create_task(serve_each(listener, self._serve, _MOST_READERS, "a reader"))
             try:
                 yield
             finally:
-                tasks = (accepting, *self._tasks)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                accepted, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError as error:
-                log.warning("a reader on this host could not be let in: %s", error)
-                await asyncio.sleep(0.1)  # out of descriptors: nothing tells when one is free
-                continue
-            if len(self._tasks) >= _MOST_READERS:
-                accepted.close()
-                continue
-            accepted.setblocking(False)
-            task = asyncio.create_task(self._serve(Connection(accepted)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
 
     async def _serve(self, connection: Connection) -> None:
-        try:
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                try:
-                    async with asyncio.timeout(_ASK_S):
-                        line = await connection.receive()
-                    if line is not None:
-                        await self._show(connection, decode_as(Look, decode_line(line), "look"))
-                except FabricError as error:
-                    await connection.send(Response({"ok": False, "error": str(error)}))
-        finally:
-            connection.close()
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            try:
+                async with asyncio.timeout(_ASK_S):
+                    line = await connection.receive()
+                if line is not None:
+                    await self._show(connection, decode_as(Look, decode_line(line), "look"))
+            except FabricError as error:
+                await connection.send(Response({"ok": False, "error": str(error)}))
 
     async def _show(self, connection: Connection, look: Look) -> None:
         _, uid = connection.peer()

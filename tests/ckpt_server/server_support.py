@@ -64,10 +64,13 @@ def publish_gradient(
 ) -> None:
     handle.begin("gradient", slot)
     handle.allocate("gradient", slot, max(len(data), 1))[: len(data)] = data
-    told: dict[str, Any] = {"epoch": 7, "weight": 48.0, "layout": "feed", "meta": {"loss": 1.5}, **others}
-    handle.publish_gradient(
-        slot, generation=generation, step=step, nbytes=len(data), digest=f"{step:032x}", **told
-    )
+    handle.publish_gradient(slot, **told_of_gradient(step, len(data), generation=generation, **others))
+
+
+def told_of_gradient(step: int, nbytes: int, **others: Any) -> dict[str, Any]:
+    """What a trainer tells of a gradient that it publishes, by a request or a label."""
+    told = {"generation": 1, "epoch": 7, "weight": 48.0, "layout": "feed", "meta": {"loss": 1.5}}
+    return {**told, "step": step, "nbytes": nbytes, "digest": f"{step:032x}", **others}
 
 
 def options(run_dir: Path, **others: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import threading
 from http.client import HTTPException
 
 import pytest
-from server_support import alive, connect, end, fetch, publish_gradient, wait_for
+from server_support import alive, connect, end, fetch, publish_gradient, told_of_gradient, wait_for
 
 from fabric.ckpt_server import labels
 from fabric.client.slots import GradientSlots
@@ -15,11 +15,6 @@ from fabric.ftar.cpu_ring import CpuRing
 from fabric.protocol.member_io import Hold
 
 NBYTES = 2_000_000
-TOLD = {"generation": 1, "epoch": 7, "weight": 48.0, "layout": "feed", "meta": {"loss": 1.5}}
-
-
-def told(step: int, nbytes: int = NBYTES, **others: object) -> dict[str, object]:
-    return {**TOLD, "step": step, "nbytes": nbytes, "digest": f"{step:032x}", **others}
 
 
 def write(handle, slot: int, step: int, nbytes: int = NBYTES) -> None:
@@ -28,7 +23,7 @@ def write(handle, slot: int, step: int, nbytes: int = NBYTES) -> None:
     if not handle.unlabel_gradient(slot):
         handle.begin("gradient", slot)
     handle.allocate("gradient", slot, nbytes)[:nbytes] = bytes([step % 251]) * nbytes
-    assert handle.label_gradient(slot, told(step, nbytes))
+    assert handle.label_gradient(slot, told_of_gradient(step, nbytes))
 
 
 def steps(handle) -> list[int]:
@@ -119,11 +114,11 @@ def test_a_label_that_cannot_be_used_is_none(attach):
     write(handle, 0, 1)
     write(handle, 1, 2)
     assert handle.unlabel_gradient(1)
-    assert handle.label_gradient(1, told(2, nbytes=-1))
+    assert handle.label_gradient(1, told_of_gradient(2, -1))
     assert steps(handle) == [1]
-    assert not handle.label_gradient(1, told(2, meta={"x": "y" * labels.MOST_BYTES}))
-    assert not handle.label_gradient(1, told(2, weight=float("nan")))
-    assert not handle.label_gradient(labels.COUNT, told(2))
+    assert not handle.label_gradient(1, told_of_gradient(2, NBYTES, meta={"x": "y" * labels.MOST_BYTES}))
+    assert not handle.label_gradient(1, told_of_gradient(2, NBYTES, weight=float("nan")))
+    assert not handle.label_gradient(labels.COUNT, told_of_gradient(2, NBYTES))
 
 
 def test_a_label_that_is_half_there_is_none():
@@ -147,7 +142,7 @@ def test_a_server_that_is_gone_is_noticed_by_who_labels(attach):
     end(handle.pid)
     wait_for(lambda: not alive(handle.pid), "the end of the server")
     with pytest.raises(ServerLost):
-        handle.label_gradient(1, told(2))
+        handle.label_gradient(1, told_of_gradient(2, NBYTES))
 
 
 def test_slots_are_labelled_while_nobody_catches_up_and_requested_otherwise(attach):

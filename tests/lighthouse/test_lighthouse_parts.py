@@ -101,6 +101,9 @@ def session(replica: str, **others) -> m.Session:
     return m.Session(replica, 1, 0, 0, "", 0, "h:1", "http://h:2", 6, **others)
 
 
+NAMES = ("r0", "r1", "r2")
+
+
 class TestWaiting:
     """The sentence follows a leader through a job's life."""
 
@@ -110,6 +113,21 @@ class TestWaiting:
         core = Leader("job", LeaderConfig(policy=policy), random.Random(1), 0.0)
         core.handle(io.Elected("store", None), 0.0)
         return core
+
+    def opened(self, core: Leader, now: float, **others) -> list:
+        """Everybody has a session; the effects of the last."""
+        return [core.handle(io.SessionOpened(session(name, **others)), now) for name in NAMES][-1]
+
+    def reported(self, core: Leader, now: float) -> None:
+        """Everybody has answered the first epoch."""
+        for name in NAMES:
+            report = m.Report(core.record.fence, 1, 0, "", 0, 0, (), False, "", ())
+            core.handle(io.FromMember(name, 1, report), now)
+
+    def running(self, core: Leader, now: float) -> None:
+        """Everybody has entered its first round."""
+        for name in NAMES:
+            core.handle(io.FromMember(name, 1, m.Running(core.record.fence, 0)), now)
 
     def committed(self, core: Leader, effects: list, now: float) -> None:
         write = next(e for e in effects if isinstance(e, io.WriteRecord))
@@ -126,13 +144,10 @@ class TestWaiting:
         record = core.record
         until = r"last seen 1\.5 s ago, may take until [\d:]+ UTC"
         assert re.fullmatch(rf"the report of r0, r1, r2 on epoch 1: {until}", waiting_for(core, 2.5))
-        for name in ("r0", "r1", "r2"):
-            report = m.Report(record.fence, 1, 0, "", 0, 0, (), False, "", ())
-            core.handle(io.FromMember(name, 1, report), 2.6)
+        self.reported(core, 2.6)
         said = waiting_for(core, 2.6)
         assert said == "r0, r1, r2 to enter the first round of epoch 1: last seen 0.0 s ago"
-        for name in ("r0", "r1", "r2"):
-            core.handle(io.FromMember(name, 1, m.Running(record.fence, 0)), 2.7)
+        self.running(core, 2.7)
         assert waiting_for(core, 2.7) == "nothing: every member runs"
         core.handle(io.FromMember("r1", 1, m.Aborted(record.fence, 0, "link", "r2")), 2.8)
         said = waiting_for(core, 2.8)
@@ -144,14 +159,9 @@ class TestWaiting:
 
     def test_a_member_that_stays_away_is_named_with_its_deadline(self, core, monkeypatch):
         monkeypatch.setattr(reasons.time, "time", lambda: 12 * 3600.0)  # noon on the first day of the epoch
-        for name in ("r0", "r1", "r2"):
-            effects = core.handle(io.SessionOpened(session(name, user_code_s=180.0)), 1.0)
-        self.committed(core, effects, 1.0)
-        for name in ("r0", "r1", "r2"):
-            report = m.Report(core.record.fence, 1, 0, "", 0, 0, (), False, "", ())
-            core.handle(io.FromMember(name, 1, report), 1.0)
-        for name in ("r0", "r1", "r2"):
-            core.handle(io.FromMember(name, 1, m.Running(core.record.fence, 0)), 1.0)
+        self.committed(core, self.opened(core, 1.0, user_code_s=180.0), 1.0)
+        self.reported(core, 1.0)
+        self.running(core, 1.0)
         core.handle(io.FromMember("r0", 1, m.Beat(1, 1, 1, 0, waiting_for=("r2",))), 2.0)
         assert waiting_for(core, 2.5) == "nothing: every member runs", "in every step somebody is last"
         core.handle(io.FromMember("r2", 1, m.Beat(1, 1, 1, 0)), 8.6)
@@ -163,41 +173,28 @@ class TestWaiting:
     def test_members_are_told_it_with_the_answers_to_their_beats(self, core):
         waits, answer = reasons.Waits(), m.BeatReply(4)
         assert waits.told_with(answer, core, 0.0) == m.BeatReply(4, waiting_for(core, 0.0))
-        for name in ("r0", "r1", "r2"):
-            effects = core.handle(io.SessionOpened(session(name)), 1.0)
-        self.committed(core, effects, 1.0)
-        for name in ("r0", "r1", "r2"):
-            report = m.Report(core.record.fence, 1, 0, "", 0, 0, (), False, "", ())
-            core.handle(io.FromMember(name, 1, report), 2.0)
+        self.committed(core, self.opened(core, 1.0), 1.0)
+        self.reported(core, 2.0)
         assert "enter the first round" in waits.told_with(answer, core, 2.0).waiting_for
         assert waits.told_with(m.Resume(core.record.fence, 1, ()), core, 2.0).reason == ""
-        for name in ("r0", "r1", "r2"):
-            core.handle(io.FromMember(name, 1, m.Running(core.record.fence, 0)), 2.1)
+        self.running(core, 2.1)
         assert waits.told_with(answer, core, 2.5).waiting_for, "looked at once a second"
         assert waits.told_with(answer, core, 3.1) is answer
 
     def test_who_has_finished_waits_for_the_others(self, core):
-        for name in ("r0", "r1", "r2"):
-            effects = core.handle(io.SessionOpened(session(name)), 1.0)
-        self.committed(core, effects, 1.0)
-        for name in ("r0", "r1", "r2"):
-            report = m.Report(core.record.fence, 1, 0, "", 0, 0, (), False, "", ())
-            core.handle(io.FromMember(name, 1, report), 1.0)
-        for name in ("r0", "r1", "r2"):
-            core.handle(io.FromMember(name, 1, m.Running(core.record.fence, 0)), 1.0)
+        self.committed(core, self.opened(core, 1.0), 1.0)
+        self.reported(core, 1.0)
+        self.running(core, 1.0)
         core.handle(io.FromMember("r1", 1, m.Finished(core.record.fence, 9)), 2.0)
         assert waiting_for(core, 3.0) == "r0, r2 to finish as r1 did: last seen 2.0 s ago"
 
     def test_a_lost_write(self, core):
-        for name in ("r0", "r1", "r2"):
-            effects = core.handle(io.SessionOpened(session(name)), 1.0)
+        effects = self.opened(core, 1.0)
         nonce = next(e for e in effects if isinstance(e, io.WriteRecord)).record.nonce
         core.handle(io.WriteFailed(nonce, definite=False), 1.0)
         assert "read the record again" in waiting_for(core, 1.0)
 
     def test_a_complete_job_waits_for_nothing(self, core):
-        for name in ("r0", "r1", "r2"):
-            effects = core.handle(io.SessionOpened(session(name)), 1.0)
-        self.committed(core, effects, 1.0)
+        self.committed(core, self.opened(core, 1.0), 1.0)
         core.record = replace(core.record, complete=True, base=replace(core.record.base, step=9))
         assert waiting_for(core, 1.0) == "nothing: the job is complete at step 9"

@@ -51,12 +51,14 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 @dataclass(slots=True)
 class Source:
     """What is known of one source during a fetch; ``error`` says why it is no longer used. ``packs``: whether
-    it can send its bytes packed, as far as is known. ``memory``: where it is on this host, and readable."""
+    it can send its bytes packed, as far as is known. ``memory``: where it is on this host, and readable;
+    ``shared`` of its ``nbytes`` were read there."""
 
     address: Address
     packs: bool = True
     memory: HostMemory | None = None
     nbytes: int = 0
+    shared: int = 0
     failures: int = 0
     lies: int = 0
     error: StateError | None = None
@@ -90,8 +92,13 @@ class Striping:
 
     @property
     def compression(self) -> str:
-        """Whether bytes came packed at last, and why."""
-        return self._speed.why
+        """Whether bytes came packed at last, and why; where they were not sent, how they came."""
+        shared = sum(source.shared for source in self._sources)
+        if not shared:
+            return self._speed.why
+        if shared == sum(source.nbytes for source in self._sources):
+            return "plain: read from shared memory, over this host's socket"
+        return f"{self._speed.why}; {shared / 1e6:.0f} MB of it were read from shared memory on this host"
 
     def run(
         self,
@@ -188,6 +195,8 @@ class Striping:
         try:
             for block in lease.taken.blocks:
                 self._finish(queue, source, block, _receive(body, self._block(block)))
+                with self._lock:
+                    source.shared += len(self._block(block))
             failed = not memory.still_there()
         except IntegrityError as error:
             if memory.still_there():

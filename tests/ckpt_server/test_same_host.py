@@ -70,11 +70,12 @@ def test_nothing_goes_over_the_network_unless_that_is_wanted(holder):
     found = fetched(fetcher, [holder.url], target)
     assert bytes(target) == FILE
     assert found.sources == {holder.url: len(FILE)}
+    assert found.compression == "plain: read from shared memory, over this host's socket"
     assert served_bytes(holder.url) == 0
     wait_for(lambda: readers(holder.url) == 0, "the end of the reading")
     fetcher.same_host = False
     again = bytearray(len(FILE))
-    fetched(fetcher, [holder.url], again)
+    assert "shared memory" not in fetched(fetcher, [holder.url], again).compression
     assert bytes(again) == FILE
     assert served_bytes(holder.url) == len(FILE)
     fetcher.close()

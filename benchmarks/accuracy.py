@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # a second of every trainer's first optimizer, if it is not there already
-from common import finish, machine, say, table, verdict
+from common import begin, die_with_parent, finish, say, table, verdict
 from fleet import Fleet
 
 import fabric.client
@@ -100,6 +100,7 @@ class Child:
 
     @staticmethod
     def _run(environment: dict[str, str], log: Path) -> None:
+        die_with_parent()
         descriptor = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
         for target in (1, 2):
             os.dup2(descriptor, target)
@@ -205,7 +206,7 @@ def run(seed: int, mode: str) -> tuple[float, int, int]:
 
 
 def main() -> None:
-    say(machine())
+    begin()
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {mode: [] for mode in POLICIES}
     rows, kills, skipped = [], 0, 0

@@ -188,7 +188,7 @@ def main() -> None:
     dist = common.need("torch.distributed", "the comparison with gloo")
     if not dist.is_gloo_available():
         common.absent("this torch was built without gloo, the peer of this comparison")
-    common.say(common.machine())
+    common.begin()
     worlds, sizes = [int(x) for x in arguments.worlds.split(",")], arguments.sizes.split(",")
     measured = {world: measure(world, sizes, arguments.rounds) for world in worlds}
     seconds = {world: {size: measured[world][size][0] for size in sizes} for world in worlds}

@@ -5,22 +5,29 @@ numbers. Sides are measured in the same run, turn by turn, so that a machine tha
 both; a figure is the median over rounds of the ratio within a round. It reports what it finds, misses too.
 """
 
+import ctypes
 import importlib
 import json
 import math
 import os
 import platform
+import signal
 import statistics
+import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from fabric.cli.demo import processes
+
 MB = 2**20
 ROUNDS = 9
 WARM_UP = 2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 Side = Callable[[], float | None]
 
@@ -96,6 +103,35 @@ def verdict(
     met = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
     say(f"{'met   ' if met else 'MISSED'}  {what}: {value:g} ({bound})")
     return met
+
+
+_guard: "subprocess.Popen[bytes] | None" = None
+
+
+def begin() -> None:
+    """What a benchmark does first: it says what it runs on, and from now on leaves nothing behind."""
+    leave_nothing()
+    say(machine())
+
+
+def leave_nothing() -> None:
+    """All that this process starts from now on ends with it, and so does what those start: checkpoint servers
+    outlive their trainers on purpose. A forked child, which keeps this process's own environment, is not
+    found so: see ``die_with_parent``."""
+    global _guard
+    # SIGTERM ends a Python process where it stands: no ``with`` block would be left, and folders would stay.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    mark = uuid.uuid4().hex
+    _guard = processes.guard(mark)  # before the mark is there, for it must not find itself
+    os.environ[processes.MARK] = mark
+
+
+def die_with_parent() -> None:
+    """For a child that was forked from the main thread: SIGKILL when its parent ends."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended in between
+        os._exit(1)
 
 
 def machine() -> str:

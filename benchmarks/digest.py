@@ -11,7 +11,7 @@ import statistics
 import time
 
 import torch
-from common import describe, finish, interleave, machine, paired, say, table
+from common import begin, describe, finish, interleave, paired, say, table
 
 from fabric.ckpt_server.snapshot import CpuCopier
 from fabric.ckpt_server.state import Describer
@@ -41,7 +41,7 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    say(machine())
+    begin()
     model, optimizer = build()
     state = Describer({"model": model, "optimizer": optimizer})
     view = state.capture(0)

@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what a fault costs those that survive it")
     parser.add_argument("--joins", type=int, metavar="N", help="only so many kills and joins, by phase")
     joins = parser.parse_args().joins
-    common.say(common.machine())
+    common.begin()
     if joins:
         joins_alone(joins)
     else:

@@ -1,6 +1,7 @@
 """A job of real processes for a benchmark: a lighthouse, and trainers that run a script's own ``--member``.
 
-Everything lives in a temporary folder and is ended and removed with the ``with`` block, however it is left.
+Everything lives in a temporary folder and is ended and removed with the ``with`` block, however it is left
+(see ``common.leave_nothing`` for a signal).
 """
 
 import contextlib
@@ -41,8 +42,6 @@ class Fleet:
         self._url = ""
 
     def __enter__(self) -> "Fleet":
-        # SIGTERM ends a Python process where it stands: no block would be left, and all this would stay.
-        self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             self._start_lighthouse()
         except BaseException:
@@ -138,7 +137,6 @@ class Fleet:
         while self._servers() and time.monotonic() < deadline:
             time.sleep(0.02)
         shutil.rmtree(self.folder, ignore_errors=True)
-        signal.signal(signal.SIGTERM, self._before)
 
 
 def need_gloo() -> None:

@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import finish, machine, quantile, say, table, verdict
+from common import begin, finish, quantile, say, table, verdict
 from lighthouse_fleet import Etcd, Lighthouse, Process, Trainers, wait_for
 
 HERE = Path(__file__).resolve().parent
@@ -333,7 +333,7 @@ def main() -> None:
         raise SystemExit(
             f"lighthouse.py: {SESSIONS} sessions need as many open files, and {hard} are allowed"
         )
-    say(machine())
+    begin()
     result: dict[str, Any] = dict.fromkeys(KEYS) | {"failover_s": {"clean": None, "kill": None}}
     for what, figures in (("the crowd", crowd_figures), ("the training job", training_figures)):
         with ExitStack() as stack:

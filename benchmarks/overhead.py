@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROUNDS, WARM_UP, describe, finish, interleave, machine, paired, say, table, verdict
+from common import ROUNDS, WARM_UP, begin, describe, finish, interleave, paired, say, table, verdict
 from fleet import Fleet, free_port, need_gloo
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -201,7 +201,7 @@ def main() -> None:
         key: plane for key, plane in PLANES.items() if (plane or "default") in arguments.planes.split(",")
     }
     need_gloo()
-    say(machine())
+    begin()
     result: dict[str, dict[str, dict[str, float]]] = {key: {} for key in planes}
     rows, met = [], []
     for world in worlds:

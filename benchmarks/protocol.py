@@ -20,7 +20,7 @@ if __name__ == "__main__":
     root = Path(__file__).resolve().parent.parent
     sys.path[:0] = [str(root), str(root / "tests")]
 
-from benchmarks.common import finish, machine, say, table, verdict
+from benchmarks.common import begin, finish, say, table, verdict
 from fabric.lighthouse.service import COLLECTOR
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io, member_io, wire
@@ -303,7 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     arguments = parser.parse_args()
-    say(machine())
+    begin()
     result: dict[str, float] = {"replicas": REPLICAS, **large(REPLICAS)}
     result.update(hunt(arguments.seeds))
     verdict("worlds that broke an invariant", result["violations"], at_most=0)

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import ROUNDS, describe, finish, interleave, machine, paired, quantile, say, table, verdict
+from common import ROUNDS, begin, describe, finish, interleave, paired, quantile, say, table, verdict
 from fleet import Fleet
 from snapshot_trainer import make
 
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0, help="size of the state (default 1)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds that count (default {ROUNDS})")
     wanted = parser.parse_args()
-    say(machine())
+    begin()
     measured, gb = alone(wanted.gb, wanted.rounds)
     tell_copies(measured, gb)
     found = job(gb, wanted.rounds)

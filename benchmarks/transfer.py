@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="for a quick look; 0: as many as needed")
     arguments = parser.parse_args()
     common.need("torch", "every side")
-    common.say(common.machine())
+    common.begin()
     peer = importlib.util.find_spec("torchft") is not None
     if not peer:
         common.say(

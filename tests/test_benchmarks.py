@@ -1,9 +1,11 @@
 """What the benchmarks share: the arithmetic of their figures, and that a miss is reported as one."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,21 +75,65 @@ def test_an_absent_dependency_ends_with_2_and_a_sentence(capsys):
 
 
 FLEET = """
-import signal, sys
+import signal, subprocess, sys
 sys.path.insert(0, sys.argv[1])
+import common
 from fleet import Fleet
+common.begin()
 with Fleet("nothing.py", 1) as fleet:
-    print(fleet.folder, fleet._lighthouse.pid, flush=True)
+    # As a trainer starts its checkpoint server.
+    apart = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    print(fleet.folder, fleet._lighthouse.pid, apart.pid, flush=True)
     signal.pause()
+"""
+FORK = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import common
+child = os.fork()
+if not child:
+    common.die_with_parent()
+    print(os.getpid(), flush=True)
+signal.pause()
 """
 
 
-def test_a_benchmark_that_is_told_to_end_leaves_nothing_behind():
-    command = [sys.executable, "-c", FLEET, common.__file__.rpartition("/")[0]]
+def lives(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def ends_with(number: int, program: str, skip: int) -> list[str]:
+    """Run ``program`` until it has printed a line after ``skip`` others, and end it; the words of the line.
+    Every number there is the pid of a process that must be gone then."""
+    command = [sys.executable, "-c", program, common.__file__.rpartition("/")[0]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        folder, pid = process.stdout.readline().split()
-        assert Path(folder).is_dir() and Path(f"/proc/{pid}").exists()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 143
-    assert not Path(folder).exists() and not Path(f"/proc/{pid}").exists()
+        for _ in range(skip):
+            process.stdout.readline()
+        words = process.stdout.readline().split()
+        pids = [word for word in words if word.isdecimal()]
+        assert pids and all(map(lives, pids))
+        process.send_signal(number)
+        assert process.wait(timeout=60) == (143 if number == signal.SIGTERM else -number)
+    deadline = time.monotonic() + 60
+    while any(map(lives, pids)):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.01)
+    return words
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_nothing_behind():
+    folder, *_ = ends_with(signal.SIGTERM, FLEET, skip=1)
+    assert not Path(folder).exists()
+
+
+def test_a_benchmark_that_is_killed_leaves_no_process_behind():
+    folder, *_ = ends_with(signal.SIGKILL, FLEET, skip=1)
+    shutil.rmtree(folder)
+
+
+def test_a_child_that_was_forked_dies_with_its_parent():
+    ends_with(signal.SIGKILL, FORK, skip=0)

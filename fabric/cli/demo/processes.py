@@ -20,6 +20,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import fabric
+
 MARK = "FABRIC_DEMO_MARK"
 
 
@@ -131,6 +133,8 @@ def guard(mark: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         [sys.executable, "-m", "fabric.cli.demo.processes", mark],
         stdin=subprocess.PIPE,
+        # Where this very package is imported from, installed or not.
+        cwd=Path(fabric.__file__).resolve().parent.parent,
         # Not to be hit by what hits its maker.
         start_new_session=True,
     )

@@ -1,7 +1,8 @@
 """A job's recent transitions, one line each, for people and for tools that follow along.
 
 The newest ``CAPACITY`` are kept. An id is the time in microseconds, raised where needed so that it only
-grows: a reader that goes on at another lighthouse after a fail-over can say what it has seen already.
+grows: a reader that goes on at another lighthouse after a fail-over can say what it has seen already. It
+counts from the time of day when the log was begun, by what has gone by since: no leap of the clock is in it.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from itertools import takewhile
+
+from fabric.lighthouse.election import boot_time
 
 CAPACITY = 10_000
 _MAX_WHY = 2000
@@ -32,17 +35,23 @@ class Event:
 class EventLog:
     """Append with ``add``; read with ``after``; ``follow`` waits for more until ``end_followers``."""
 
-    def __init__(self, *, capacity: int = CAPACITY, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int = CAPACITY,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = boot_time,
+    ) -> None:
         self._kept: deque[Event] = deque(maxlen=capacity)
-        self._clock = clock
+        self._clock, self._steady = clock, steady
+        self._ahead_s = clock() - steady()
         self._last = 0
         self._changed = asyncio.Event()
         self._round = 0
 
     def add(self, kind: str, epoch: int, about: str, why: str, cause: str = "") -> Event:
-        t = self._clock()
-        self._last = max(self._last + 1, int(t * 1e6))
-        event = Event(self._last, t, kind, epoch, about, why[:_MAX_WHY], cause)
+        self._last = max(self._last + 1, round((self._steady() + self._ahead_s) * 1e6))
+        event = Event(self._last, self._clock(), kind, epoch, about, why[:_MAX_WHY], cause)
         self._kept.append(event)
         self._wake()
         return event

@@ -29,6 +29,7 @@ from fabric.lighthouse.reasons import Waits, no_room, numbers, others, policy_ke
 from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recoverable import recoverable
 from fabric.lighthouse.recovery import NAMED, Recoveries, Recovery
+from fabric.lighthouse.retention import Retention
 from fabric.lighthouse.surroundings import Surroundings
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io as io
@@ -91,7 +92,7 @@ class Job:
         self._driver: Driver[io.Event, io.Effect] | None = None
         self._opening: Connection | None = None
         self._failures = 0
-        self._begun = 0.0  # Unix seconds
+        self._retention = Retention(time.time(), around.clock())
         self._changed = asyncio.Event()  # the record has; a new one is made every time
         self._record: Record | None = None
         self._frames = Frames()
@@ -132,8 +133,9 @@ class Job:
         """Whether it was complete so long ago, and nobody speaks to it any more."""
         record = self.core.record
         if record is None or not record.complete or self.sessions or self.pulses or self.core.writing:
+            self._retention.is_in_use()
             return False
-        return unix_s - (record.ended or self._begun) >= seconds
+        return self._retention.is_over(record.ended, seconds, unix_s, self.now)
 
     async def delete(self) -> bool:
         """Remove what the store has of it. Raises StoreError."""
@@ -178,7 +180,6 @@ class Job:
     def begin(self, record: Record | None) -> None:
         """Lead this job from ``record``, which the store holds now."""
         self._record = record
-        self._begun = time.time()
         self.recoveries.begin(record)
         self._driver = Driver(
             self.core, self._perform, tick=io.Tick(), on_crash=self._remake, clock=self._around.clock

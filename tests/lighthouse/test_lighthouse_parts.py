@@ -22,7 +22,7 @@ from fabric.protocol.leader import Leader, LeaderConfig
 
 class TestEventLog:
     async def test_ids_grow_even_when_the_clock_does_not(self):
-        log = EventLog(clock=lambda: 5.0)
+        log = EventLog(clock=lambda: 5.0, steady=lambda: 1.0)
         ids = [log.add("k", 1, "", "").id for _ in range(3)]
         assert ids == [5_000_000, 5_000_001, 5_000_002]
 

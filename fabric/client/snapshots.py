@@ -10,14 +10,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from fabric.ckpt_server.copying import Reading
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.ckpt_server.manifest import of_rank
 from fabric.ckpt_server.snapshot import Copier, build_manifest
 from fabric.ckpt_server.state import Describer, StateView
+from fabric.client.digests import Digests, Taking
 from fabric.client.durable import Durable
 from fabric.client.snapshot_policy import SnapshotPolicy
 from fabric.client.unchanged import UNNAMED, Unchanged
@@ -31,29 +30,6 @@ _PAUSE_S = 1.0  # after one that failed
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer: a slot would have to grow for them
 _NUMBERS = re.compile(r"[\d.,]+")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Taking:
-    """One snapshot under way: of which state (without a digest where that is not known yet), and when it was
-    begun, in monotonic seconds and as Unix time. ``refused``: why it is of no one state; ``digest``: the
-    copy's, when it is there."""
-
-    state: SnapshotRef
-    started: float
-    created: float
-    unchanged: Unchanged
-    refused: str = ""
-    digest: str = ""
-
-
-@dataclass(slots=True)
-class _Digesting:
-    """A digest under way: by the copy of ``taking``, or by ``reading`` a state that is ``unchanged``."""
-
-    taking: _Taking | None = None
-    reading: Reading | None = None
-    unchanged: Unchanged | None = None
 
 
 class Snapshots:
@@ -83,12 +59,8 @@ class Snapshots:
         self._job, self._replica = who
         # What the server still holds from before stays as long as it can: the newest is overwritten last.
         self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
-        self._copied = threading.Event()
-        self._copied.set()
-        self._begun = threading.Event()
-        self._taking: _Taking | None = None  # the last one that was begun
-        self._digesting: _Digesting | None = None
-        self._digest = -1, ""  # the last one that was begun so: of which step, and what it came to
+        self._taking: Taking | None = None  # the last one that was begun
+        self._digests = Digests(describer, copier)
         self._on_device = on_device
         self._recover = recover
         self._rank = rank
@@ -102,7 +74,7 @@ class Snapshots:
         wanted = self._policy.is_due(step, now)
         if self._again_at is not None:
             wanted = now >= self._again_at
-        return wanted and self._copied.is_set()
+        return wanted and not self._is_copying
 
     def start(
         self,
@@ -118,19 +90,26 @@ class Snapshots:
         copy. On a device it is started here, behind the work that is enqueued so far. ``durable``: it becomes
         a durable checkpoint when it is there.
         """
-        self._copied.wait()
-        self._demand_unchanged()
+        self._wait_last()
         started, created = time.monotonic(), time.time()
         view = self._describer.capture(state.step)
-        self._taking = taking = _Taking(state, started, created, Unchanged(view))
-        self._copied.clear()
-        self._begun.clear()
-        begun = self._begin(view) if self._on_device else None
+        self._taking = taking = Taking(state, started, created, Unchanged(view))
+        begun = self._begin(view, taking) if self._on_device else None
         submit(lambda: self._take(view, taking, begun, post))
         if durable and self._rank is None:
             submit(lambda: self._persist(state.step, state.generation))
 
-    def _begin(self, view: StateView) -> int | FabricError:
+    @property
+    def _is_copying(self) -> bool:
+        return self._taking is not None and not self._taking.copied.is_set()
+
+    def _wait_last(self) -> None:
+        """Until the last copy is over. Raises StateError where its state has been changed."""
+        if self._taking is not None:
+            self._taking.copied.wait()
+            self._taking.demand_unchanged()
+
+    def _begin(self, view: StateView, taking: Taking) -> int | FabricError:
         """Start the copy; the slot that it goes to, or why there is none."""
         try:
             slot = self._take_slot()
@@ -140,7 +119,7 @@ class Snapshots:
         else:
             return slot
         finally:
-            self._begun.set()
+            taking.begun.set()
 
     def _memory(self, slot: int, nbytes: int) -> memoryview:
         return self._handle.allocate("snapshot", slot, nbytes + _SLACK_BYTES)
@@ -197,7 +176,7 @@ class Snapshots:
     def _take(
         self,
         view: StateView,
-        taking: _Taking,
+        taking: Taking,
         begun: int | FabricError | None,
         post: Callable[[Snapshotted], None],
     ) -> None:
@@ -206,7 +185,7 @@ class Snapshots:
         digest = ""
         try:
             try:
-                slot = self._begin(view) if begun is None else begun
+                slot = self._begin(view, taking) if begun is None else begun
                 if isinstance(slot, FabricError):
                     raise slot
                 digests = self._copier.join()
@@ -214,9 +193,9 @@ class Snapshots:
                     taking.refused = UNNAMED
                 taking.digest = digests.digest
             finally:
-                self._settle(taking)
+                taking.settle()
                 self._policy.taken(step, taking.started, time.monotonic() - taking.started)
-                self._copied.set()
+                taking.copied.set()
             if taking.refused:
                 raise StateError(taking.refused)
             manifest = build_manifest(
@@ -244,57 +223,25 @@ class Snapshots:
     def wait_copied(self) -> None:
         """Return once the state may change: on a device, once the compute stream is told to wait. Raises
         StateError where the user's code has changed it already."""
-        if not self._copied.is_set():
-            assert self._taking is not None
-            self._settle(self._taking)
-            self._begun.wait()
+        taking = self._taking
+        if taking is not None and not taking.copied.is_set():
+            taking.settle()
+            taking.begun.wait()
             self._copier.fence()
             if not self._on_device:
-                self._copied.wait()
-        self._demand_unchanged()
-        self._finish_digest()
-
-    @staticmethod
-    def _settle(taking: _Taking) -> None:
-        """At the copy's end, or when the trainer goes on to what may write, whichever is first."""
-        if why := taking.unchanged.settle():
-            taking.refused = why
+                taking.copied.wait()
+        if taking is not None:
+            taking.demand_unchanged()
+        self._digests.finish()
 
     def begin_digest(self, step: int, copied: bool) -> None:
         """Begin to digest the state at ``step``, on the host, which must not change until ``wait_copied`` or
         ``take_digest`` returns. ``copied``: its snapshot was begun just now, and brings the digest along."""
-        self._digest = step, ""
-        if copied:
-            self._digesting = _Digesting(self._taking)
-            return
-        view = self._describer.capture(step)
-        self._digesting = _Digesting(None, self._copier.digest(view), Unchanged(view))
+        self._digests.begin(step, self._taking if copied else None)
 
     def take_digest(self, step: int) -> str:
-        """What ``begin_digest`` began, with the caller's help; empty where it did not, or the copy was not
-        made. Raises StateError where the user's code has changed the state meanwhile."""
-        self._finish_digest()
-        return self._digest[1] if self._digest[0] == step else ""
-
-    def _finish_digest(self) -> None:
-        digesting, self._digesting = self._digesting, None
-        if digesting is not None and digesting.taking is not None:
-            if digesting.taking is self._taking and not self._copied.is_set():
-                self._begun.wait()
-                self._copier.fence()
-                self._copied.wait()
-            self._demand_unchanged()
-            self._digest = self._digest[0], digesting.taking.digest
-        elif digesting is not None:
-            assert digesting.reading is not None and digesting.unchanged is not None
-            digesting.reading.help()
-            self._digest = self._digest[0], digesting.reading.digests().digest
-            if why := digesting.unchanged.settle():
-                raise StateError(why)
-
-    def _demand_unchanged(self) -> None:
-        if self._taking is not None and self._taking.refused:
-            raise StateError(self._taking.refused)
+        """What ``begin_digest`` began: see ``Digests.take``."""
+        return self._digests.take(step)
 
     def held(self, state: SnapshotRef) -> int:
         """The slot in which the server held this state when this trainer attached, or -1."""
@@ -322,7 +269,8 @@ class Snapshots:
         state in another layout. What the server has of that others may still need, so it stays, and the next
         snapshot goes where the fetched one was."""
         # A copy under way has a slot that nothing was published from yet, and must not lose it.
-        self._copied.wait()
+        if self._taking is not None:
+            self._taking.copied.wait()
         kept = self.held(beside) if beside is not None else -1
         if kept < 0:
             slot = self._take_slot()

@@ -12,6 +12,7 @@ Run by ``benchmarks/lighthouse.py`` with one line of JSON on stdin; then command
 import asyncio
 import base64
 import contextlib
+import gc
 import json
 import os
 import random
@@ -50,6 +51,7 @@ class Crowd:
         self.names = names
         self.sessions = {name: Session(self, name, number) for number, name in enumerate(names)}
         self.late: Counter[int] = Counter()  # tenths of a millisecond -> beats
+        self.own: Counter[int] = Counter()  # likewise: how late this process itself was with them
         self.record: Record | None = None  # the newest that any session here was told
         self.told: dict[int, array[float]] = {}  # epoch -> when each session was told
         self.kept: list[asyncio.Task[None]] = []
@@ -101,7 +103,9 @@ class Crowd:
             turn += 1
             due = begun + turn / SLICES
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            for session in slices[turn % SLICES]:
+            beating = slices[turn % SLICES]
+            self.own[int(10_000 * (time.monotonic() - due))] += len(beating)
+            for session in beating:
                 session.beat()
 
     def state(self) -> dict[str, object]:
@@ -119,10 +123,12 @@ class Crowd:
     def marks(self) -> dict[str, object]:
         """What was measured since the last time."""
         late, self.late = self.late, Counter()
+        own, self.own = self.own, Counter()
         told, self.told = self.told, {}
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return {
             "late": late,
+            "own": own,
             "told": {epoch: list(times) for epoch, times in told.items()},
             "cpu_s": usage.ru_utime + usage.ru_stime,
         }
@@ -360,4 +366,5 @@ def answer(body: dict[str, object]) -> None:
 if __name__ == "__main__":
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gc.disable()  # to look at all sessions for cycles takes longer than what is measured
     uvloop.run(main(**json.loads(sys.stdin.readline())))

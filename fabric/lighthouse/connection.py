@@ -33,11 +33,15 @@ _MAX_CLOSE_REASON = 123
 # How many messages are remembered as frames: those of one change of the epoch.
 _FRAMES = 16
 _TEXT, _BINARY = 0x81, 0x82
-# Frames from this size on are paced: so many bytes per turn of the loop, and so many pieces of work, each of
-# which takes some 20 microseconds.
+# Frames from this size on are paced: so many bytes per turn of the loop, so many of them a second (the roster
+# of a first start, told to 10,000, is 1.8 GB: at once it would fill the kernel's buffers and the network, and
+# beats wait for seconds), and so many pieces of work per turn, each of which takes some 20 microseconds.
 _LARGE_BYTES = 32 * 1024
-_PER_TURN_BYTES = 8 << 20
+_PER_TURN_BYTES = 2 << 20
+_PER_S_BYTES = 256 << 20
 _PER_TURN = 200
+# A pause that is shorter than this is none: timers are no finer.
+_PAUSE_S = 0.001
 
 
 class Frames:
@@ -138,9 +142,11 @@ class Connection:
 
 class Turns:
     """Work that may wait, done in order and so much of it per turn of the loop: what thousands are told, and
-    what they answer, comes at once, and neither lease nor beats must wait for all of it."""
+    what they answer, comes at once, and neither lease nor beats must wait for all of it. ``per_turn``: how
+    many pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_turn: int = _PER_TURN) -> None:
+        self._per_turn = per_turn
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()
 
     def add(self, work: Callable[[], None], size: int = 0) -> None:
@@ -150,14 +156,18 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        bytes_left, left = _PER_TURN_BYTES, _PER_TURN
-        while self._waiting and bytes_left > 0 and left:
+        written, left = 0, self._per_turn
+        while self._waiting and written < _PER_TURN_BYTES and left:
             work, size = self._waiting[0]
             work()
-            bytes_left, left = bytes_left - size, left - 1
+            written, left = written + size, left - 1
             self._waiting.popleft()
         if self._waiting:
-            asyncio.get_running_loop().call_soon(self._turn)
+            loop, pause_s = asyncio.get_running_loop(), written / _PER_S_BYTES
+            if pause_s < _PAUSE_S:
+                loop.call_soon(self._turn)
+            else:
+                loop.call_later(pause_s, self._turn)
 
 
 class Pacer:

@@ -241,6 +241,7 @@ class LeaderBase:
             return
         if self.record is None or self.record.generation != record.generation:
             self.reached = record.base.step
+            self.liveness.began = self._now
             self.finished.clear()
         self._note_setbacks(record)
         self.seats.update((x.replica, x.seat) for x in record.roster)

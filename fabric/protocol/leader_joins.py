@@ -339,10 +339,17 @@ class Joins(Failures):
         )
 
     def _startable(self) -> list[Peer]:
-        """Who could begin a generation; the penalised only where too few are left without them."""
-        there = [p for p in self.liveness.peers.values() if p.connected]
-        suspects = self.liveness.doubtful([p.session for p in there], self._now)
-        doubted = {x.replica for x in suspects if self.liveness.doubt(x, self._now)}
+        """Who could begin a generation; the penalised only where too few are left without them. The first one
+        is begun with whoever has a session and of whom no kernel says otherwise: while thousands come, some
+        are always silent for a while, and a job that waited until all of them are heard would not begin. Of
+        those who begin again after a loss silence may be all that tells who is lost."""
+        live, now = self.liveness, self._now
+        there = [p for p in live.peers.values() if p.connected]
+        suspects = live.doubtful([p.session for p in there], now)
+        if self.record is None:
+            doubted = {x.replica for x in suspects if live.kernels_word(as_member(x), now)}
+        else:
+            doubted = {x.replica for x in suspects if live.doubt(x, now)}
         found = [p for p in there if p.session.replica not in doubted]
         found.sort(key=lambda p: p.session.replica)
         if not self.penalties():

@@ -95,6 +95,7 @@ class Liveness:
     late_s: float = 0.0
     returned: float = -math.inf  # when a member was last heard for the first time after the election
     crowded: float = -math.inf  # until when those who want to come back may be made to wait
+    began: float = -math.inf  # when the generation did: of those in it silence counts from then on
     _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> what that rank's checkpoint server says.
     rank_pulses: dict[int, dict[str, PulseState]] = field(default_factory=dict)
@@ -238,17 +239,10 @@ class Liveness:
         """Why this member counts as dead, or empty."""
         if not self.doubtful((member,), now):
             return ""
-        confirmed = self.confirmed(member)
-        if confirmed:
-            return confirmed
-        config, pulse = self.config, self._pulse(member)
-        stopped = pulse is not None and pulse.connected and pulse.trainer == "stopped"
-        if pulse is not None and stopped and now - pulse.since >= config.stopped_s:
-            return f"its trainer has been stopped for {now - pulse.since:.2f} s"
-        trouble = self.rank_trouble(member, now)
-        if trouble:
-            return trouble
-        credit = now < self.credit_end
+        said = self.kernels_word(member, now)
+        if said:
+            return said
+        config, pulse, credit = self.config, self._pulse(member), now < self.credit_end
         heard = self._pulse_heard(pulse, now) or (credit and pulse is None)
         peer = self._peer(member)
         if (peer is None and credit) or ((peer is None or not peer.connected) and now < self.crowd_end):
@@ -257,9 +251,21 @@ class Liveness:
         if peer is None or not peer.connected:
             patience = config.reconnect_s if heard else config.lost_s
             return f"its session ended {now - away:.2f} s ago" if now - away >= patience else ""
-        if not heard and not credit and now - peer.seen >= config.silence_s + self.late_s:
-            return f"its host has been silent for {now - peer.seen:.2f} s"
+        silent_s = now - max(peer.seen, self.began)
+        if not heard and not credit and silent_s >= config.silence_s + self.late_s:
+            return f"its host has been silent for {silent_s:.2f} s"
         return ""
+
+    def kernels_word(self, member: Member, now: float) -> str:
+        """What its host's kernel says against it, which counts at once, or empty. Silence is no such word."""
+        confirmed = self.confirmed(member)
+        if confirmed:
+            return confirmed
+        pulse = self._pulse(member)
+        stopped = pulse is not None and pulse.connected and pulse.trainer == "stopped"
+        if pulse is not None and stopped and now - pulse.since >= self.config.stopped_s:
+            return f"its trainer has been stopped for {now - pulse.since:.2f} s"
+        return self.rank_trouble(member, now)
 
     def doubtful(self, roster: Sequence[Process], now: float) -> list[Process]:
         """Those that have to be looked at more closely, found without looking at everything: of nearly

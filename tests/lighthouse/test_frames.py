@@ -1,6 +1,7 @@
 """Messages as frames: made once for many, and what any WebSocket reads."""
 
 import asyncio
+import time
 
 import pytest
 from aiohttp import WSMsgType
@@ -8,7 +9,7 @@ from aiohttp._websocket.reader import WebSocketDataQueue
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_websocket import WebSocketReader
 
-from fabric.lighthouse.connection import Frames, Pacer, Turns
+from fabric.lighthouse.connection import _PER_S_BYTES, Frames, Pacer, Turns
 from fabric.protocol import messages as m
 from fabric.protocol import wire
 
@@ -59,12 +60,14 @@ async def test_large_frames_leave_turns_to_others_and_all_are_sent():
         pacer.send(wire_, bytes(1 << 20))
     pacer.send(wires[0], b"small")
     assert sent == [5], "it overtakes"
+    began = time.monotonic()
     while len(sent) <= 100:
         turn += 1
-        assert turn < 1000
+        assert time.monotonic() < began + 60.0
         await asyncio.sleep(0)
+    assert time.monotonic() - began >= 0.9 * (100 << 20) / _PER_S_BYTES, "and the network to beats"
     assert sent == [5, *[1 << 20] * 100]
-    assert max(turns.count(x) for x in set(turns)) <= 10
+    assert max(turns.count(x) for x in set(turns)) <= 3
     pacer.send(wires[0], bytes(1 << 20))
     await asyncio.sleep(0)
     assert len(sent) == 102

@@ -194,6 +194,35 @@ def test_a_stopped_process_is_not_started_with():
     assert not lighthouse.records
 
 
+def test_the_first_start_does_not_wait_for_silence_to_end_and_silence_counts_from_then_on():
+    """While thousands come, some are not heard for seconds, and others at other times."""
+    lighthouse = Lighthouse(start_replicas=3)
+    lighthouse.open("a", "b")
+    lighthouse.wait(10.0)
+    lighthouse.say("b", m.Beat(1, 0, 0, 0))
+    lighthouse.open("c")
+    assert lighthouse.record.names == ("a", "b", "c")
+    silence_s = lighthouse.core.config.liveness.silence_s
+    lighthouse.wait(silence_s - 0.2)
+    lighthouse.beat("b", 0)
+    lighthouse.beat("c", 0)
+    assert lighthouse.record.epoch == 1
+    lighthouse.wait(1.0)
+    assert lighthouse.record.names == ("b", "c"), "it is not spared for ever"
+
+
+def test_after_a_loss_nobody_is_started_with_who_is_silent():
+    lighthouse = started("a b c", start_replicas=3, start_wait_s=4.0)
+    for name in "abc":
+        lighthouse.pulse(name, "gone")
+        lighthouse.do(io.SessionClosed(name, 1))
+    lighthouse.open("a", "b", incarnation=2, predecessors_gone=True)
+    for _ in range(5):
+        lighthouse.beat("b", 0)
+        lighthouse.wait(1.0)
+    assert (lighthouse.record.generation, lighthouse.record.names) == (2, ("b",))
+
+
 def test_a_cold_start_takes_the_newest_state_that_a_server_still_holds():
     lighthouse = started()
     old, new = SnapshotRef(1, 900, "old"), SnapshotRef(2, 40, "new")

@@ -68,6 +68,20 @@ def test_the_credit_lasts_while_members_still_come_back():
     assert found.verdict(member_of("a"), now + 3.6) != "", "credit that is over does not begin again"
 
 
+def test_silence_counts_from_the_beginning_of_a_generation_and_the_kernels_word_at_once():
+    silent = liveness(peer(seen=LATE - 5))
+    assert silent.verdict(member_of("a"), LATE) == "its host has been silent for 5.00 s"
+    silent.began = LATE
+    assert silent.verdict(member_of("a"), LATE + 1.9) == ""
+    assert silent.verdict(member_of("a"), LATE + 2.1) == "its host has been silent for 2.10 s"
+    gone = liveness(peer(seen=LATE - 5), pulse("gone"))
+    gone.began = LATE
+    assert gone.verdict(member_of("a"), LATE) == "its process is gone"
+    away = liveness(peer(False, closed=LATE), pulse(connected=False))
+    away.began = LATE
+    assert away.verdict(member_of("a"), LATE + 0.1) == "its session ended 0.10 s ago"
+
+
 def test_after_an_election_both_ends_seen_is_evidence():
     """The host died while this lighthouse watched: no credit is due."""
     dead = liveness(peer(False, closed=LATE + 1), pulse(connected=False), elected=LATE)

@@ -40,6 +40,8 @@ _LARGE_BYTES = 32 * 1024
 _PER_TURN_BYTES = 2 << 20
 _PER_S_BYTES = 256 << 20
 _PER_TURN = 200
+# Of frames to many more: whoever was told answers at once, and the others stand behind that.
+_SENDS_PER_TURN = 1000
 # A pause that is shorter than this is none: timers are no finer.
 _PAUSE_S = 0.001
 
@@ -147,9 +149,9 @@ class Turns:
 
     def __init__(self, per_turn: int = _PER_TURN) -> None:
         self._per_turn = per_turn
-        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
+        self._waiting: deque[tuple[Callable[[], object], int]] = deque()
 
-    def add(self, work: Callable[[], None], size: int = 0) -> None:
+    def add(self, work: Callable[[], object], size: int = 0) -> None:
         """``size``: how many bytes it writes."""
         self._waiting.append((work, size))
         if len(self._waiting) == 1:
@@ -175,7 +177,7 @@ class Pacer:
     comes in another order."""
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._turns = Turns(_SENDS_PER_TURN)
 
     def send(self, connection: Connection, frame: bytes, to_many: bool = False) -> None:
         """Send it now, or in its turn where it is large or goes to many."""

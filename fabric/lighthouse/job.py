@@ -12,6 +12,7 @@ import logging
 import random
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,7 +55,7 @@ _REMAKE_S = 1.0
 _NOTE_S = 0.01
 # What all members are told at once, and what all answer.
 _TO_ALL = (m.Epoch, m.Change, m.Resume)
-_ANSWERS = (m.Report, m.Running)
+_ANSWERS = ('{"kind":"Report"', '{"kind":"Running"')
 _KEEP_LARGE_S = 1.0
 # To close one connection takes some 150 microseconds.
 _ENDS_PER_TURN = 20
@@ -251,16 +252,15 @@ class Job:
         self._feed(io.Crowded(seconds))
 
     def hear(self, connection: Connection, message: m.MemberMessage) -> None:
-        """One message of an open session; what a replaced one still says is dropped. What thousands answer at
-        once takes turns, with their beats between."""
-        if type(message) in _ANSWERS and self._is_many:
-            self._answers.add(partial(self._hear, connection, message))
-        elif self.sessions.get(connection.replica) is connection:
-            self._feed(io.FromMember(connection.replica, connection.incarnation, message))
-
-    def _hear(self, connection: Connection, message: m.MemberMessage) -> None:
+        """One message of an open session; what a replaced one still says is dropped."""
         if self.sessions.get(connection.replica) is connection:
             self._feed(io.FromMember(connection.replica, connection.incarnation, message))
+
+    def puts_off(self, text: str, work: Callable[[], object]) -> bool:
+        """Whether ``work`` on it waits for its turn: what thousands answer at once, between their beats."""
+        if is_put_off := self._is_many and text.startswith(_ANSWERS):
+            self._answers.add(work)
+        return is_put_off
 
     @property
     def _is_many(self) -> bool:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import socket as sockets
 from collections.abc import Callable
+from functools import partial
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
@@ -48,7 +49,7 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     socket, connection = await _accept(request, wire.MAX_BYTES)
     place = _Place(jobs, name)
 
-    def on_text(text: str) -> bool:
+    def hear(text: str) -> bool:
         message = decode_member(text) if place.job else decode_session(text)
         if not isinstance(message, Session):
             place.take().hear(connection, message)
@@ -57,10 +58,16 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
             raise ProtocolError("a session speaks for one process: open another one for another process")
         return place.take().open(connection, message, policy)
 
-    take = _guarded(place, connection, on_text)
+    take = _guarded(place, connection, hear)
+
+    def on_text(text: str) -> bool:
+        if place.job is not None and place.job.puts_off(text, partial(take, text)):
+            return True
+        return take(text)
+
     if request.transport is not None:
-        request.transport.set_protocol(UsualFrames(request.protocol, take))
-    await _serve(place, socket, connection, take, lambda job: job.closed(connection))
+        request.transport.set_protocol(UsualFrames(request.protocol, on_text))
+    await _serve(place, socket, connection, on_text, lambda job: job.closed(connection))
     return socket
 
 

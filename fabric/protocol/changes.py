@@ -18,8 +18,11 @@ def for_members(record: Record) -> Record:
 
 def change(before: Record, after: Record) -> m.Change:
     """``after``, told to whoever holds the roster of ``before``."""
+    if after is before:
+        return m.Change(replace(after, roster=()), after.roster_digest, after.roster_digest)
     old = {x.replica: x for x in before.roster}
-    joined = tuple(x for x in after.roster if old.get(x.replica) != x)
+    # Nearly every entry is the very same one, which is seen sooner than that an equal one is equal.
+    joined = tuple(x for x in after.roster if (known := old.get(x.replica)) is not x and known != x)
     left = tuple(name for name in before.names if after.member(name) is None)
     told = m.Change(replace(after, roster=()), before.roster_digest, after.roster_digest, joined, left)
     return told if _merged(before.roster, told) == after.roster else replace(told, order=after.names)

@@ -115,6 +115,7 @@ class News:
     """The record in force as the messages that tell it, made once: all members get the same objects."""
 
     def __init__(self, record: Record, before: Record | None) -> None:
+        self.record = record
         self.whole = m.Epoch(record, changes=True)
         self._again = changes.change(record, record)
         self.change = self.whole if before is None else changes.change(before, record)
@@ -284,7 +285,9 @@ class LeaderBase:
 
     def _announce(self, record: Record, before: Record | None) -> None:
         """To everybody, as the difference to what was announced ``before`` where that is understood."""
-        self.news = News(changes.for_members(record), before)
+        # As they were told it: its digest is known already.
+        told = self.news.record if self.news is not None and before is not None else before
+        self.news = News(changes.for_members(record), told)
         rejected = m.Rejected(record.failed, poison=record.poison)
         complete = m.Complete(record.fence, record.base.step)
         for replica, peer in self.liveness.peers.items():

@@ -41,7 +41,7 @@ _PER_TURN_BYTES = 2 << 20
 _PER_S_BYTES = 256 << 20
 _PER_TURN = 200
 # Of frames to many more: whoever was told answers at once, and the others stand behind that.
-_SENDS_PER_TURN = 1000
+_SENDS_PER_TURN = 5000
 # A pause that is shorter than this is none: timers are no finer.
 _PAUSE_S = 0.001
 

@@ -57,8 +57,7 @@ _NOTE_S = 0.01
 _TO_ALL = (m.Epoch, m.Change, m.Resume)
 _ANSWERS = ('{"kind":"Report"', '{"kind":"Running"')
 _KEEP_LARGE_S = 1.0
-# To close one connection takes some 150 microseconds.
-_ENDS_PER_TURN = 20
+_ENDS_PER_TURN = 20  # connections, each of which takes some 150 microseconds
 
 
 @dataclass(slots=True)

@@ -204,6 +204,20 @@ def test_time_that_goes_back_is_noticed(honest: SyntheticRun) -> None:
     assert judged(altered(honest, "r0", change)).broken
 
 
+@pytest.mark.parametrize(("event", "is_broken"), [("plane", False), ("abort", True), ("epoch", True)])
+def test_after_its_end_only_links_are_told(honest: SyntheticRun, event: str, is_broken: bool) -> None:
+    """The network's thread may tell of links in the moment of the end; nothing else may follow it."""
+
+    def change(lines: list[Entry]) -> None:
+        source = next((e for e in lines if e["event"] == event), lines[-1])
+        late = {**lines[-1], **source, "event": event, "t": lines[-1]["t"], "mono": lines[-1]["mono"]}
+        lines.append(late)
+
+    broken = judged(altered(honest, "r0", change)).broken
+    assert any("after its end" in sentence for sentence in broken) is is_broken
+    assert bool(broken) is is_broken
+
+
 @pytest.mark.parametrize("name", ["event", "t", "mono", "replica", "incarnation"])
 def test_a_line_without_its_envelope_is_noticed(honest: SyntheticRun, name: str) -> None:
     entries = altered(honest, "r0", lambda lines: lines[5].pop(name))

@@ -39,6 +39,11 @@ class Walk:
     rounds: set[tuple[int, int, int]] = field(default_factory=set)
 
 
+# What may follow the end: a stop, and the links of an epoch that were made in the moment of the end. The
+# network's thread tells of them, and nothing of the state depends on them.
+_AFTER_END = frozenset(("stop", "plane"))
+
+
 def walk(lines: Sequence[Line]) -> list[str]:
     """The broken rules of one incarnation, one sentence each; ``lines`` begin with its ``start``."""
     broken: list[str] = []
@@ -51,7 +56,7 @@ def walk(lines: Sequence[Line]) -> list[str]:
             broken.append(f"{line.place} changes its incarnation without a start line.")
         if line.mono < previous.mono - CLOCK_SLACK_S:
             broken.append(f"{line.place} goes back in time by {previous.mono - line.mono:.3f} s.")
-        if state.ended and line.event != "stop":
+        if state.ended and line.event not in _AFTER_END:
             broken.append(f"{line.place} has a {line.event} line after its end.")
         rule = _RULES.get(line.event)
         if rule is not None:

@@ -27,7 +27,9 @@ class OverheadBudget:
     """As fresh as ``share`` of the time pays for (0: nothing), and never older than ``max_age_s`` seconds.
 
     A copy counts with all of its time, though most of that passes while the step computes: it costs less.
-    Old is judged as of the next boundary, when it would be too late. Raises ConfigError.
+    Old is judged as of the next boundary, when it would be too late. The state before the first step is worth
+    nothing, and lacks what the optimizer has yet to make, so it does not count, if somebody asked for it: the
+    memory grows at the next one, which should be soon and not when a newcomer waits for it. Raises ConfigError.
     """
 
     share: float = 0.02
@@ -45,13 +47,16 @@ class OverheadBudget:
     def is_due(self, step: int, now: float) -> bool:
         """See ``SnapshotPolicy``."""
         step_s, self._asked = max(0.0, now - self._asked), now
+        if step < 1:
+            return False
         age_s = now - self._at
         paid = self.share > 0 and self._cost_s <= self.share * age_s
         return paid or age_s + step_s + self._cost_s >= self.max_age_s
 
     def taken(self, step: int, now: float, cost_s: float) -> None:
         """See ``SnapshotPolicy``."""
-        self._at, self._cost_s = now, cost_s
+        if step >= 1:
+            self._at, self._cost_s = now, cost_s
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ def intervals(found):
 @pytest.mark.parametrize(("step_s", "cost_s"), [(0.1, 0.1), (1.0, 0.3), (7.0, 0.01), (0.01, 2.0)])
 def test_the_budget_is_kept_and_used(step_s, cost_s):
     found = play(OverheadBudget(0.02), step_s, cost_s, 20_000)
-    assert found[0] == (1000.0, 0)
+    assert found[0] == (1000.0 + step_s, 1), "the state before the first step is worth nothing"
     for interval in intervals(found):
         assert cost_s <= 0.02 * interval + 1e-6
         # No rarer than the budget asks for: the first boundary at which it is paid.
@@ -50,11 +50,19 @@ def test_a_share_of_zero_waits_for_the_age():
 
 def test_a_snapshot_for_a_newcomer_counts():
     policy = OverheadBudget(0.02)
-    assert policy.is_due(0, 0.0)
-    policy.taken(0, 0.0, 0.1)
-    assert not policy.is_due(1, 4.0) and policy.is_due(2, 6.0)
-    policy.taken(2, 6.0, 0.1)  # somebody asked
-    assert not policy.is_due(3, 10.0)
+    assert policy.is_due(1, 0.0)
+    policy.taken(1, 0.0, 0.1)
+    assert not policy.is_due(2, 4.0) and policy.is_due(3, 6.0)
+    policy.taken(3, 6.0, 0.1)  # somebody asked
+    assert not policy.is_due(4, 10.0)
+
+
+def test_the_state_before_the_first_step_does_not_count():
+    """The optimizer has made nothing yet: what is taken of it is too small to go on with."""
+    policy = OverheadBudget(0.02)
+    policy.taken(0, 0.0, 5.0)  # somebody asked
+    assert not policy.is_due(0, 0.1)
+    assert policy.is_due(1, 0.2)
 
 
 def test_every_n_steps_are_the_same_steps_on_all_replicas():

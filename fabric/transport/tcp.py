@@ -140,7 +140,10 @@ class Listener:
             handed_on = True
         except TimeoutError:
             logger.warning("a client did not greet within %g s and was dropped", self._handshake_s)
-        except (OSError, FabricError) as error:
+        except OSError as error:
+            # It died, or thought better of it: nobody was refused anything.
+            logger.info("a connection ended before its greeting did: %s", error)
+        except FabricError as error:
             logger.warning("a connection was refused: %s", error)
         finally:
             self._room.release()

@@ -28,8 +28,8 @@ class OverheadBudget:
 
     A copy counts with all of its time, though most of that passes while the step computes: it costs less.
     Old is judged as of the next boundary, when it would be too late. The state before the first step is worth
-    nothing, and lacks what the optimizer has yet to make, so it does not count, if somebody asked for it: the
-    memory grows at the next one, which should be soon and not when a newcomer waits for it. Raises ConfigError.
+    nothing, and lacks what the optimizer has yet to make. A snapshot of it, for somebody who asked, does not
+    count: memory for the whole should be there before a newcomer waits for it. Raises ConfigError.
     """
 
     share: float = 0.02

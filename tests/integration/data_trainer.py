@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from pace import leave_time
 from tiny_trainer import Samples, build
 
 import fabric.client
@@ -49,18 +50,17 @@ def model_with_statistics():
 
 
 def train(dataset: object, after: Callable[[object], None] = lambda step: None, **attaching: object) -> None:
-    """tiny_trainer's loop with ``DATA_OPTIONS``; slow while degraded, so that the killed one gets back in."""
+    """tiny_trainer's loop with ``DATA_OPTIONS``."""
     model, optimizer, scheduler = build(64) if not attaching else (*model_with_statistics(), None)
     state = {} if scheduler is None else {"scheduler": scheduler}
     session = fabric.client.attach(model, optimizer, state=state, **attaching)
     options = json.loads(os.environ.get(OPTIONS, "{}"))
     data = session.loader(dataset, global_batch_size=24, micro_batch_size=2, seed=3, **options)
-    replicas = int(os.environ["FABRIC_REPLICAS"])
-    for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "30"))):
-        if len(session.members) < replicas:
-            time.sleep(PAUSE_S * 20)
+    until = int(os.environ.get("TINY_STEPS", "30"))
+    for step in session.steps(data, until):
+        leave_time(session, until - step.number, PAUSE_S)
         for x, y in step:
-            time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)  # stands for a device that computes
             step.backward(torch.nn.functional.mse_loss(model(x), y))
         optimizer.step()
         if scheduler is not None:
@@ -82,10 +82,11 @@ def sampled() -> None:
     sampler = session.sampler(len(samples), global_batch_size=24, seed=3)
     loader = torch.utils.data.DataLoader(samples, batch_size=sampler.per_step, sampler=sampler)
     until = int(os.environ.get("TINY_STEPS", "30"))
-    replicas = int(os.environ["FABRIC_REPLICAS"])
     while session.committed_step < until:
         for x, y in loader:
-            time.sleep(PAUSE_S * (20 if len(session.members) < replicas else 2))
+            time.sleep(PAUSE_S * 2)  # stands for a device that computes
+            if session.members:
+                leave_time(session, until - session.committed_step, PAUSE_S)
             torch.nn.functional.mse_loss(model(x), y).backward()
             session.exchange(weight=len(x))
             optimizer.step()

@@ -100,7 +100,7 @@ def plain_loop() -> None:
     session = fabric.client.attach(model, optimizer)
     until, mine = int(os.environ.get("TINY_STEPS", "30")), int(os.environ["FABRIC_REPLICA"][1:])
     while session.committed_step < until:
-        time.sleep(float(os.environ.get("TINY_STEP_S", "0.02")))
+        time.sleep(float(os.environ.get("TINY_STEP_S", "0.02")))  # stands for a device that computes
         # Each replica's own gradient is the constant mine + 1, so that the average tells who took part.
         (model.weight.sum() * (mine + 1)).backward()
         step = session.exchange(weight=float(os.environ.get("ODD_WEIGHT", "1")))

@@ -13,6 +13,7 @@ import threading
 import time
 
 import torch
+from pace import leave_time
 from tiny_trainer import Samples, build
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -81,7 +82,9 @@ def main() -> None:
     inner[1].register_full_backward_hook(in_the_midst)
 
     data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
-    for step in session.steps(data, until=int(os.environ.get("TINY_STEPS", "40"))):
+    until = int(os.environ.get("TINY_STEPS", "40"))
+    for step in session.steps(data, until):
+        leave_time(session, until - step.number, 0.03)
         for x, y in step:
             print(f"computes {step.number}", flush=True)
             reduced.clear()
@@ -92,6 +95,4 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        # Or the job may be over before a replica that was killed is back.
-        time.sleep(float(os.environ.get("EXAMPLE_PAUSE_S", "0")))
     session.close()

@@ -6,19 +6,20 @@ import time
 
 import fabric.client
 
-# In so many steps before the end they wait for who is away; 0: not at all, for nobody is to come.
-PATIENT_STEPS = int(os.environ.get("TINY_PATIENT_STEPS", "0"))
 _PATIENT_S = 4.0
 
 
 def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None:
     """At the beginning of a step, of which ``left`` are to come: nothing where all are there. Else six times
-    ``step_s``, and towards the end until a newcomer needs a step of this one, at most four seconds."""
+    ``step_s``, and towards the end until a newcomer needs a step of this one, at most four seconds.
+
+    TINY_PATIENT_STEPS says in how many steps before the end; 0: in none, for nobody is to come."""
+    patient_steps = int(os.environ.get("TINY_PATIENT_STEPS", "0"))  # not that of the zygote
     if len(session.members) >= int(os.environ.get("FABRIC_REPLICAS", "1").split(":")[-1]):
         return
     time.sleep(step_s * 6)
     over = time.monotonic() + _PATIENT_S
-    while left <= PATIENT_STEPS and time.monotonic() < over and not _is_needed(session):
+    while left <= patient_steps and time.monotonic() < over and not _is_needed(session):
         time.sleep(0.01)
 
 

@@ -27,7 +27,7 @@ def main() -> None:
     for step in session.steps(data, until=int(os.environ["EXAMPLE_STEPS"])):
         computed = 0
         for x, y in step:
-            time.sleep(float(os.environ["EXAMPLE_PAUSE_S"]))
+            time.sleep(float(os.environ["EXAMPLE_PAUSE_S"]))  # stands for a device that computes
             step.backward(torch.nn.functional.mse_loss(model(x), y))
             computed += 1
         plain.step()

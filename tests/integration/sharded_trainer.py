@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
+from pace import leave_time
 
 import fabric.client
 
@@ -36,12 +37,13 @@ def example(name: str):
 
 
 class Paced(torch.utils.data.Dataset):
-    """The examples' samples, slower while a replica is away, so that it has the time to come back."""
+    """The examples' samples; while a replica is away rank 0 gives it the time to come back."""
 
     def __init__(self, samples) -> None:
         self.samples = samples
         self.step_s = float(os.environ.get("TINY_STEP_S", "0.03"))
-        self.replicas = int(os.environ.get("FABRIC_REPLICAS", "1"))
+        self.until = int(os.environ.get("TINY_STEPS", "60"))
+        self.left_to = -1  # the step in which it was given time last
         rank, _, step = os.environ.get("SHARDED_RAISES", "").partition("@")
         self.raises_at = int(step) if rank == os.environ["SHARDED_RANK"] else -1
         self.sessions: list = []
@@ -52,10 +54,13 @@ class Paced(torch.utils.data.Dataset):
         return len(self.samples)
 
     def __getitem__(self, index: int):
-        if self.raises_at == self.sessions[0].committed_step:
+        session = self.sessions[0]
+        if self.raises_at == (step := session.committed_step):
             raise ValueError("the user's own mistake")
-        degraded = len(self.sessions[0].members) < self.replicas
-        time.sleep(self.step_s / 4 / MICRO_BATCH * (40 if degraded else 1))
+        if os.environ["SHARDED_RANK"] == "0" and step != self.left_to:
+            self.left_to = step
+            leave_time(session, self.until - step, self.step_s)
+        time.sleep(self.step_s / 4 / MICRO_BATCH)
         return self.samples[index]
 
 

@@ -13,7 +13,8 @@ STEPS = 30
 
 
 def environment(loop="map", options=None, **more):
-    found = {"TEST_TRAINER": "data_trainer", "DATA": loop, "TINY_STEPS": str(STEPS), **more}
+    found = {"TEST_TRAINER": "data_trainer", "DATA": loop, "TINY_STEPS": str(STEPS)}
+    found |= {"TINY_PATIENT_STEPS": "20", **more}
     return found | ({"DATA_OPTIONS": json.dumps(options)} if options else {})
 
 
@@ -90,7 +91,7 @@ def poison_of(step, micro_batch):
 
 
 # Sample indices come again in later passes over the data, so the job ends before the second one (step 4).
-SHORT = {"TINY_STEPS": "4"}
+SHORT = {"TINY_STEPS": "4", "TINY_PATIENT_STEPS": "0"}
 
 
 def test_poison_is_not_given_to_a_third_and_stops_the_job(zygote, tmp_path):

@@ -31,7 +31,7 @@ def losses(job: RankJob, replica: str) -> list[float]:
     ],
 )
 def test_a_rank_is_killed_and_its_replica_joins_again(zygote, tmp_path, way, ranks, point, victim):
-    environment = {"SHARDED": way, "TINY_STEPS": str(STEPS)}
+    environment = {"SHARDED": way, "TINY_STEPS": str(STEPS), "TINY_PATIENT_STEPS": "28"}
     with RankJob(zygote, tmp_path, replicas=2, ranks=ranks, environment=environment) as job:
         job.start("r0")
         job.start("r1", point, rank=victim)

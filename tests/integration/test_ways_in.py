@@ -17,7 +17,8 @@ def run(zygote, folder: Path, trainer: str, steps: int = 40, **environment: str)
     shared = {
         "TEST_TRAINER": trainer,
         "EXAMPLE_STEPS": str(steps),
-        "EXAMPLE_PAUSE_S": "0.03",
+        "EXAMPLE_PAUSE_S": "0.03",  # the examples' pace
+        "TINY_PATIENT_STEPS": "30",  # that of our own trainers
         **environment,
     }
     with Job(zygote, folder, replicas=2, environment=shared) as job:

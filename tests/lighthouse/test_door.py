@@ -181,7 +181,7 @@ async def test_of_a_herd_that_comes_back_to_another_leader_nobody_is_taken_for_d
             await eventually(seen, "that they have gone to be seen")
             clock.now += 4.0
             while outside := [x for x in back if x not in inside[4:]]:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.2)  # sooner than they are told to, so that some are sent away again
                 away_s = await asyncio.gather(*map(knock, outside))
                 inside += [x for x, seconds in zip(outside, away_s, strict=True) if not seconds]
             record, kinds = job.core.record, [x.kind for x in job.events.after(0)]

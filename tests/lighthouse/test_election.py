@@ -10,7 +10,7 @@ from in_process import Clock, TroubledStore, lighthouse_on
 from lighthouse_support import close_all, eventually, get, start_job
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.connection import NOT_THE_LEADER
+from fabric.lighthouse.connection import NOT_THE_LEADER, Connection
 from fabric.lighthouse.election import boot_time
 from fabric.lighthouse.records import record_key
 from fabric.protocol import messages as m
@@ -322,6 +322,24 @@ async def test_a_stopped_task_gives_the_lease_back():
         await eventually(leads(instance), "it to lead")
         assert space.find(ELECTION)[0]
     assert not space.find(ELECTION)[0]
+
+
+async def test_the_lease_is_given_back_before_many_sessions_are_closed(herd_http, monkeypatch):
+    """To close thousands takes seconds, in which nobody would lead."""
+    closed, closed_before = [], []
+
+    class Noting(MemoryStore):
+        async def revoke(self, lease_id):
+            closed_before.append(len(closed))
+            await super().revoke(lease_id)
+
+    end = Connection.end
+    monkeypatch.setattr(Connection, "end", lambda me, *why: (closed.append(me), end(me, *why))[1])
+    async with lighthouse_on(Noting(MemorySpace()), lease_s=3600) as instance:
+        await eventually(leads(instance), "it to lead")
+        members = await start_job(herd_http, instance.url, 100)
+    assert closed_before[0] <= 20 and len(set(closed)) == 100
+    await close_all(members)
 
 
 @asynccontextmanager

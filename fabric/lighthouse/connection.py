@@ -150,26 +150,32 @@ class Turns:
     def __init__(self, per_turn: int = _PER_TURN) -> None:
         self._per_turn = per_turn
         self._waiting: deque[tuple[Callable[[], object], int]] = deque()
+        self._has_turn = False
 
     def add(self, work: Callable[[], object], size: int = 0) -> None:
         """``size``: how many bytes it writes."""
         self._waiting.append((work, size))
-        if len(self._waiting) == 1:
-            asyncio.get_running_loop().call_soon(self._turn)
+        if not self._has_turn:
+            self._take_turn(0.0)
+
+    def _take_turn(self, pause_s: float) -> None:
+        loop, self._has_turn = asyncio.get_running_loop(), True
+        if pause_s < _PAUSE_S:
+            loop.call_soon(self._turn)
+        else:
+            loop.call_later(pause_s, self._turn)
 
     def _turn(self) -> None:
         written, left = 0, self._per_turn
-        while self._waiting and written < _PER_TURN_BYTES and left:
-            work, size = self._waiting[0]
-            work()
-            written, left = written + size, left - 1
-            self._waiting.popleft()
-        if self._waiting:
-            loop, pause_s = asyncio.get_running_loop(), written / _PER_S_BYTES
-            if pause_s < _PAUSE_S:
-                loop.call_soon(self._turn)
-            else:
-                loop.call_later(pause_s, self._turn)
+        try:
+            while self._waiting and written < _PER_TURN_BYTES and left:
+                work, size = self._waiting.popleft()
+                written, left = written + size, left - 1
+                work()
+        finally:  # a piece that fails is told of by the loop, and costs the others nothing
+            self._has_turn = False
+            if self._waiting:
+                self._take_turn(written / _PER_S_BYTES)
 
 
 class Pacer:

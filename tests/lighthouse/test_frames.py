@@ -106,3 +106,16 @@ async def test_work_that_takes_turns_is_done_in_order_and_may_bring_more():
     for _ in range(10):
         await asyncio.sleep(0)
     assert done == [0, 1, 2, 3, 4, 10, 11, 12]
+
+
+async def test_a_piece_that_fails_is_told_of_and_costs_the_others_nothing():
+    done, told, turns = [], [], Turns()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    turns.add(lambda: done.append(1))
+    turns.add(lambda: 1 // 0)
+    turns.add(lambda: done.append(2))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    turns.add(lambda: done.append(3))
+    await asyncio.sleep(0)
+    assert done == [1, 2, 3] and [type(x) for x in told] == [ZeroDivisionError]

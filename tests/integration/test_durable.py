@@ -154,7 +154,6 @@ def test_storage_that_alone_can_help_is_waited_for(zygote, tmp_path):
         assert waits.endswith("it is waited for, up to 1 s, for no member holds the job's state"), waits
         assert "for 1 s, and no member of the job holds its state: mend the storage" in ended, ended
         job.wait_for(lambda: not job.server_pids(), "the end of the checkpoint server")
-        (job.folder / "r0.log").unlink()
         job.start("r0", FABRIC_CONTACT_S="3600")
         job.wait_for(lambda: "it is waited for, up to 3600 s" in job.said("r0"), "r0 to wait for storage")
         (tmp_path / "mount").unlink()

@@ -324,7 +324,8 @@ class Liveness:
             for pulses in self.rank_pulses.values():
                 other = pulses.get(member.replica)
                 stopped = stopped or (other is not None and other.trainer == "stopped")
-            if peer is None or not peer.connected or stopped:
+            away = (peer is None or not peer.connected) and now >= self.crowd_end
+            if away or stopped:
                 return now + self.config.lost_s / 2
         soon = now + self.config.silence_s / 4
         return min(soon, self.credit_end) if now < self.credit_end else soon

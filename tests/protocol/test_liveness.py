@@ -111,3 +111,14 @@ def test_doubt_is_looked_at_soon():
     assert liveness(peer(), pulse()).next_check(roster, LATE) == LATE + 0.5
     assert liveness(peer(False), pulse()).next_check(roster, LATE) == LATE + 0.025
     assert liveness(peer(), pulse("stopped")).next_check(roster, LATE) == LATE + 0.025
+
+
+def test_who_is_spared_in_a_crowd_is_not_looked_at_all_the_time():
+    """Of thousands that come back some are let in when they have given up: nothing of them changes till then."""
+    roster, away = (member_of("a"),), liveness(peer(False, closed=LATE), elected=LATE)
+    away.crowds(LATE + 10)
+    assert away.next_check(roster, LATE + 1) == LATE + 1.5
+    assert away.next_check(roster, away.crowd_end - 0.1) == away.crowd_end
+    assert away.next_check(roster, away.crowd_end) == away.crowd_end + 0.025
+    away.pulses["a"] = pulse("stopped", since=LATE + 1)
+    assert away.next_check(roster, LATE + 1) == LATE + 1.025

@@ -114,8 +114,9 @@ def test_doubt_is_looked_at_soon():
 
 
 def test_who_is_spared_in_a_crowd_is_not_looked_at_all_the_time():
-    """Of thousands that come back some are let in when they have given up: nothing of them changes till then."""
-    roster, away = (member_of("a"),), liveness(peer(False, closed=LATE), elected=LATE)
+    """Of thousands that come back some are let in when they have given up: nothing changes till then."""
+    roster = (member_of("a"),)
+    away = liveness(peer(False, closed=LATE), elected=LATE)
     away.crowds(LATE + 10)
     assert away.next_check(roster, LATE + 1) == LATE + 1.5
     assert away.next_check(roster, away.crowd_end - 0.1) == away.crowd_end

@@ -139,10 +139,24 @@ def test_a_server_without_descriptors_says_so_and_goes_on(attach):
     assert [ref.step for ref in attach(incarnation=3).snapshots] == [3, 4]
 
 
+def hangs_up(path: Path) -> bool:
+    """Whether somebody listens there, reads what makes no sense, and closes the connection."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(str(path))
+            sock.sendall(b"?\n")
+            while sock.recv(4096):
+                pass
+        except OSError:
+            return False
+        return True
+
+
 def test_a_server_that_can_never_watch_anybody_ends(run_dir, attach):
     server = subprocess.Popen(command(run_dir, "--orphan-s=600"), cwd=ROOT)
     try:
-        wait_for(lambda: (run_dir / SOCKET_NAME).exists(), "the server")
+        # Who answers has opened all that it will open by itself.
+        wait_for(lambda: hangs_up(run_dir / SOCKET_NAME), "the server")
         with (
             no_more_descriptors(1, server.pid),
             pytest.raises(Refused, match="raise its limit on open files"),

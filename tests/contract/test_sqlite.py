@@ -45,7 +45,10 @@ async def connected(path: Path, **options: float) -> AsyncIterator[Store]:
 def worker(path: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, str(WORKER), str(path), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(WORKER.parents[2])}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    # Nothing is buffered here: ``communicate`` would lose what ``readline`` had read ahead.
+    process = subprocess.Popen(
+        command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
     try:
         yield process
     finally:

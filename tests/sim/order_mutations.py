@@ -59,6 +59,15 @@ def let_in_while_joins_are_paused(patch: Patch) -> None:
     patch.setattr(Admission, "kept_out", said)
 
 
+def let_nobody_into_a_job_that_is_parked(patch: Patch) -> None:
+    admit = Leader._admit
+
+    def admitted(leader: Leader, record: Record) -> bool:
+        return not leader._is_parked(record) and admit(leader, record)
+
+    patch.setattr(Leader, "_admit", admitted)
+
+
 # The leader dies once it has left somebody out.
 AFTER_AN_EVICTION: Aims = (("commit", "kill trainer"), ("decided", "lighthouse crash"))
 
@@ -70,5 +79,6 @@ ORDERS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (one_failure_is_forgiven, ()),
         (begin_again_with_the_penalised, ()),
         (let_in_while_joins_are_paused, ()),
+        (let_nobody_into_a_job_that_is_parked, ()),
     )
 }

@@ -7,7 +7,7 @@ from sim.faults import Aims
 from sim.penalties import Penalties
 from sim.world import World
 
-from fabric.model import Orders
+from fabric.model import Orders, Record
 from fabric.protocol import leader_io as io
 
 STRIKES = ("pause joins", "resume joins", "scale", "scale", "admit")
@@ -34,6 +34,7 @@ REQUIRED = (
     "orders: written while somebody was penalised",
     "orders: written within an epoch",
     "orders: known to the next leader",
+    "orders: sent away, then started again",
     *(f"{name}, then joined" for name in REASONS.values()),
 )
 
@@ -65,6 +66,7 @@ class OrderWorld(World):
         for _ in range(random.choice((1, 2, 3))):
             kind = random.choice(STRIKES)
             self.clockwork.at(self.clockwork.between(0.3, 4.0), lambda kind=kind: self.faults.strike(kind))
+        self.asked = -1.0  # when the operator last took back what was ordered
         # Whom the leader has kept out so, and not let in since.
         self.kept_out: dict[str, set[str]] = {name: set() for name in REASONS.values()}
 
@@ -79,28 +81,47 @@ class OrderWorld(World):
     def _is_whole(self) -> "object":
         """As many as there may be are members, once the operator has taken back what was ordered."""
         start: dict[int, int] = {}
-        asked = [-1.0]
 
         def done() -> bool:
-            record, now = self.store.record, self.clockwork.now
-            if record is None:
+            record = self.store.record
+            if record is None or not self._is_taken_back(record):
                 return False
-            if record.orders != Orders():
-                if now - asked[0] > 0.5:
-                    asked[0] = now
-                    self._take_back()
-                return False
-            there = [h for h in self.hosts.values() if not h.drained and h.trainer is not None]
-            members = [h for h in there if record.lists(h.name, h.incarnation) and h.trainer.alive]
-            wanted = min(
-                sum(not h.drained for h in self.hosts.values()), self.settings.leader.policy.max_replicas
-            )
+            there = [h for h in self.hosts.values() if h.trainer is not None and h.trainer.alive]
+            members = [h for h in there if record.lists(h.name, h.incarnation)]
+            wanted = min(len(self.hosts), self.settings.leader.policy.max_replicas)
             if len(members) < wanted or len(record.roster) != len(members):
                 return False
             first = start.setdefault(record.epoch, min(h.trainer.main.step for h in members))
             return min(h.trainer.main.step for h in members) >= first + 5
 
         return done
+
+    def _is_finished(self) -> bool:
+        """A job that ends while its orders hold may lack members: more were ordered than there are, joins are
+        paused, or who could come was sent away. It rightly stands until the operator thinks better of it, so
+        that is what the operator does, then and only then: where the protocol alone could go on, it must."""
+        record = self.store.record
+        if record is not None and not record.complete:
+            needed = record.min_replicas or self.settings.min_replicas
+            there = sum(not h.drained for h in self.hosts.values())
+            if len(record.roster) < needed and (there < needed or record.orders.paused):
+                self._is_taken_back(record)
+        return super()._is_finished()
+
+    def _is_taken_back(self, record: Record) -> bool:
+        """Whether no order holds any more. Then whoever was sent away is started again, as nothing but the
+        operator does it: without them a job that was scaled down may lack what its policy needs."""
+        if record.orders != Orders():
+            if self.clockwork.now - self.asked > 0.5:
+                self.asked = self.clockwork.now
+                self._take_back()
+            return False
+        for host in self.hosts.values():
+            if host.drained:
+                host.drained = False
+                self.clockwork.counts["orders: sent away, then started again"] += 1
+                self.start_trainer(host.name)
+        return True
 
     def _take_back(self) -> None:
         for lighthouse in self.lighthouses.values():

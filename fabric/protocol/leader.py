@@ -262,6 +262,7 @@ class Leader(Joins):
             # What it announced is over, or something else begins: its time counts from now.
             self.lateness.came(peer.session.replica)
         peer.beat = beat
+        self._note_return(peer, beat)
         if beat.times is not None:
             peer.times = beat.times
         self._note_step(peer)
@@ -288,6 +289,7 @@ class Leader(Joins):
             if waited_s >= self.patience_s(late) and self._is_spared_by(other):
                 busy = late.beat.busy if late.beat is not None else ""
                 doing = f"busy with {busy}" if busy else "in user code"
+                self.absent[late.session.replica, late.incarnation] = late.step
                 self._condemn(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
 
     def on_running(self, peer: Peer, message: m.Running) -> None:

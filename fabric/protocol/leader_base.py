@@ -149,6 +149,9 @@ class LeaderBase:
         self.reforms = Reforms()
         self.lateness = Lateness()
         self.setbacks: dict[tuple[str, int], Setback] = {}
+        # (replica, incarnation) that was evicted for its user code -> the step that it stood at. Until it has
+        # come back from there it would only be waited for again.
+        self.absent: dict[tuple[str, int], int] = {}
         self.waiting_since: float | None = None
         self.seats: dict[str, int] = {}  # replica -> where it sits, or sat when it was last a member
         self.failure = ""  # why the job must stop, until the record says it

@@ -281,7 +281,15 @@ class Admission(LeaderBase):
                 self._send(name, m.Rejected(why, retry=True))
 
     def _has_setback(self, peer: Peer) -> bool:
-        return self._now < self.setbacks.get((peer.session.replica, peer.incarnation), Setback()).until
+        """Whether it was evicted not long ago, or is still where it was evicted for being."""
+        process = peer.session.replica, peer.incarnation
+        return self._now < self.setbacks.get(process, Setback()).until or process in self.absent
+
+    def _note_return(self, peer: Peer, beat: m.Beat) -> None:
+        """Whoever waits, or went on, has come back from the user's code."""
+        process = peer.session.replica, peer.incarnation
+        if beat.waits or beat.step > self.absent.get(process, beat.step):
+            self.absent.pop(process, None)
 
 
 def _host(member: Member) -> str:

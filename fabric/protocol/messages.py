@@ -235,6 +235,11 @@ class Beat:
     times: StepTimes | None = None
     busy_s: float = 0.0
 
+    @property
+    def waits(self) -> bool:
+        """Whether the main thread has come back from the user's code, and waits."""
+        return self.phase.endswith(", waiting")
+
 
 @dataclass(frozen=True, slots=True)
 class Running:

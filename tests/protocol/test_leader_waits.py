@@ -81,6 +81,24 @@ def test_user_code_is_waited_for_up_to_its_bound(lighthouse):
     assert "c evicted: it was in user code while the others waited for 100 s" in lighthouse.record.reason
 
 
+@pytest.mark.parametrize(
+    ("step", "phase", "is_back"),
+    [(6, "outside", False), (6, "outside, waiting", True), (7, "outside", True)],
+)
+def test_who_is_still_in_user_code_is_not_let_in_again(lighthouse, step, phase, is_back):
+    """One step behind it might join; the others would only wait for it once more."""
+    wait_for(lighthouse, 102)
+    for name in "ab":
+        lighthouse.say(name, report_of(lighthouse.record, 6))
+        lighthouse.say(name, m.Running(lighthouse.record.fence, 6))
+    for _ in range(60):
+        lighthouse.say("c", m.Beat(1, lighthouse.record.epoch, 1, step, phase=phase))
+        for name in "ab":
+            lighthouse.beat(name, 7)
+        lighthouse.wait(1.0)
+    assert ("c" in lighthouse.record.names) is is_back
+
+
 def test_what_was_announced_is_waited_for_longer(lighthouse):
     wait_for(lighthouse, 250, busy="evaluation", busy_s=300.0)
     assert "c" in lighthouse.record.names

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fabric.errors import IllegalTransition
-from fabric.model import Record, SnapshotRef
+from fabric.model import Fence, Record, SnapshotRef
 from fabric.protocol import changes
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
@@ -60,7 +60,7 @@ class Member(Rounds):
             self._catch_up_main()
         elif self.mode is Mode.CATCH_UP:
             assert self.resume is not None
-            if self.state.step == self.resume.step and self.state.generation > 0:
+            if self._is_at(self.resume.fence, self.resume.step):
                 self._enter_mode(Mode.RUN)
         if self.waiting and self.mode is Mode.RUN and self.round is None:
             self._enter_round()
@@ -318,8 +318,8 @@ class Member(Rounds):
             self._do(io.Note("awaited", record.epoch, message.step, "the others wait for my state"))
         self._enter_mode(Mode.RUN if there else Mode.CATCH_UP)
 
-    def _is_at(self, record: Record, step: int) -> bool:
-        return (self.state.generation, self.state.step) == (record.generation, step)
+    def _is_at(self, where: Record | Fence, step: int) -> bool:
+        return (self.state.generation, self.state.step) == (where.generation, step)
 
     def _may_commit(self, hold: io.Hold, message: m.Resume) -> bool:
         assert self.newest is not None

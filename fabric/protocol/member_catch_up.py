@@ -180,7 +180,9 @@ class CatchingUp(MemberBase):
             return self.newest is not None
         if self.mode is Mode.CATCH_UP:
             assert self.resume is not None
-            return self.state.generation == 0 or self.state.step < self.resume.step
+            # Of this generation: a state of the last one may have been on its way into memory.
+            generation = self.resume.fence.generation
+            return self.state.generation != generation or self.state.step < self.resume.step
         return self.mode is Mode.RUN and self.round is not None and self.round.step > self.state.step
 
     def _fetch_when_behind(self) -> None:

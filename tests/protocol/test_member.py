@@ -509,6 +509,26 @@ def test_who_has_not_read_storage_begins_with_what_others_hold():
     assert trainer.found(io.FetchState) and not trainer.found(io.Stop)
 
 
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_state_of_the_last_generation_on_its_way_into_memory_is_not_the_new_ones(step):
+    """Found in simulation: it went on as of the last generation, and its report was void: what had been
+    committed was done again. Where that state was ahead of the base, it waited for ever."""
+    trainer = Trainer()
+    trainer.leader(m.Epoch(record_of("b", epoch=1)))
+    trainer.leader(m.Sources(FIRST.fence, SnapshotRef(1, step, "last"), ("http://b",)))
+    trainer.do(io.StateFetched(step, "last"))
+    assert trainer.found(io.Install)
+    cold = record_of("a b", epoch=2, cold=2, generation=2, base=Base(1, 3, "base", ("http://c",)))
+    trainer.leader(m.Epoch(cold), resume_of(cold, 3, a=(0, 1)))
+    trainer.do(io.Installed(step, "last"))
+    assert trainer.core.mode is Mode.CATCH_UP and not trainer.said(m.Running)
+    (fetch,) = trainer.found(io.FetchState)
+    assert (fetch.state, fetch.urls) == (SnapshotRef(1, 3, "base"), ("http://c",))
+    trainer.do(io.StateFetched(3, "base"), io.Installed(3, "base"))
+    assert trainer.core.mode is Mode.RUN and trainer.core.state.generation == 2
+    assert trainer.found(io.Compute) == [io.Compute(3, (0, 1))]
+
+
 def test_who_missed_the_cold_start_begins_it_with_the_next_forced_epoch():
     """Found in simulation: with the first decision superseded nobody ever fetched the base."""
     trainer = Trainer()

@@ -102,7 +102,8 @@ class OrderWorld(World):
         that is what the operator does, then and only then: where the protocol alone could go on, it must."""
         record = self.store.record
         if record is not None and not record.complete:
-            needed = record.min_replicas or self.settings.min_replicas
+            least = self.settings.min_replicas
+            needed = max(record.min_replicas or least, record.orders.min_replicas or least)
             there = sum(not h.drained for h in self.hosts.values())
             if len(record.roster) < needed and (there < needed or record.orders.paused):
                 self._is_taken_back(record)

@@ -105,16 +105,22 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     assert started.living() == []
 
 
+def until_both_live(processes: Processes) -> None:
+    # A process in the midst of its exec has no environment yet, so none can tell whose it is.
+    until(lambda: len(processes.living()) == 2)
+
+
 def start_pair(processes: Processes, tmp_path: Path) -> int:
     note = tmp_path / "child.pid"
     processes.start("pair", ["parent", str(note), DEAF], tmp_path / "pair.log")
     until(note.exists)
+    until_both_live(processes)
     return int(note.read_text())
 
 
 def test_descendants_in_other_sessions_are_ended_too(processes: Processes, tmp_path: Path) -> None:
     child = start_pair(processes, tmp_path)
-    assert child in processes.living() and len(processes.living()) == 2
+    assert child in processes.living()
     processes.end(grace_s=0.2)
     assert processes.living() == []
     assert processes.exit_code("pair") is not None
@@ -141,7 +147,7 @@ def test_a_supervisor_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> Non
         left = Processes({}, supervisor.stdout.readline().strip())
         try:
             until(note.exists)
-            assert len(left.living()) == 2
+            until_both_live(left)
         finally:
             supervisor.send_signal(signal.SIGKILL)
     until(lambda: not left.living(), within_s=60.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fabric.model import Record
+from fabric.model import Fence, Record
 from fabric.protocol import leader as leader_core
 from fabric.protocol import member as member_core
 from fabric.protocol import member_io as io
@@ -92,11 +92,11 @@ def let_the_awaited_in_with_what_it_had(patch: Patch) -> None:
     """It says that it is at the step of the others, whatever it holds."""
     is_at = Member._is_at
 
-    def there(member: Member, record: Record, step: int) -> bool:
-        if member._is_awaited(record):
-            member.state.step, member.state.generation = step, record.generation
+    def there(member: Member, where: Record | Fence, step: int) -> bool:
+        if isinstance(where, Record) and member._is_awaited(where):
+            member.state.step, member.state.generation = step, where.generation
             return True
-        return is_at(member, record, step)
+        return is_at(member, where, step)
 
     patch.setattr(Member, "_is_at", there)
 

@@ -194,6 +194,11 @@ class ServerHandle:
                     _close_all(descriptors)
             return mapped[:nbytes]
 
+    def holds(self, kind: str, slot: int, nbytes: int) -> bool:
+        """Whether ``allocate`` would return at once; asks nobody, also while another thread allocates."""
+        mapped = self._maps.get((kind, slot))
+        return mapped is not None and len(mapped) >= nbytes
+
     def use_labels(self) -> None:
         """Have memory for the labels of gradients, see ``labels``. Raises as ``allocate`` does."""
         if self._labels is None:

@@ -15,6 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,7 @@ from fabric.ckpt_server.content import Content, gradient_content
 from fabric.ckpt_server.region import Region
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import SnapshotRef
+from fabric.runtime.priority import lower_priority
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ READ_PAUSE_S = 0.5
 _SETTLE_S = 10.0
 # Who waits for a gradient is told of a label within this time.
 _LOOK_S = 0.01
+# Memory is mostly had before anybody waits for it, beside steps on the same processors.
+_GROWING = ThreadPoolExecutor(1, "fabric-memory", lower_priority)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +170,7 @@ class Memory:
         """The slot's memory, at least ``nbytes`` of it, without blocking the loop. Raises Refused."""
         if slot.region is None:
             slot.region = Region(f"{slot.kind} slot {slot.index}")
-        await asyncio.to_thread(slot.region.grow, nbytes)
+        await asyncio.get_running_loop().run_in_executor(_GROWING, slot.region.grow, nbytes)
         return slot.region
 
     def publish(self, slot: Slot, content: Content) -> None:

@@ -323,7 +323,7 @@ class Session(CatchingUp):
         digest, copied = "" if later else self._digest_when_due(wanted), False
         if self._engine.generation > 0:
             durable = self._parts.durable.is_due(self._state_step, self._engine.current)
-            if durable or self._snapshots.is_due(self._state_step):
+            if durable or self._snapshots.is_due(self._state_step, self._parts.keeper.submit):
                 copied = self._snapshot_by_policy(durable, digest)
         if later:
             self._snapshots.begin_digest(self._state_step, copied)

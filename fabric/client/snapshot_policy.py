@@ -61,7 +61,8 @@ class OverheadBudget:
 
 @dataclass(slots=True)
 class EverySteps:
-    """At every ``n``-th step, whatever it costs: at the same steps on all replicas. Raises ConfigError."""
+    """At every ``n``-th step, whatever it costs: at the same steps on all replicas, but for the first, which
+    may find that a large state's memory is not there yet. Raises ConfigError."""
 
     n: int
     _last: int = field(default=-1, repr=False)

@@ -27,6 +27,7 @@ from fabric.protocol.rank_orders import NameSnapshot, SnapshotNamed
 
 _SLOTS = 2
 _PAUSE_S = 1.0  # after one that failed
+_SMALL_BYTES = 64 << 20  # so much memory is there within a moment
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer: a slot would have to grow for them
 _NUMBERS = re.compile(r"[\d.,]+")
 _log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class Snapshots:
         # What the server still holds from before stays as long as it can: the newest is overwritten last.
         self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
         self._taking: Taking | None = None  # the last one that was begun
+        self._sized = False  # whether memory was asked for when the optimizer had made its part of the state
+        self._preparing = self._lacks = False  # memory is on its way; it could not be had
         self._digests = Digests(describer, copier)
         self._on_device = on_device
         self._recover = recover
@@ -68,13 +71,28 @@ class Snapshots:
         self._unnamed: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
         self._slots_lock = threading.Lock()
 
-    def is_due(self, step: int) -> bool:
-        """Whether the policy wants one at this boundary."""
+    def is_due(self, step: int, submit: Callable[[Callable[[], None]], None]) -> bool:
+        """Whether the policy wants one at this boundary, and need not wait for memory."""
         now = time.monotonic()
         wanted = self._policy.is_due(step, now)
         if self._again_at is not None:
             wanted = now >= self._again_at
-        return wanted and not self._is_copying
+        if self._is_copying or not (wanted or (step > 0 and not self._sized)):
+            return False
+        self._sized = self._sized or step > 0
+        return self._has_room(step, submit) and wanted
+
+    def _has_room(self, step: int, submit: Callable[[Callable[[], None]], None]) -> bool:
+        """Whether memory for the next one is there. A large state's is had beside the steps, for a copy that
+        waits for it holds up the trainer; where it could not be had the copy finds out why."""
+        nbytes = self._describer.capture(step).nbytes
+        if self._preparing:
+            return False
+        if nbytes <= _SMALL_BYTES or self._lacks or self._handle.holds("snapshot", self._next_slot, nbytes):
+            return True
+        self._preparing = True
+        submit(lambda: self._prepare_next(nbytes))
+        return False
 
     def start(
         self,
@@ -122,13 +140,16 @@ class Snapshots:
             taking.begun.set()
 
     def _memory(self, slot: int, nbytes: int) -> memoryview:
-        return self._handle.allocate("snapshot", slot, nbytes + _SLACK_BYTES)
+        enough = self._handle.holds("snapshot", slot, nbytes)
+        return self._handle.allocate("snapshot", slot, nbytes if enough else nbytes + _SLACK_BYTES)
 
     def _prepare_next(self, nbytes: int) -> None:
-        """Have the memory of the next slot before it is wanted: it takes as long as a copy, and a copy that
-        waits for it holds up the trainer."""
+        """On the keeper thread: have the memory of the next slot before it is wanted."""
+        self._preparing = self._lacks = True
         with contextlib.suppress(FabricError):  # said when it is wanted
             self._copier.prepare(self._memory(self._next_slot, nbytes))
+            self._lacks = False
+        self._preparing = False
 
     def _failed(self, step: int, error: FabricError) -> None:
         """Say it, once as long as it goes on, and try again in a while."""

@@ -1,5 +1,6 @@
 """The trainer's side of a snapshot, with a real server: when the state may change, and what is served."""
 
+import contextlib
 import re
 import resource
 import threading
@@ -123,6 +124,56 @@ def test_both_slots_have_their_memory_when_the_first_snapshot_is_there_and_keep_
         found.append([handle.descriptor("snapshot", slot) for slot in (0, 1)])
     assert found[0] == found[1] == found[2]
     assert len(fetch(handle.url, "/v1/snapshots").json) == 2
+
+
+@pytest.fixture
+def large():
+    """More than what is had within a moment; the optimizer makes its part at the first step."""
+    model = torch.nn.Linear(17 << 10, 1 << 10, bias=False)
+    model.weight.grad = torch.zeros_like(model.weight)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), momentum=0.9)}
+
+
+def test_a_large_states_memory_is_there_before_a_step_could_wait_for_it(attach, keeper, large):
+    handle, describer, jobs = attach(), Describer(large), []
+    with contextlib.closing(CpuCopier()) as copier:
+        snapshots = Snapshots(handle, describer, copier, EverySteps(3), WHO, False, lambda: None)
+        assert not snapshots.is_due(0, jobs.append) and len(jobs) == 1
+        jobs.pop()()
+        large["optimizer"].step()
+        # Nothing is due: all the more time.
+        nbytes = describer.capture(1).nbytes
+        assert not snapshots.is_due(1, jobs.append) and len(jobs) == 1
+        assert not handle.holds("snapshot", 0, nbytes)
+        # It is not had by step 3, then it is.
+        assert not snapshots.is_due(3, jobs.append) and len(jobs) == 1
+        jobs.pop()()
+        assert handle.holds("snapshot", 0, nbytes)
+        assert not snapshots.is_due(4, jobs.append) and snapshots.is_due(6, jobs.append) and not jobs
+        snapshots.start(ref(6), keeper.submit, lambda event: None)
+        snapshots.wait_copied()
+        keeper.settle(within_s=30)
+        assert handle.holds("snapshot", 1, nbytes) and snapshots.is_due(9, jobs.append) and not jobs
+        assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [6]
+
+
+def test_a_large_state_that_there_is_no_memory_for_says_so(attach, keeper, large, caplog):
+    handle = attach()
+    with contextlib.closing(CpuCopier()) as copier:
+        snapshots = Snapshots(handle, Describer(large), copier, EverySteps(1), WHO, False, lambda: None)
+        limit_memory(handle.pid, 1 << 20)
+        assert not snapshots.is_due(1, keeper.submit)
+        keeper.settle(within_s=30)
+        assert not caplog.records and snapshots.is_due(2, keeper.submit)
+        snapshots.start(ref(2), keeper.submit, lambda event: None)
+        snapshots.wait_copied()
+        keeper.settle(within_s=30)
+        assert "no snapshot of step 2: the snapshot slot 0 needs" in caplog.text
+        limit_memory(handle.pid, resource.RLIM_INFINITY)
+        snapshots.start(ref(3), keeper.submit, lambda event: None)
+        snapshots.wait_copied()
+        keeper.settle(within_s=30)
+        assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [3]
 
 
 def test_the_trainer_is_held_back_until_its_state_is_read(taken, keeper, model, slow):

@@ -9,7 +9,9 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
+PYTEST := $(BIN)/pytest
 PURE := tests/protocol tests/sim
+JOBS := tests/integration
 
 .PHONY: demo test lint setup etcd chromium clean
 .DELETE_ON_ERROR:
@@ -32,13 +34,17 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The simulator's worlds need a processor and nothing else; the tests with real processes wait most of their time. Side
-# by side, the worlds at the lowest priority, they take little longer than the latter alone.
+# Three runs side by side: tests of whole jobs wait much of their time, those of the parts some of it, and the
+# simulator's worlds, at the lowest priority, only need a processor. Thousands of processes are started, so what is
+# compiled is kept, whatever the shell says.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: setup etcd chromium lint
-	@nice -n 19 $(BIN)/pytest -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; trap "kill $$worlds" INT TERM; \
-	$(BIN)/pytest $(PURE:%=--ignore=%); rest=$$?; \
-	wait $$worlds; pure=$$?; echo "=== $(PURE) ==="; cat .worlds.log; rm -f .worlds.log; \
-	test $$rest -eq 0 && test $$pure -eq 0
+	@nice -n 19 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
+	$(PYTEST) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
+	trap "kill $$worlds $$parts" INT TERM; failed=; \
+	$(PYTEST) $(JOBS) || failed=1; wait $$parts || failed=1; wait $$worlds || failed=1; \
+	for log in .parts.log .worlds.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
+	test -z "$$failed"
 
 # The tests want a real etcd. On Debian as root we install it; elsewhere the etcd tests skip and say how.
 etcd:

@@ -303,6 +303,7 @@ class Session(CatchingUp):
         if not parts.handle.snapshots and self._place.group is None:
             # What a first start may begin from, should the replicas' initial states differ.
             self._snapshot(generation=0)
+        parts.keeper.submit(parts.slots.reserve)
         part = self._loader.slice.index if self._loader is not None else self._place.rank
         alike = {**data, **more, "on_nan": settings.on_nan}
         layout, tensors = self._gradients.layout, self._gradients.described

@@ -51,6 +51,14 @@ class GradientSlots:
     _uses: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def reserve(self) -> None:
+        """Have the slots of the first rounds before these wait for their memory; one at a time, for a round
+        may come meanwhile."""
+        for index in range(_ALWAYS):
+            with self._lock:
+                if len(self._slots) == index:
+                    self._slots.append(self._allocate(index))
+
     def for_round(self, step: int) -> Slot:
         """The slot that a round of ``step`` may overwrite."""
         with self._lock:
@@ -72,7 +80,7 @@ class GradientSlots:
                 self._prepared = self._next()
 
     def _next(self) -> Slot:
-        if not self._is_full():
+        if not self._is_full() and all(slot.used for slot in self._slots):
             used = {s.index for s in self._slots}
             slot = self._allocate(next(i for i in range(len(used) + 1) if i not in used))
             self._slots.append(slot)
@@ -96,7 +104,7 @@ class GradientSlots:
         return len(self._slots) >= (listening if self.listening else _ALWAYS)
 
     def _oldest(self) -> int:
-        """By use and not by step: a cold start goes back to lower steps."""
+        """By use and not by step: a cold start goes back to lower steps. One that was never used is the oldest."""
         return min(range(len(self._slots)), key=lambda i: self._slots[i].used)
 
     def _allocate(self, index: int, private: torch.Tensor | None = None) -> Slot:

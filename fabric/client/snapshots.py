@@ -238,7 +238,7 @@ class Snapshots:
             self._failed(step, error)
             self._recover()
         post(Snapshotted(step, digest, generation))
-        if digest:
+        if digest and step > 0:  # before the first step the optimizer has not made its part
             self._prepare_next(view.nbytes)
 
     def wait_copied(self) -> None:

@@ -25,6 +25,24 @@ def run(slots: GradientSlots, first: int, last: int) -> None:
         slots.prepare()
 
 
+def test_the_first_rounds_find_their_memory(attach, plane):
+    slots = GradientSlots(attach(), NBYTES, "layout", plane)
+    slots.reserve()
+    reserved = [slots.handle.descriptor("gradient", index) for index in range(3)]
+    run(slots, 0, 10)
+    assert [slots.handle.descriptor("gradient", index) for index in range(3)] == reserved
+    assert not slots.handle.holds("gradient", 3, 1)
+    assert served(slots, range(10)) == [8, 9]
+
+
+def test_a_round_may_come_before_all_memory_is_there(attach, plane):
+    slots = GradientSlots(attach(), NBYTES, "layout", plane)
+    run(slots, 0, 2)
+    slots.reserve()
+    run(slots, 2, 6)
+    assert not slots.handle.holds("gradient", 3, 1) and served(slots, range(6)) == [4, 5]
+
+
 def served(slots: GradientSlots, steps: range) -> list[int]:
     held = [row["step"] for row in fetch(slots.handle.url, "/v1/gradients").json]
     return [step for step in steps if step in held]

@@ -104,7 +104,7 @@ class GradientSlots:
         return len(self._slots) >= (listening if self.listening else _ALWAYS)
 
     def _oldest(self) -> int:
-        """By use and not by step: a cold start goes back to lower steps. One that was never used is the oldest."""
+        """By use and not by step, for a cold start goes back to lower ones: first what was never used."""
         return min(range(len(self._slots)), key=lambda i: self._slots[i].used)
 
     def _allocate(self, index: int, private: torch.Tensor | None = None) -> Slot:

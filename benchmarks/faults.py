@@ -14,6 +14,8 @@ what was exchanged beyond one undisturbed exchange because the fault had made it
 epoch, links and everything else count. A survivor's later steps have a smaller ring and more micro-batches;
 the same stall is therefore also printed against the median undisturbed step of two members.
 
+The first fault comes after eight steps: until then steps are longer by themselves (printed).
+
 A join is what the two others' steps take, from the start of a killed replica's new process to its first
 contribution, over their median undisturbed step as two. Every kill is followed by one.
 
@@ -40,6 +42,8 @@ from faults_record import Fault, Record
 
 SEED = 20260
 KILLS, STOPS, CPU_KILLS = 10, 5, 2
+# Before these the optimizer makes its part of the state, and memory is had for gradients and snapshots.
+WARM_UP_STEPS = 8
 UNDISTURBED_STEPS = 2
 UNDISTURBED_STEPS_AS_TWO = 3
 HOLD_S, BUSY_S, USER_CODE_S = 2.0, 20.0, 60.0
@@ -62,6 +66,14 @@ class Disturbance:
     def elapsed(self) -> float:
         """Seconds since the fleet was there."""
         return time.monotonic() - self._began
+
+    def begin(self) -> None:
+        """Start the trainers, and print how long their first steps take, which no fault meets."""
+        for name in REPLICAS:
+            self.fleet.begin(name)
+        self.settle(len(REPLICAS), WARM_UP_STEPS)
+        first = [f"{seconds:.1f}" for seconds, _ in durations(self.fleet.steps(REPLICAS[0])[:WARM_UP_STEPS])]
+        common.say(f"  {self.elapsed:3.0f} s: warm; the first steps took {', '.join(first)} s")
 
     def settle(self, members: int, count: int) -> None:
         """Wait for ``count`` more steps of ``members`` replicas in an epoch of so many."""
@@ -164,8 +176,7 @@ def joins_alone(count: int) -> None:
     """Kills and joins, and which phase of a join costs the others what."""
     with FaultFleet() as fleet, faults_joins.ProcessorTime(fleet) as used:
         disturbance = Disturbance(fleet)
-        for name in REPLICAS:
-            fleet.begin(name)
+        disturbance.begin()
         for _ in range(count):
             disturbance.fault("kill")
         disturbance.settle(len(REPLICAS), UNDISTURBED_STEPS)
@@ -186,8 +197,7 @@ def everything() -> None:
     )
     with FaultFleet() as fleet:
         disturbance = Disturbance(fleet)
-        for name in REPLICAS:
-            fleet.begin(name)
+        disturbance.begin()
         kinds = ["kill"] * KILLS + ["stop"] * STOPS
         disturbance.chance.shuffle(kinds)
         for kind in kinds:

@@ -30,8 +30,8 @@ from fabric.store import EtcdAccess, open_store
 _ANSWER_S = 3.0
 _OPEN_FILES = 1024
 _CLOCK_S = 5.0
-# A snapshot's two slots, and three slots of gradients that are a third as large where the optimizer is AdamW.
-_STATE_COPIES = 3.0
+# A snapshot's two slots, and six of gradients (once somebody has caught up), a third as large with AdamW.
+_STATE_COPIES = 4.0
 _UNIX_PATH_BYTES = 107
 _LONGEST_SOCKET_NAME = len("/server.sock") + 8
 

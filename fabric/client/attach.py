@@ -43,6 +43,7 @@ from fabric.protocol.budget import Budget
 from fabric.runtime import logs
 from fabric.runtime.config import Settings, parse_replicas, settings
 from fabric.runtime.points import Points
+from fabric.runtime.web import parse_ports
 from fabric.transport.tcp import Identity
 
 # What may become of buffers that forward changes.
@@ -120,7 +121,7 @@ def _attach(
         incarnation=incarnation,
         run_dir=found.home,
         bind=found.bind,
-        port="0",
+        port=_server_port(found.ports),
         advertise=found.advertise,
         token_file=found.token_file,
         lighthouse=found.lighthouse,
@@ -134,6 +135,11 @@ def _attach(
     session = Session(found, place, describer, gradients, parts, ModelWatch(model, parameters))
     session.let_look_in()
     return session
+
+
+def _server_port(ports: str) -> str:
+    """A range is for all processes of a replica; a single port is for the trainer's links."""
+    return ports if len(parse_ports(ports)) > 1 else "0"
 
 
 def _parts(

@@ -65,18 +65,17 @@ class Durable:
         """What storage holds as soon as it can be listed; None as soon as others hold the state."""
         limit_s, waits = self._settings.contact_s, False
         deadline = time.monotonic() + limit_s
-        while not others.hold_the_state(self._settings):
+        while not (held := others.hold_the_state(self._settings)):
+            why = "no member" if held is False else "no lighthouse says that a member"
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise StorageAway(
-                    f"{error}, for {limit_s:g} s, and no member of the job holds its state: mend the storage,"
-                    " or correct FABRIC_DURABLE; this process ends with code 75, to be started again"
+                    f"{error}, for {limit_s:g} s, and {why} of the job holds its state: mend the storage, or"
+                    " correct FABRIC_DURABLE; this process ends with code 75, to be started again"
                 )
             if not waits:
                 waits = True
-                self._say(
-                    f"{error}: it is waited for, up to {limit_s:g} s, for no member holds the job's state"
-                )
+                self._say(f"{error}: it is waited for, up to {limit_s:g} s, for {why} holds the job's state")
             time.sleep(min(_LOOK_AGAIN_S, left_s))
             try:
                 return list_checkpoints(job, self._settings.job)

@@ -56,7 +56,7 @@ class GradientSlots:
         may come meanwhile."""
         for index in range(_ALWAYS):
             with self._lock:
-                if len(self._slots) == index:
+                if len(self._slots) < _ALWAYS and all(slot.index != index for slot in self._slots):
                     self._slots.append(self._allocate(index))
 
     def for_round(self, step: int) -> Slot:
@@ -87,6 +87,8 @@ class GradientSlots:
             return slot
         oldest = self._oldest()
         slot = self._slots[oldest]
+        if slot.shared and not slot.used:
+            return slot  # withdrawn since it was made
         if slot.shared:
             try:
                 self.handle.begin("gradient", slot.index)
@@ -156,12 +158,15 @@ class GradientSlots:
                 return False
             slot.published = slot.labelled = True
             following = self._following(slot)
-            labelled = following is not None and following.labelled
-            if following is not None and labelled and self.handle.unlabel_gradient(following.index):
+            if following is not None and self._is_withdrawn(following):
                 self._prepared = following
             return self._prepared is not None
         finally:
             self._lock.release()
+
+    def _is_withdrawn(self, slot: Slot) -> bool:
+        """Whether it may be written, without a word to the server: it never was, or only labelled."""
+        return not slot.used or (slot.labelled and self.handle.unlabel_gradient(slot.index))
 
     def _following(self, slot: Slot) -> Slot | None:
         """The slot of the next round, where it can and needs to be withdrawn when ``slot`` is published."""

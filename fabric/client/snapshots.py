@@ -61,7 +61,7 @@ class Snapshots:
         # What the server still holds from before stays as long as it can: the newest is overwritten last.
         self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
         self._taking: Taking | None = None  # the last one that was begun
-        self._sized = False  # whether memory was asked for when the optimizer had made its part of the state
+        self._sized, self._nbytes = False, 0  # whether the optimizer's part is in the size of the state
         self._preparing = self._lacks = False  # memory is on its way; it could not be had
         self._digests = Digests(describer, copier)
         self._on_device = on_device
@@ -77,22 +77,23 @@ class Snapshots:
         wanted = self._policy.is_due(step, now)
         if self._again_at is not None:
             wanted = now >= self._again_at
-        if self._is_copying or not (wanted or (step > 0 and not self._sized)):
-            return False
-        self._sized = self._sized or step > 0
-        return self._has_room(step, submit) and wanted
+        if step > 0 and not self._sized:
+            self._sized, self._nbytes = True, self._describer.capture(step).nbytes
+            self._has_room(submit)
+        return wanted and not self._is_copying and self._has_room(submit)
 
-    def _has_room(self, step: int, submit: Callable[[Callable[[], None]], None]) -> bool:
+    def _has_room(self, submit: Callable[[Callable[[], None]], None]) -> bool:
         """Whether memory for the next one is there. A large state's is had beside the steps, for a copy that
         waits for it holds up the trainer; where it could not be had the copy finds out why."""
-        nbytes = self._describer.capture(step).nbytes
-        if self._preparing:
-            return False
-        if nbytes <= _SMALL_BYTES or self._lacks or self._handle.holds("snapshot", self._next_slot, nbytes):
+        if self._nbytes <= _SMALL_BYTES or self._lacks:
             return True
-        self._preparing = True
-        submit(lambda: self._prepare_next(nbytes))
-        return False
+        if not self._preparing and not self._holds(self._next_slot, self._nbytes):
+            self._preparing = True
+            submit(lambda: self._prepare(self._nbytes))
+        return not self._preparing
+
+    def _holds(self, slot: int, nbytes: int) -> bool:
+        return self._handle.holds("snapshot", slot, nbytes)
 
     def start(
         self,
@@ -111,6 +112,7 @@ class Snapshots:
         self._wait_last()
         started, created = time.monotonic(), time.time()
         view = self._describer.capture(state.step)
+        self._nbytes = view.nbytes
         self._taking = taking = Taking(state, started, created, Unchanged(view))
         begun = self._begin(view, taking) if self._on_device else None
         submit(lambda: self._take(view, taking, begun, post))
@@ -140,16 +142,18 @@ class Snapshots:
             taking.begun.set()
 
     def _memory(self, slot: int, nbytes: int) -> memoryview:
-        enough = self._handle.holds("snapshot", slot, nbytes)
-        return self._handle.allocate("snapshot", slot, nbytes if enough else nbytes + _SLACK_BYTES)
+        wanted = nbytes if self._holds(slot, nbytes) else nbytes + _SLACK_BYTES
+        return self._handle.allocate("snapshot", slot, wanted)
 
-    def _prepare_next(self, nbytes: int) -> None:
-        """On the keeper thread: have the memory of the next slot before it is wanted."""
-        self._preparing = self._lacks = True
+    def _prepare(self, nbytes: int) -> None:
+        """On the keeper thread: have the memory of both slots before it is wanted."""
+        slots, lacks = (self._next_slot, 1 - self._next_slot), True
+        self._preparing = not all(self._holds(slot, nbytes) for slot in slots)
         with contextlib.suppress(FabricError):  # said when it is wanted
-            self._copier.prepare(self._memory(self._next_slot, nbytes))
-            self._lacks = False
-        self._preparing = False
+            for slot in slots:
+                self._copier.prepare(self._memory(slot, nbytes))
+            lacks = False
+        self._preparing, self._lacks = False, lacks
 
     def _failed(self, step: int, error: FabricError) -> None:
         """Say it, once as long as it goes on, and try again in a while."""
@@ -239,7 +243,7 @@ class Snapshots:
             self._recover()
         post(Snapshotted(step, digest, generation))
         if digest and step > 0:  # before the first step the optimizer has not made its part
-            self._prepare_next(view.nbytes)
+            self._prepare(view.nbytes)
 
     def wait_copied(self) -> None:
         """Return once the state may change: on a device, once the compute stream is told to wait. Raises

@@ -135,6 +135,8 @@ def _joiner_view(core: Leader, peer: Peer, now: float) -> dict[str, Any]:
         verdict = (
             f"is not admitted before {again}: evicted {counted(times, 'time')}, and waits longer every time"
         )
+    elif (session.replica, peer.incarnation) in core.absent:
+        verdict = "was evicted for its user code, and is not admitted before it comes back from there"
     elif peer.generation != core.record.generation:
         verdict = "has no state of this generation yet"
     else:

@@ -43,8 +43,13 @@ class Lighthouses:
         return asyncio.run(self._ask(path, body))
 
     async def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
-        async with self.open(path, body, total_s=_TIMEOUT_S) as answer:
-            return json.loads(await _bounded(answer))
+        try:
+            async with self.open(path, body, total_s=_TIMEOUT_S) as answer:
+                return json.loads(await _bounded(answer))
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise Unreachable(
+                f"the lighthouse broke off in the midst of its answer ({error or 'too slow'}): ask again"
+            ) from error
 
     @asynccontextmanager
     async def open(

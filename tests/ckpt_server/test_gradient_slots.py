@@ -1,5 +1,7 @@
 """How many published gradients a newcomer finds: the trainer's slots against a real checkpoint server."""
 
+import threading
+
 import pytest
 from server_support import fetch
 
@@ -33,6 +35,31 @@ def test_the_first_rounds_find_their_memory(attach, plane):
     assert [slots.handle.descriptor("gradient", index) for index in range(3)] == reserved
     assert not slots.handle.holds("gradient", 3, 1)
     assert served(slots, range(10)) == [8, 9]
+
+
+def test_rounds_go_on_while_the_server_is_asked_for_much_memory(attach, plane):
+    slots = GradientSlots(attach(), NBYTES, "layout", plane)
+    slots.reserve()
+
+    def rounds() -> None:
+        for step in range(6):
+            slots.for_round(step)
+            told.append(slots.label(1, Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))))
+
+    told = []
+    trainer = threading.Thread(target=rounds, daemon=True)
+    with slots.handle._lock:  # held for as long as the server needs for its answer
+        trainer.start()
+        trainer.join(timeout=20)
+    assert told == [True] * 6 and served(slots, range(6)) == [4, 5]
+
+
+def test_what_is_reserved_late_has_a_number_of_its_own(attach, plane):
+    slots = GradientSlots(attach(), NBYTES, "layout", plane)
+    run(slots, 0, 3)
+    slots.reset()
+    slots.reserve()
+    assert sorted(slot.index for slot in slots._slots) == [0, 1, 2]
 
 
 def test_a_round_may_come_before_all_memory_is_there(attach, plane):

@@ -2,18 +2,30 @@
 
 import os
 import signal
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 import pytest
 from job import Job
 from test_failures import finish_and_check
 
 pytestmark = pytest.mark.integration
+PORTS = range(23100, 23200)  # where no system gives a port by itself
 
 
 def planes(job: Job, replica: str, epoch: int) -> set[tuple[str, str]]:
     """What carried the links of ``replica`` in ``epoch``, as (next, previous)."""
     found = [e for e in job.events(replica, "plane") if e["epoch"] == epoch]
     return {(e["next"], e["previous"]) for e in found if "next" in e}
+
+
+def server_port(job: Job, replica: str) -> int:
+    """Where its checkpoint server listens, or 0 before it is a member."""
+    try:
+        members = job.status()["members"]
+    except HTTPError:
+        return 0  # no such job yet
+    return next((urlsplit(m["ckpt"]).port for m in members if m["replica"] == replica and m["ckpt"]), 0)
 
 
 def settled(job: Job) -> int:
@@ -37,7 +49,10 @@ def test_a_ring_may_be_mixed_and_loses_a_member_in_the_midst_of_an_exchange(zygo
     with Job(zygote, tmp_path) as job:
         job.start("r0")
         job.start("r1", points=f"ring@12={action}")
-        job.start("r2", FABRIC_DATA_PLANE="tcp")
+        job.start("r2", FABRIC_DATA_PLANE="tcp", FABRIC_PORTS=f"{PORTS[0]}-{PORTS[-1]}")
+        found = []
+        job.wait_for(lambda: found.append(server_port(job, "r2")) or found[-1], "r2 to be a member")
+        assert found[-1] in PORTS
         if action == "stop":
             job.wait_for(
                 lambda: any("r1" not in e["roster"] for e in job.events("r0", "epoch")),

@@ -16,6 +16,10 @@ def test_who_stays_away_too_long_is_evicted_and_comes_back(zygote, tmp_path):
         job.wait_for(
             lambda: [e for e in job.events("r0", "epoch") if "r1" not in e["roster"]], "its eviction"
         )
+        job.wait_for(
+            lambda: [j for j in job.status()["joiners"] if "was evicted for its user code" in j["verdict"]],
+            "why it is not let in",
+        )
         back.touch()
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 1, "r2": 1}

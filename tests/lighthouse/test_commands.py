@@ -242,16 +242,24 @@ class TestStatus:
         assert "no lighthouse is named" in sentence_of(fabric("status"))
         assert "is no URL" in sentence_of(fabric("status", "--lighthouse", "127.0.0.1:1"))
 
-    async def test_something_else_at_that_address(self):
+    @pytest.mark.parametrize(
+        ("said", "why"),
+        [
+            (b"Content-Length: 5\r\n\r\nhello", "not a lighthouse"),
+            (b"Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{", "broke off in the midst"),
+            (b"Content-Type: application/json\r\nContent-Length: 1\r\n\r\n{", "broke off in the midst"),
+        ],
+    )
+    async def test_something_else_at_that_address_or_one_that_dies_while_it_answers(self, said, why):
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
+            writer.write(b"HTTP/1.1 200 OK\r\n" + said)
             await writer.drain()
             writer.close()
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            with pytest.raises(Unreachable, match="not a lighthouse"):
+            with pytest.raises(Unreachable, match=why):
                 await Lighthouses((url,), "", "")._ask("/v1/jobs", None)
 
     def test_a_wrong_token_and_an_unknown_job(self, lighthouse, tmp_path):

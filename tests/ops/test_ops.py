@@ -197,6 +197,8 @@ def test_compose_names_only_what_it_has():
     (scrape,) = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
     (targets,) = scrape["static_configs"]
     assert {target.partition(":")[0] for target in targets["targets"]} <= set(services)
+    # Alerts and panels go by the label "job", which is the job's name only where it is not renamed.
+    assert scrape["honor_labels"] is True
 
 
 # --- metrics ----------------------------------------------------------------------------------------------

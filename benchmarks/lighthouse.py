@@ -15,6 +15,7 @@ how late the crowd was with sending, and how much of its core it took, is said b
 
 import functools
 import json
+import math
 import os
 import resource
 import signal
@@ -296,7 +297,10 @@ def deaths(crowd: Crowd, began: float) -> Seen:
             wait_for(gone_on, "the members to go on", TOLD_WITHIN_S, LOOK_S)
         except TimeoutError as error:
             say(f"MISSED  death {number + 1}: {error}")
+        before = len(seen.pushes)
         told = seen.collect(crowd, at)
+        when = seen.pushes[before:] or [math.inf]
+        say(f"  death {number + 1}: members were told {min(when):.2f} to {max(when):.2f} s after it")
         if told != left:
             say(f"death {number + 1}: {told} epochs were told to {left} members")
     time.sleep(max(0.0, began + WINDOW_S - time.monotonic()))

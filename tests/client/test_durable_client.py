@@ -92,7 +92,10 @@ class TestFinding:
 
     def test_storage_that_cannot_be_read_does_not_mean_that_it_is_empty(self, tmp_path):
         (tmp_path / "job").write_text("a file where a folder should be")
-        with pytest.raises(StorageAway, match="could not be listed: Not a directory, for 0 s, and no member"):
+        away = (
+            "could not be listed: Not a directory, for 0 s, and no lighthouse says that a member of the job"
+        )
+        with pytest.raises(StorageAway, match=away):
             durable(str(tmp_path) + "/job/deeper", contact_s=0.0).find()
 
 

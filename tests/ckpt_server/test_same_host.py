@@ -303,11 +303,12 @@ def test_a_reader_that_says_nothing_is_cut_off():
 
 
 def memory_files():
-    """How many descriptors of shared memory this process has open."""
-    found = 0
+    """The descriptors of shared memory that are open here; those of other tests may close at any moment."""
+    found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found += "memfd:fabric" in str(link.readlink())
+            if "memfd:fabric" in str(link.readlink()):
+                found.add((link.name, link.stat().st_ino))
     return found
 
 
@@ -318,5 +319,5 @@ def test_no_memory_is_kept_open(holder):
         fetched(fetcher, [holder.url], bytearray(len(FILE)))
         assert HostMemory.find(place(holder), SnapshotRef(1, 41, ""), "", 1) is None
         assert HostMemory.find(place(holder), STATE, "", len(FILE) * 2) is None
-    assert memory_files() == before
+    assert memory_files() <= before
     fetcher.close()

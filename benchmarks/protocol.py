@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from benchmarks.common import begin, finish, say, table, verdict
-from fabric.lighthouse.service import COLLECTOR
+from fabric.lighthouse.collector import THRESHOLDS
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io, member_io, wire
 from fabric.protocol import messages as m
@@ -306,7 +306,7 @@ def main() -> None:
     arguments = parser.parse_args()
     begin()
     count = arguments.replicas
-    gc.set_threshold(*COLLECTOR)  # as in the service
+    gc.set_threshold(*THRESHOLDS)  # as in the service
     result: dict[str, float] = {"replicas": count, **(large(count) if count == REPLICAS else lead(count))}
     if arguments.seeds:
         result.update(hunt(arguments.seeds))

@@ -10,8 +10,9 @@ import uvloop
 
 from fabric.cli.store_options import store_access, store_access_options
 from fabric.cli.tls import current_tls
+from fabric.lighthouse.collector import THRESHOLDS
 from fabric.lighthouse.jobs import Quotas
-from fabric.lighthouse.service import COLLECTOR, LighthouseSettings, run
+from fabric.lighthouse.service import LighthouseSettings, run
 from fabric.model import Policy
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.liveness import LivenessConfig
@@ -102,5 +103,5 @@ def lighthouse(**given: Any) -> None:
     # A session is an open file: as many as this process may have.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    gc.set_threshold(*COLLECTOR)
+    gc.set_threshold(*THRESHOLDS)
     uvloop.run(run(settings))

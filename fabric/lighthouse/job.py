@@ -53,8 +53,7 @@ _RETRY_S = (0.05, 1.0)
 _REMAKE_S = 1.0
 # Where members are many, recoveries are looked at so often at most.
 _NOTE_S = 0.01
-# What all members are told at once, and what all answer.
-_TO_ALL = (m.Epoch, m.Change, m.Resume)
+# What all members answer when they are told of an epoch.
 _ANSWERS = ('{"kind":"Report"', '{"kind":"Running"')
 _KEEP_LARGE_S = 1.0
 _ENDS_PER_TURN = 20  # connections, each of which takes some 150 microseconds
@@ -354,10 +353,9 @@ class Job:
 
     def _send(self, effect: io.SendMember) -> None:
         message = self._waits.told_with(effect.message, self.core, self.now)
-        to_many = type(message) in _TO_ALL and self._is_many
         for connection in (self._opening, self.sessions.get(effect.replica)):
             if connection is not None and connection.is_of(effect.replica, effect.incarnation):
-                self._pacer.send(connection, self._frames.of(message, connection.packs), to_many)
+                self._pacer.send(connection, self._frames.of(message, connection.packs))
                 if isinstance(effect.message, m.Rejected) and not effect.message.retry:
                     connection.end(codes.REFUSED, effect.message.reason)
                 return

@@ -23,6 +23,7 @@ from fabric.lighthouse.records import StoredRecord, job_of, ledger_of, records_p
 from fabric.lighthouse.recovery import Recoveries, from_json
 from fabric.lighthouse.surroundings import Surroundings
 from fabric.lighthouse.traces import Traces
+from fabric.lighthouse.writer import Commit
 from fabric.model import Record, counted
 from fabric.protocol import wire
 from fabric.protocol.leader import LeaderConfig
@@ -46,7 +47,8 @@ class Quotas:
 
 
 class Jobs:
-    """``begin`` and ``end`` follow the election. ``loaded`` is set while requests can be answered."""
+    """``begin`` and ``end`` follow the election. ``loaded`` is set while requests can be answered. ``commit``
+    is how records are written, the store's own by default."""
 
     def __init__(
         self,
@@ -57,11 +59,13 @@ class Jobs:
         tasks: Tasks,
         access_to: Callable[[str], Access] = lambda _job: Access(),
         quotas: Quotas = Quotas(),
+        commit: Commit | None = None,
     ) -> None:
         self.by_name: dict[str, Job] = {}
         self.unreadable: dict[str, str] = {}
         self.loaded = asyncio.Event()
         self._store = store
+        self._commit = commit or store.commit
         self._namespace = namespace
         self._config = config
         self._quotas = quotas
@@ -133,6 +137,11 @@ class Jobs:
         """So many connect that some have to wait, for so many seconds yet: whose, nobody knows before."""
         for job in self.by_name.values():
             job.crowd(seconds)
+
+    @property
+    def are_calm(self) -> bool:
+        """Whether no job's epoch is about to change."""
+        return not any(job.core.is_changing for job in self.by_name.values())
 
     @property
     def start_wait_s(self) -> float:
@@ -218,7 +227,9 @@ class Jobs:
         job.ledger_is_known = True
 
     def _make(self, around: Surroundings, name: str, record: Record | None, revision: int) -> Job:
-        stored = StoredRecord(self._store, self._namespace, name, around.term, revision, self._metrics)
+        stored = StoredRecord(
+            self._store, self._commit, self._namespace, name, around.term, revision, self._metrics
+        )
         events = self._logs.setdefault(name, EventLog())
         recoveries = self._recoveries.setdefault(name, Recoveries())
         if record is not None and not recoveries.kept:

@@ -12,6 +12,7 @@ from fabric.errors import StoreError, StoreIndefinite
 from fabric.lighthouse.election import Term
 from fabric.lighthouse.metrics import Metrics
 from fabric.lighthouse.recovery import CAPACITY, Recovery
+from fabric.lighthouse.writer import Commit
 from fabric.model import Record
 from fabric.protocol import wire
 from fabric.store import Compare, Delete, Operation, Put, Store
@@ -45,12 +46,21 @@ def ledger_of(namespace: str, job: str) -> str:
 
 
 class StoredRecord:
-    """The record of ``job`` as one term sees it. ``revision``: of the last read or write, 0 for none."""
+    """The record of ``job`` as one term sees it. ``revision``: of the last read or write, 0 for none. All is
+    written by ``commit``."""
 
     def __init__(
-        self, store: Store, namespace: str, job: str, term: Term, revision: int, metrics: Metrics
+        self,
+        store: Store,
+        commit: Commit,
+        namespace: str,
+        job: str,
+        term: Term,
+        revision: int,
+        metrics: Metrics,
     ) -> None:
         self._store = store
+        self._commit = commit
         self._key = record_key(namespace, job)
         self._recoveries = recoveries_of(namespace, job)
         self._ledger = ledger_of(namespace, job)
@@ -65,7 +75,7 @@ class StoredRecord:
         begun = time.monotonic()
         outcome = "failed"
         try:
-            revision = await self._store.commit(guards, [Put(self._key, wire.encode_record(record))])
+            revision = await self._commit(guards, [Put(self._key, wire.encode_record(record))])
             outcome = "refused" if revision is None else "written"
         except StoreIndefinite:
             outcome = "indefinite"
@@ -87,7 +97,7 @@ class StoredRecord:
             found, _ = await self._store.list(folder)
             old = [kv.key for kv in found if kv.key < f"{folder}{known[0]:020d}"]
             operations += [Delete(key) for key in old[:50]]
-        await self._store.commit([self._term.guard], operations)
+        await self._commit([self._term.guard], operations)
 
     async def delete(self) -> bool:
         """Remove all records and the ledger of a job that is over; False when a guard refused.
@@ -95,13 +105,13 @@ class StoredRecord:
         found, _ = await self._store.list(self._recoveries)
         for first in range(0, len(found), 50):
             some = [Delete(kv.key) for kv in found[first : first + 50]]
-            await self._store.commit([self._term.guard], some)
+            await self._commit([self._term.guard], some)
         guards = [self._term.guard, Compare(self._key, mod_revision=self._revision)]
-        return await self._store.commit(guards, [Delete(self._key), Delete(self._ledger)]) is not None
+        return await self._commit(guards, [Delete(self._key), Delete(self._ledger)]) is not None
 
     async def keep_ledger(self, saved: Mapping[str, object]) -> None:
         """Write it; raises as ``Store.commit`` does. A deposed leader's is refused and forgotten."""
-        await self._store.commit([self._term.guard], [Put(self._ledger, json.dumps(saved).encode())])
+        await self._commit([self._term.guard], [Put(self._ledger, json.dumps(saved).encode())])
 
     async def read(self) -> Record | None:
         """The record as it is now. Raises StoreError when it cannot be read, ProtocolError when it is

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fabric.errors import ConfigError, FabricError, StoreUnavailable
+from fabric.lighthouse.collector import collect_when_calm
 from fabric.lighthouse.election import Candidate, Election, Hooks, Term
 from fabric.lighthouse.incoming import MOST_REPLICAS, check_name
 from fabric.lighthouse.inquiry import Access
@@ -26,6 +27,7 @@ from fabric.lighthouse.metrics import Metrics
 from fabric.lighthouse.routes import Parts, StoreProbe, make_app
 from fabric.lighthouse.tokens import Tokens
 from fabric.lighthouse.traces import Traces
+from fabric.lighthouse.writer import Commit, Writer
 from fabric.protocol.leader import LeaderConfig
 from fabric.runtime.tasks import Tasks
 from fabric.runtime.tls import Tls
@@ -34,9 +36,6 @@ from fabric.store import EtcdAccess, Store, open_store
 
 log = logging.getLogger(__name__)
 
-# Thresholds of Python's cyclic collector. By default it looks at every object of every session again and
-# again: 3 s of each 10 with 10,000 sessions. Beats leave no cycles; this looks after 50,000 sessions.
-COLLECTOR = (50_000, 10, 10)
 _SHUTDOWN_S = 2.0
 _STORE_RETRY_S = (0.1, 1.0)
 
@@ -138,7 +137,7 @@ async def _serve(
         traces = Traces(settings.otlp) if settings.otlp else None
         if traces is not None:
             stack.push_async_callback(asyncio.to_thread, traces.close)
-        parts, settled = _assemble(store, settings, tasks, tokens)
+        parts, settled = _assemble(store, settings, tasks, tokens, _writer(settings, stack))
         parts.jobs.traces = traces
         runner, port = await serve(
             make_app(parts, tokens),
@@ -153,6 +152,7 @@ async def _serve(
         stack.push_async_callback(tasks.close)
         url = settings.advertise.rstrip("/") or f"{settings.tls.scheme}://{_url_host(settings.bind)}:{port}"
         tasks.start("election", parts.election.run(store_id, url))
+        tasks.start("collector", collect_when_calm(lambda: parts.jobs.are_calm))
         log.info("the lighthouse listens at %s", url)
         await settled.wait()
         _tell_ready(settings.ready_file, url, parts.election.me)
@@ -160,7 +160,7 @@ async def _serve(
 
 
 def _assemble(
-    store: Store, settings: LighthouseSettings, tasks: Tasks, tokens: Tokens
+    store: Store, settings: LighthouseSettings, tasks: Tasks, tokens: Tokens, commit: Commit | None
 ) -> tuple[Parts, asyncio.Event]:
     """The parts, and an event that is set when requests can be answered for the first time."""
     metrics = Metrics()
@@ -168,7 +168,9 @@ def _assemble(
     def access_to(job: str) -> Access:
         return Access(tokens.of(job), settings.tls)
 
-    jobs = Jobs(store, settings.namespace, settings.leader, metrics, tasks, access_to, settings.quotas)
+    jobs = Jobs(
+        store, settings.namespace, settings.leader, metrics, tasks, access_to, settings.quotas, commit
+    )
     settled = asyncio.Event()
 
     def elected(term: Term) -> None:
@@ -183,13 +185,25 @@ def _assemble(
         settled.set()
 
     hooks = Hooks(elected=elected, lost=jobs.end, followed=followed, written=metrics.election_write)
-    lease_store = (
-        None if settings.store == "memory:" else open_store(settings.store, access=settings.store_access)
-    )
+    lease_store = _handle(settings)
     election = Election(store, settings.namespace, settings.lease_s, hooks, lease_store=lease_store)
     parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix))
     metrics.observe(lambda: parts.leads, jobs.gauges)
     return parts, settled
+
+
+def _handle(settings: LighthouseSettings) -> Store | None:
+    """Another handle on the store, for another thread; None for a store in memory."""
+    return None if settings.store == "memory:" else open_store(settings.store, access=settings.store_access)
+
+
+def _writer(settings: LighthouseSettings, stack: AsyncExitStack) -> Commit | None:
+    handle = _handle(settings)
+    if handle is None:
+        return None
+    writer = Writer(handle)
+    stack.push_async_callback(writer.close)
+    return writer.commit
 
 
 async def _connect(store: Store, wait_s: float) -> str:

@@ -307,6 +307,11 @@ class LeaderBase:
         if self._is_mine(message.fence) and self.news is not None:
             self._send(peer.session.replica, self.news.whole)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether a record is being written, or will be without those who are condemned."""
+        return self.writing is not None or bool(self.epoch.condemned)
+
     def top_step(self) -> int:
         """The highest step that a member has told of, else where the generation began; of a complete job its
         last. It looks at everybody."""
@@ -410,6 +415,9 @@ class LeaderBase:
 
     def _addressed(self, member: Member) -> Member:
         """With its checkpoint servers where they are now: one that died was started again elsewhere."""
+        pulse = self.liveness.pulses.get(member.replica)
+        if not member.ranks and (pulse is None or pulse.ckpt == member.ckpt):
+            return member
         found = self.liveness.ckpts(member)
         if found == [a.ckpt for a in member.addresses]:
             return member

@@ -11,13 +11,13 @@ import json
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fabric.errors import ProtocolError
-from fabric.model import PROTOCOL_VERSION, Record, StepTimes
+from fabric.model import PROTOCOL_VERSION, Member, Record, StepTimes
 from fabric.protocol import messages
 
 # A decoded message may hold at most this many bytes of JSON: a report that lists a million micro-batches
@@ -114,8 +114,15 @@ def check_version(version: object) -> None:
 
 def encode_record(record: Record) -> bytes:
     """The bytes of the membership record as it lies in the store: JSON, compressed when it is long."""
-    plain = _dump({"version": PROTOCOL_VERSION, **_fields(Record)(record)})
-    return packed(plain)
+    body = {"version": PROTOCOL_VERSION, **_fields(Record)(replace(record, roster=()))}
+    del body["roster"]
+    roster = ",".join(map(_entry, record.roster))
+    return packed(b'{"roster":[%b],%b' % (roster.encode(), _dump(body)[1:]))
+
+
+@lru_cache(1 << 15)  # from one epoch to the next nearly every entry stays, and there are thousands
+def _entry(member: Member) -> str:
+    return _JSON.encode(_fields(Member)(member))
 
 
 def decode_record(data: bytes) -> Record:

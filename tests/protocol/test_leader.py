@@ -280,6 +280,18 @@ def test_deaths_noticed_together_share_an_epoch():
     assert lighthouse.record.is_forced and "its process is gone" in lighthouse.record.reason
 
 
+def test_an_epoch_changes_from_the_death_until_the_store_has_the_next():
+    lighthouse = started("a b c")
+    assert not lighthouse.core.is_changing
+    lighthouse.commits = False
+    lighthouse.pulse("a", "gone")
+    assert lighthouse.core.is_changing and lighthouse.core.writing is None
+    lighthouse.wait(0.05)
+    assert lighthouse.core.is_changing and lighthouse.core.writing is not None
+    lighthouse.do(io.RecordWritten(lighthouse.core.writing.nonce))
+    assert not lighthouse.core.is_changing
+
+
 def test_a_newcomer_alone_cannot_carry_the_job_before_it_took_part():
     record = record_of("a c", epoch=3, forced=1, c={"fresh": True})
     lighthouse = Lighthouse(record)

@@ -1,0 +1,61 @@
+"""The cyclic collector looks at everything while nothing changes, and does not wait for that for ever."""
+
+import asyncio
+import gc
+
+import pytest
+
+from fabric.lighthouse import collector
+from fabric.lighthouse.collector import CALM_LOOKS, MOST_LOOKS, THRESHOLDS, WHOLE, Due, collect_when_calm
+
+
+def first(due: Due, is_calm: bool, counts: tuple[int, int, int], looks: int) -> tuple[int, int] | None:
+    """At which look something is collected first, from 1 on, and which generation."""
+    for number in range(1, looks + 1):
+        generation = due.look(is_calm, counts)
+        if generation is not None:
+            return number, generation
+    return None
+
+
+def test_nothing_is_collected_that_is_not_due():
+    assert first(Due(), True, (49_000, 0, WHOLE - 1), 10 * MOST_LOOKS) is None
+
+
+@pytest.mark.parametrize(("counts", "generation"), [((0, 1, 0), 1), ((0, 0, WHOLE), 2), ((0, 3, WHOLE), 2)])
+def test_what_is_due_waits_until_it_is_calm_but_not_for_ever(counts, generation):
+    assert first(Due(), True, counts, MOST_LOOKS) == (CALM_LOOKS, generation)
+    assert first(Due(), False, counts, 2 * MOST_LOOKS) == (MOST_LOOKS, generation)
+    changing = Due()
+    assert first(changing, True, counts, CALM_LOOKS - 1) is None
+    assert first(changing, False, counts, 1) is None, "a change begins"
+    assert first(changing, True, counts, MOST_LOOKS) == (CALM_LOOKS, generation), "and it is calm again"
+
+
+def test_by_itself_python_collects_all_but_the_oldest():
+    assert THRESHOLDS[0] * THRESHOLDS[1] < 1_000_000 < THRESHOLDS[2]
+
+
+async def test_it_collects_what_nothing_else_would(monkeypatch):
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            gone.set()
+
+    monkeypatch.setattr(collector, "LOOK_S", 0.001)
+    gone, before = asyncio.Event(), gc.get_threshold()
+    gc.set_threshold(1 << 30, 1 << 30, 1 << 30)
+    task = asyncio.ensure_future(collect_when_calm(lambda: True))
+    try:
+        kept = [Cycle()]
+        gc.collect(0)  # what was there is of the middle generation now
+        kept.clear()
+        gc.collect(0)
+        assert not gone.is_set()
+        async with asyncio.timeout(20):
+            await gone.wait()
+    finally:
+        gc.set_threshold(*before)
+        task.cancel()

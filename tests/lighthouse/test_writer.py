@@ -1,0 +1,59 @@
+"""What the lighthouse writes goes out from a thread of its own, with the store's own answers and errors."""
+
+import threading
+
+import pytest
+
+from fabric.errors import StoreError, StoreUnavailable
+from fabric.lighthouse.writer import Writer
+from fabric.store import Compare, Put, open_store
+from fabric.store.memory import MemorySpace, MemoryStore
+
+
+@pytest.fixture
+async def writer(tmp_path):
+    made = Writer(open_store(f"sqlite://{tmp_path}/store.db"))
+    yield made
+    await made.close()
+
+
+async def test_it_answers_as_the_store_does(writer, tmp_path):
+    revision = await writer.commit([Compare("/a", create_revision=0)], [Put("/a", b"1")])
+    assert revision is not None
+    assert await writer.commit([Compare("/a", create_revision=0)], [Put("/a", b"2")]) is None, "a guard"
+    with pytest.raises(StoreError, match="no zero byte"):
+        await writer.commit([], [Put("", b"3")])
+    store = open_store(f"sqlite://{tmp_path}/store.db")
+    await store.connect()
+    found = await store.get("/a")
+    assert found is not None and (found.value, found.mod_revision) == (b"1", revision)
+    await store.close()
+
+
+async def test_it_does_not_wait_for_the_loop():
+    class Watched(MemoryStore):
+        async def commit(self, compares, operations):
+            revision = await super().commit(compares, operations)
+            written.set()
+            return revision
+
+    written, writer = threading.Event(), Writer(Watched(MemorySpace()))
+    writing = writer.commit([], [Put("/a", b"1")])
+    writing.send(None)  # it is on its way, and this loop does not turn again before it is there
+    assert written.wait(20)
+    writing.close()
+    await writer.close()
+
+
+async def test_a_store_that_cannot_be_reached_is_tried_again_with_the_next_write():
+    class Away(MemoryStore):
+        async def connect(self):
+            if troubles:
+                raise troubles.pop()
+            return await super().connect()
+
+    troubles, writer = [StoreUnavailable("unplugged")], Writer(Away(MemorySpace()))
+    with pytest.raises(StoreUnavailable, match="unplugged"):
+        await writer.commit([], [Put("/a", b"1")])
+    assert await writer.commit([], [Put("/a", b"1")]) is not None
+    await writer.close()

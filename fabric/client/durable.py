@@ -5,7 +5,10 @@ One replica writes each of them: the lowest name among the members that have the
 time alike, so when that one dies the next one takes over by itself, at the next checkpoint that is due."""
 
 import sys
+import threading
 import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from fabric.ckpt_server.durable.reader import Checkpoint, Listing, find_checkpoint, list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage, StorageError
@@ -19,10 +22,40 @@ from fabric.runtime.config import Settings
 
 _MOST_TOLD = 16  # of what storage holds; the others are older
 _LOOK_AGAIN_S = 1.0
+# A listing that takes longer than this is told of, and whether it is needed is asked meanwhile.
+_ANSWER_S = 10.0
 
 
 class StorageAway(StateError):
     """Storage cannot be listed, and the job cannot begin without it: this process is to be started again."""
+
+
+class NoAnswer(StorageError):
+    """Storage has neither answered nor failed."""
+
+
+class _Look:
+    """One look at what storage holds, in a thread of its own: a mount whose server has vanished answers
+    nobody, for ever, and no call to it can be broken off."""
+
+    def __init__(self, job: Storage, name: str) -> None:
+        self._job, self._name, self._began = job, name, time.monotonic()
+        self._found: Future[Listing] = Future()
+        threading.Thread(target=self._run, name="fabric-storage", daemon=True).start()
+
+    def wait(self, seconds: float) -> Listing:
+        """Raises StorageError; NoAnswer where there is none in that time, and one may come yet."""
+        try:
+            return self._found.result(seconds)
+        except FutureTimeoutError:
+            gone_s = time.monotonic() - self._began
+            raise NoAnswer(f"{self._job.url} has not answered for {gone_s:.0f} s") from None
+
+    def _run(self) -> None:
+        try:
+            self._found.set_result(list_checkpoints(self._job, self._name))
+        except Exception as error:  # noqa: BLE001  (whoever waits raises it)
+            self._found.set_exception(error)
 
 
 class Durable:
@@ -43,11 +76,7 @@ class Durable:
         place = self._settings.durable
         if not place:
             return ()
-        job = self._job()
-        try:
-            listing: Listing | None = list_checkpoints(job, self._settings.job)
-        except StorageError as error:
-            listing = self._wait_for(job, error)
+        listing = self._listing(self._job())
         if listing is None:
             return None
         if self._settings.durable_required and not listing.complete:
@@ -61,28 +90,33 @@ class Durable:
             self._journal.write("durable", warning=warning)
         return tuple(c.state for c in listing.complete[-_MOST_TOLD:])
 
-    def _wait_for(self, job: Storage, error: StorageError) -> Listing | None:
-        """What storage holds as soon as it can be listed; None as soon as others hold the state."""
+    def _listing(self, job: Storage) -> Listing | None:
+        """What storage holds as soon as it can be listed; None where it cannot, and others hold the state."""
         limit_s, waits = self._settings.contact_s, False
-        deadline = time.monotonic() + limit_s
-        while not (held := others.hold_the_state(self._settings)):
+        deadline, look = time.monotonic() + limit_s, _Look(job, self._settings.job)
+        while True:
+            try:
+                return look.wait(_LOOK_AGAIN_S if waits else _ANSWER_S)
+            except StorageError as error:
+                trouble, may_come = error, isinstance(error, NoAnswer)
+            held = others.hold_the_state(self._settings)
+            if held:
+                self._say(f"{trouble}: it is left for later, for others hold the job's state")
+                return None
             why = "no member" if held is False else "no lighthouse says that a member"
             left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if left_s <= 0 and not may_come:
                 raise StorageAway(
-                    f"{error}, for {limit_s:g} s, and {why} of the job holds its state: mend the storage, or"
-                    " correct FABRIC_DURABLE; this process ends with code 75, to be started again"
+                    f"{trouble}, for {limit_s:g} s, and {why} of the job holds its state: mend the storage,"
+                    " or correct FABRIC_DURABLE; this process ends with code 75, to be started again"
                 )
             if not waits:
                 waits = True
-                self._say(f"{error}: it is waited for, up to {limit_s:g} s, for {why} holds the job's state")
-            time.sleep(min(_LOOK_AGAIN_S, left_s))
-            try:
-                return list_checkpoints(job, self._settings.job)
-            except StorageError as again:
-                error = again
-        self._say(f"{error}: it is left for later, for others hold the job's state")
-        return None
+                until = "" if may_come else f", up to {limit_s:g} s"
+                self._say(f"{trouble}: it is waited for{until}, for {why} holds the job's state")
+            if not may_come:
+                time.sleep(min(_LOOK_AGAIN_S, max(left_s, 0.0)))
+                look = _Look(job, self._settings.job)
 
     def _tell_unless_writable(self) -> None:
         """What the first checkpoint would meet later. No reason to refuse: memory of peers needs no storage,

@@ -1,13 +1,17 @@
 """A trainer's view of durable checkpoints: who writes one and when, what is found, memory before storage."""
 
+import threading
 from dataclasses import dataclass, replace
 
+import fsspec
 import pytest
 from ckpt_server.test_durable_format import objects, write_one
+from fsspec import AbstractFileSystem
 from protocol.makers import record_of
 
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.relayout import Layout
+from fabric.client import durable as client_durable
 from fabric.client.durable import Durable, StorageAway
 from fabric.client.journal import Journal
 from fabric.client.ladder import Ladder
@@ -97,6 +101,52 @@ class TestFinding:
         )
         with pytest.raises(StorageAway, match=away):
             durable(str(tmp_path) + "/job/deeper", contact_s=0.0).find()
+
+
+class Stuck(AbstractFileSystem):
+    """A mount whose server has vanished: who lists it waits until that is back."""
+
+    protocol = "stuck"
+    back = threading.Event()
+    asked = threading.Event()
+
+    def ls(self, path, detail=True, **_):
+        self.asked.set()
+        assert self.back.wait(60)
+        return []
+
+
+class TestStorageThatDoesNotAnswer:
+    @pytest.fixture(autouse=True)
+    def stuck(self, monkeypatch):
+        monkeypatch.setattr(client_durable, "_ANSWER_S", 0.05)
+        monkeypatch.setattr(client_durable, "_LOOK_AGAIN_S", 0.01)
+        fsspec.register_implementation("stuck", Stuck, clobber=True)
+        Stuck.back.clear()
+        Stuck.asked.clear()
+        yield
+        Stuck.back.set()
+
+    def test_nobody_is_kept_out_by_it_whose_peers_hold_the_state(self, monkeypatch, capfd):
+        monkeypatch.setattr(client_durable.others, "hold_the_state", lambda _: Stuck.asked.is_set())
+        assert durable("stuck://x", contact_s=0.0).find() is None
+        said = capfd.readouterr().err
+        assert "stuck://x/job has not answered for 0 s: it is left for later, for others hold" in said
+
+    def test_else_it_is_waited_for_and_that_is_said_once(self, monkeypatch, capfd):
+        def held(_):
+            times.append(1)
+            if len(times) == 5:
+                Stuck.back.set()
+            return False
+
+        times: list[int] = []
+        monkeypatch.setattr(client_durable.others, "hold_the_state", held)
+        assert durable("stuck://x", contact_s=0.0).find() == () and len(times) >= 5
+        said = capfd.readouterr().err
+        assert (
+            said.count("has not answered for 0 s: it is waited for, for no member holds the job's state") == 1
+        )
 
 
 @dataclass

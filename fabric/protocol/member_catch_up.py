@@ -126,7 +126,9 @@ class CatchingUp(MemberBase):
             self._stop(1, event.why)
         elif not fetch.void:
             self.fetch = Fetch()
-            self._cannot_catch_up(event.why, event.unusable)
+            # A state of the last generation says nothing of this one, which begins from another.
+            if self.newest is not None and fetch.generation == self.newest.generation:
+                self._cannot_catch_up(event.why, event.unusable)
 
     def on_installed(self, event: io.Installed) -> None:
         self.waiting = True
@@ -194,7 +196,7 @@ class CatchingUp(MemberBase):
         if fetch.doing or fetch.state or fetch.gradient or newest is None or not self._is_behind():
             return
         if fetch.wanted is not None:
-            fetch.doing, fetch.void = "state", False
+            fetch.doing, fetch.void, fetch.generation = "state", False, newest.generation
             self._do(io.FetchState(fetch.wanted, fetch.urls))
         elif self._is_awaiting():
             return  # the leader says where the state is

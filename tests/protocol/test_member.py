@@ -547,6 +547,21 @@ def test_a_failed_fetch_of_the_base_is_said_to_the_leader():
     assert [x.why for x in trainer.said(m.Fallen)] == ["no source delivered it"]
 
 
+def test_a_failed_fetch_of_the_last_generations_base_says_nothing_of_the_new_one():
+    """Met on a loaded machine: the next base counted as one that cannot be loaded, and nobody had tried."""
+    trainer = Trainer()
+    first = record_of("a b", epoch=1, base=Base(0, 20, "damaged", ("http://b",)))
+    trainer.leader(m.Epoch(first), resume_of(first, 20))
+    second = record_of("a b", epoch=2, cold=2, generation=2, base=Base(0, 10, "base", ("http://c",)))
+    trainer.leader(m.Epoch(second))
+    trainer.do(io.FetchFailed("it is damaged", unusable=True))
+    assert not trainer.said(m.Fallen)
+    trainer.leader(resume_of(second, 10, a=(0, 1)))
+    assert trainer.found(io.FetchState) == [io.FetchState(SnapshotRef(0, 10, "base"), ("http://c",))]
+    trainer.do(io.StateFetched(10, "base"), io.Installed(10, "base"))
+    assert trainer.core.mode is Mode.RUN and trainer.core.state.generation == 2
+
+
 def test_below_the_minimum_it_parks_with_what_it_has():
     trainer = Trainer(min_replicas=2)
     alone = record_of("a", epoch=1)

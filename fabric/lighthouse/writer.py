@@ -8,6 +8,7 @@ epoch was in the store long before anybody could be told of it. From here it tak
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.runtime.side_loop import SideLoop
 from fabric.store import Compare, Operation, Store
 
@@ -38,4 +39,12 @@ class Writer:
             if not self._is_connected:
                 await self._store.connect()
                 self._is_connected = True
-        return await self._store.commit(compares, operations)
+        try:
+            return await self._store.commit(compares, operations)
+        except (StoreUnavailable, StoreIndefinite, LeaseGone):
+            raise
+        except StoreError:
+            # It may be another store by now (wiped, or replaced), which a handle refuses for ever.
+            self._is_connected = False
+            await self._store.close()
+            raise

@@ -323,12 +323,12 @@ def test_a_mapping_outlives_an_epoch_and_goes_when_two_have_not_used_it():
     others.close()
 
 
-def open_files() -> set[int]:
-    """The inodes behind this process's descriptors; those of other tests may close at any moment."""
+def open_files() -> set[tuple[str, int]]:
+    """This process's descriptors, with their inodes; those of other tests may close at any moment."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the listing's own
-            found.add(link.stat().st_ino)
+            found.add((link.name, link.stat().st_ino))
     return found
 
 

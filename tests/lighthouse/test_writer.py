@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from etcd_process import running_etcd
 
 from fabric.errors import StoreError, StoreUnavailable
 from fabric.lighthouse.writer import Writer
@@ -57,3 +58,16 @@ async def test_a_store_that_cannot_be_reached_is_tried_again_with_the_next_write
         await writer.commit([], [Put("/a", b"1")])
     assert await writer.commit([], [Put("/a", b"1")]) is not None
     await writer.close()
+
+
+async def test_a_store_that_was_wiped_is_written_to_again(tmp_path):
+    with running_etcd(tmp_path) as etcd:
+        writer = Writer(open_store(etcd.url))
+        assert await writer.commit([], [Put("/a", b"1")]) is not None
+        etcd.stop()
+        etcd.data.rename(tmp_path / "wiped")
+        etcd.start()
+        with pytest.raises(StoreError, match="wiped or replaced"):
+            await writer.commit([], [Put("/a", b"2")])
+        assert await writer.commit([Compare("/a", create_revision=0)], [Put("/a", b"2")]) is not None
+        await writer.close()

@@ -26,6 +26,11 @@ from fabric.protocol.rank_orders import by_rank
 OWN_MEMORY = "own memory"  # where a state came from that nobody had to send
 
 
+class NoPlace(StateError):
+    """This host has no memory for a state: its own checkpoint server is lost, or refuses. The state itself,
+    and those who hold it, may be well."""
+
+
 @dataclass(slots=True)
 class Arrived:
     """A fetched state in one of my own slots, not yet loaded. ``relaid``: it was cut anew, so that under its
@@ -68,7 +73,7 @@ class Ladder:
         if served:
             try:
                 return self._from_others(order, served, fetcher)
-            except Misfit:
+            except (Misfit, NoPlace):
                 raise
             except FabricError as error:
                 if DURABLE not in order.urls:
@@ -76,7 +81,7 @@ class Ladder:
                 reasons.append(str(error))
         try:
             return self._from_storage(order)
-        except Misfit:
+        except (Misfit, NoPlace):
             raise
         except StateError as error:
             raise StateError("; ".join([*reasons, str(error)])) from error
@@ -155,7 +160,11 @@ class _Target:
         self.file = memoryview(b"")
 
     def allocate(self, nbytes: int) -> memoryview:
-        self.slot, memory = self._snapshots.target(nbytes, self._beside)
+        """Raises NoPlace."""
+        try:
+            self.slot, memory = self._snapshots.target(nbytes, self._beside)
+        except FabricError as error:
+            raise NoPlace(str(error)) from error
         self.file = memory[:nbytes]
         return self.file
 
@@ -175,6 +184,7 @@ def _arrived(
 
 def failed(order: io.FetchState, error: FabricError) -> io.FetchFailed:
     """What the member is told. From durable storage, or whole and wrong: asking again gives the same. What
-    does not fit here does not fit wherever it is read."""
-    unusable = DURABLE in order.urls or isinstance(error, IntegrityError)
+    does not fit here does not fit wherever it is read. After trouble of this host's own the state is good."""
+    own = isinstance(error, NoPlace)
+    unusable = not own and (DURABLE in order.urls or isinstance(error, IntegrityError))
     return io.FetchFailed(str(error), unusable, misfit=isinstance(error, Misfit))

@@ -20,7 +20,7 @@ from fabric.client.digests import Digests, Taking
 from fabric.client.durable import Durable
 from fabric.client.snapshot_policy import SnapshotPolicy
 from fabric.client.unchanged import UNNAMED, Unchanged
-from fabric.errors import FabricError, StateError
+from fabric.errors import FabricError, ServerLost, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.member_io import Snapshotted
 from fabric.protocol.rank_orders import NameSnapshot, SnapshotNamed
@@ -274,7 +274,7 @@ class Snapshots:
         return next((slot for ref, slot in found if ref == state), -1)
 
     def look(self, slot: int, nbytes: int) -> memoryview:
-        """What lies in a slot, which is not overwritten next. Raises FabricError."""
+        """The bytes in a slot, which is not overwritten next. Raises FabricError."""
         with self._slots_lock:
             self._next_slot = (slot + 1) % _SLOTS
         return self._handle.allocate("snapshot", slot, nbytes)
@@ -292,7 +292,15 @@ class Snapshots:
     def target(self, nbytes: int, beside: SnapshotRef | None = None) -> tuple[int, memoryview]:
         """A slot for a state that is fetched: it becomes this replica's own snapshot. ``beside``: it is this
         state in another layout. What the server has of that others may still need, so it stays, and the next
-        snapshot goes where the fetched one was."""
+        snapshot goes where the fetched one was. A server that is dead is started again: whoever waits for a
+        state takes no snapshots, so nobody else would. Raises FabricError."""
+        try:
+            return self._target(nbytes, beside)
+        except ServerLost:
+            self._recover()
+            return self._target(nbytes, beside)
+
+    def _target(self, nbytes: int, beside: SnapshotRef | None) -> tuple[int, memoryview]:
         # A copy under way has a slot that nothing was published from yet, and must not lose it.
         if self._taking is not None:
             self._taking.copied.wait()

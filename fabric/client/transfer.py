@@ -1,11 +1,12 @@
 """The transfer thread: fetches a snapshot or one published gradient at a time, and can be cancelled."""
 
+import threading
 from collections.abc import Callable
 
 import torch
 
 from fabric.ckpt_server.fetch import GradientMeta
-from fabric.client.ladder import Arrived, Ladder, failed
+from fabric.client.ladder import Arrived, Ladder, NoPlace, failed
 from fabric.client.worker import Worker
 from fabric.errors import FabricError, Gone
 from fabric.protocol import member_io as io
@@ -13,6 +14,8 @@ from fabric.runtime.points import Points
 
 # A long poll shorter than the server's bound; the core asks again.
 _WAIT_S = 20.0
+# After trouble of this host's own: an epoch is formed for every try, and the next one may fail alike.
+_PAUSE_S = 1.0
 
 
 class Transfer:
@@ -32,6 +35,7 @@ class Transfer:
         self._points = points
         self._worker = Worker("fabric-transfer", on_crash, background=True)
         self._wanted = 0
+        self._closing = threading.Event()
         self.buffer: torch.Tensor | None = None
         self.state: Arrived | None = None
         self.gradient: GradientMeta | None = None
@@ -47,6 +51,8 @@ class Transfer:
         try:
             self.state = self._ladder.climb(order, self._fetcher)
         except FabricError as error:
+            if isinstance(error, NoPlace):
+                self._closing.wait(_PAUSE_S)
             post(failed(order, error))
             return
         post(io.StateFetched(order.state.step, order.state.digest))
@@ -103,5 +109,6 @@ class Transfer:
         spent.cancel()
 
     def close(self) -> None:
+        self._closing.set()
         self.cancel()
         self._worker.close(within_s=1.0)

@@ -212,3 +212,25 @@ def test_the_ranks_of_a_replica_write_one_checkpoint_and_begin_again_from_it(zyg
             lines = job.journal("r0", rank).read_text().splitlines()
             joined = [e for e in map(json.loads, lines) if e["event"] == "join"]
             assert [(e["step"], list(e["sources"])) for e in joined] == [(6, [found.storage.url])]
+
+
+def test_servers_that_die_while_members_wait_for_a_cold_start_make_no_checkpoint_unusable(job):
+    job.replicas = 2
+    write_some(job)
+    kill_everything(job)
+    gates = {replica: job.folder / f"{replica}.fetch" for replica in job.pids}
+    for replica, gate in gates.items():
+        job.start(replica, f"fetch=wait:{gate}")
+    awaited = [gate.with_name(f"{gate.name}.awaited") for gate in gates.values()]
+    job.wait_for(lambda: all(path.exists() for path in awaited), "everybody to be about to fetch")
+    servers = job.server_pids()
+    for pid in servers:
+        os.kill(pid, signal.SIGKILL)
+    job.wait_for(lambda: not job.server_pids(), "the servers' end")
+    for gate in gates.values():
+        gate.touch()
+    job.finish(restart=False)
+    assert set(job.codes.values()) == {0}, job.logs()
+    for replica in gates:
+        steps = [e["step"] for e in job.events(replica, "commit") if e["generation"] > 1]
+        assert sorted(set(steps)) == list(range(20, STEPS)), replica

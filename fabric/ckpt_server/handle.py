@@ -27,6 +27,7 @@ from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import SnapshotRef
 from fabric.protocol.wire import decode_as
 from fabric.runtime import logs
+from fabric.runtime.private_folder import check_peer
 from fabric.runtime.tls import Tls
 
 ATTACH_S = 20.0
@@ -63,6 +64,8 @@ class _Line:
             self._socket.settimeout(timeout_s)
             with socket_path(run_dir) as path:
                 self._socket.connect(path)
+            # Before anything is said: another user may have made the folder first, and listen in it.
+            check_peer(self._socket, f"the socket of {name} in {run_dir}")
         except BaseException:
             self._socket.close()
             raise

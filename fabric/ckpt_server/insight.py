@@ -11,6 +11,7 @@ alone where the process is stopped.
 import asyncio
 import contextlib
 import json
+import os
 import re
 import socket
 from pathlib import Path
@@ -28,7 +29,8 @@ from fabric.ckpt_server.lines import (
 from fabric.ckpt_server.news import News
 from fabric.ckpt_server.pulse import PulseSender
 from fabric.ckpt_server.trainer import ABSENT, GONE, STOPPED, Trainer
-from fabric.errors import FabricError, Refused
+from fabric.errors import ConfigError, FabricError, Refused
+from fabric.runtime.private_folder import check_peer, open_private
 
 ANSWER_S = 1.0
 _MAX_ANSWER_BYTES = 32 * 1024 * 1024
@@ -89,6 +91,7 @@ class Insight:
             line.setblocking(False)
             with socket_path(self._run_dir, INSIGHT_NAME) as path:
                 await loop.sock_connect(line, path)
+            check_peer(line, f"the socket {INSIGHT_NAME}")
             await loop.sock_sendall(line, encode_line({"ask": what, "pid": self._trainer.pid}))
             lines = LineBuffer(_MAX_ANSWER_BYTES)
             while (found := lines.next_line()) is None:
@@ -113,7 +116,7 @@ class Insight:
                 how, why = "signal", str(error)
                 try:
                     threads = parse_dump(await self._dump())
-                except (Silent, OSError) as worse:
+                except (Silent, ConfigError, OSError) as worse:
                     how, why, threads = "kernel", f"{why}; {worse}", []
             pid = self._trainer.pid
             kernel = await asyncio.to_thread(kernel_threads, pid)
@@ -126,7 +129,7 @@ class Insight:
             raise Silent("a signal would wait until it is continued")
         if not file.exists() or not catches(trainer.pid, STACKS_SIGNAL):
             raise Silent("it has not been made ready to write its stacks on a signal")
-        with file.open("r+b") as dump:
+        with os.fdopen(open_private(file, os.O_RDWR), "r+b") as dump:
             dump.truncate(0)
             trainer.signal(STACKS_SIGNAL)
             size, quiet = 0, 0
@@ -134,7 +137,7 @@ class Insight:
                 async with asyncio.timeout(_DUMP_S):
                     while not size or quiet < _QUIET_LOOKS:
                         await asyncio.sleep(_LOOK_S)
-                        now = file.stat().st_size
+                        now = os.fstat(dump.fileno()).st_size
                         quiet = quiet + 1 if now == size else 0
                         size = now
             text = dump.read(_MAX_DUMP_BYTES).decode(errors="replace")

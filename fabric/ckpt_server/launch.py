@@ -19,6 +19,7 @@ from pathlib import Path
 import fabric
 from fabric.ckpt_server.lines import LOCK_NAME, LOG_NAME
 from fabric.errors import ConfigError, Refused, ServerLost
+from fabric.runtime.private_folder import make_private, open_private
 from fabric.runtime.tls import Tls
 
 _MAX_REPORT_BYTES = 64 * 1024
@@ -69,7 +70,7 @@ class ServerSpec:
 def is_served(run_dir: Path) -> bool:
     """Whether some process holds the server's lock of ``run_dir``: it starts, serves, or ends."""
     try:
-        with (run_dir / LOCK_NAME).open("rb") as lock:
+        with os.fdopen(open_private(run_dir / LOCK_NAME, os.O_RDONLY), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -84,10 +85,11 @@ def start(spec: ServerSpec, deadline: float) -> bool:
     Returns False where another server won the folder meanwhile. Raises ConfigError, Refused (its own
     sentence) or ServerLost (it died, or took too long).
     """
-    prepare(spec.run_dir)
+    make_private(spec.run_dir)
+    output_fd = open_private(spec.run_dir / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     reader, writer = os.pipe()
     try:
-        with (spec.run_dir / LOG_NAME).open("ab") as output:
+        with os.fdopen(output_fd, "ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fabric.ckpt_server", *spec.arguments(), f"--ready-fd={writer}"],
                 stdin=subprocess.DEVNULL,
@@ -120,17 +122,6 @@ def reap() -> None:
     for pid, process in tuple(_started.items()):
         if process.poll() is not None:
             _started.pop(pid, None)
-
-
-def prepare(run_dir: Path) -> None:
-    """Make the folder, closed to other users. Raises ConfigError."""
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        run_dir.chmod(0o700)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {run_dir} cannot be used ({error.strerror}): name one that belongs to this user"
-        ) from error
 
 
 def _read_report(pipe: int, deadline: float) -> bytes | None:
@@ -168,9 +159,9 @@ def _judge(report: bytes, process: "subprocess.Popen[bytes]", spec: ServerSpec) 
 def _tail(run_dir: Path) -> str:
     path = run_dir / LOG_NAME
     try:
-        with path.open("rb") as log:
-            log.seek(max(path.stat().st_size - _LOG_TAIL_BYTES, 0))
+        with os.fdopen(open_private(path, os.O_RDONLY), "rb") as log:
+            log.seek(max(os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES, 0))
             lines = log.read().decode(errors="replace").strip().splitlines()
-    except OSError:
+    except (OSError, ConfigError):
         lines = []
     return f": its log {path} ends with: {lines[-1]}" if lines else f": see its log {path}"

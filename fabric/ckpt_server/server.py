@@ -36,6 +36,7 @@ from fabric.ckpt_server.source import Address
 from fabric.ckpt_server.trainer import Trainer
 from fabric.errors import ConfigError, Refused
 from fabric.protocol.messages import Pulse
+from fabric.runtime.private_folder import make_private, open_private
 from fabric.runtime.tls import Tls
 from fabric.runtime.web import check_exposure, read_token, serve
 
@@ -72,14 +73,13 @@ class AlreadyServed(Refused):
 
 @contextmanager
 def own_folder(run_dir: Path) -> Iterator[None]:
-    """Make ``run_dir`` (mode 0700) this process's own while the block lasts.
+    """Make ``run_dir`` this process's own while the block lasts.
 
     Raises ConfigError where it cannot be made, AlreadyServed while another server has it.
     """
     try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        run_dir.chmod(0o700)
-        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_private(run_dir)
+        descriptor = open_private(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise ConfigError(
             f"the folder {run_dir} cannot be used ({error.strerror}): name one that belongs to this user"

@@ -43,6 +43,7 @@ from fabric.protocol.budget import Budget
 from fabric.runtime import logs
 from fabric.runtime.config import Settings, parse_replicas, settings
 from fabric.runtime.points import Points
+from fabric.runtime.private_folder import make_private, open_private
 from fabric.runtime.web import parse_ports
 from fabric.transport.tcp import Identity
 
@@ -316,9 +317,9 @@ def _claim(home: Path) -> tuple[int, bool]:
     """
     path = home / "trainer.lock"
     try:
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(home)
         before = path.exists()
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        descriptor = open_private(path, os.O_CREAT | os.O_RDWR)
     except OSError as error:
         raise ConfigError(
             f"the folder {home} cannot be used ({error.strerror}): name one of this user in FABRIC_RUN_DIR"

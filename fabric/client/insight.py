@@ -30,7 +30,8 @@ from fabric.ckpt_server.lines import (
     encode_line,
     socket_path,
 )
-from fabric.errors import FabricError, Refused
+from fabric.errors import ConfigError, FabricError, Refused
+from fabric.runtime.private_folder import open_private
 
 _MAX_QUESTION_BYTES = 4096
 _PEER_S = 5.0
@@ -53,7 +54,7 @@ class Insight:
         self._answers = answers
         self._listener: socket.socket | None = None
         self._path = run_dir / INSIGHT_NAME
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ConfigError):
             _write_stacks_on_signal(run_dir / STACKS_NAME)
             self._path.unlink(missing_ok=True)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -150,6 +151,7 @@ def _write_stacks_on_signal(path: Path) -> None:
     if _dump_file is None and signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
         return
     # Appended, so that a dump begins where the server has cut the file.
-    file = path.open("ab", buffering=0)
+    descriptor = open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    file = os.fdopen(descriptor, "ab", buffering=0)
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
     _dump_file = file

@@ -31,7 +31,7 @@ MAX_REPLICAS = 1024
 MOST_REPLICAS = 30_000
 MAX_DEATHS = 64
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 _MEMBER_KINDS = get_args(m.MemberMessage)
 _TRAINER_STATES = ("running", "stopped", "gone", "absent")
 
@@ -40,7 +40,8 @@ def check_name(what: str, name: str) -> str:
     """``name`` itself. Raises ProtocolError unless it is one that can stand in a path and a key."""
     if not _NAME.fullmatch(name):
         raise ProtocolError(
-            f"the {what} {name[:80]!r} is no name: give 1 to 64 letters, digits, dots, dashes or underscores"
+            f"the {what} {name[:80]!r} is no name: give 1 to 64 letters, digits, dots, dashes or underscores,"
+            " not dots alone"
         )
     return name
 

@@ -87,7 +87,7 @@ class Settings:
         """Where this replica keeps its sockets and logs."""
         if self.run_dir is not None:
             return self.run_dir
-        return Path(tempfile.gettempdir()) / f"fabric-{os.getuid()}" / self.job / self.replica
+        return _run_folders() / self.job / self.replica
 
     def of_rank(self, rank: int) -> "Settings":
         """The settings of one rank of a replica of several: with a folder and a journal of its own."""
@@ -234,6 +234,16 @@ def _checked(found: Settings) -> Settings:
     return found
 
 
+def _run_folders() -> Path:
+    """Where run folders lie: in the folder that the login made for this user, else in the temporary one."""
+    own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    if own.is_absolute() and own.is_dir():
+        there = own.lstat()
+        if there.st_uid == os.geteuid() and not there.st_mode & 0o077:
+            return own / "fabric"
+    return Path(tempfile.gettempdir()) / f"fabric-{os.getuid()}"
+
+
 def _check_ports(text: str) -> None:
     try:
         parse_ports(text)
@@ -245,9 +255,10 @@ def _check_ports(text: str) -> None:
 
 def _check_name(what: str, name: str) -> None:
     allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in name)
-    if not name or len(name) > 64 or not allowed:
+    if not name.strip(".") or len(name) > 64 or not allowed:
         raise ConfigError(
-            f'FABRIC_{what.upper()} is "{name}": give a name of 1 to 64 letters, digits, ".", "_" or "-"'
+            f'FABRIC_{what.upper()} is "{name[:80]}": give a name of 1 to 64 letters, digits, ".", "_" or'
+            ' "-", not of dots alone'
         )
 
 

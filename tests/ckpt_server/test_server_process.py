@@ -49,7 +49,6 @@ def test_a_running_server_has_no_torch_mapped(attach):
 
 
 def test_folder_and_socket_are_closed_to_others(attach, run_dir):
-    run_dir.mkdir(mode=0o755)
     attach()
     assert run_dir.stat().st_mode & 0o777 == 0o700
     assert (run_dir / SOCKET_NAME).stat().st_mode & 0o777 == 0o600

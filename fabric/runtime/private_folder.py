@@ -1,0 +1,139 @@
+"""Folders and files that belong to this user alone, also where others may have made something there first.
+
+A run folder may lie where every user of the host may write, for instance in ``/tmp``, and its name can be
+guessed. So nothing in it is believed for its name. The folder, and each folder above it up to the first one
+of root, must be this user's. A file in it must be a plain file of this user. The kernel says which user's
+process is behind a socket there.
+"""
+
+import errno
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from fabric.errors import ConfigError
+
+_CREDENTIALS = struct.Struct("iII")
+_ROOT = 0
+_REMEDY = "name another folder in FABRIC_RUN_DIR, or have its owner remove it"
+
+
+def make_private(folder: Path) -> None:
+    """Make ``folder``, and what is missing above it, with mode 0700. What is there stays as it is.
+
+    Raises ConfigError where it is not, or cannot be made, a folder that this user alone may write to.
+    """
+    folder = folder.absolute()
+    missing = []
+    above = folder
+    while not _is_there(above):
+        missing.append(above)
+        above = above.parent
+    _check(above, is_last=not missing)
+    for each in reversed(missing):
+        try:
+            each.mkdir(mode=0o700)
+        except FileExistsError:
+            pass  # another process of this user was faster, or somebody else was: the next check tells
+        except OSError as error:
+            raise ConfigError(_unusable(folder, error.strerror)) from error
+    _check(folder, is_last=True)
+    if foreign := _foreign_file(folder):
+        raise ConfigError(
+            f"the folder {folder} holds {foreign}, which belongs to another user: use a folder of its own"
+        )
+
+
+def open_private(path: Path, flags: int) -> int:
+    """A descriptor of the plain file at ``path``, which is made with mode 0600 where ``flags`` say so.
+
+    Raises OSError, and ConfigError where a link, another kind of file or another user's file is there.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link, a pipe that nobody reads
+            raise ConfigError(f"{path} is not a plain file of this user alone: {_REMEDY}") from error
+        raise
+    there = os.fstat(descriptor)
+    if not stat.S_ISREG(there.st_mode) or there.st_uid != os.geteuid() or there.st_nlink > 1:
+        os.close(descriptor)
+        raise ConfigError(f"{path} is not a plain file of this user alone: {_REMEDY}")
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def check_peer(connection: socket.socket, name: str) -> None:
+    """Raise ConfigError where the process at the other end of a unix socket is another user's."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user = int(_CREDENTIALS.unpack(data)[1])
+    if user != os.geteuid():
+        raise ConfigError(
+            f"{name} is answered by a process of user {user}, and this is user {os.geteuid()}: {_REMEDY}"
+        )
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise ConfigError(_unusable(path, error.strerror)) from error
+    return True
+
+
+def _check(folder: Path, *, is_last: bool) -> None:
+    """Look at ``folder``, and upwards to the first folder that is not this user's."""
+    there = folder.lstat()
+    if is_last:
+        if not stat.S_ISDIR(there.st_mode):
+            kind = "it is a symbolic link" if stat.S_ISLNK(there.st_mode) else "File exists"
+            raise ConfigError(_unusable(folder, kind))
+        if there.st_uid != os.geteuid():
+            raise ConfigError(f"the folder {folder} belongs to user {there.st_uid}: {_REMEDY}")
+        if there.st_mode & 0o022:
+            raise ConfigError(
+                f"other users can write to the folder {folder}: give it mode 0700, or name another one in"
+                " FABRIC_RUN_DIR"
+            )
+        folder = folder.parent
+        there = folder.lstat()
+    while there.st_uid == os.geteuid() != _ROOT:
+        if there.st_mode & 0o002 and not (there.st_mode & stat.S_ISVTX or stat.S_ISLNK(there.st_mode)):
+            raise ConfigError(
+                f"every user can replace what lies in {folder}: chmod o-w it, or name another folder in"
+                " FABRIC_RUN_DIR"
+            )
+        folder = folder.parent
+        there = folder.lstat()
+    if there.st_uid not in (os.geteuid(), _ROOT, _unmapped_user()):
+        raise ConfigError(f"the folder {folder} belongs to user {there.st_uid}: {_REMEDY}")
+
+
+def _unusable(folder: Path, why: str | None) -> str:
+    return f"the folder {folder} cannot be used ({why}): name one of this user in FABRIC_RUN_DIR"
+
+
+def _unmapped_user() -> int:
+    """The user that files of users outside of this user namespace seem to belong to, root's among them."""
+    try:
+        if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
+            return _ROOT
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return _ROOT
+
+
+def _foreign_file(folder: Path) -> str:
+    """The name of a file there that is another user's, empty without one."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            try:
+                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                    return entry.name
+            except FileNotFoundError:
+                continue  # it has been removed meanwhile
+    return ""

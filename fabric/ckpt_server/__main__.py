@@ -14,6 +14,7 @@ import uvloop
 from fabric.ckpt_server.server import AlreadyServed, ServerSettings, run, tell_ready
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime import logs
+from fabric.runtime.connection_limit import raise_descriptor_limit
 from fabric.runtime.tls import Tls
 
 
@@ -77,6 +78,7 @@ def main() -> int:
     logs.describe(job=settings.job, replica=settings.replica, rank=settings.rank or None)
     try:
         check(settings)
+        raise_descriptor_limit()
         uvloop.run(run(settings, ready_fd))
     except FabricError as error:
         tell_ready(ready_fd, {"ok": False, "error": str(error), "busy": isinstance(error, AlreadyServed)})

@@ -14,13 +14,16 @@ from prometheus_client.registry import Collector
 from fabric.ckpt_server.durable.dispatch import Dispatch
 from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory
 from fabric.ckpt_server.trainer import STATES, Trainer
+from fabric.runtime.connection_limit import ConnectionLimit, ConnectionMetrics
 
 
 class Metrics:
-    """Counts transfers; ``render`` gives the text for a scrape."""
+    """Counts transfers and ``connections``; ``render`` gives the text for a scrape."""
 
     def __init__(self, memory: Memory, trainer: Trainer, durable: Dispatch) -> None:
+        self.connections = ConnectionLimit()
         self._registry = CollectorRegistry()
+        self._registry.register(ConnectionMetrics("fabric_ckpt_http_", self.connections))
         self._served = Counter(
             "fabric_ckpt_served_bytes", "Bytes of state sent to readers.", ["kind"], registry=self._registry
         )

@@ -170,7 +170,8 @@ async def _http(
 ) -> AsyncIterator[Identity]:
     memory, trainer, durable = state
     name = {"job": settings.job, "replica": settings.replica, "instance": secrets.token_hex(8)}
-    app = make_app(Parts(name, memory, trainer, Metrics(memory, trainer, durable), insight), token)
+    metrics = Metrics(memory, trainer, durable)
+    app = make_app(Parts(name, memory, trainer, metrics, insight), token)
     runner, port = await serve(
         app,
         settings.bind,
@@ -178,6 +179,7 @@ async def _http(
         ssl_context=settings.tls.server_context(),
         shutdown_s=_SHUTDOWN_S,
         cancel_abandoned=True,
+        limit=metrics.connections,
     )
     try:
         yield Identity(url=f"{settings.tls.scheme}://{_url_host(settings)}:{port}", **name)

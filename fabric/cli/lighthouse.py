@@ -1,7 +1,6 @@
 """``fabric lighthouse``: run one lighthouse in the foreground."""
 
 import gc
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from fabric.model import Policy
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.liveness import LivenessConfig
 from fabric.runtime import logs
+from fabric.runtime.connection_limit import raise_descriptor_limit
 
 _FILE = click.Path(path_type=Path)
 _LIVENESS = LivenessConfig()
@@ -100,8 +100,6 @@ def lighthouse(**given: Any) -> None:
     settings = LighthouseSettings(
         leader=leader, quotas=quotas, store_access=access, tls=current_tls(), **given
     )
-    # A session is an open file: as many as this process may have.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()  # a session is an open file
     gc.set_threshold(*THRESHOLDS)
     uvloop.run(run(settings))

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fabric.lighthouse.recovery import Recovery
+from fabric.runtime.connection_limit import ConnectionLimit, ConnectionMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,10 +40,12 @@ class JobGauges:
 
 
 class Metrics:
-    """Counts; ``render`` gives the text for a scrape."""
+    """Counts, also the ``connections``; ``render`` gives the text for a scrape."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
+        self.connections = ConnectionLimit()
+        registry.register(ConnectionMetrics(_PREFIX + "http_", self.connections))
         self._events = Counter(
             _PREFIX + "events", "Transitions told, by kind.", ["job", "kind"], registry=registry
         )

@@ -146,6 +146,7 @@ async def _serve(
             ssl_context=settings.tls.server_context(),
             shutdown_s=_SHUTDOWN_S,
             cancel_abandoned=True,
+            limit=parts.metrics.connections,
         )
         stack.push_async_callback(runner.cleanup)
         # Closed first: the election's end resigns and closes the sessions.

@@ -65,8 +65,11 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
             return True
         return take(text)
 
-    if request.transport is not None:
-        request.transport.set_protocol(UsualFrames(request.protocol, on_text))
+    transport = request.transport
+    if transport is not None:
+        library = transport.get_protocol()
+        assert isinstance(library, asyncio.Protocol)
+        transport.set_protocol(UsualFrames(library, on_text))
     await _serve(place, socket, connection, on_text, lambda job: job.closed(connection))
     return socket
 

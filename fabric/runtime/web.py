@@ -32,6 +32,8 @@ from fabric.errors import (
     StoreIndefinite,
     Unauthorized,
 )
+from fabric.runtime.acceptor import Acceptor, Seated
+from fabric.runtime.connection_limit import ConnectionLimit, Seat
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +163,25 @@ async def _cut_off_stuck(request: web.Request, handler: Handler) -> web.StreamRe
     return response
 
 
+@web.middleware
+async def _keep_seat(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """While a request is under way its connection is not idle (``connection_limit``)."""
+    seat = _seat_of(request)
+    if seat is None:
+        return await handler(request)
+    seat.busy()
+    try:
+        return await handler(request)
+    finally:
+        seat.idle()
+
+
+def _seat_of(request: web.Request) -> Seat | None:
+    """None where the sender has gone."""
+    protocol = None if request.transport is None else request.transport.get_protocol()
+    return protocol.seat if isinstance(protocol, Seated) else None
+
+
 def bearer_required(token: str | None, open_paths: frozenset[str]) -> Middleware:
     """A middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``.
 
@@ -194,6 +215,9 @@ def bearer_of(header: str) -> str:
 
 async def read_body(request: web.Request) -> bytes:
     """The body of a request. Raises HTTPRequestTimeout (408) where it has not arrived within ``BODY_S``."""
+    seat = _seat_of(request)
+    if seat is not None:
+        seat.idle()
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()
@@ -202,6 +226,9 @@ async def read_body(request: web.Request) -> bytes:
             text=f"the request's body did not arrive within {BODY_S:g} s: send all of it",
             headers={"Connection": "close"},
         ) from None
+    finally:
+        if seat is not None:
+            seat.busy()
 
 
 def query_integer(request: web.Request, name: str, *, low: int, high: int) -> int | None:
@@ -262,15 +289,24 @@ async def serve(
     ssl_context: ssl.SSLContext | None = None,
     shutdown_s: float = 2.0,
     cancel_abandoned: bool = False,
+    limit: ConnectionLimit | None = None,
 ) -> tuple[web.AppRunner, int]:
     """Listen on ``host`` and the first free one of ``port``; returns the runner and the port.
 
     The caller ends it with ``await runner.cleanup()``, which waits at most ``shutdown_s`` for requests
-    under way. ``cancel_abandoned`` cancels a handler whose client has gone. Raises ConfigError where
-    nothing can be bound.
+    under way. ``cancel_abandoned`` cancels a handler whose client has gone. ``limit`` bounds the connections;
+    None: as many as this process has descriptors for. Raises ConfigError where nothing can be bound.
     """
     listening = bind_first_free(host, parse_ports(str(port)))
-    app.middlewares.insert(0, _cut_off_stuck)
+    taken = int(listening.getsockname()[1])
+    app.middlewares[:0] = [_keep_seat, _cut_off_stuck]
+    accepting: list[Acceptor] = []
+
+    async def accept_no_more(_: web.Application) -> None:
+        for acceptor in accepting:
+            acceptor.close()
+
+    app.on_shutdown.insert(0, accept_no_more)
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -282,12 +318,14 @@ async def serve(
     )
     try:
         await runner.setup()
-        await web.SockSite(runner, listening, ssl_context=ssl_context, backlog=_BACKLOG).start()
+        assert runner.server is not None
+        listening.listen(_BACKLOG)
+        accepting.append(Acceptor(listening, runner.server, limit or ConnectionLimit(), ssl_context))
     except BaseException:
         listening.close()
         await runner.cleanup()
         raise
-    return runner, int(listening.getsockname()[1])
+    return runner, taken
 
 
 def bind_first_free(host: str, ports: range) -> socket.socket:

@@ -1,0 +1,185 @@
+"""How many connections an HTTP service holds, and which of them has to go when there are too many.
+
+A connection costs a descriptor before its sender has proved anything. So a service holds fewer connections
+than it may have descriptors; the rest is for its own sockets, files and memory. A connection without a
+request under way is *idle*, also while a head or a body arrives. Where room is needed, the connection that
+has been idle for longest is closed. An address has a share, so that one sender closes its own first.
+"""
+
+import logging
+import resource
+import time
+from collections import Counter as Count
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+log = logging.getLogger(__name__)
+
+# Descriptors that are left for everything but HTTP: unix sockets, memory, the store, the pulse, files.
+_RESERVED = 512
+# Idle connections cost memory too, about 5 KiB each.
+_MOST_IDLE = 8192
+_MOST_DESCRIPTORS = 1 << 20
+_TELL_EVERY_S = 60.0
+
+IDLE, FULL = "idle", "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``total`` connections, ``idle`` ones among them; an address may have half of each."""
+
+    total: int
+    idle: int
+
+    @classmethod
+    def of(cls, descriptors: int) -> "Limits":
+        """Those of a process that may have so many descriptors."""
+        total = descriptors - min(_RESERVED, descriptors // 2)
+        return cls(total, min(_MOST_IDLE, total // 2))
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files as it may; returns how many."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _MOST_DESCRIPTORS)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return max(soft, most)
+
+
+class Seat:
+    """One connection's place. ``close`` ends the connection; the place is free at once."""
+
+    __slots__ = ("_limit", "address", "close", "is_free")
+
+    def __init__(self, limit: "ConnectionLimit", address: str, close: Callable[[], None]) -> None:
+        self._limit = limit
+        self.address = address
+        self.close = close
+        self.is_free = False
+
+    def busy(self) -> None:
+        """A request is under way."""
+        self._limit.stop_idling(self)
+
+    def idle(self) -> None:
+        """Nothing is under way, or the sender owes us bytes."""
+        self._limit.start_idling(self)
+
+    def leave(self) -> None:
+        """The connection has ended."""
+        self._limit.remove(self)
+
+
+class ConnectionLimit:
+    """Who is connected; decides who has to go. It knows nothing of sockets."""
+
+    def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits or Limits.of(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self.refused: Count[str] = Count({IDLE: 0, FULL: 0})
+        self._clock = clock
+        self._told = float("-inf")
+        self._open: Count[str] = Count()
+        # The one that has been idle for longest comes first: of all, and by address.
+        self._idle: dict[Seat, None] = {}
+        self._idle_by: dict[str, dict[Seat, None]] = {}
+
+    @property
+    def open(self) -> int:
+        """How many connections there are."""
+        return self._open.total()
+
+    @property
+    def idling(self) -> int:
+        """How many of them have no request under way."""
+        return len(self._idle)
+
+    def admit(self, address: str, close: Callable[[], None]) -> Seat | None:
+        """A place for a new connection, which is idle at first; another one may be closed for it. None where
+        there is no room and nobody idle: close the new one."""
+        limits, of_address = self.limits, self._idle_by.get(address, {})
+        if self._open[address] >= limits.total // 2 or len(of_address) >= limits.idle // 2:
+            has_room = self._close_first(of_address)
+        elif self.open >= limits.total or len(self._idle) >= limits.idle:
+            has_room = self._close_first(self._idle)
+        else:
+            has_room = True
+        if not has_room:
+            self._tell(FULL, address)
+            return None
+        seat = Seat(self, address, close)
+        self._open[address] += 1
+        self.start_idling(seat)
+        return seat
+
+    def close_one(self) -> bool:
+        """Close the connection that has been idle for longest; False where none is idle."""
+        return self._close_first(self._idle)
+
+    def start_idling(self, seat: Seat) -> None:
+        if not seat.is_free:
+            self._idle[seat] = None
+            self._idle_by.setdefault(seat.address, {})[seat] = None
+
+    def stop_idling(self, seat: Seat) -> None:
+        self._idle.pop(seat, None)
+        of_address = self._idle_by.get(seat.address, {})
+        of_address.pop(seat, None)
+        if not of_address:
+            self._idle_by.pop(seat.address, None)
+
+    def remove(self, seat: Seat) -> None:
+        if seat.is_free:
+            return
+        self.stop_idling(seat)
+        seat.is_free = True
+        self._open[seat.address] -= 1
+        if not self._open[seat.address]:
+            del self._open[seat.address]
+
+    def _close_first(self, idle: dict[Seat, None]) -> bool:
+        seat = next(iter(idle), None)
+        if seat is None:
+            return False
+        self._tell(IDLE, seat.address)
+        self.remove(seat)
+        seat.close()
+        return True
+
+    def _tell(self, why: str, address: str) -> None:
+        self.refused[why] += 1
+        now = self._clock()
+        if now - self._told >= _TELL_EVERY_S:
+            self._told = now
+            which = "an idle one was closed" if why == IDLE else "a new one was refused"
+            log.warning(
+                "there are too many connections, %d of them idle, and %s, from %s: look who opens them",
+                self.idling,
+                which,
+                address,
+            )
+
+
+class ConnectionMetrics(Collector):
+    """What Prometheus is told of the connections to a service; ``prefix`` begins the names."""
+
+    def __init__(self, prefix: str, limit: ConnectionLimit) -> None:
+        self._prefix = prefix
+        self._limit = limit
+
+    def collect(self) -> Iterator[Metric]:
+        prefix, limit = self._prefix, self._limit
+        yield GaugeMetricFamily(f"{prefix}connections", "Open HTTP connections.", limit.open)
+        yield GaugeMetricFamily(f"{prefix}connections_limit", "The most that are held.", limit.limits.total)
+        refused = CounterMetricFamily(
+            f"{prefix}connections_refused",
+            "Connections closed for want of room: idle ones, and new ones where none was idle (full).",
+            labels=["why"],
+        )
+        for why, count in limit.refused.items():
+            refused.add_metric([why], count)
+        yield refused

@@ -1,0 +1,256 @@
+"""How many connections a service holds: who has to go, and that a right request is answered all the same."""
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+
+import aiohttp
+import pytest
+import uvloop
+from aiohttp import web
+
+from fabric.runtime.acceptor import share_of
+from fabric.runtime.connection_limit import FULL, IDLE, ConnectionLimit, Limits, Seat, raise_descriptor_limit
+from fabric.runtime.web import read_body, serve
+
+DEADLINE_S = 60
+
+
+class Room:
+    """A limit, and the names of the connections that it closed."""
+
+    def __init__(self, total: int, idle: int) -> None:
+        self.limit = ConnectionLimit(Limits(total, idle))
+        self.closed: list[str] = []
+
+    def enter(self, address: str, name: str = "") -> Seat | None:
+        return self.limit.admit(address, lambda: self.closed.append(name or address))
+
+
+def test_the_one_that_idles_for_longest_goes_and_never_one_with_a_request():
+    room = Room(total=4, idle=4)
+    seats = [room.enter(name) for name in "abcd"]
+    assert all(seats)
+    seats[0].busy()
+    seats[1].busy()
+    seats[1].idle()
+    assert room.enter("e") is not None
+    assert room.closed == ["c"], "b has asked something since, and a is being answered"
+    assert room.limit.open == 4 and room.limit.refused == {IDLE: 1, FULL: 0}
+
+
+def test_where_nobody_idles_the_new_one_is_refused():
+    room = Room(total=4, idle=4)
+    for name in "abcd":
+        room.enter(name).busy()
+    assert room.enter("e") is None
+    assert room.closed == [] and room.limit.open == 4 and room.limit.refused == {IDLE: 0, FULL: 1}
+
+
+def test_an_address_that_takes_too_much_closes_its_own():
+    room = Room(total=8, idle=8)
+    room.enter("victim")
+    for number in range(20):
+        assert room.enter("attacker", f"attacker {number}") is not None
+    assert room.closed == [f"attacker {number}" for number in range(16)], "half of the room is its share"
+    assert room.limit.open == 5
+
+
+def test_an_address_whose_requests_fill_its_share_is_refused():
+    room = Room(total=8, idle=8)
+    seats = [room.enter("attacker") for _ in range(4)]
+    for seat in seats:
+        seat.busy()
+    assert room.enter("attacker") is None
+    assert room.enter("victim") is not None
+    seats[0].leave()
+    assert room.enter("attacker") is not None
+
+
+def test_idle_ones_have_less_room_than_all():
+    room = Room(total=100, idle=10)
+    for number in range(30):
+        room.enter(f"host {number}")
+    assert room.limit.open == 10 and room.closed == [f"host {number}" for number in range(20)]
+
+
+def test_a_seat_is_free_once_however_often_it_is_left():
+    room = Room(total=4, idle=4)
+    seat = room.enter("a")
+    for _ in range(2):
+        seat.leave()
+    seat.idle()
+    seat.busy()
+    assert room.limit.open == 0 and room.limit.idling == 0
+    for number in range(10):
+        room.enter(f"host {number}").leave()
+    assert room.closed == []
+
+
+@pytest.mark.parametrize("descriptors", [16, 256, 1024, 20_000, 1 << 20])
+def test_there_is_always_a_reserve_of_descriptors(descriptors):
+    limits = Limits.of(descriptors)
+    assert 0 < limits.idle // 2 < limits.idle <= limits.total <= descriptors
+    assert descriptors - limits.total >= min(512, descriptors // 2)
+
+
+def test_many_strangers_are_one_line_in_the_log(caplog):
+    room = Room(total=4, idle=4)
+    for number in range(50):
+        room.enter(f"host {number}")
+    (line,) = caplog.messages
+    assert "an idle one was closed, from host 0" in line
+
+
+@pytest.mark.parametrize(
+    ("address", "share"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("what is this", "what is this"),
+    ],
+)
+def test_an_ipv6_host_has_one_share_for_its_whole_network(address, share):
+    assert share_of(address) == share
+
+
+def test_the_limit_of_descriptors_is_raised_to_what_is_allowed():
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), most))
+    try:
+        assert raise_descriptor_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(most, 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+
+
+# --- with real sockets ------------------------------------------------------------------------------------
+
+
+class Service:
+    """One that answers at once, when told to, or after a body."""
+
+    def __init__(self) -> None:
+        self.limit = ConnectionLimit(Limits(total=16, idle=8))
+        self.port = 0
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+    async def fast(self, _: web.Request) -> web.Response:
+        return web.Response(text="fast")
+
+    async def slow(self, _: web.Request) -> web.Response:
+        self.asked.set()
+        await self.go.wait()
+        return web.Response(text="slow")
+
+    async def body(self, request: web.Request) -> web.Response:
+        self.asked.set()
+        return web.Response(text=str(len(await read_body(request))))
+
+    async def ask(self, path: str) -> str:
+        url = f"http://127.0.0.1:{self.port}/{path}"
+        async with asyncio.timeout(DEADLINE_S), aiohttp.request("GET", url) as answer:
+            return await answer.text()
+
+
+@asynccontextmanager
+async def service() -> AsyncIterator[Service]:
+    found = Service()
+    app = web.Application()
+    app.router.add_get("/fast", found.fast)
+    app.router.add_get("/slow", found.slow)
+    app.router.add_post("/body", found.body)
+    runner, found.port = await serve(app, "127.0.0.1", 0, shutdown_s=0.1, limit=found.limit)
+    try:
+        yield found
+    finally:
+        await runner.cleanup()
+
+
+@contextmanager
+def strangers(port: int, count: int, says: bytes, host: str = "127.0.0.2") -> Iterator[list[socket.socket]]:
+    """Connections from another address, which say ``says`` and then nothing."""
+    with ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            one = stack.enter_context(
+                socket.create_connection(("127.0.0.1", port), DEADLINE_S, source_address=(host, 0))
+            )
+            one.sendall(says)
+            found.append(one)
+        yield found
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until ``condition`` is true."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - the service under test signals nothing
+            await asyncio.sleep(0)
+
+
+def in_every_loop(story):
+    """Run a story on both event loops."""
+
+    @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+    def test(run):
+        run(story())
+
+    return test
+
+
+@in_every_loop
+async def test_silent_strangers_make_room_and_keep_nobody_out():
+    async with service() as found:
+        slow = asyncio.create_task(found.ask("slow"))
+        await found.asked.wait()
+        for says in (b"", b"GET / HT", b"\x16\x03\x01"):
+            with strangers(found.port, 40, says) as sockets:
+                assert await found.ask("fast") == "fast"
+                # Those that had to go see their end; those that idle within the share stay.
+                await until(lambda: found.limit.refused.total() >= 36)
+                assert await asyncio.to_thread(sockets[0].recv, 1) == b""
+            found.limit.refused[IDLE] = 0
+        found.go.set()
+        assert await slow == "slow", "a request under way is not idle"
+        assert found.limit.refused[FULL] == 0
+
+
+@in_every_loop
+async def test_a_body_that_does_not_come_is_no_request_under_way():
+    async with service() as found:
+        head = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n12"
+        with strangers(found.port, 1, head) as (first,):
+            await found.asked.wait()
+            with strangers(found.port, 4, b""):
+                assert await asyncio.to_thread(first.recv, 100) == b""
+        assert await found.ask("fast") == "fast"
+
+
+@in_every_loop
+async def test_a_service_that_has_ended_accepts_nobody_and_leaves_no_connection():
+    async with service() as found:
+        with strangers(found.port, 3, b""):
+            assert await found.ask("fast") == "fast"
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await found.ask("fast")
+    await until(lambda: not found.limit.open)
+
+
+@in_every_loop
+async def test_without_descriptors_an_idle_connection_goes_and_accepting_goes_on():
+    async with service() as found:
+        with strangers(found.port, 3, b""):
+            await until(lambda: found.limit.open == 3)
+            with socket.socket() as late, ExitStack() as stack:
+                late.setblocking(False)
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+                stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
+                os.close(lowest := os.dup(0))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limit[1]))
+                await asyncio.get_running_loop().sock_connect(late, ("127.0.0.1", found.port))
+                await until(lambda: found.limit.refused[IDLE])
+            assert await found.ask("fast") == "fast"

@@ -16,20 +16,23 @@ import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from fabric.errors import ConfigError, FabricError, ProtocolError, Refused, Unreachable
 from fabric.transport import greeting as proof
 from fabric.transport.framing import HEADER_BYTES, frame
 from fabric.transport.greeting import MAX_HANDSHAKE_BYTES, Greeting
+from fabric.transport.handshakes import Handshake, Handshakes
 from fabric.transport.local import check_user, connect_locally, listen_locally
 
 logger = logging.getLogger(__name__)
 
 CONTROL_USER_TIMEOUT_S = 10.0
 HANDSHAKE_S = 5.0
-# Strangers that open connections and say nothing hold at most this many at a time.
-MAX_HANDSHAKES = 64
+# The members of a large job dial all at once; the kernel cuts this down to its own limit.
+_BACKLOG = 1024
 _ACCEPT_BACKOFF_S = 0.05
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 
 OnConnection = Callable[[Greeting, socket.socket], None]
@@ -73,7 +76,7 @@ class Listener:
         self._server: socket.socket | None = None
         self._local: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Semaphore(MAX_HANDSHAKES)
+        self._handshakes = Handshakes()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -113,21 +116,20 @@ class Listener:
     async def _accept_loop(self, server: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._room.acquire()
             try:
-                sock, _ = await loop.sock_accept(server)
+                sock, address = await loop.sock_accept(server)
             except OSError as error:
                 # Out of descriptors, or a client that left in the queue: the next one may do better.
-                self._room.release()
+                self._handshakes.drop_oldest()
                 logger.warning("could not accept a connection: %s", error)
                 await asyncio.sleep(_ACCEPT_BACKOFF_S)
                 continue
-            except asyncio.CancelledError:
-                self._room.release()
-                raise
-            self._spawn(self._serve(sock))
+            place = str(address[0]) if server.family in _INTERNET else "this host"
+            handshake = self._handshakes.begin(place, partial(_end, sock))
+            self._spawn(self._serve(sock, handshake))
+            await self._handshakes.make_room(place)
 
-    async def _serve(self, sock: socket.socket) -> None:
+    async def _serve(self, sock: socket.socket, handshake: Handshake) -> None:
         handed_on = False
         try:
             sock.setblocking(False)
@@ -146,7 +148,7 @@ class Listener:
         except FabricError as error:
             logger.warning("a connection was refused: %s", error)
         finally:
-            self._room.release()
+            self._handshakes.end(handshake)
             if not handed_on:
                 sock.close()
 
@@ -243,7 +245,7 @@ async def _dial_locally(
 
 def tune(sock: socket.socket, kind: str) -> None:
     """No delay for small messages, keepalive for idle links, a bound on unacknowledged bytes."""
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+    if sock.family not in _INTERNET:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -280,7 +282,7 @@ async def _bind(host: str, ports: Sequence[int]) -> socket.socket:
         try:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind((target[0], port, *target[2:]))
-            server.listen(128)
+            server.listen(_BACKLOG)
         except OSError as error:
             server.close()
             last = _words(error)
@@ -336,6 +338,12 @@ async def _receive_exactly(sock: socket.socket, count: int) -> bytes:
             raise ConnectionResetError(0, "the other side closed during the greeting")
         data += piece
     return data
+
+
+def _end(sock: socket.socket) -> None:
+    """Whoever reads it sees its end."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _words(error: OSError) -> str:

@@ -1,0 +1,97 @@
+"""Handshakes that a listener has under way: everybody is accepted, and strangers who say nothing make room.
+
+A stranger needs no token to connect, and may say nothing for as long as a handshake may take. If the listener
+waited for them, some hundred of them would keep a job's own links from forming. So the listener goes on
+accepting, and drops the oldest handshake where there are too many. An address with too many loses its own.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+# Handshakes under way at a time; one address may have half of them.
+MAX_HANDSHAKES = 256
+# A member of a large job answers within this time, also when all others dial at once: nobody younger is
+# dropped for another address.
+_AT_LEAST_S = 0.25
+_TELL_EVERY_S = 60.0
+
+
+@dataclass(eq=False, slots=True)
+class Handshake:
+    """One that has begun at ``begun``, by the loop's clock; ``drop`` ends it."""
+
+    address: str
+    begun: float
+    drop: Callable[[], object]
+
+
+class Handshakes:
+    """Those under way, the oldest first."""
+
+    def __init__(self, most: int = MAX_HANDSHAKES) -> None:
+        self._most = most
+        self._open: dict[Handshake, None] = {}
+        self._of: Counter[str] = Counter()
+        self._ended = asyncio.Event()
+        self._dropped = 0
+        self._told = float("-inf")
+
+    def begin(self, address: str, drop: Callable[[], object]) -> Handshake:
+        """Note one that has just been accepted."""
+        found = Handshake(address, asyncio.get_running_loop().time(), drop)
+        self._open[found] = None
+        self._of[address] += 1
+        return found
+
+    def end(self, handshake: Handshake) -> None:
+        """It is over, however it ended."""
+        if handshake in self._open:
+            del self._open[handshake]
+            self._of[handshake.address] -= 1
+            if not self._of[handshake.address]:
+                del self._of[handshake.address]
+            self._ended.set()
+
+    async def make_room(self, address: str) -> None:
+        """Return when the next connection may be accepted; the last one came from ``address``."""
+        if self._of[address] > self._most // 2:
+            self._drop(next(one for one in self._open if one.address == address))
+        while len(self._open) > self._most:
+            oldest = next(iter(self._open))
+            wait_s = oldest.begun + _AT_LEAST_S - asyncio.get_running_loop().time()
+            if wait_s <= 0:
+                self._drop(oldest)
+                continue
+            self._ended.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._ended.wait()
+            except TimeoutError:
+                continue
+        # Accepting alone never lets the loop turn while somebody stands in line.
+        await asyncio.sleep(0)
+
+    def drop_oldest(self) -> None:
+        """Free a descriptor, if a handshake has one."""
+        oldest = next(iter(self._open), None)
+        if oldest is not None:
+            self._drop(oldest)
+
+    def _drop(self, handshake: Handshake) -> None:
+        self.end(handshake)
+        handshake.drop()
+        self._dropped += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._told >= _TELL_EVERY_S:
+            self._told = now
+            logger.warning(
+                "too many connections say nothing: the oldest was dropped, from %s, %d so far: look who opens"
+                " them",
+                handshake.address,
+                self._dropped,
+            )

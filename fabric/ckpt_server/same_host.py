@@ -65,10 +65,19 @@ class Door:
 
     @asynccontextmanager
     async def open(self, place: str) -> AsyncIterator[None]:
-        """Let readers in while the block lasts; ``place`` is the host:port that readers dial."""
+        """Let readers in while the block lasts; ``place`` is the host:port that readers dial. Where somebody
+        else has taken the socket's name, readers come over HTTP alone."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.setblocking(False)
-            listener.bind(name_of(place))
+            try:
+                listener.bind(name_of(place))
+            except OSError as error:
+                log.warning(
+                    "another process has the socket for readers on this host (%s): they read over HTTP",
+                    error.strerror,
+                )
+                yield
+                return
             listener.listen(_MOST_READERS)
             serving = asyncio.create_task(serve_each(listener, self._serve, _MOST_READERS, "a reader"))
             try:

@@ -1,6 +1,7 @@
 """What a person decides, with who and why: about a replica, about who joins, about a job's size."""
 
 import getpass
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +59,11 @@ def _limits(answer: dict[str, Any]) -> dict[str, object]:
 
 
 def _me() -> str:
-    return f"{getpass.getuser()}@{socket.gethostname()}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have a number and no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 drain = _command(

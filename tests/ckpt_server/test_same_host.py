@@ -29,6 +29,7 @@ from fabric.ckpt_server import same_host, striping
 from fabric.ckpt_server.content import snapshot_content
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.lines import LOG_NAME
 from fabric.ckpt_server.memory import SNAPSHOT, Memory
 from fabric.ckpt_server.same_host import Door, HostMemory, name_of
 from fabric.ckpt_server.source import Address
@@ -233,6 +234,21 @@ def test_the_token_is_not_told_to_another_users_process():
         assert process.stdout.readline() == "ready\n"
         assert HostMemory.find(listener, STATE, "secret", 1) is None
         assert process.stdout.readline() == "b''\n"
+
+
+def test_a_name_that_another_process_has_taken_first_costs_that_door_alone(attach, run_dir):
+    ports = range(28700, 28740)
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            taker = stack.enter_context(socket.socket(socket.AF_UNIX))
+            taker.bind(name_of(f"127.0.0.1:{port}"))
+        handle = attach(port=f"{ports[0]}-{ports[-1]}")
+        publish(handle, 0, FILE, 40)
+        target = bytearray(len(FILE))
+        fetched(StateFetcher(), [handle.url], target)
+        assert bytes(target) == FILE and served_bytes(handle.url) == len(FILE)
+    log = (run_dir / LOG_NAME).read_text()
+    assert log.count("they read over HTTP") == 1 and "Traceback" not in log
 
 
 @pytest.mark.parametrize(

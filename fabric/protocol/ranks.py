@@ -12,6 +12,7 @@ A rank that is lost ends the replica: what the others hold is half of a state th
 ``Follower`` is the other side: it obeys, answers, and remembers which generation and epoch it is in.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,7 +73,8 @@ class ToRank:
 Event = io.Event | FromRank | RankLost | Ended
 Effect = io.SendPeer | io.SendLeader | io.Note | ToRank
 
-# Outcomes of the main threads: each has one order at a time, so one of each rank makes the answer.
+# Outcomes of the main threads. Of all but the digest each thread has one order at a time, so one of each
+# rank makes the answer. The core waits for no digest, and may order more before every rank has told its own.
 _MAIN = (io.Ready, io.Digested, io.Computed, io.Installed, io.InstallFailed, io.Closing)
 _FETCHES = (io.FetchState, io.FetchGradient)
 
@@ -97,6 +99,7 @@ class Ranks:
         self.lost = False  # a rank went that was not told to
         self._number = 0
         self._main: dict[int, RankEvent] = {}
+        self._digested: dict[int, io.Digested] = {}  # the answers to the one TellDigest that is under way
         self._closing: io.Closing | None = None  # told when the snapshot that is under way has ended
         self._linked: dict[int, set[int]] = {}  # epoch -> ranks whose links of it stand
         self._reduced: dict[tuple[int, int], dict[int, io.Exchanged]] = {}  # round -> result by rank
@@ -209,8 +212,7 @@ class Ranks:
     def _take(self, rank: int, outcome: Outcome, now: float) -> None:
         event = outcome.event
         if isinstance(event, _MAIN):
-            self._main[rank] = event
-            self._on_main(now)
+            self._on_main(rank, event, now)
         elif isinstance(event, io.Failed):
             # The others are stuck in a collective with this one, or soon will be: they have nothing to add.
             self._tell(replace(event, why=self._by(rank, event.why)), now)
@@ -237,7 +239,11 @@ class Ranks:
         else:
             self._snapshot(event.step, event.durable)
 
-    def _on_main(self, now: float) -> None:
+    def _on_main(self, rank: int, event: RankEvent, now: float) -> None:
+        if isinstance(event, io.Digested):
+            self._on_digested(rank, event, now)
+            return
+        self._main[rank] = event
         if len(self._main) < self.size:
             return
         said, self._main = [self._main[rank] for rank in range(self.size)], {}
@@ -246,6 +252,23 @@ class Ranks:
             self._tell(io.InstallFailed(self._by(failed[0][0], failed[0][1].why)), now)
             return
         first = said[0]
+        if not self._stand_together(said):
+            return
+        if isinstance(first, io.Ready):
+            later = any(event.later for event in said if isinstance(event, io.Ready))
+            self._tell(replace(first, digest="" if later else _digest_of(said), later=later), now)
+        elif isinstance(first, io.Computed):
+            self._on_computed(first, said, now)
+        elif isinstance(first, io.Installed):
+            self._tell(replace(first, digest=_digest_of(said)), now)
+        else:
+            assert isinstance(first, io.Closing)
+            self._closing = first
+            self._close_when_kept(now)
+
+    def _stand_together(self, said: Sequence[RankEvent]) -> bool:
+        """Whether all ranks answer the same order; where they do not, the replica ends."""
+        first = said[0]
         for rank, event in enumerate(said):
             if type(event) is not type(first) or getattr(event, "step", 0) != getattr(first, "step", 0):
                 self._stop(
@@ -253,18 +276,17 @@ class Ranks:
                     f"rank 0 stands at {_where(first)} and rank {rank} at {_where(event)}: the ranks of a "
                     "replica must run the same loop, with the same data and number of steps",
                 )
-                return
-        if isinstance(first, io.Ready):
-            later = any(event.later for event in said if isinstance(event, io.Ready))
-            self._tell(replace(first, digest="" if later else _digest_of(said), later=later), now)
-        elif isinstance(first, io.Computed):
-            self._on_computed(first, said, now)
-        elif isinstance(first, io.Digested | io.Installed):
-            self._tell(replace(first, digest=_digest_of(said)), now)
-        else:
-            assert isinstance(first, io.Closing)
-            self._closing = first
-            self._close_when_kept(now)
+                return False
+        return True
+
+    def _on_digested(self, rank: int, event: io.Digested, now: float) -> None:
+        """A rank is asked again only after its next Ready, which it says after this answer."""
+        self._digested[rank] = event
+        if len(self._digested) < self.size:
+            return
+        said = [self._digested.pop(rank) for rank in range(self.size)]
+        if self._stand_together(said):
+            self._tell(replace(said[0], digest=_digest_of(said)), now)
 
     def _close_when_kept(self, now: float) -> None:
         """The last snapshot may be the job's last durable checkpoint: the replica has not finished before."""

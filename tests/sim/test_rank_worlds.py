@@ -35,6 +35,11 @@ def test_worlds_of_ranks_keep_every_invariant_in_every_lane():
     assert not missing, f"never happened in {SEEDS} seeds: {missing}"
 
 
+@pytest.mark.parametrize("seed", [5000401, 5000494, 5000620])
+def test_a_digest_that_is_told_late_ends_no_replica(seed):
+    sim.ranks.play(seed)
+
+
 def test_a_seed_replays_exactly():
     first, second = sim.ranks.play(3, tracing=True), sim.ranks.play(3, tracing=True)
     assert first.clockwork.lines == second.clockwork.lines and len(first.clockwork.lines) > 100

@@ -316,10 +316,11 @@ class Joins(Failures):
                 "FABRIC_DURABLE to begin from nothing"
             )
             return
+        told = self._told_of_another_store() if record is None else (record.generation, record.epoch)
         self.lost = None if self.reached is None else max(0, self.reached - base.step)
-        epoch = (record.epoch if record else 0) + 1
+        epoch = told[1] + 1
         # Above the base's too: a durable checkpoint may be of a job whose record is gone.
-        generation = max(record.generation if record else 0, base.generation) + 1
+        generation = max(told[0], base.generation) + 1
         self._write(
             Record(
                 store_id=self.store_id,
@@ -337,6 +338,16 @@ class Joins(Failures):
                 min_replicas=self.orders.min_replicas,
             )
         )
+
+    def _told_of_another_store(self) -> tuple[int, int]:
+        """The newest generation and epoch of the processes that are here although the store is empty: it was
+        wiped or replaced while their job ran. What begins now is above both, for they know links, published
+        gradients and states by these numbers. And the step that they had come to."""
+        peers = [p for p in self.liveness.peers.values() if p.connected]
+        generation = max((p.generation for p in peers), default=0)
+        if generation:
+            self.reached = max(p.step for p in peers if p.generation == generation)
+        return generation, max((p.newest_epoch for p in peers), default=0)
 
     def _startable(self) -> list[Peer]:
         """Who could begin a generation; the penalised only where too few are left without them. The first one
@@ -358,7 +369,7 @@ class Joins(Failures):
         return good if len(good) >= self.least else found
 
     def _start_reason(self, record: Record | None, base: Base, passed: str) -> str:
-        if record is None and base.generation == 0:
+        if record is None and base.generation == 0 and not self.lost:
             return "first start"
         lost = f", {counted(self.lost, 'step')} lost with the memory that held them" if self.lost else ""
         if record is not None and self.lost is None:

@@ -59,6 +59,11 @@ class Peer:
     def generation(self) -> int:
         return self.beat.generation if self.beat is not None else self.session.generation
 
+    @property
+    def newest_epoch(self) -> int:
+        """Of which it has heard."""
+        return max(self.session.epoch, self.beat.epoch if self.beat is not None else 0)
+
 
 @dataclass(slots=True)
 class PulseState:

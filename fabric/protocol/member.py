@@ -108,7 +108,7 @@ class Member(Rounds):
                     generation=state.generation,
                     step=state.step,
                     digest=state.digest,
-                    epoch=self._epoch(),
+                    epoch=self.newest.epoch if self.newest is not None else 0,
                     link=me.link,
                     ckpt=me.ckpt,
                     micro_batches=me.micro_batches,
@@ -175,15 +175,12 @@ class Member(Rounds):
         record = changes.applied(message, self.newest)
         if record is not None:
             self._hear_of(record)
-        elif self.newest is None or message.record.fence >= self.newest.fence:
+        elif self.newest is None or not self._is_past(message.record.fence):
             self._do(io.Note("roster", message.record.epoch, self.state.step, "it is asked for whole"))
             self._do(io.SendLeader(m.NeedRoster(message.record.fence)))
 
     def _hear_of(self, record: Record) -> None:
-        newest = self.newest
-        if newest is not None and record.fence <= newest.fence:
-            if record.fence == newest.fence:
-                self._repeat_answer()
+        if not self._is_news(record):
             return
         self.newest = record
         if self._is_leaving(record):
@@ -211,6 +208,44 @@ class Member(Rounds):
             self._first_data()
         else:
             self._repeat_aborted()
+
+    def _is_past(self, fence: Fence) -> bool:
+        """Whether this store has said something newer. What another store says is never of the past."""
+        newest = self.newest
+        return newest is not None and fence.store_id == newest.store_id and fence < newest.fence
+
+    def _is_news(self, record: Record) -> bool:
+        newest = self.newest
+        if newest is None:
+            return True
+        if record.store_id != newest.store_id:
+            return self._begin_anew(record)
+        if record.fence == newest.fence:
+            self._repeat_answer()
+        return record.fence > newest.fence
+
+    def _begin_anew(self, record: Record) -> bool:
+        """The store was wiped or replaced. Its record is another life of the job: nothing that was agreed in
+        the last one counts, and my state only where the new life begins from it. Returns whether I go on."""
+        assert self.newest is not None
+        if self.mode is not Mode.OUTSIDE:
+            self._leave("the control store was wiped or replaced: the job begins again")
+        if self.stopped:
+            return False
+        if record.epoch <= self.newest.epoch:
+            # Links and exchanges are named by epochs, which must only grow in the life of a process.
+            self._stop(
+                75,
+                f"the control store was replaced by one whose job is at epoch {record.epoch}, and this "
+                f"process was at epoch {self.newest.epoch} of the last one: it starts again",
+            )
+            return False
+        self.newest = self.current = self.report = None
+        self.pend, self.disputed = (0, 0, ()), (0, 0)
+        self.contact.aborted, self.contact.unsaid = None, False
+        self.state.generation = 0
+        self._want(None)
+        return True
 
     def _join(self, record: Record) -> None:
         self._enter_mode(Mode.JOINED)

@@ -64,7 +64,8 @@ class CatchingUp(MemberBase):
 
     def on_sources(self, message: m.Sources) -> None:
         newest = self.newest
-        if newest is None or message.fence.generation != newest.generation:
+        fence = message.fence
+        if newest is None or (fence.store_id, fence.generation) != (newest.store_id, newest.generation):
             return
         if self._is_awaiting() or (message.again and self.mode is Mode.OUTSIDE):
             self._start_from(message)

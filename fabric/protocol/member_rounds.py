@@ -97,10 +97,13 @@ class Rounds(CatchingUp):
     def on_peer(self, event: io.FromPeer) -> None:
         message, fence = event.message, event.message.fence
         promised = self.report.fence if self.report is not None else None
-        if promised is not None and fence < promised:
+        if promised is not None and fence.store_id == promised.store_id and fence < promised:
             return
         if self.current is not None and fence.epoch < self.current.epoch:
             return
+        newest = self.newest
+        if newest is not None and fence.store_id != newest.store_id and fence.epoch <= newest.epoch:
+            return  # of a store that is no more, or of one whose job I cannot follow
         if self._is_round(fence.epoch, message.step):
             self._collect(event.replica, event.incarnation, message)
             return

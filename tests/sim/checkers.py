@@ -331,6 +331,8 @@ class Checks:
         and no other after that."""
         who, key = trainer.name, (trainer.host, trainer.incarnation)
         last = next(r for r in reversed(self.records) if r.generation == generation)
+        if last.store_id != self.records[-1].store_id and self.promises.get(who, 0) <= last.epoch:
+            return  # its store was wiped, and it has not heard of that: an empty store waits for nobody
         awaited = any((x.replica, x.incarnation) == key and not x.fresh for x in last.roster)
         roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[held.epoch].roster}
         said = {name for name, epoch, step in self.bars if (epoch, step) == (held.epoch, held.step)}

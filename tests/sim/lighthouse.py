@@ -69,7 +69,7 @@ class Lighthouse(Process):
             self.clockwork.trace(self.name, f"elected {revision}")
             if record is not None and record.orders != Orders():
                 self.clockwork.counts["orders: known to the next leader"] += 1
-            self.feed(io.Elected("store", record, 1e9 + self.clockwork.now + self.world.time_error()))
+            self.feed(io.Elected(self.store.name, record, 1e9 + self.clockwork.now + self.world.time_error()))
             chance = random.Random(f"crowd {self.clockwork.seed}/{revision}")
             if chance.random() < 0.25:
                 self.clockwork.counts["crowd"] += 1

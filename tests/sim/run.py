@@ -19,6 +19,7 @@ from sim.late_worlds import late_world
 from sim.order_worlds import OrderWorld
 from sim.ranks import RankWorld
 from sim.stall_worlds import StallWorld
+from sim.store_worlds import store_world
 from sim.world import World
 
 # What makes a world of a seed.
@@ -30,6 +31,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "order": OrderWorld,
     "durable": DurableWorld,
     "ranks": RankWorld,
+    "store": store_world,
 }
 
 

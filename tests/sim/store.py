@@ -25,6 +25,7 @@ class Store:
     def __init__(self, clockwork: Clockwork, checks: Checks) -> None:
         self.clockwork = clockwork
         self.checks = checks
+        self.name = "store"  # another one after every wipe
         self.stored = b""  # the record as bytes of the shipping codec
         self.revision = 0  # of the election key; grows with every election
         self.holder = ""
@@ -51,6 +52,11 @@ class Store:
         self.down = False
         if self.holder and self.clockwork.now < self.expires:
             self.expires = self.clockwork.now + LEASE_S
+
+    def wipe(self, name: str) -> None:
+        """An empty store takes its place: its record and the election key are gone."""
+        self.name, self.stored, self.holder = name, b"", ""
+        self.revision += 1
 
     def _soon(self, action: Callable[[], None], lost: Callable[[], None]) -> None:
         """Do it at the store, or call ``lost`` when the store has crashed meanwhile."""

@@ -94,6 +94,7 @@ class Channel:
             "void": self._void,
             "finish": self._finish,
             "gone": self._gone,
+            "ping": self._ping,
         }
         trainer.on_death = self._trainer_died
 
@@ -260,6 +261,9 @@ class Channel:
         if not 0 <= request.linger_s <= 86400:
             raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
         self._lifetime.finish(request.linger_s)
+        return _success()
+
+    async def _ping(self, _: dict[str, Any]) -> Response:
         return _success()
 
     async def _gone(self, _: dict[str, Any]) -> Response:

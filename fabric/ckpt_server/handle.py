@@ -1,8 +1,9 @@
 """The trainer's handle on its checkpoint server: find it or start it, share memory, publish.
 
-All calls block, under one lock, with a time limit each; any thread may make them. A request that got no
-answer leaves the channel in an unknown place, so the channel is closed: every later call raises
-ServerLost until ``ensure`` has attached again, to the same server if it lives and to a new one if not.
+All calls block, under one lock, with a time limit each; any thread may make them. When the channel is closed
+every call raises ServerLost until ``ensure`` has attached again, to the same server if it lives and to a new
+one if not. A server that is stopped, or hangs, is neither: what rounds and snapshots ask for it must answer
+within a second, and until it has answered every other call raises ServerLost at once. It heals by itself.
 """
 
 import contextlib
@@ -10,8 +11,6 @@ import ctypes
 import json
 import mmap
 import os
-import select
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,16 +21,18 @@ from typing import Any
 from fabric.ckpt_server import labels
 from fabric.ckpt_server.labels import Labels
 from fabric.ckpt_server.launch import ServerSpec, is_served, reap, start
-from fabric.ckpt_server.lines import MAX_LINE_BYTES, LineBuffer, decode_line, encode_line, socket_path
+from fabric.ckpt_server.request_channel import Requests
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import SnapshotRef
 from fabric.protocol.wire import decode_as
 from fabric.runtime import logs
-from fabric.runtime.private_folder import check_peer
 from fabric.runtime.tls import Tls
 
 ATTACH_S = 20.0
 _ANSWER_S = 30.0
+# What a round or a snapshot waits for. A server that runs answers within a millisecond.
+_PROMPT_S = 1.0
+_PUBLISH_S = 5.0  # what nobody else waits for, such as to read the header of a large snapshot
 # The kernel clears shared memory at more than this, on the slowest machines too.
 _CLEAR_BYTES_PER_S = 100e6
 _LOOK_AGAIN_S = 0.02
@@ -53,71 +54,6 @@ class _Welcome:
     parts: tuple[int, ...] = ()
 
 
-class _Line:
-    """A connected channel: one request, one answer."""
-
-    def __init__(self, run_dir: Path, name: str, timeout_s: float) -> None:
-        self._name = name
-        self._lines = LineBuffer(MAX_LINE_BYTES)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.settimeout(timeout_s)
-            with socket_path(run_dir) as path:
-                self._socket.connect(path)
-            # Before anything is said: another user may have made the folder first, and listen in it.
-            check_peer(self._socket, f"the socket of {name} in {run_dir}")
-        except BaseException:
-            self._socket.close()
-            raise
-
-    def ask(self, body: Mapping[str, object], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-        """The answer and the descriptors beside it. Raises Refused with the server's sentence, and
-        ServerLost when there is no answer; the line is of no use then."""
-        request = encode_line(body)
-        descriptors: list[int] = []
-        try:
-            self._socket.settimeout(timeout_s)
-            self._socket.sendall(request)
-            answer = self._receive(descriptors, time.monotonic() + timeout_s)
-        except (OSError, ProtocolError) as error:
-            _close_all(descriptors)
-            self.close()
-            why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-            raise ServerLost(
-                f"{self._name} did not answer {body.get('op')!r} ({why}): attach again, or see its log"
-            ) from error
-        if answer.get("ok") is not True:
-            _close_all(descriptors)
-            raise Refused(str(answer.get("error", f"{self._name} refused without a reason")))
-        return answer, descriptors
-
-    def _receive(self, descriptors: list[int], deadline: float) -> dict[str, Any]:
-        while (line := self._lines.next_line()) is None:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left_s)
-            data, received, _, _ = socket.recv_fds(self._socket, 65536, 4)
-            descriptors += received
-            if not data:
-                raise ConnectionResetError("it has closed the channel")
-            self._lines.feed(data)
-        return decode_line(line)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the other side is there, as far as the kernel knows."""
-        if self._socket.fileno() < 0:
-            return False
-        # Nothing comes unasked: what can be read is the end.
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN | select.POLLHUP)
-        return not poll.poll(0)
-
-    def close(self) -> None:
-        self._socket.close()
-
-
 class ServerHandle:
     """One trainer's attachment. ``url`` is where others read, ``pid`` the server's process,
     ``snapshots`` what it held when this trainer attached, oldest first, ``slots`` where each lies, ``parts``
@@ -133,6 +69,7 @@ class ServerHandle:
         self._spec = spec
         self._incarnation = incarnation
         self._lock = threading.Lock()
+        self._attaching = False
         self._maps: dict[tuple[str, int], memoryview] = {}
         self._descriptors: dict[tuple[str, int], int] = {}
         self._labels: Labels | None = None
@@ -186,6 +123,7 @@ class ServerHandle:
         with self._lock:
             mapped = self._maps.get((kind, slot))
             if mapped is None or len(mapped) < nbytes:
+                self._demand_answer()
                 body = {"op": "allocate", "kind": kind, "slot": slot, "nbytes": nbytes}
                 timeout_s = _ANSWER_S + max(nbytes, 0) / _CLEAR_BYTES_PER_S
                 answer, descriptors = self._line.ask(body, timeout_s)
@@ -219,12 +157,13 @@ class ServerHandle:
         """
         if kind == "gradient" and self._labels is not None:
             self._labels.withdraw(slot)
-        answer = self._ask({"op": "begin", "kind": kind, "slot": slot, "unless_read": unless_read})
+        body = {"op": "begin", "kind": kind, "slot": slot, "unless_read": unless_read}
+        answer = self._ask(body, _PROMPT_S)
         return answer.get("busy") is not True
 
     def publish_snapshot(self, slot: int, manifest: Mapping[str, object]) -> None:
         """Serve the slot's bytes as the snapshot of ``manifest``. Raises Refused for what it is not."""
-        self._ask({"op": "publish_snapshot", "slot": slot, "manifest": dict(manifest)})
+        self._ask({"op": "publish_snapshot", "slot": slot, "manifest": dict(manifest)}, _PUBLISH_S)
 
     def publish_gradient(
         self,
@@ -255,7 +194,8 @@ class ServerHandle:
                 "layout": layout,
                 "meta": dict(meta),
                 "then_begin": then_begin,
-            }
+            },
+            _PROMPT_S,
         )
 
     def label_gradient(self, slot: int, told: Mapping[str, object]) -> bool:
@@ -267,6 +207,7 @@ class ServerHandle:
         # While another thread asks, an answer on the line is no news; it will find out itself.
         if self._lock.acquire(blocking=False):
             try:
+                self._line.settle()
                 if not self._line.is_open:
                     raise ServerLost("the checkpoint server is gone: attach again, or see its log")
             finally:
@@ -297,7 +238,8 @@ class ServerHandle:
                 "incarnation": incarnation,
                 "keep": keep,
                 "required": required,
-            }
+            },
+            _PUBLISH_S,
         )
 
     def void(self) -> None:
@@ -306,11 +248,11 @@ class ServerHandle:
 
     def finish(self, linger_s: float = 5.0) -> None:
         """The job is done: the server ends by itself ``linger_s`` from now."""
-        self._ask({"op": "finish", "linger_s": linger_s})
+        self._ask({"op": "finish", "linger_s": linger_s}, _PUBLISH_S)
 
     def gone(self) -> None:
         """This process takes part no more, and needs no waiting for its end: a death, told early."""
-        self._ask({"op": "gone"})
+        self._ask({"op": "gone"}, _PROMPT_S)
 
     def close(self) -> None:
         """Detach. The server, and what was published, stay. Memory that is still used stays mapped."""
@@ -323,15 +265,20 @@ class ServerHandle:
         """Attach again if the channel is closed, starting a new server if the old one is dead.
 
         Returns True when the server is another process than before: nothing is published there, and
-        every slot must be allocated anew. Raises as ``start_or_attach`` does.
+        every slot must be allocated anew. One that hangs is left alone. Raises as ``start_or_attach`` does.
         """
         with self._lock:
+            self._line.settle()
             if self._line.is_open:
                 return False
             self._line.close()
             reap()
             before = self._instance
-            self._line, welcome = self._attach(time.monotonic() + ATTACH_S)
+            self._attaching = True
+            try:
+                self._line, welcome = self._attach(time.monotonic() + ATTACH_S)
+            finally:
+                self._attaching = False
             self._welcome(welcome)
             if self._instance == before:
                 return False
@@ -339,11 +286,24 @@ class ServerHandle:
             self._labels = None
             return True
 
-    def _ask(self, body: Mapping[str, object]) -> dict[str, Any]:
+    @property
+    def hangs(self) -> bool:
+        """Whether the server has a request that it did not answer in time. It may go on at any moment, and
+        serve what it was told of: memory that was published is not withdrawn."""
+        return self._line.hangs
+
+    def _ask(self, body: Mapping[str, object], timeout_s: float = _ANSWER_S) -> dict[str, Any]:
+        if self._attaching:
+            raise ServerLost(f"the checkpoint server of {self._spec.replica} is being started again")
         with self._lock:
-            answer, descriptors = self._line.ask(body, _ANSWER_S)
+            answer, descriptors = self._line.ask(body, timeout_s)
             _close_all(descriptors)
             return answer
+
+    def _demand_answer(self) -> None:
+        """Raise ServerLost where the server does not answer promptly: what follows may take long."""
+        with contextlib.suppress(Refused):  # of an older version: that is an answer too
+            self._line.ask({"op": "ping"}, _PUBLISH_S)
 
     def _let_maps_go(self) -> None:
         self._maps.clear()
@@ -361,7 +321,7 @@ class ServerHandle:
             return self.snapshots
         return tuple(r for r, n in zip(self.snapshots, self.parts, strict=True) if n == ranks)
 
-    def _attach(self, deadline: float) -> tuple[_Line, _Welcome]:
+    def _attach(self, deadline: float) -> tuple[Requests, _Welcome]:
         """Connect and introduce ourselves, starting a server where there is none."""
         while True:
             try:
@@ -382,9 +342,9 @@ class ServerHandle:
                 # Another process is starting or ending a server there; both are over in a moment.
                 time.sleep(_LOOK_AGAIN_S)
 
-    def _greet(self, deadline: float) -> tuple[_Line, _Welcome]:
+    def _greet(self, deadline: float) -> tuple[Requests, _Welcome]:
         timeout_s = max(deadline - time.monotonic(), _LOOK_AGAIN_S)
-        line = _Line(self._spec.run_dir, f"the checkpoint server of {self._spec.replica}", timeout_s)
+        line = Requests(self._spec.run_dir, f"the checkpoint server of {self._spec.replica}", timeout_s)
         try:
             body = {
                 "op": "attach",

@@ -118,6 +118,10 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
         newest = job["durable"]
         behind = counted(newest["steps_behind"], "step")
         lines.append(f"durable: step {newest['step']} of generation {newest['generation']}, {behind} behind")
+    lines += [
+        f"durable checkpoints of {replica} fail: {why}"
+        for replica, why in job.get("durable_failing", {}).items()
+    ]
     lines += _orders(job, record)
     lines += _trouble(job, rows)
     lines += _goodput(ledger)

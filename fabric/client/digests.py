@@ -2,6 +2,7 @@
 snapshot that was begun at the same boundary."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fabric.ckpt_server.copying import Reading
@@ -11,12 +12,17 @@ from fabric.client.unchanged import Unchanged
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 
+# How long the trainer waits for the place that a snapshot is copied to, which a server that runs gives within
+# milliseconds. A server that is stopped costs no more than this, and only once.
+SLOT_S = 0.5
+
 
 @dataclass(slots=True)
 class Taking:
     """One snapshot under way: of which state (without a digest where that is not known yet), and when it was
     begun, in monotonic seconds and as Unix time. ``begun``: its copy goes on, or cannot be made; ``copied``:
-    it is over. ``refused``: why it is of no one state; ``digest``: the copy's, when it is there."""
+    it is over; ``ended``: so is all that belongs to it. ``refused``: why it is of no one state; ``digest``:
+    the copy's, when it is there. ``given_up``: the trainer goes on, so the copy must not begin any more."""
 
     state: SnapshotRef
     started: float
@@ -26,6 +32,31 @@ class Taking:
     digest: str = ""
     begun: threading.Event = field(default_factory=threading.Event)
     copied: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    given_up: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, start: Callable[[], None]) -> None:
+        """Run ``start``, which begins the copy. Raises StateError where the trainer has gone on."""
+        with self._lock:
+            if self.given_up:
+                raise StateError(
+                    f"the checkpoint server had no place for it within {SLOT_S:g} s, and training has gone on"
+                )
+            start()
+            self.begun.set()
+
+    def wait_begun(self) -> bool:
+        """Whether the copy has begun, or cannot be made. Where neither is so within SLOT_S it is given up."""
+        if self.begun.wait(SLOT_S):
+            return not self.given_up
+        self.settle()
+        with self._lock:
+            if not self.begun.is_set():
+                self.given_up = True
+                self.begun.set()
+                self.copied.set()
+        return not self.given_up
 
     def settle(self) -> None:
         """At the copy's end, or when the trainer goes on to what may write, whichever is first."""
@@ -67,8 +98,7 @@ class Digests:
         taking, self._taking = self._taking, None
         reading, self._reading = self._reading, None
         if taking is not None:
-            if not taking.copied.is_set():
-                taking.begun.wait()
+            if not taking.copied.is_set() and taking.wait_begun():
                 self._copier.fence()
                 taking.copied.wait()
             taking.demand_unchanged()

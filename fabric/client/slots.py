@@ -3,7 +3,7 @@
 A round reduces straight into a slot, so publishing it costs no copy. The last two committed gradients are
 always there (a third slot takes the round under way). While somebody catches up more slots keep more steps:
 five of any size, for a state takes a few steps to be fetched and loaded, and more up to a limit in bytes.
-When the server is gone the round uses private memory and is not published.
+When the server is gone, or hangs, the round uses private memory and is not published.
 """
 
 import threading
@@ -93,11 +93,19 @@ class GradientSlots:
             try:
                 self.handle.begin("gradient", slot.index)
             except FabricError:
-                # The server is gone: its memory stays mapped here, but nobody serves it any more.
-                slot.shared = False
+                slot = self._slots[oldest] = self._without_server(slot)
         else:
             slot = self._slots[oldest] = self._allocate(slot.index, slot.buffer)
         return slot
+
+    def _without_server(self, slot: Slot) -> Slot:
+        """``slot``, not to be served. When a server is gone its memory stays mapped, and nobody serves it.
+        One that hangs may go on, and serve what it was told lies there: so that stays as it is."""
+        if not self.handle.hangs:
+            slot.shared = False
+            return slot
+        self.plane.forget(slot.buffer)
+        return Slot(slot.index, torch.zeros(self.nbytes, dtype=torch.uint8), shared=False)
 
     def _is_full(self) -> bool:
         """Whether the next slot is one that exists."""

@@ -107,9 +107,13 @@ class Snapshots:
 
         The trainer's thread only says what to copy: the keeper asks the server for the slot and starts the
         copy. On a device it is started here, behind the work that is enqueued so far. ``durable``: it becomes
-        a durable checkpoint when it is there.
+        a durable checkpoint when it is there. While the server has not answered for the last one, there is
+        none: nobody waits for it twice.
         """
         self._wait_last()
+        if self._is_copying:
+            post(Snapshotted(state.step, "", state.generation))
+            return
         started, created = time.monotonic(), time.time()
         view = self._describer.capture(state.step)
         self._nbytes = view.nbytes
@@ -121,7 +125,11 @@ class Snapshots:
 
     @property
     def _is_copying(self) -> bool:
-        return self._taking is not None and not self._taking.copied.is_set()
+        """Whether the last one is under way, or was given up and still waits for the server."""
+        taking = self._taking
+        if taking is None:
+            return False
+        return not (taking.ended if taking.given_up else taking.copied).is_set()
 
     def _wait_last(self) -> None:
         """Until the last copy is over. Raises StateError where its state has been changed."""
@@ -131,10 +139,14 @@ class Snapshots:
 
     def _begin(self, view: StateView, taking: Taking) -> int | FabricError:
         """Start the copy; the slot that it goes to, or why there is none."""
+        slot = -1
         try:
             slot = self._take_slot()
-            self._copier.start(view, self._memory(slot, view.nbytes))
+            memory = self._memory(slot, view.nbytes)
+            taking.begin(lambda: self._copier.start(view, memory))
         except FabricError as error:
+            if slot >= 0:  # it holds nothing now: the next one goes there, and the other slot stays
+                self._next_slot = slot
             return error
         else:
             return slot
@@ -241,20 +253,23 @@ class Snapshots:
             # The server died under us: the newcomer is told that this replica missed the step.
             self._failed(step, error)
             self._recover()
+        finally:
+            taking.ended.set()
         post(Snapshotted(step, digest, generation))
         if digest and step > 0:  # before the first step the optimizer has not made its part
             self._prepare(view.nbytes)
 
     def wait_copied(self) -> None:
-        """Return once the state may change: on a device, once the compute stream is told to wait. Raises
-        StateError where the user's code has changed it already."""
+        """Return once the state may change: on a device, once the compute stream is told to wait. A copy that
+        has not begun is waited for no longer than SLOT_S. Raises StateError where the user's code has changed
+        the state already."""
         taking = self._taking
         if taking is not None and not taking.copied.is_set():
             taking.settle()
-            taking.begun.wait()
-            self._copier.fence()
-            if not self._on_device:
-                taking.copied.wait()
+            if taking.wait_begun():
+                self._copier.fence()
+                if not self._on_device:
+                    taking.copied.wait()
         if taking is not None:
             taking.demand_unchanged()
         self._digests.finish()

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from fabric.lighthouse.records import Deposed, StoredRecord
 from fabric.lighthouse.recoverable import recoverable
 from fabric.lighthouse.recovery import NAMED, Recoveries, Recovery
 from fabric.lighthouse.retention import Retention
+from fabric.lighthouse.servers import CheckpointServers, PulseSource
 from fabric.lighthouse.surroundings import Surroundings
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io as io
@@ -59,14 +60,6 @@ _KEEP_LARGE_S = 1.0
 _ENDS_PER_TURN = 20  # connections, each of which takes some 150 microseconds
 
 
-@dataclass(slots=True)
-class PulseSource:
-    """What the core heard last of a replica's pulses over one connection, and when."""
-
-    pulse: m.Pulse
-    told: float
-
-
 class Job:
     """``begin`` once; then events come in by the methods below. ``close`` ends everything."""
 
@@ -84,6 +77,7 @@ class Job:
         self._looked = self._stored_ledger = around.clock()
         self.events = events
         self.recoveries = recoveries
+        self.servers = CheckpointServers()
         self.core = Leader(name, around.config, _entropy(), around.clock())
         self.sessions: dict[str, Connection] = {}
         # By replica and rank for each connection: a second process of an id, which is refused, has one too.
@@ -160,6 +154,8 @@ class Job:
             sessions=len(self.sessions),
             recoverable_step=None if state is None else state["step"],
             recoverable_age_s=None if state is None else state["age_s"],
+            silent_servers=len(self.servers.silent),
+            durable_failing=len(self.servers.failing),
         )
 
     def look_at_ledger(self) -> Ledger:
@@ -174,6 +170,7 @@ class Job:
         generation = record.generation if record is not None else 0
         look = Look(is_on, step, members, wanted, self.recoveries.is_recovering, generation)
         self.ledger.observe(look, self.now)
+        self.servers.look(core, self.now, self._note)
         if self.is_running and self.ledger_is_known:
             self._keep_ledger(before, self.ledger.state)
         return self.ledger

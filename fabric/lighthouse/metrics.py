@@ -37,6 +37,8 @@ class JobGauges:
     ledger: Mapping[str, float] = field(default_factory=dict)
     is_complete: bool = False
     has_failed: bool = False
+    silent_servers: int = 0
+    durable_failing: int = 0
 
 
 class Metrics:
@@ -114,6 +116,38 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+# Name, description and value of every gauge that a job has.
+_OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
+    ("sessions", "Open sessions of trainers.", lambda job: job.sessions),
+    ("members", "Members of the roster.", lambda job: job.members),
+    ("epoch", "The epoch in force.", lambda job: job.epoch),
+    ("steps", "The highest committed step.", lambda job: job.step),
+    ("recoverable_step", "Step of the freshest recoverable state.", lambda job: job.recoverable_step),
+    (
+        "recoverable_age_seconds",
+        "Age of the freshest recoverable state.",
+        lambda job: job.recoverable_age_s,
+    ),
+    (
+        "heartbeat_age_seconds",
+        "Since the member that has been silent for longest was heard.",
+        lambda job: job.heartbeat_age_s,
+    ),
+    ("job_complete", "1 when the job has finished.", lambda job: float(job.is_complete)),
+    ("job_failed", "1 while the job waits for a person to mend it.", lambda job: float(job.has_failed)),
+    (
+        "silent_checkpoint_servers",
+        "Members whose checkpoint server does not answer.",
+        lambda job: job.silent_servers,
+    ),
+    (
+        "durable_failing",
+        "Replicas whose last durable checkpoint could not be written, and nobody has written one since.",
+        lambda job: job.durable_failing,
+    ),
+)
+
+
 class _Gauges(Collector):
     """Reads the state at the time of the scrape."""
 
@@ -125,44 +159,19 @@ class _Gauges(Collector):
         leader = GaugeMetricFamily(_PREFIX + "is_leader", "1 while this process leads.")
         leader.add_metric([], float(self._is_leader()))
         yield leader
-        sessions = GaugeMetricFamily(_PREFIX + "sessions", "Open sessions of trainers.", labels=["job"])
-        members = GaugeMetricFamily(_PREFIX + "members", "Members of the roster.", labels=["job"])
-        epoch = GaugeMetricFamily(_PREFIX + "epoch", "The epoch in force.", labels=["job"])
-        steps = GaugeMetricFamily(_PREFIX + "steps", "The highest committed step.", labels=["job"])
-        held = GaugeMetricFamily(
-            _PREFIX + "recoverable_step", "Step of the freshest recoverable state.", labels=["job"]
-        )
-        age = GaugeMetricFamily(
-            _PREFIX + "recoverable_age_seconds", "Age of the freshest recoverable state.", labels=["job"]
-        )
-        heartbeat = GaugeMetricFamily(
-            _PREFIX + "heartbeat_age_seconds",
-            "Since the member that has been silent for longest was heard.",
-            labels=["job"],
-        )
-        complete = GaugeMetricFamily(_PREFIX + "job_complete", "1 when the job has finished.", labels=["job"])
-        failed = GaugeMetricFamily(
-            _PREFIX + "job_failed", "1 while the job waits for a person to mend it.", labels=["job"]
-        )
+        jobs = list(self._jobs())
+        for name, text, value_of in _OF_A_JOB:
+            family = GaugeMetricFamily(_PREFIX + name, text, labels=["job"])
+            for job in jobs:
+                if (value := value_of(job)) is not None:
+                    family.add_metric([job.job], value)
+            yield family
         ledger = CounterMetricFamily(
             _PREFIX + "job_seconds",
             "The job's time by state: training, degraded, recovering, stalled.",
             labels=["job", "state"],
         )
-        for job in self._jobs():
+        for job in jobs:
             for state, seconds in job.ledger.items():
                 ledger.add_metric([job.job, state], seconds)
-            for family, value in (
-                (sessions, job.sessions),
-                (members, job.members),
-                (epoch, job.epoch),
-                (steps, job.step),
-                (heartbeat, job.heartbeat_age_s),
-                (held, job.recoverable_step),
-                (age, job.recoverable_age_s),
-                (complete, float(job.is_complete)),
-                (failed, float(job.has_failed)),
-            ):
-                if value is not None:
-                    family.add_metric([job.job], value)
-        yield from (sessions, members, epoch, steps, held, age, heartbeat, complete, failed, ledger)
+        yield ledger

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import asdict
 from datetime import UTC, datetime
 
+from fabric.lighthouse.servers import silence
 from fabric.model import Policy, Record, counted
 from fabric.protocol import leader_io as io
 from fabric.protocol.leader import Leader
@@ -180,6 +181,9 @@ def _waiting_in_step(core: Leader, record: Record, now: float) -> str:
     busy = f"busy with {peer.beat.busy}" if peer.beat is not None and peer.beat.busy else "in user code"
     others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     said = _heard(core, [name], since, now)
+    member = record.member(name)
+    if member is not None and (trouble := silence(core.liveness, member, now)):
+        said += f"; {trouble}"
     return f"{name}{others}, {busy} in step {step}, for {now - since:.1f} s now{said}"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.reasons import time_of_day, waiting_for
 from fabric.lighthouse.recoverable import recoverable
+from fabric.lighthouse.servers import silence
 from fabric.model import Member, Record, counted
 from fabric.protocol.leader import Leader
 from fabric.protocol.leader_base import Setback
@@ -53,6 +54,7 @@ def job_view(job: Job) -> dict[str, Any]:
         ],
         "recoverable": recoverable(core, now),
         "durable": _durable(core),
+        "durable_failing": job.servers.failing,
         "ledger": job.look_at_ledger().to_json(),
     }
 
@@ -113,7 +115,7 @@ def _member_view(core: Leader, member: Member, now: float) -> dict[str, Any]:
         "phase": "" if is_complete else session["phase"],
         "step": core.top_step() if is_complete else session["step"],
         "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == member.incarnation else None,
-        "verdict": verdict or "alive",
+        "verdict": verdict or (f"alive, but {said}" if (said := silence(liveness, member, now)) else "alive"),
     }
 
 

@@ -1,8 +1,11 @@
 """A trainer whose own checkpoint server dies, or does not answer, while it needs it: with real servers."""
 
 import contextlib
+import json
 import os
 import signal
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +15,20 @@ from server_support import alive, fetch, publish, snapshot_file, wait_for
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.ckpt_server.relayout import Layout
+from fabric.ckpt_server.request_channel import Requests
 from fabric.ckpt_server.snapshot import CpuCopier
 from fabric.ckpt_server.state import Describer
 from fabric.client.durable import Durable
 from fabric.client.journal import Journal
 from fabric.client.ladder import Ladder
 from fabric.client.place import Place
+from fabric.client.slots import GradientSlots
 from fabric.client.snapshot_policy import EverySteps
 from fabric.client.snapshots import Snapshots
 from fabric.client.transfer import Transfer
+from fabric.client.worker import Worker
+from fabric.errors import FabricError, ServerLost
+from fabric.ftar.cpu_ring import CpuRing
 from fabric.model import DURABLE, SnapshotRef
 from fabric.protocol import member_io as io
 from fabric.runtime.config import Settings
@@ -117,3 +125,200 @@ class TestAServerThatDied:
 def served_state(handle: ServerHandle, step: int) -> SnapshotRef:
     entry = next(s for s in fetch(handle.url, "/v1/snapshots").json if s["step"] == step)
     return SnapshotRef(entry["generation"], step, entry["digest"])
+
+
+class Stopped:
+    """A server that a SIGSTOP keeps from answering; ``go_on`` continues it."""
+
+    def __init__(self, handle: ServerHandle) -> None:
+        self.handle = handle
+        os.kill(handle.pid, signal.SIGSTOP)
+        wait_for(lambda: self._state == "T", "the server to stop")
+
+    @property
+    def _state(self) -> str:
+        return Path(f"/proc/{self.handle.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def go_on(self) -> None:
+        os.kill(self.handle.pid, signal.SIGCONT)
+        wait_for(lambda: self.handle.ensure() is False and not self.handle.hangs, "the answer that was owed")
+
+
+@pytest.fixture
+def stop():
+    stopped: list[Stopped] = []
+
+    def stop_(handle: ServerHandle) -> Stopped:
+        stopped.append(Stopped(handle))
+        return stopped[-1]
+
+    yield stop_
+    for server in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.handle.pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Every request that went out to a server, by name."""
+    sent: list[str] = []
+    send = Requests._send
+
+    def noting(self, request, timeout_s):
+        sent.append(json.loads(request)["op"])
+        send(self, request, timeout_s)
+
+    monkeypatch.setattr(Requests, "_send", noting)
+    return sent
+
+
+class TestAServerThatIsStopped:
+    def test_it_is_asked_once_and_nothing_waits_for_it_again_until_it_has_answered(self, attach, stop, asked):
+        handle = attach()
+        publish(handle, 0, snapshot_file(1 << 20), 3)
+        before = handle.pid
+        stopped = stop(handle)
+        asked.clear()
+        with pytest.raises(ServerLost, match="did not answer 'begin'"):
+            handle.begin("snapshot", 1)
+        assert handle.hangs
+        for call in (lambda: handle.begin("gradient", 0), lambda: handle.allocate("gradient", 9, 100)):
+            with pytest.raises(
+                ServerLost, match=r"r0 has not answered 'begin' for .* continue it, or end it"
+            ):
+                call()
+        assert handle.ensure() is False and asked == ["begin"]
+        stopped.go_on()
+        # The same process, with what it held.
+        assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [3] and handle.pid == before
+        publish(handle, 1, snapshot_file(1 << 20), 4)
+        assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [3, 4]
+
+    def test_memory_that_was_asked_for_meanwhile_is_given_up_with_its_descriptors(
+        self, attach, stop, monkeypatch
+    ):
+        handle = attach()
+        stopped, opened = stop(handle), descriptors()
+        monkeypatch.setattr("fabric.ckpt_server.handle._ANSWER_S", 0.05)
+        monkeypatch.setattr(ServerHandle, "_demand_answer", lambda self: None)
+        with pytest.raises(ServerLost, match="did not answer 'allocate'"):
+            handle.allocate("gradient", 3, 1000)
+        stopped.go_on()
+        assert descriptors() == opened
+        assert len(handle.allocate("gradient", 3, 1000)) == 1000
+
+    def test_one_that_is_ended_while_it_hangs_is_started_again(self, attach, stop):
+        handle = attach()
+        before = handle.pid
+        stop(handle)
+        with pytest.raises(ServerLost):
+            handle.begin("snapshot", 1)
+        kill_server(handle)
+        assert handle.ensure() is True and handle.pid != before and not handle.hangs
+        handle.begin("snapshot", 1)
+
+    def test_the_trainer_goes_on_without_a_snapshot_and_has_the_next_one_when_the_server_goes_on(
+        self, attach, stop, asked, caplog, monkeypatch
+    ):
+        handle, model, said = attach(), torch.nn.Linear(100, 100), []
+        keeper = Worker("keeper", raise_)
+        with contextlib.closing(CpuCopier()) as copier:
+            describer = Describer({"model": model})
+            snapshots = Snapshots(
+                handle, describer, copier, EverySteps(1), ("job", "r0"), False, handle.ensure
+            )
+            stopped = stop(handle)
+            asked.clear()
+            for step in range(1, 6):
+                snapshots.start(SnapshotRef(1, step, ""), keeper.submit, said.append)
+                snapshots.begin_digest(step, copied=True)
+                snapshots.wait_copied()
+                with torch.no_grad():
+                    model.weight.add_(1.0)
+            keeper.settle(within_s=30)
+            assert [(event.step, event.digest) for event in sorted(said, key=lambda e: e.step)] == [
+                (step, "") for step in range(1, 6)
+            ]
+            assert asked == ["begin"]
+            assert [r.getMessage() for r in caplog.records if "no snapshot of step 1" in r.getMessage()]
+            stopped.go_on()
+            monkeypatch.setattr("fabric.client.digests.SLOT_S", 60.0)
+            snapshots.start(SnapshotRef(1, 6, ""), keeper.submit, said.append)
+            snapshots.wait_copied()
+            keeper.settle(within_s=30)
+        assert said[-1].step == 6 and said[-1].digest == describer.capture(6).digest()
+        assert [s["step"] for s in fetch(handle.url, "/v1/snapshots").json] == [6]
+        keeper.close(within_s=20)
+
+    def test_a_copy_that_was_given_up_does_not_begin_when_the_place_is_there_at_last(
+        self, attach, monkeypatch
+    ):
+        handle, model, said = attach(), torch.nn.Linear(100, 100), []
+        keeper, go, take = Worker("keeper", raise_), threading.Event(), Snapshots._take_slot
+        monkeypatch.setattr("fabric.client.digests.SLOT_S", 0.01)
+        monkeypatch.setattr(Snapshots, "_take_slot", lambda self: go.wait(30) and take(self))
+        with contextlib.closing(CpuCopier()) as copier:
+            snapshots = Snapshots(
+                handle,
+                Describer({"model": model}),
+                copier,
+                EverySteps(1),
+                ("job", "r0"),
+                False,
+                handle.ensure,
+            )
+            snapshots.start(SnapshotRef(1, 1, ""), keeper.submit, said.append)
+            snapshots.wait_copied()
+            assert not snapshots.is_due(2, keeper.submit)
+            go.set()
+            keeper.settle(within_s=30)
+            assert [event.digest for event in said] == [""]
+            assert fetch(handle.url, "/v1/snapshots").json == []
+        keeper.close(within_s=20)
+
+    def test_rounds_go_on_without_a_slot_of_it_and_what_it_serves_is_not_written_to(self, attach, stop):
+        handle, plane = attach(), CpuRing()
+        slots = GradientSlots(handle, 1024, "layout", plane)
+        slots.listening = True
+        run_rounds(slots, 0, 8)
+        before = {row["step"]: row["digest"] for row in fetch(handle.url, "/v1/gradients").json}
+        stopped = stop(handle)
+        with pytest.raises(ServerLost):
+            handle.begin("snapshot", 0)
+        shared = [bytes(slot.buffer.numpy()) for slot in slots._slots]
+        held = [slot.buffer for slot in slots._slots]
+        for step in range(8, 20):
+            slots.for_round(step).buffer[:] = step
+            with contextlib.suppress(FabricError):
+                slots.publish(1, hold(step))
+        # One was withdrawn already, for the round that came next.
+        changed = [i for i, buffer in enumerate(held) if bytes(buffer.numpy()) != shared[i]]
+        assert len(changed) == 1
+        stopped.go_on()
+        found = {row["step"]: row["digest"] for row in fetch(handle.url, "/v1/gradients").json}
+        assert found.items() <= before.items()
+        run_rounds(slots, 20, 40)
+        assert sorted(row["step"] for row in fetch(handle.url, "/v1/gradients").json)[-5:] == list(
+            range(35, 40)
+        )
+        plane.close()
+
+
+def hold(step: int) -> io.Hold:
+    return io.Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))
+
+
+def run_rounds(slots: GradientSlots, first: int, last: int) -> None:
+    for step in range(first, last):
+        slots.for_round(step).buffer[:] = step
+        slots.publish(1, hold(step))
+        slots.prepare()
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())

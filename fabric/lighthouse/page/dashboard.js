@@ -129,6 +129,8 @@ function showJob(job) {
     ["members", job.members.length], ["sessions", job.sessions], ["needs at least", job.policy.min_replicas],
     ["may have", job.policy.max_replicas]];
   if (job.durable) facts.push(["durable step", job.durable.step]);
+  const failing = Object.entries(job.durable_failing || {});
+  if (failing.length) facts.push(["durable checkpoints fail", failing.map(([r, why]) => `${r}: ${why}`).join("; ")]);
   if (job.ledger.goodput !== null) facts.push(["goodput", `${(100 * job.ledger.goodput).toFixed(1)} %`]);
   facts.forEach(([name, value], index) => {
     let pair = $("facts").children[index];

@@ -1,0 +1,43 @@
+"""A checkpoint server that is stopped stops nobody: real trainers go on, people are told, and it heals."""
+
+import json
+import os
+import signal
+
+from job import Job
+
+STEPS = 40
+
+
+def test_a_stopped_checkpoint_server_costs_no_step_and_is_said_and_heals(zygote, tmp_path):
+    environment = {"FABRIC_SNAPSHOT_EVERY": "2", "TINY_STEPS": str(STEPS)}
+    gate, end = tmp_path / "go-on", tmp_path / "end"
+    with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start_all({"r0": f"optimizer@30=wait:{gate},optimizer@38=wait:{end}"})
+        job.wait_for(lambda: len(job.events("r1", "commit")) >= 4, "some steps")
+        [server] = [s for s in job.status()["checkpoint_servers"] if s["replica"] == "r1"]
+        pid = int((tmp_path / "run" / "r1" / "ckpt.lock").read_text())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            # Ten snapshots and more are due meanwhile; each would have cost half a minute.
+            job.wait_for(gate.with_name("go-on.awaited").exists, "the steps until the gate")
+            job.wait_for(lambda: job.told("server silent"), "the lighthouse to say it")
+            [event] = job.told("server silent")
+            assert event["about"] == "r1" and "checkpoint server has not answered for" in event["why"]
+            verdicts = {member["replica"]: member["verdict"] for member in job.status()["members"]}
+            assert verdicts["r0"] == "alive"
+            assert verdicts["r1"].startswith("alive, but its checkpoint server has not answered for")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        job.wait_for(lambda: job.told("server heard"), "the lighthouse to hear it again")
+
+        def newest() -> int:
+            return max(s["step"] for s in json.loads(job.ask(f"{server['ckpt']}/v1/snapshots")))
+
+        gate.touch()
+        job.wait_for(lambda: newest() > 30, "a snapshot of r1 again")
+        end.touch()
+        job.finish()
+        assert set(job.codes.values()) == {0}, job.logs()
+        assert not job.told("condemned")
+        assert [e["step"] for e in job.events("r1", "commit")] == list(range(STEPS))

@@ -1,0 +1,102 @@
+"""What a lighthouse says of checkpoint servers that are silent beside living trainers, and of storage that
+takes no checkpoints."""
+
+import pytest
+from protocol.test_leader import Lighthouse, started
+
+from fabric.lighthouse.reasons import waiting_for
+from fabric.lighthouse.servers import SILENT_S, CheckpointServers, silence
+from fabric.model import SnapshotRef
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+
+
+class Looking:
+    """A job in virtual time, whose servers are looked at every quarter of a second."""
+
+    def __init__(self, lighthouse: Lighthouse) -> None:
+        self.lighthouse = lighthouse
+        self.servers = CheckpointServers()
+        self.noted: list[tuple[str, str, str]] = []
+
+    def look(self) -> None:
+        self.servers.look(self.lighthouse.core, self.lighthouse.now, lambda *said: self.noted.append(said))
+
+    def wait(self, seconds: float) -> None:
+        until = self.lighthouse.now + seconds
+        while self.lighthouse.now < until:
+            self.lighthouse.wait(0.25)
+            self.lighthouse.do(*self.lighthouse.pulses.values())
+            for name in self.lighthouse.record.names:
+                self.lighthouse.beat(name, 5)
+            self.look()
+
+    def says(self, name: str) -> str:
+        member = self.lighthouse.record.member(name)
+        return silence(self.lighthouse.core.liveness, member, self.lighthouse.now)
+
+
+@pytest.fixture
+def job():
+    return Looking(started("a b"))
+
+
+def test_a_silent_server_of_a_living_trainer_is_said_once_and_so_is_its_return(job):
+    job.wait(SILENT_S + 5)
+    assert job.noted == [] and job.says("a") == ""
+    pulse = job.lighthouse.pulses.pop("a")
+    job.wait(SILENT_S - 1)
+    assert job.noted == []
+    job.wait(20)
+    said = f"its checkpoint server has not answered for {SILENT_S:.0f} s"
+    assert job.noted == [("server silent", "a", said)]
+    assert job.says("a").startswith("its checkpoint server has not answered for 2") and job.says("b") == ""
+    assert job.servers.silent == {"a"} and job.lighthouse.record.names == ("a", "b")
+    job.lighthouse.pulses["a"] = pulse
+    job.wait(1)
+    assert job.noted[1:] == [("server heard", "a", "its checkpoint server answers again")]
+    assert job.says("a") == "" and job.servers.silent == set()
+
+
+def test_one_whose_trainer_is_gone_too_is_a_death_and_nothing_else(job):
+    job.lighthouse.lose("a")
+    job.lighthouse.wait(20)
+    job.look()
+    assert job.lighthouse.record.names == ("b",) and job.noted == []
+
+
+def test_who_waits_for_a_member_is_told_that_its_server_is_silent(job):
+    job.lighthouse.pulses.pop("a")
+    job.wait(SILENT_S + 2)
+    late = m.Beat(2, job.lighthouse.record.epoch, 1, 5, waiting_for=("a",))
+    job.lighthouse.say("b", late)
+    for _ in range(8):
+        job.lighthouse.wait(0.25)
+        job.lighthouse.beat("a", 5)
+        job.lighthouse.say("b", late)
+    said = waiting_for(job.lighthouse.core, job.lighthouse.now)
+    assert said.startswith("a, in user code") and "its checkpoint server has not answered for" in said
+
+
+def durable(job: Looking, name: str, *steps: int, error: str = "") -> None:
+    """A pulse that says what of its checkpoints is complete, and why the last one is not."""
+    refs = tuple(SnapshotRef(1, step, f"d{step}") for step in steps)
+    pulse = m.Pulse(name, 1, "running", 1, f"http://{name}", durable=refs, durable_error=error)
+    job.lighthouse.pulses[name] = io.PulseSeen(pulse)
+    job.lighthouse.do(job.lighthouse.pulses[name])
+    job.look()
+
+
+def test_storage_that_takes_nothing_is_failing_until_anybody_has_written_a_checkpoint(job):
+    assert job.servers.failing == {}
+    durable(job, "a", error="step 10: no space left")
+    assert job.servers.failing == {"a": "step 10: no space left"}
+    durable(job, "a", error="step 20: no space left")
+    assert job.servers.failing == {"a": "step 20: no space left"}
+    # The first one died; the next one writes, and what the first said of its own last try is over.
+    durable(job, "b", 30)
+    assert job.servers.failing == {}
+    durable(job, "b", 30, error="step 40: no space left")
+    assert job.servers.failing == {"b": "step 40: no space left"}
+    durable(job, "b", 30, 50)
+    assert job.servers.failing == {}

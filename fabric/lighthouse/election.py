@@ -78,8 +78,15 @@ class Term:
         return self.guard.key
 
     def in_force(self) -> bool:
-        """Whether the lease cannot have ended yet. Ask before every act as a leader."""
+        """Whether the lease cannot have ended yet."""
         return not self.is_over and self._clock() < self.ends
+
+    def holds(self) -> bool:
+        """Ask this before every act as a leader: a term whose lease may have ended is over from now on.
+        A loop that was stuck reads what members said meanwhile before its timers tell it that."""
+        if not self.in_force():
+            self.resign("its lease may have ended")
+        return not self.is_over
 
     def resign(self, reason: str) -> None:
         """Stop leading now; the lease is given back. Once is enough."""

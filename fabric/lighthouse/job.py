@@ -349,6 +349,8 @@ class Job:
                 asyncio.get_running_loop().call_soon(self._note_recoveries)
 
     def _send(self, effect: io.SendMember) -> None:
+        if not self._around.term.holds():
+            return
         message = self._waits.told_with(effect.message, self.core, self.now)
         for connection in (self._opening, self.sessions.get(effect.replica)):
             if connection is not None and connection.is_of(effect.replica, effect.incarnation):
@@ -360,8 +362,7 @@ class Job:
     async def _write(self, record: Record, asker: object) -> None:
         why = ""
         failed = io.WriteFailed(record.nonce, definite=True)
-        if not self._around.term.in_force():
-            self._around.term.resign("its lease may have ended")
+        if not self._around.term.holds():
             return
         try:
             if not await self._stored.write(record):

@@ -102,6 +102,11 @@ class Jobs:
         for events in self._logs.values():
             events.end_followers()
 
+    @property
+    def leads(self) -> bool:
+        """Whether the lease is in force; a term whose lease may have ended is over from now on."""
+        return self._around is not None and self._around.term.holds()
+
     def find(self, name: str) -> Job | None:
         """The job of that name; raises ProtocolError for what is no name, Refused when its record in the
         store cannot be read."""

@@ -106,7 +106,7 @@ class _Place:
         """The job. Raises StoreUnavailable when this lighthouse does not lead it (any more)."""
         if self.job is None:
             self.job = self._jobs.find_or_make(self.name)
-        if not self.job.is_running:
+        if not self._jobs.leads or not self.job.is_running:
             raise StoreUnavailable("this lighthouse does not lead the job now: connect again")
         return self.job
 

@@ -6,6 +6,7 @@ import time
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from aiohttp import WSMsgType
 from in_process import Clock, TroubledStore, lighthouse_on
 from lighthouse_support import close_all, eventually, get, start_job
 
@@ -13,6 +14,7 @@ from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connection import NOT_THE_LEADER, Connection
 from fabric.lighthouse.election import boot_time
 from fabric.lighthouse.records import record_key
+from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol import wire
 from fabric.store import Delete, Put, open_store
@@ -166,6 +168,40 @@ async def test_a_leader_stops_by_its_own_clock_before_the_lease_ends(http):
         code, _ = await members[0].close_reason()
         assert code == NOT_THE_LEADER
         assert (await space_record(space)).epoch == 1
+        await close_all(members)
+
+
+async def test_whose_loop_was_stuck_past_its_lease_answers_no_beat(http):
+    """Its members would count their autonomy from beats that were sent after another one began to lead."""
+    clock, space = Clock(), MemorySpace()
+    async with lighthouse_on(MemoryStore(space), lease_s=3600, clock=clock) as instance:
+        await eventually(leads(instance), "it to lead")
+        members = await start_job(http, instance.url)
+        job = instance.jobs.by_name["job"]
+        clock.now += 4000.0  # the loop has turned no more since, so no timer has told it
+        answered = []
+        job._pacer.send = lambda connection, frame: answered.append(frame)
+        for number in range(3):
+            await members[0].say(m.Beat(number + 7, 1, 1, 0))
+        code, reason = await members[0].close_reason()
+        assert code == NOT_THE_LEADER, reason
+        assert not answered, "nothing is said by who may have been followed"
+        code, _ = await members[1].close_reason()
+        assert code == NOT_THE_LEADER
+        await close_all(members)
+
+
+async def test_a_tick_of_a_core_whose_lease_has_ended_tells_nobody_anything(http):
+    clock = Clock()
+    async with lighthouse_on(MemoryStore(MemorySpace()), lease_s=3600, clock=clock) as instance:
+        await eventually(leads(instance), "it to lead")
+        members = await start_job(http, instance.url)
+        job = instance.jobs.by_name["job"]
+        sent = []
+        job._pacer.send = lambda connection, frame: sent.append(frame)
+        clock.now += 4000.0
+        job._perform(io.SendMember("r0", 1, m.BeatReply(1)))
+        assert not sent and not instance.parts.leads and not job.is_running
         await close_all(members)
 
 
@@ -387,6 +423,24 @@ async def test_a_loop_that_never_turns_again_is_not_kept_in_the_lead(tmp_path):
 
         await eventually(another_term, "it to stand again once it turns")
         assert len(instance.lost) == 1
+
+
+async def test_what_members_said_while_a_loop_was_stuck_is_answered_by_nobody(http, tmp_path):
+    """It reads its sockets before its timers tell it that its lease has ended."""
+    async with leader_on_a_file(tmp_path, lease_s=1) as instance:
+        members = await start_job(http, instance.url)
+        await members[0].say(m.Beat(1, 1, 1, 0))
+        while (await members[0].next(m.BeatReply)).number != 1:
+            pass
+        term = instance.election.term
+        await members[0].say(m.Beat(2, 1, 1, 0))  # lies in the socket: the loop does not turn from here on
+        block_until(lambda: not term.in_force(), "the lease to end")
+        answered = []
+        while (frame := await members[0].socket.receive()).type is WSMsgType.TEXT:
+            answered.append(wire.decode(frame.data))
+        assert members[0].socket.close_code == NOT_THE_LEADER
+        assert not [x for x in answered if isinstance(x, m.BeatReply)]
+        await close_all(members)
 
 
 async def test_renewals_end_with_their_term():

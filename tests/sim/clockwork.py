@@ -8,6 +8,7 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable
+from operator import itemgetter
 
 Action = Callable[[], None]
 
@@ -64,7 +65,8 @@ class Process:
         self.name = name
         self.alive = True
         self.paused = False
-        self._backlog: list[Action] = []
+        self._backlog: list[tuple[bool, Action]] = []  # whether a timer brought it, and what to do
+        self._pauses = 0
         self._offset = clockwork.between(0.0, 1000.0)
         self._rate = clockwork.between(1.0 - clockwork.skew, 1.0 + clockwork.skew)
 
@@ -78,14 +80,14 @@ class Process:
 
     def after(self, delay: float, action: Action) -> None:
         """Run ``action`` in this process in ``delay`` seconds."""
-        self.clockwork.at(delay, lambda: self.run(action))
+        self.clockwork.at(delay, lambda: self.run(action, is_timer=True))
 
-    def run(self, action: Action) -> None:
+    def run(self, action: Action, is_timer: bool = False) -> None:
         """Run ``action`` now, or when the process is continued, or never."""
         if not self.alive:
             return
         if self.paused:
-            self._backlog.append(action)
+            self._backlog.append((is_timer, action))
         else:
             action()
 
@@ -94,11 +96,19 @@ class Process:
             self.paused = True
 
     def resume(self) -> None:
+        """What came meanwhile is looked at in the order in which it came. An event loop that was stuck,
+        and not stopped, looks at its sockets before its timers."""
         if not self.paused:
             return
         self.paused = False
         backlog, self._backlog = self._backlog, []
-        for action in backlog:
+        self._pauses += 1
+        # A source of its own, so that worlds differ in this alone.
+        chance = random.Random(f"{self.clockwork.seed}/{self.name}/{self._pauses}")
+        if chance.random() < 0.5:
+            self.clockwork.counts["path: sockets before timers"] += 1
+            backlog.sort(key=itemgetter(0))
+        for _, action in backlog:
             self.clockwork.at(0.0, lambda action=action: self.run(action))
 
     def kill(self) -> None:

@@ -49,8 +49,7 @@ class Lighthouse(Process):
             sent = self.clock()
             self.store.acquire(self.name, lambda r: self.run(lambda: self._acquired(r, sent)))
             return
-        if self.clock() > self.lease_end:
-            self._step_down("its lease may have ended")
+        if not self.holds():
             return
         sent, revision = self.clock(), self.revision
         self.store.renew(revision, lambda ok: self.run(lambda: self._renewed(ok, sent, revision)))
@@ -96,6 +95,12 @@ class Lighthouse(Process):
         self.sessions.clear()
         self.pulses.clear()
 
+    def holds(self) -> bool:
+        """Asked before every act as a leader: whether the lease cannot have ended yet."""
+        if self.core is not None and self.clock() > self.lease_end:
+            self._step_down("its lease may have ended")
+        return self.core is not None
+
     # --- the core ----------------------------------------------------------------------------------
 
     def feed(self, event: io.Event) -> None:
@@ -109,7 +114,8 @@ class Lighthouse(Process):
                 if self.clockwork.tracing and not isinstance(event, io.PulseSeen | io.Tick):
                     self.clockwork.trace(self.name, f"< {event}")
                 for effect in self.core.handle(event, self.clock()):
-                    self._perform(effect)
+                    if self.core is not None:
+                        self._perform(effect)
         finally:
             self._feeding = False
         self._arm()
@@ -162,6 +168,8 @@ class Lighthouse(Process):
                 self.world.happened("admitted", "")
 
     def _send(self, effect: io.SendMember) -> None:
+        if not self.holds():
+            return
         if isinstance(effect.message, m.Epoch):
             self.store.checks.announced(effect.message.record)
         if isinstance(effect.message, m.Change):
@@ -205,7 +213,7 @@ class Lighthouse(Process):
 
     def on_session(self, connection: Connection, data: object) -> None:
         """A message on a session; the first one says whose it is."""
-        if self.core is None:
+        if not self.holds():
             connection.close(1, "not the leader")
             return
         message = decode(data)
@@ -240,7 +248,7 @@ class Lighthouse(Process):
                     self.feed(io.SessionClosed(replica, incarnation))
 
     def on_pulse(self, connection: Connection, data: object) -> None:
-        if self.core is None:
+        if not self.holds():
             connection.close(1, "not the leader")
             return
         pulse = cast(m.Pulse, decode(data))

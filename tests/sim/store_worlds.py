@@ -1,14 +1,23 @@
-"""Worlds whose control store is wiped, or replaced by an empty one, while the job runs."""
+"""Worlds whose control store is wiped, or replaced by an empty one, while the job runs; and worlds in which
+it has elected another lighthouse while the one that led was stuck."""
+
+from dataclasses import replace
 
 import pytest
-from sim.world import World
+from sim.lighthouse import Lighthouse
+from sim.world import Settings, World
 
 from fabric.model import Record
 from fabric.protocol.leader import Leader
 from fabric.protocol.member import Member
 
 # What a hunt over these worlds must have met.
-REQUIRED = ("store: wiped", "path: a job goes on in another store")
+REQUIRED = (
+    "store: wiped",
+    "path: a job goes on in another store",
+    "store: a lighthouse was stuck",
+    "path: sockets before timers",
+)
 
 
 class WipedWorld(World):
@@ -40,9 +49,52 @@ class WipedWorld(World):
             self.clockwork.counts["path: a job goes on in another store"] += 1
 
 
+class DeposedWorld(World):
+    """The lighthouse that leads is stuck for longer than its lease, and another one is elected. One replica
+    reaches only the old one, which finds that replica's beats in its sockets when it goes on. The other
+    replica died before. It comes back, and begins alone once the first must have stopped by itself."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, faultless=True)
+        self.faults.not_before = 14.0
+        self.clockwork.at(1.0, lambda: self.kill_trainer("r1", 60.0) and None)
+        self.clockwork.at(2.0, self.stop)
+
+    def choose(self) -> Settings:
+        settings = super().choose()
+        policy = replace(settings.leader.policy, min_replicas=1, start_replicas=2)
+        leader = replace(settings.leader, policy=policy)
+        member = replace(settings.member, min_replicas=1)
+        return replace(
+            settings,
+            replicas=2,
+            lighthouses=2,
+            min_replicas=1,
+            micro_batches=2,
+            leader=leader,
+            member=member,
+        )
+
+    def stop(self) -> None:
+        """The old one goes on when those whom it told nothing should soon stop."""
+        leading = [name for name, x in self.lighthouses.items() if x.leads]
+        if not leading:
+            self.clockwork.at(0.1, self.stop)
+            return
+        (name,) = leading
+        other = next(n for n in self.lighthouses if n != name)
+        self.network.block("r0", other)
+        self.network.block(other, "r0")
+        lighthouse = self.lighthouses[name]
+        lighthouse.pause()
+        self.clockwork.counts["store: a lighthouse was stuck"] += 1
+        self.clockwork.at(self.clockwork.between(3.0, 6.0), lighthouse.resume)
+        self.clockwork.at(0.5, lambda: self.start_trainer("r1"))
+
+
 def store_world(seed: int) -> World:
-    """One world."""
-    return WipedWorld(seed)
+    """One world; every third is about a lighthouse that was followed."""
+    return DeposedWorld(seed) if seed % 3 == 0 else WipedWorld(seed)
 
 
 def play(seed: int) -> None:
@@ -70,7 +122,16 @@ def begin_at_the_first_epoch_in_an_empty_store(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(Leader, "_told_of_another_store", lambda self: (0, 0))
 
 
+def answer_members_when_the_lease_has_ended(patch: pytest.MonkeyPatch) -> None:
+    """A lighthouse looks at its lease only when it renews it."""
+    patch.setattr(Lighthouse, "holds", lambda self: self.core is not None)
+
+
 MUTATIONS = {
     mutation.__name__: mutation
-    for mutation in (compare_the_ids_of_stores, begin_at_the_first_epoch_in_an_empty_store)
+    for mutation in (
+        compare_the_ids_of_stores,
+        begin_at_the_first_epoch_in_an_empty_store,
+        answer_members_when_the_lease_has_ended,
+    )
 }

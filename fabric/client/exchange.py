@@ -63,7 +63,7 @@ class Exchange:
         epoch, step = order.fence.epoch, order.step
         self._points.reach("before-ring", step)
         try:
-            buffer = self._slots.for_round(step).buffer
+            buffer = self._slots.for_round(epoch, step).buffer
             with self._placement.round(buffer) as flat:
                 digest = self._exchange(order, stream, buffer, flat)
         except RoundAborted as error:

@@ -23,11 +23,12 @@ _LISTENING = 6, 32
 
 @dataclass(slots=True)
 class Slot:
-    """One result buffer: the step it was reduced for, whether that was published (``labelled``: without a
+    """One result buffer: the round it was reduced for, whether that was published (``labelled``: without a
     word to the server), and when it was used."""
 
     index: int
     buffer: torch.Tensor
+    epoch: int = 0
     step: int = -1
     published: bool = False
     labelled: bool = False
@@ -59,14 +60,14 @@ class GradientSlots:
                 if len(self._slots) < _ALWAYS and all(slot.index != index for slot in self._slots):
                     self._slots.append(self._allocate(index))
 
-    def for_round(self, step: int) -> Slot:
-        """The slot that a round of ``step`` may overwrite."""
+    def for_round(self, epoch: int, step: int) -> Slot:
+        """The slot that the round of ``step`` in ``epoch`` may overwrite."""
         with self._lock:
             slot = next((s for s in self._slots if s.step == step and not s.published), None)
             if slot is None:
                 slot, self._prepared = self._prepared or self._next(), None
             self._uses += 1
-            slot.step, slot.published, slot.used = step, False, self._uses
+            slot.epoch, slot.step, slot.published, slot.used = epoch, step, False, self._uses
             return slot
 
     def prepare(self) -> None:
@@ -134,12 +135,13 @@ class GradientSlots:
         return Slot(index, buffer)
 
     def publish(self, generation: int, held: Hold) -> None:
-        """Serve the committed gradient that lies in the slot of its step; raises FabricError.
+        """Serve the committed gradient that lies in the slot of its round; raises FabricError. Does nothing
+        where a later round has that slot: a cold start may redo a step that is yet to be published.
 
         The slot of the next round is withdrawn with it, where that takes nothing but the one request.
         """
         with self._lock:
-            slot = self._newest(held.step)
+            slot = self._of(held)
             if slot is None or slot.published:
                 return
             slot.published, slot.labelled = True, False
@@ -159,7 +161,7 @@ class GradientSlots:
         if self.listening or not self._lock.acquire(blocking=False):
             return False
         try:
-            slot = self._newest(held.step)
+            slot = self._of(held)
             if slot is None or not slot.shared or slot.published:
                 return False
             if not self.handle.label_gradient(slot.index, self._told(generation, held)):
@@ -206,6 +208,11 @@ class GradientSlots:
         slot = self._newest(step)
         assert slot is not None, f"no round of step {step} was reduced here"
         return slot.buffer
+
+    def _of(self, held: Hold) -> Slot | None:
+        """The slot that its round was reduced into."""
+        slot = self._newest(held.step)
+        return slot if slot is not None and slot.epoch == held.epoch else None
 
     def _newest(self, step: int) -> Slot | None:
         """The slot that was last used for ``step``."""

@@ -22,7 +22,7 @@ def plane():
 def run(slots: GradientSlots, first: int, last: int) -> None:
     """Rounds, each published as soon as it is over; the slot of the next one is withdrawn ahead."""
     for step in range(first, last):
-        slots.for_round(step).buffer[:] = step
+        slots.for_round(1, step).buffer[:] = step
         slots.publish(1, Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),)))
         slots.prepare()
 
@@ -43,7 +43,7 @@ def test_rounds_go_on_while_the_server_is_asked_for_much_memory(attach, plane):
 
     def rounds() -> None:
         for step in range(6):
-            slots.for_round(step)
+            slots.for_round(1, step)
             told.append(slots.label(1, Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))))
 
     told = []
@@ -52,6 +52,22 @@ def test_rounds_go_on_while_the_server_is_asked_for_much_memory(attach, plane):
         trainer.start()
         trainer.join(timeout=20)
     assert told == [True] * 6 and served(slots, range(6)) == [4, 5]
+
+
+def test_a_late_publication_does_not_label_the_round_of_another_epoch(attach, plane):
+    """A cold start redoes a step whose gradient the keeper has not published yet."""
+    slots = GradientSlots(attach(), NBYTES, "layout", plane)
+    old = Hold(1, 5, f"{5:032x}", 1.0, (("r0", (0,)),))
+    slots.for_round(1, 5).buffer[:] = 5
+    redone = slots.for_round(2, 5)
+    redone.buffer[:] = 6  # half of it is reduced when the keeper gets there
+    slots.publish(1, old)
+    assert not slots.label(1, old)
+    assert served(slots, range(10)) == [] and not redone.published
+    new = Hold(2, 5, f"{6:032x}", 1.0, (("r0", (0,)),))
+    slots.publish(2, new)
+    (row,) = fetch(slots.handle.url, "/v1/gradients").json
+    assert (row["generation"], row["step"], row["digest"]) == (2, 5, f"{6:032x}")
 
 
 def test_what_is_reserved_late_has_a_number_of_its_own(attach, plane):

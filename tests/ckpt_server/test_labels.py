@@ -151,7 +151,7 @@ def test_slots_are_labelled_while_nobody_catches_up_and_requested_otherwise(atta
     quietly = []
     for step in range(8):
         slots.listening = step in (4, 5)
-        slots.for_round(step).buffer[:] = step
+        slots.for_round(1, step).buffer[:] = step
         hold = Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))
         quietly.append(slots.label(1, hold))
         if not quietly[-1]:

@@ -175,7 +175,8 @@ class Record:
     where the writer was of an older release. ``min_replicas``: how many members this epoch needs to step (0:
     as each member's own setting says). ``orders`` and ``failures`` (the newest of the last while) concern
     those to come; they may change within an epoch. ``ended``: when the job was complete, in Unix seconds (0:
-    not known).
+    not known). ``autonomy_s``: the longest for which any member may commit without a lighthouse (0: none has
+    said it).
     """
 
     store_id: str
@@ -196,6 +197,7 @@ class Record:
     orders: Orders = Orders()
     failures: tuple[Failure, ...] = ()
     ended: float = 0.0
+    autonomy_s: float = 0.0
 
     # Asked for with every message, so found once. They are no fields: not compared, stored or sent.
 

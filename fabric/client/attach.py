@@ -230,10 +230,10 @@ def _crash(replica: str, mark: Mark) -> Callable[[BaseException], None]:
 
 def _take_place(found: Settings, group: RankGroup | None) -> Place:
     """Claim this rank's folder; ranks of one replica have one incarnation between them."""
-    incarnation, gone = _claim(found.of_rank(group.rank if group is not None else 0).home)
+    incarnation, before = _claim(found.of_rank(group.rank if group is not None else 0).home)
     if group is None:
-        return Place(incarnation, gone)
-    who = {"replica": found.replica, "job": found.job, "incarnation": incarnation, "gone": gone}
+        return Place(incarnation, before)
+    who = {"replica": found.replica, "job": found.job, "incarnation": incarnation, "before": before}
     said = group.gather(who)
     for rank, one in enumerate(said):
         if (one["replica"], one["job"]) != (said[0]["replica"], said[0]["job"]):
@@ -244,7 +244,7 @@ def _take_place(found: Settings, group: RankGroup | None) -> Place:
     newest = max(one["incarnation"] for one in said)
     _remember(_claims[-1], newest)  # the next process may have fewer ranks, and must be newer all the same
     # Rank 0 decides: when its earlier process has ended, nobody commits any more for the replica.
-    return Place(newest, said[0]["gone"], group)
+    return Place(newest, tuple(said[0]["before"]), group)
 
 
 def _shared_state(
@@ -310,15 +310,15 @@ class WithoutBuffers:
 _claims: list[int] = []  # the lock lives as long as the process: nobody closes these descriptors
 
 
-def _claim(home: Path) -> tuple[int, bool]:
-    """Take this replica's place on this host: (incarnation, whether an earlier process surely ended).
+def _claim(home: Path) -> tuple[int, tuple[int, ...]]:
+    """Take this replica's place on this host: the incarnation, and those that ran here before, newest first.
 
-    The lock is a POSIX record lock: it ends with the process and is not inherited by forked workers.
+    The lock is a POSIX record lock: it ends with the process and is not inherited by forked workers. So
+    whoever ran here before has ended. Of processes on other hosts the file knows nothing.
     """
     path = home / "trainer.lock"
     try:
         make_private(home)
-        before = path.exists()
         descriptor = open_private(path, os.O_CREAT | os.O_RDWR)
     except OSError as error:
         raise ConfigError(
@@ -333,12 +333,19 @@ def _claim(home: Path) -> tuple[int, bool]:
             "replica its own FABRIC_REPLICA, or end that process first"
         ) from None
     _claims.append(descriptor)
-    text = os.pread(descriptor, 32, 0)
-    last = int(text) if text.strip().isdigit() else 0
-    incarnation = max(int(time.time() * 1000), last + 1)
-    _remember(descriptor, incarnation)
+    text = os.pread(descriptor, _NUMBER_BYTES * (1 + _REMEMBERED), 0).decode("ascii", "replace")
+    before = tuple(int(word) for word in text.split() if word.isdigit())[:_REMEMBERED]
+    incarnation = max(int(time.time() * 1000), max(before, default=0) + 1)
+    history = "".join(f"{number}\n".ljust(_NUMBER_BYTES) for number in (incarnation, *before))
+    os.pwrite(descriptor, history.encode(), 0)
     return incarnation, before
 
 
+# The lock file holds the newest incarnation first, each in as many bytes. One that was ended before it had a
+# session is followed by others, so the leader may know an older one only.
+_NUMBER_BYTES = 32
+_REMEMBERED = 16
+
+
 def _remember(descriptor: int, incarnation: int) -> None:
-    os.pwrite(descriptor, f"{incarnation}\n".encode().ljust(24), 0)
+    os.pwrite(descriptor, f"{incarnation}\n".encode().ljust(_NUMBER_BYTES), 0)

@@ -7,11 +7,11 @@ from fabric.client.rank_group import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which process this is. ``predecessors_gone``: every earlier one has surely ended. ``group``: the ranks
-    of this replica, None where it is one process."""
+    """Which process this is. ``predecessors``: those that ran on this host before, which have ended, newest
+    first. ``group``: the ranks of this replica, None where it is one process."""
 
     incarnation: int
-    predecessors_gone: bool
+    predecessors: tuple[int, ...]
     group: RankGroup | None = None
 
     @property

@@ -2,7 +2,6 @@
 they are. Rank 0 then speaks for the replica, and the others follow it.
 """
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from fabric.model import EVERYTHING, Address, Sharing, SnapshotRef
 from fabric.protocol.member import Member
 from fabric.protocol.member_state import Identity, MemberConfig, State
 from fabric.protocol.rank_orders import SnapshotDue, replica_digest
+from fabric.runtime.clock import seconds_since_boot
 from fabric.runtime.config import Settings, advertised_host
 from fabric.transport.greeting import Greeting
 
@@ -53,7 +53,7 @@ def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: 
         durable = parts.durable.find()
         identity = _identity(settings, place, work, address, work.layout, durable=durable)
         state = State(0, 0, work.digest)
-        engine.begin(Member(identity, config, time.monotonic(), state, parts.handle.held_by(1)))
+        engine.begin(Member(identity, config, seconds_since_boot(), state, parts.handle.held_by(1)))
         return
     said = place.group.gather(
         {
@@ -87,7 +87,7 @@ def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: 
     identity = _identity(settings, place, work, address, layout, ranks, durable)
     state = State(0, 0, replica_digest([x["digest"] for x in said]))
     held = _held_by_all(said)
-    engine.begin(Member(identity, config, time.monotonic(), state, held))
+    engine.begin(Member(identity, config, seconds_since_boot(), state, held))
     if not any(one["holds"] for one in said):
         # What a first start may begin from, should the replicas' initial states differ. Never over a part of
         # a state of the job, whatever layout it is in.
@@ -128,7 +128,7 @@ def _identity(
         micro_batches=work.micro_batches,
         layout=layout,
         data=work.data,
-        predecessors_gone=place.predecessors_gone,
+        predecessors=place.predecessors,
         ranks=ranks,
         durable=durable or (),
         storage_unread=durable is None,

@@ -99,15 +99,22 @@ class Waits:
 
 
 def _waiting_to_start(core: Leader, now: float) -> str:
-    policy = core.config.policy
-    count = sum(peer.connected for peer in core.liveness.peers.values())
+    policy, wait_s = core.config.policy, core.start_wait_s
+    there, count = sum(peer.connected for peer in core.liveness.peers.values()), core.startable()
+    doubted = f", and {there - count} more a session but no sign of life" if there > count else ""
     if count < core.least:
-        return f"replicas to start with: {count} of at least {core.least} have a session"
+        return f"replicas to start with: {count} of at least {core.least} have a session{doubted}"
     waited = now - core.waiting_since if core.waiting_since is not None else 0.0
+    servers = core.liveness.servers_to_hear(core.record.roster, now) if core.record is not None else {}
+    if servers and (waited >= wait_s or count >= policy.start_replicas):
+        return (
+            f"what the checkpoint servers {_some(sorted(servers))} hold, which may be the newest state, "
+            f"until {time_of_day(max(servers.values()), now)} at most"
+        )
+    until = time_of_day(now + wait_s - waited, now)
     return (
-        f"replicas to start with: {count} of {policy.start_replicas} have a session, "
-        f"after {policy.start_wait_s:g} s (now {waited:.1f} s, at "
-        f"{time_of_day(now + policy.start_wait_s - waited, now)}) {core.least} will do"
+        f"replicas to start with: {count} of {policy.start_replicas} have a session{doubted}, "
+        f"after {wait_s:g} s (now {waited:.1f} s, at {until}) {core.least} will do"
     )
 
 
@@ -116,7 +123,7 @@ def _waiting_in_epoch(core: Leader, record: Record, now: float) -> str:
     left = [x for x in record.roster if x.replica not in epoch.condemned]
     if epoch.condemned and not any(not x.fresh or x.replica in epoch.running for x in left):
         unsure = [x for x in record.roster if not core.liveness.confirmed(x)]
-        limit_s = core.config.autonomy_s + core.config.autonomy_margin_s
+        limit_s = core.out_of_sight_s
         if unsure:
             until = max(core.liveness.last_contact(x, now) for x in unsure) + limit_s
             return (

@@ -18,7 +18,7 @@ from fabric.protocol.alike import difference
 from fabric.protocol.decide import Evict, Undecidable, decide
 from fabric.protocol.leader_base import DEAF_S, EpochState, LeaderConfig
 from fabric.protocol.leader_joins import Joins
-from fabric.protocol.liveness import Peer
+from fabric.protocol.liveness import Peer, as_member, vouches
 from fabric.protocol.waits import Reforms, complaint, ring_order, unexcused
 
 __all__ = ["Leader", "LeaderConfig"]
@@ -168,7 +168,7 @@ class Leader(Joins):
         known = self.liveness.peers.get(session.replica)
         if (known is None or not known.connected) and self._lists(session.replica):
             self.liveness.came_back(self._now, first=known is None, one_of_many=self._is_large)
-        self.liveness.peers[session.replica] = Peer(session, True, self._now)
+        self._take_session(session, known)
         self._note_step(self.liveness.peers[session.replica])
         if known is None or known.incarnation != session.incarnation:
             self.finished.pop(session.replica, None)
@@ -184,6 +184,16 @@ class Leader(Joins):
             if self.record.complete:
                 self._send(session.replica, m.Complete(self.record.fence, self.record.base.step))
 
+    def _take_session(self, session: m.Session, known: Peer | None) -> None:
+        """What is known of the process that the record names outlives its replacement by another one."""
+        member = self.record.member(session.replica) if self.record is not None else None
+        if member is not None:
+            self.liveness.note_end(member)  # perhaps by the word of the session that is replaced now
+        records = [x for x in (self.record, self.writing) if x is not None]
+        is_named = known is not None and any(x.lists(session.replica, known.incarnation) for x in records)
+        self.liveness.opened(session, self._now, is_named)
+        self.autonomy_s = max(self.autonomy_s, session.autonomy_s)
+
     def _refusal(self, session: m.Session) -> m.Rejected | None:
         """Why this session cannot be: in a sentence that says what to do."""
         name, known = session.replica, self.liveness.peers.get(session.replica)
@@ -192,14 +202,11 @@ class Leader(Joins):
         failed = self._refused_as_failed(session)
         if failed is not None:
             return failed
-        if known is not None and known.connected and known.incarnation < session.incarnation:
-            pulse = self.liveness.pulses.get(name)
-            gone = pulse is not None and pulse.trainer == "gone" and pulse.incarnation == known.incarnation
-            if not gone and not session.predecessors_gone and self._now - known.seen < 10.0:
-                return m.Rejected(
-                    f"replica id {name} is taken by a living process: give every replica its own "
-                    "FABRIC_REPLICA, or end the other process first"
-                )
+        if self._has_living_predecessor(session):
+            return m.Rejected(
+                f"replica id {name} is taken by a living process: give every replica its own "
+                "FABRIC_REPLICA, or end the other process first"
+            )
         for other in self.liveness.peers.values():
             # Who is away does not count: a whole job may come back with other settings.
             if other.session.replica == name or not other.connected:
@@ -216,6 +223,24 @@ class Leader(Joins):
                 break  # the others are like this one: they were let in
         return None
 
+    def _has_living_predecessor(self, session: m.Session) -> bool:
+        """Whether an older process of this replica lives, as its session or its checkpoint server says."""
+        name, known = session.replica, self.liveness.peers.get(session.replica)
+        entry = self.record.member(name) if self.record is not None else None
+        older = [as_member(known.session)] if known is not None else []
+        older += [entry] if entry is not None else []
+        for member in older:
+            if member.incarnation >= session.incarnation or vouches(session, member):
+                continue
+            if self.liveness.confirmed(member):
+                continue
+            is_known = known is not None and known.incarnation == member.incarnation
+            if known is not None and is_known and known.connected and self._now - known.seen < 10.0:
+                return True
+            if self.liveness.says_running(member, self._now):
+                return True
+        return False
+
     def on_closed(self, event: io.SessionClosed) -> None:
         peer = self.liveness.peers.get(event.replica)
         if peer is not None and peer.incarnation == event.incarnation and peer.connected:
@@ -224,24 +249,26 @@ class Leader(Joins):
 
     def on_pulse(self, event: io.PulseSeen) -> None:
         pulse, member = event.pulse, self.record.member(event.pulse.replica) if self.record else None
-        if not self.liveness.counts(pulse, member):
-            return
-        known = self.liveness.hear(pulse, self._now)
-        if (known is None or not known.says(pulse)) and pulse.trainer in ("gone", "stopped"):
-            listed = member is not None and member.incarnation == pulse.incarnation
+        known = self.liveness.hear(pulse, member, self._now)
+        if member is not None and pulse.trainer == "gone":
+            self.liveness.note_end(member)
+        listed = member is not None and member.incarnation == pulse.incarnation
+        counts = listed or self.liveness.pulses_of(pulse.rank)[pulse.replica].says(pulse)
+        if counts and (known is None or not known.says(pulse)) and pulse.trainer in ("gone", "stopped"):
             cause = self._pending() if listed and not (self.record and self.record.complete) else ""
             self._tell("trainer " + pulse.trainer, pulse.replica, "seen by its checkpoint server", cause)
         self._tell_durable(pulse, known)
 
     def on_pulse_closed(self, event: io.PulseClosed) -> None:
-        pulses = self.liveness.pulses_of(event.rank)
-        pulse = pulses.get(event.replica)
-        if pulse is None or pulse.ckpt != event.ckpt:
+        member = self.record.member(event.replica) if self.record is not None else None
+        pulse = self.liveness.pulse_closed(event.replica, event.ckpt, event.rank, member, self._now)
+        if pulse is None:
             return
-        pulse.connected = False
         belongs = event.replica in self.liveness.peers or self._lists(event.replica)
         if not (belongs or pulse.deaths or pulse.durable):
-            del pulses[event.replica]  # it was never let in, and leaves nothing to know
+            del self.liveness.pulses_of(event.rank)[
+                event.replica
+            ]  # it was never let in, and leaves nothing to know
 
     def on_member(self, event: io.FromMember) -> None:
         peer = self.liveness.peers.get(event.replica)

@@ -167,6 +167,7 @@ class LeaderBase:
         self.loaded = 0  # the newest generation whose base somebody has loaded
         self.orders = Orders()  # as operators want them: the record has them with the next write
         self.failures: tuple[Failure, ...] = ()  # likewise
+        self.autonomy_s = 0.0  # the longest that any session has named
         self.held: dict[str, str] = {}  # newcomer -> why it is not let in, as it was told
         self._plan_at = math.inf  # when what came since the last plan is looked at, at the latest
         self._deadline: float | None = None
@@ -234,7 +235,10 @@ class LeaderBase:
         nonce = record.nonce
         if self.record is not None and nonce == self.record.nonce:
             nonce = self._nonce()
-        record = replace(record, nonce=nonce, orders=self.orders, failures=self.failures)
+        autonomy_s = max(self.autonomy_s, record.autonomy_s)
+        record = replace(
+            record, nonce=nonce, orders=self.orders, failures=self.failures, autonomy_s=autonomy_s
+        )
         self.writing = record
         self._do(io.WriteRecord(record, self.record))
 
@@ -253,6 +257,7 @@ class LeaderBase:
             self.finished.clear()
         self.failure, self.retried, self.told = "", False, {}
         before, self.record, self.writing = self.record, record, None
+        self.liveness.keep(record.roster)
         self.epoch = EpochState(self._now)
         for serving in self.serving.values():
             if not serving.told:
@@ -323,6 +328,13 @@ class LeaderBase:
         peers = self.liveness.peers.values()
         steps = [p.step for p in peers if p.generation == record.generation and self._in_force(p)]
         return max(steps, default=record.base.step)
+
+    @property
+    def out_of_sight_s(self) -> float:
+        """Who has been out of contact for so long commits no more. A trainer has its own setting, and the
+        record knows those of members that this leader has not heard."""
+        named = self.record.autonomy_s if self.record is not None else 0.0
+        return max(self.config.autonomy_s, self.autonomy_s, named) + self.config.autonomy_margin_s
 
     # --- small questions and moves ---------------------------------------------------------------------
 

@@ -10,6 +10,9 @@ from fabric.protocol.leader_base import GAP_STEPS, SERVE_AGAIN_S, Serving, base_
 from fabric.protocol.leader_failures import Failures
 from fabric.protocol.liveness import Peer, PulseState, as_member
 
+# Seconds that a job which has already run waits for the rest of its replicas before it begins again.
+COLD_WAIT_S = 5.0
+
 
 class Joins(Failures):
     """A leader that starts jobs and lets replicas in and out."""
@@ -280,7 +283,7 @@ class Joins(Failures):
         if self.finished:
             self._write_complete(record, max(self.finished.values()))
             return True
-        limit = self.config.autonomy_s + self.config.autonomy_margin_s
+        limit = self.out_of_sight_s
         for member in record.roster:
             if not self._knows(member) or member.replica in self.epoch.fallen:
                 continue
@@ -293,18 +296,10 @@ class Joins(Failures):
 
     def _start(self, record: Record | None) -> None:
         """Rule 6: a new generation from the newest state that anybody still holds."""
-        policy = self.config.policy
         open_ = self._startable()
-        if not open_ or len(open_) < self.least:
-            self.waiting_since = None
-            return
-        if self.waiting_since is None:
-            self.waiting_since = self._now
-        waited = self._now - self.waiting_since
         regular = [p for p in open_ if not p.session.spare]
-        if len(regular) < policy.start_replicas and waited < policy.start_wait_s:
+        if not self._may_start(record, open_, regular):
             return
-        self.waiting_since = None
         if record is not None and record.failed:
             self._excuse()
         spares = [p for p in open_ if p.session.spare]
@@ -348,6 +343,33 @@ class Joins(Failures):
         if generation:
             self.reached = max(p.step for p in peers if p.generation == generation)
         return generation, max((p.newest_epoch for p in peers), default=0)
+
+    def _may_start(self, record: Record | None, open_: list[Peer], regular: list[Peer]) -> bool:
+        """Whether those who are there begin now: they are enough, the rest had its time to come, and of a job
+        that has run every checkpoint server that may hold its newest state has been heard."""
+        if not open_ or len(open_) < self.least:
+            self.waiting_since = None
+            return False
+        if self.waiting_since is None:
+            self.waiting_since = self._now
+        waited = self._now - self.waiting_since
+        if len(regular) < self.config.policy.start_replicas and waited < self.start_wait_s:
+            return False
+        if record is not None and self.liveness.servers_to_hear(record.roster, self._now):
+            return False
+        self.waiting_since = None
+        return True
+
+    @property
+    def start_wait_s(self) -> float:
+        """How long a start waits for all its replicas. A job that has run goes on soon with those that are
+        there, for the others join while it runs."""
+        wait_s = self.config.policy.start_wait_s
+        return wait_s if self.record is None else min(wait_s, COLD_WAIT_S)
+
+    def startable(self) -> int:
+        """How many could begin a generation now."""
+        return len(self._startable())
 
     def _startable(self) -> list[Peer]:
         """Who could begin a generation; the penalised only where too few are left without them. The first one
@@ -406,13 +428,17 @@ class Joins(Failures):
         return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), told
 
     def _held_states(self, peers: list[Peer]) -> dict[SnapshotRef, set[str]]:
-        """What the checkpoint servers have in memory, every lane of it, and who has it."""
+        """What the checkpoint servers have in memory, every lane of it, and who has it: by their own word. Of
+        a server that is not heard its trainer's word counts."""
         whole = self.liveness.whole(1 + len(peers[0].session.ranks))
-        if not self.liveness.held():
-            # No checkpoint server talks to me: what the trainers say of theirs may be out of date.
-            for peer in peers:
-                for ref in peer.session.snapshots:
-                    whole.setdefault(ref, set()).update(a.ckpt for a in as_member(peer.session).addresses)
+        heard = self.liveness.heard_servers()
+        for peer in self.liveness.peers.values():
+            urls = {a.ckpt for a in as_member(peer.session).addresses}
+            if not peer.connected or urls & heard:
+                continue
+            # Its checkpoint server does not talk to me: what the trainer says of it may be out of date.
+            for ref in peer.session.snapshots:
+                whole.setdefault(ref, set()).update(urls)
         return whole
 
 

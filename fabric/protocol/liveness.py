@@ -15,6 +15,10 @@ from fabric.protocol.rank_orders import rank_of_url
 
 Process = TypeVar("Process", Member, Session)
 
+# Why a process has certainly ended.
+GONE = "its process is gone"
+FOUND_GONE = "a newer process of it has registered and found this one gone"
+
 # Seconds. A greeting takes some five turns of the lighthouse's loop, and a member waits 2.7 s for it: where
 # turns are longer than this nobody may get in.
 BEHIND_S = 0.25
@@ -38,11 +42,12 @@ class LivenessConfig:
 
 @dataclass(slots=True)
 class Peer:
-    """One replica's newest session and what it said; ``times`` are those of the last step that it told of."""
+    """One process's newest session and what it said; ``times`` are those of the last step that it told of."""
 
     session: Session
     connected: bool
     seen: float
+    opened: float = 0.0
     beat: Beat | None = None
     times: StepTimes | None = None
     closed: float = 0.0
@@ -67,8 +72,9 @@ class Peer:
 
 @dataclass(slots=True)
 class PulseState:
-    """One replica's checkpoint server: what it last said of the trainer, and since when. ``taken``: when the
-    state of each of ``snapshots`` was its trainer's; ``parts``: of how many ranks it is."""
+    """One checkpoint server: what it last said of the trainer, and since when. ``taken``: when the
+    state of each of ``snapshots`` was its trainer's; ``parts``: of how many ranks it is. ``closed``: when its
+    connection ended."""
 
     incarnation: int
     trainer: str
@@ -82,6 +88,7 @@ class PulseState:
     durable: tuple[SnapshotRef, ...] = ()
     durable_error: str = ""
     parts: tuple[int, ...] = ()
+    closed: float = 0.0
 
     def says(self, pulse: Pulse) -> bool:
         """Whether this pulse tells the same of the same process."""
@@ -90,8 +97,14 @@ class PulseState:
 
 @dataclass(slots=True)
 class Liveness:
-    """Both sources by replica; ``verdict`` and ``confirmed`` are pure functions of them and the time.
-    ``late_s``: how much longer than usual silence is tolerated now, see ``tick_was_late``."""
+    """Both sources; ``verdict`` and ``confirmed`` are pure functions of them and the time.
+    ``late_s``: how much longer than usual silence is tolerated now, see ``tick_was_late``.
+
+    A replica may have several processes at a time: the scheduler starts it elsewhere while the old one is
+    only out of sight. ``peers`` and ``pulses`` hold the process and the server that count for each replica.
+    ``former`` holds earlier processes that the record names, ``elsewhere`` the other servers of a replica,
+    and ``ended`` why it is certain that a process has ended.
+    """
 
     config: LivenessConfig
     elected: float
@@ -104,6 +117,35 @@ class Liveness:
     _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> what that rank's checkpoint server says.
     rank_pulses: dict[int, dict[str, PulseState]] = field(default_factory=dict)
+    former: dict[tuple[str, int], Peer] = field(default_factory=dict)
+    elsewhere: dict[str, dict[tuple[str, int], PulseState]] = field(default_factory=dict)
+    ended: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def opened(self, session: Session, now: float, is_named: bool) -> None:
+        """Take a session. Its predecessor's last contact is kept where the record names that process."""
+        known = self.peers.get(session.replica)
+        if known is not None and known.incarnation != session.incarnation and is_named:
+            if known.connected:
+                known.connected, known.closed = False, now
+            self.former[session.replica, known.incarnation] = known
+        self.peers[session.replica] = Peer(session, True, now, opened=now)
+
+    def keep(self, roster: Sequence[Member]) -> None:
+        """Forget of processes that have ended, or were replaced, all that this roster does not name."""
+        if not (self.former or self.ended or self.elsewhere):
+            return
+        named = {(x.replica, x.incarnation) for x in roster}
+        self.former = {key: peer for key, peer in self.former.items() if key in named}
+        self.ended = {key: why for key, why in self.ended.items() if key in named}
+        for replica, servers in list(self.elsewhere.items()):
+            left = {
+                at: pulse
+                for at, pulse in servers.items()
+                if pulse.connected or (replica, pulse.incarnation) in named
+            }
+            self.elsewhere[replica] = left
+            if not left:
+                del self.elsewhere[replica]
 
     def came_back(self, now: float, first: bool = True, one_of_many: bool = False) -> None:
         """A member has a session again, the ``first`` time since the election or not. Thousands take longer
@@ -143,38 +185,54 @@ class Liveness:
         """By replica, of the checkpoint servers of this rank."""
         return self.rank_pulses.setdefault(rank, {}) if rank else self.pulses
 
-    def counts(self, pulse: Pulse, member: Member | None) -> bool:
-        """Whether this pulse is to be believed of its replica, which the roster has as ``member``. A process
-        that was let in (a session of it was taken, or the roster has it) is not silenced by one that was not,
-        elsewhere: that may be a second one of the same id, which is refused. Else the newer one counts."""
-        known, peer = self.pulses_of(pulse.rank).get(pulse.replica), self.peers.get(pulse.replica)
-        if known is None or known.incarnation == pulse.incarnation:
-            return True
-        if known.ckpt == pulse.ckpt:
-            return pulse.incarnation > known.incarnation
-        let_in = {x.incarnation for x in (peer, member) if x is not None}
-        if (pulse.incarnation in let_in) != (known.incarnation in let_in):
-            return pulse.incarnation in let_in
-        return pulse.incarnation > known.incarnation
-
-    def hear(self, pulse: Pulse, now: float) -> PulseState | None:
-        """Take it; returns what was known of the replica's checkpoint server before."""
+    def hear(self, pulse: Pulse, member: Member | None, now: float) -> PulseState | None:
+        """Take a pulse of a replica that the roster has as ``member``. Returns what was known of this server
+        before."""
         pulses, key = self.pulses_of(pulse.rank), pulse.replica
-        known = pulses.get(key)
-        pulses[key] = PulseState(
-            incarnation=pulse.incarnation,
-            trainer=pulse.trainer,
-            since=known.since if known is not None and known.says(pulse) else now,
-            seen=now,
-            ckpt=pulse.ckpt,
-            snapshots=pulse.snapshots,
-            deaths=pulse.deaths,
-            taken=tuple(now - age_s for age_s in pulse.ages_s) if pulse.ages_s else (),
-            durable=pulse.durable or (known.durable if known is not None else ()),
-            durable_error=pulse.durable_error,
-            parts=pulse.parts,
-        )
+        current, aside = pulses.get(key), self.elsewhere.get(key, {})
+        at = (pulse.ckpt, pulse.rank)
+        is_current = current is not None and current.ckpt == pulse.ckpt
+        if is_current and current is not None and pulse.incarnation < current.incarnation:
+            return current  # from before its newer trainer
+        same_trainer = current is not None and current.incarnation == pulse.incarnation
+        known = current if is_current or (same_trainer and at not in aside) else aside.get(at)
+        state = _state_of(pulse, known, now)
+        if current is not None and not is_current and not self._counts(pulse, current, member):
+            self.elsewhere.setdefault(key, {})[at] = state
+            return known
+        if current is not None and not is_current:
+            self.elsewhere.setdefault(key, {})[current.ckpt, pulse.rank] = current
+        if at in aside:
+            del aside[at]
+        pulses[key] = state
         return known
+
+    def _counts(self, pulse: Pulse, current: PulseState, member: Member | None) -> bool:
+        """Whether this pulse is believed of its replica rather than that of ``current``, another server. A
+        process that was let in (a session of it was taken, or the roster has it) is not silenced by one that
+        was not: that may be a second one of the same id, which is refused. Else the newer one counts."""
+        peer = self.peers.get(pulse.replica)
+        let_in = {x.incarnation for x in (peer, member) if x is not None}
+        if (pulse.incarnation in let_in) != (current.incarnation in let_in):
+            return pulse.incarnation in let_in
+        return pulse.incarnation >= current.incarnation
+
+    def pulse_closed(
+        self, replica: str, ckpt: str, rank: int, member: Member | None, now: float
+    ) -> PulseState | None:
+        """The connection of this server has ended; returns the server where it is the one that counts. Of the
+        others those are kept whose process the roster has as ``member``."""
+        current, aside = self.pulses_of(rank).get(replica), self.elsewhere.get(replica, {})
+        if current is not None and current.ckpt == ckpt:
+            if current.connected:
+                current.connected, current.closed = False, now
+            return current
+        other = aside.get((ckpt, rank))
+        if other is not None and member is not None and other.incarnation == member.incarnation:
+            other.connected, other.closed = False, now
+        elif other is not None:
+            del aside[ckpt, rank]
+        return None
 
     def held(self) -> dict[SnapshotRef, set[str]]:
         """Every snapshot that a checkpoint server which is heard holds, and where: URLs of all ranks."""
@@ -196,13 +254,42 @@ class Liveness:
 
     def _holders(self) -> list[PulseState]:
         """Checkpoint servers that are heard and say where they are, of all ranks."""
-        every = (p for pulses in (self.pulses, *self.rank_pulses.values()) for p in pulses.values())
-        return [pulse for pulse in every if pulse.connected and pulse.ckpt]
+        return [pulse for pulse in self._servers() if pulse.connected and pulse.ckpt]
+
+    def _servers(self) -> list[PulseState]:
+        """Every checkpoint server that has been heard, of all ranks."""
+        counting = [p for pulses in (self.pulses, *self.rank_pulses.values()) for p in pulses.values()]
+        return counting + [p for aside in self.elsewhere.values() for p in aside.values()]
+
+    def heard_servers(self) -> set[str]:
+        """The URLs of all checkpoint servers that are heard now."""
+        return {pulse.ckpt for pulse in self._servers() if pulse.connected}
+
+    def servers_to_hear(self, roster: Sequence[Member], now: float) -> dict[str, float]:
+        """Checkpoint servers that the roster or a session names and that are not heard, by URL: until when
+        each is waited for. It may hold the newest state, and connect again in a moment."""
+        heard = self.heard_servers()
+        closed = {pulse.ckpt: pulse.closed for pulse in self._servers() if not pulse.connected}
+        named = [(member, self.elected) for member in roster]
+        named += [
+            (as_member(p.session), max(self.elected, p.opened)) for p in self.peers.values() if p.connected
+        ]
+        found: dict[str, float] = {}
+        for member, since in named:
+            for rank, address in enumerate(member.addresses):
+                pulse = self._pulse(member, rank)
+                if address.ckpt in heard or (pulse is not None and pulse.connected) or not address.ckpt:
+                    continue
+                until = max(since, closed.get(address.ckpt, since)) + self.config.credit_s
+                until = max(until, self.crowd_end)
+                if now < until:
+                    found[address.ckpt] = max(until, found.get(address.ckpt, until))
+        return found
 
     def durable(self) -> set[SnapshotRef]:
         """Every durable checkpoint that anybody has found or written. Whoever wrote it may be gone by now."""
         found = {ref for peer in self.peers.values() for ref in peer.session.durable}
-        return found | {ref for pulse in self.pulses.values() for ref in pulse.durable}
+        return found | {ref for pulse in self._servers() for ref in pulse.durable}
 
     def whole(self, ranks: int) -> dict[SnapshotRef, set[str]]:
         """Those of ``held`` of which every lane has a living holder, whichever replicas those are in.
@@ -222,17 +309,16 @@ class Liveness:
         """Where the checkpoint server of each rank is, by its own word where it has spoken."""
         found = []
         for rank, address in enumerate(member.addresses):
-            pulse = self.pulses_of(rank).get(member.replica)
-            known = pulse is not None and pulse.incarnation == member.incarnation and bool(pulse.ckpt)
-            found.append(pulse.ckpt if known and pulse is not None else address.ckpt)
+            pulse = self._pulse(member, rank)
+            found.append(pulse.ckpt if pulse is not None and pulse.ckpt else address.ckpt)
         return found
 
     def rank_trouble(self, member: Member, now: float) -> str:
         """Why a rank other than 0 holds its replica up or has ended it, or empty. It is no proof that rank 0,
         which decides, has ended too."""
         for rank in range(1, len(member.addresses)):
-            pulse = self.pulses_of(rank).get(member.replica)
-            if pulse is None or pulse.incarnation != member.incarnation or not pulse.connected:
+            pulse = self._pulse(member, rank)
+            if pulse is None or not pulse.connected:
                 continue
             if pulse.trainer == "gone":
                 return f"the process of its rank {rank} is gone"
@@ -301,11 +387,16 @@ class Liveness:
         """Why it is certain that this process has ended, or empty."""
         pulse, newest = self._pulse(member), self.peers.get(member.replica)
         if pulse is not None and pulse.trainer == "gone":
-            return "its process is gone"
-        newer = newest is not None and newest.incarnation > member.incarnation
-        if newer and newest is not None and newest.session.predecessors_gone:
-            return "a newer process of it has registered and found this one gone"
-        return ""
+            return GONE
+        if newest is not None and newest.incarnation > member.incarnation and vouches(newest.session, member):
+            return FOUND_GONE
+        return self.ended.get((member.replica, member.incarnation), "")
+
+    def note_end(self, member: Member) -> None:
+        """Remember of this process, which the record names, that it has ended, where that is certain now."""
+        why = self.confirmed(member)
+        if why:
+            self.ended[member.replica, member.incarnation] = why
 
     def out_of_contact(self, member: Member, now: float, limit_s: float) -> bool:
         """Whether nothing was heard of this process for ``limit_s`` (from the election on)."""
@@ -335,16 +426,52 @@ class Liveness:
         soon = now + self.config.silence_s / 4
         return min(soon, self.credit_end) if now < self.credit_end else soon
 
+    def says_running(self, member: Member, now: float) -> bool:
+        """Whether the checkpoint server of this very process is heard, and says that it runs."""
+        pulse = self._pulse(member)
+        return pulse is not None and self._pulse_heard(pulse, now) and pulse.trainer == "running"
+
     def _peer(self, member: Member) -> Peer | None:
         peer = self.peers.get(member.replica)
-        return peer if peer is not None and peer.incarnation == member.incarnation else None
+        if peer is not None and peer.incarnation == member.incarnation:
+            return peer
+        return self.former.get((member.replica, member.incarnation))
 
-    def _pulse(self, member: Member) -> PulseState | None:
-        pulse = self.pulses.get(member.replica)
-        return pulse if pulse is not None and pulse.incarnation == member.incarnation else None
+    def _pulse(self, member: Member, rank: int = 0) -> PulseState | None:
+        """What the checkpoint server of this very process says."""
+        current = self.pulses_of(rank).get(member.replica)
+        if current is not None and current.incarnation == member.incarnation:
+            return current
+        aside = self.elsewhere.get(member.replica)
+        of_it = [
+            p for (_, r), p in (aside or {}).items() if r == rank and p.incarnation == member.incarnation
+        ]
+        return max(of_it, key=lambda pulse: (pulse.connected, pulse.seen), default=None)
 
     def _pulse_heard(self, pulse: PulseState | None, now: float) -> bool:
         return pulse is not None and pulse.connected and now - pulse.seen < self.config.silence_s
+
+
+def _state_of(pulse: Pulse, known: PulseState | None, now: float) -> PulseState:
+    """The pulse as it is kept, where the server was ``known`` before."""
+    return PulseState(
+        incarnation=pulse.incarnation,
+        trainer=pulse.trainer,
+        since=known.since if known is not None and known.says(pulse) else now,
+        seen=now,
+        ckpt=pulse.ckpt,
+        snapshots=pulse.snapshots,
+        deaths=pulse.deaths,
+        taken=tuple(now - age_s for age_s in pulse.ages_s) if pulse.ages_s else (),
+        durable=pulse.durable or (known.durable if known is not None else ()),
+        durable_error=pulse.durable_error,
+        parts=pulse.parts,
+    )
+
+
+def vouches(session: Session, member: Member) -> bool:
+    """Whether this process has seen on its own host that that one, of the same replica, has ended."""
+    return member.incarnation in session.predecessors
 
 
 def lanes(urls: set[str]) -> int:

@@ -119,7 +119,8 @@ class Member(Rounds):
                     data=me.data,
                     shares=me.shares,
                     snapshots=self.snapshots,
-                    predecessors_gone=me.predecessors_gone,
+                    predecessors=me.predecessors,
+                    predecessors_gone=bool(me.predecessors),
                     finished=self.contact.finished,
                     sharing=me.sharing,
                     seat=me.seat,
@@ -128,6 +129,7 @@ class Member(Rounds):
                     replay=self.config.replay,
                     exchange_s=self.config.exchange_s,
                     user_code_s=self.config.user_code_s,
+                    autonomy_s=self.config.autonomy_s,
                     roster=self.newest.roster_digest if self.newest is not None else "none",
                 )
             )

@@ -36,8 +36,9 @@ TRANSITIONS: dict[Mode, frozenset[Mode]] = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is; the same in every session it opens. ``durable``: the durable checkpoints that it
-    found when it started; ``storage_unread``: storage could not be listed then."""
+    """Who this process is; the same in every session it opens. ``predecessors``: the incarnations that ran on
+    this host before and have ended, newest first. ``durable``: the durable checkpoints that it found when it
+    started; ``storage_unread``: storage could not be listed then."""
 
     replica: str
     incarnation: int
@@ -47,7 +48,7 @@ class Identity:
     layout: str = ""
     data: str = ""
     shares: int = 1
-    predecessors_gone: bool = False
+    predecessors: tuple[int, ...] = ()
     sharing: Sharing = EVERYTHING
     seat: int = -1
     ranks: tuple[Address, ...] = ()

@@ -175,12 +175,14 @@ class Session:
 
     ``generation`` 0 means "nothing but my initial state". ``micro_batches`` is how many make a step;
     ``data`` names everything that the data order depends on, "name value name value ...".
-    ``predecessors_gone`` vouches that every earlier process of this replica has ended (seen by its
-    checkpoint server or the kernel). ``finished``: the user's loop has ended at this step. ``seat``: the one
-    that this replica's data are for, -1 where any will do. ``ranks``: addresses of ranks 1 and up, where the
-    replica has several; ``link`` and ``ckpt`` are rank 0's, and digests are of all ranks together.
+    ``predecessors`` are the incarnations that ran on this host before, newest first: the kernel says that
+    they have ended. It says nothing of processes elsewhere. ``predecessors_gone`` says the same to leaders of
+    an older version, which ask for no names. ``finished``: the user's loop has ended at this step. ``seat``:
+    the one that this replica's data are for, -1 where any will do. ``ranks``: addresses of ranks 1 and up,
+    where the replica has several; ``link`` and ``ckpt`` are rank 0's, and digests are of all ranks together.
     ``replay``: whether it catches up by published gradients; else the others wait for its state.
-    ``exchange_s`` and ``user_code_s`` are its time budget.
+    ``exchange_s`` and ``user_code_s`` are its time budget. ``autonomy_s``: for how long it may commit without
+    an answer of a lighthouse; 0 from an older version, which does not say it.
     ``spare``: it takes part only where a member is missing.
     ``tensors`` are the parameters in order, for people: "name dtype[shape]"; empty where they are very many.
     ``roster``: digest of the newest roster I hold; empty from a version that understands no ``Change``.
@@ -214,6 +216,8 @@ class Session:
     roster: str = ""
     plane: str = ""
     durable: tuple[SnapshotRef, ...] = ()
+    predecessors: tuple[int, ...] = ()
+    autonomy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

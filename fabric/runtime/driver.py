@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
+
+from fabric.runtime.clock import seconds_since_boot
 
 EventT = TypeVar("EventT")
 EffectT = TypeVar("EffectT")
@@ -47,7 +48,7 @@ class Driver(Generic[EventT, EffectT]):
         *,
         tick: EventT,
         on_crash: Callable[[BaseException], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = seconds_since_boot,
         anywhere: frozenset[type] = frozenset(),
     ) -> None:
         self._core = core

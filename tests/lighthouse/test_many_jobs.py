@@ -202,7 +202,7 @@ async def test_a_complete_job_is_forgotten_when_its_time_is_over_and_nobody_spea
         kept = (await get(http, url))[1]["record"]
         assert kept["complete"] and kept["ended"] > 1e9
         late = await WireMember(
-            http, lighthouse.url, "r0", job="done", incarnation=2, predecessors_gone=True
+            http, lighthouse.url, "r0", job="done", incarnation=2, predecessors=(1,)
         ).open()
         assert (await late.next(m.Complete)).step == 7, "who comes late is told"
         await late.close()

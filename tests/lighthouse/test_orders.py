@@ -203,7 +203,7 @@ async def die_and_come_back(http, lighthouse, members, pulse, job):
         members,
         job=job,
         incarnation=incarnation + 1,
-        predecessors_gone=True,
+        predecessors=(1,),
     )
 
 

@@ -410,7 +410,7 @@ async def test_a_finished_job_is_complete_and_stays_so(lighthouse, http, job):
         await member.say(m.Finished(member.newest.fence, 40))
     for member in members:
         assert (await member.next(m.Complete)).step == 40
-    late = await WireMember(http, lighthouse.url, "r0", job=job, incarnation=2, predecessors_gone=True).open()
+    late = await WireMember(http, lighthouse.url, "r0", job=job, incarnation=2, predecessors=(1,)).open()
     assert (await late.next(m.Complete)).step == 40
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
     assert body["complete"] and body["step"] == 40 and "complete at step 40" in body["waiting_for"]

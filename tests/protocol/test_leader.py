@@ -216,7 +216,7 @@ def test_after_a_loss_nobody_is_started_with_who_is_silent():
     for name in "abc":
         lighthouse.pulse(name, "gone")
         lighthouse.do(io.SessionClosed(name, 1))
-    lighthouse.open("a", "b", incarnation=2, predecessors_gone=True)
+    lighthouse.open("a", "b", incarnation=2, predecessors=(1,))
     for _ in range(5):
         lighthouse.beat("b", 0)
         lighthouse.wait(1.0)
@@ -230,7 +230,7 @@ def test_a_cold_start_takes_the_newest_state_that_a_server_still_holds():
     lighthouse.pulse("b", "gone", snapshots=[new])
     assert lighthouse.record.epoch == 1, "nobody is there to start with"
     lighthouse.do(io.SessionClosed("a", 1), io.SessionClosed("b", 1))
-    lighthouse.open("a", incarnation=2, predecessors_gone=True)
+    lighthouse.open("a", incarnation=2, predecessors=(1,))
     record = lighthouse.record
     assert (record.generation, record.cold, record.epoch) == (3, 2, 2), "later than any state that there is"
     assert record.base == Base(2, 40, "new", ("http://a", "http://b"))
@@ -239,6 +239,7 @@ def test_a_cold_start_takes_the_newest_state_that_a_server_still_holds():
 def test_what_a_trainer_says_of_snapshots_does_not_count_against_the_servers():
     lighthouse = Lighthouse(start_replicas=2)
     lighthouse.pulse("a", snapshots=[SnapshotRef(1, 3, "real")])
+    lighthouse.pulse("b")
     lighthouse.open("a", "b", snapshots=(SnapshotRef(1, 7, "lost with its server"),))
     assert lighthouse.record.base.digest == "real"
 
@@ -250,7 +251,7 @@ def test_nobody_starts_anew_while_a_member_is_merely_out_of_sight():
         lighthouse.lose(name)
     lighthouse.wait(1.0)
     lighthouse.pulse("b", incarnation=2)
-    lighthouse.open("b", incarnation=2, predecessors_gone=True)
+    lighthouse.open("b", incarnation=2, predecessors=(1,))
     lighthouse.wait(33)
     assert lighthouse.record.generation == 1, "a may still be committing"
     lighthouse.wait(5)
@@ -515,7 +516,7 @@ def test_a_parked_job_admits_by_a_forced_epoch():
     lighthouse.pulse("b", "gone")
     lighthouse.wait(0.05)
     lighthouse.say("a", report_of(lighthouse.record, 5))
-    lighthouse.open("b", incarnation=2, generation=1, step=5, predecessors_gone=True)
+    lighthouse.open("b", incarnation=2, generation=1, step=5, predecessors=(1,))
     lighthouse.beat("b", 5)
     assert lighthouse.record.names == ("a", "b") and lighthouse.record.is_forced
 
@@ -680,7 +681,7 @@ def test_a_new_process_on_another_host_counts_once_it_is_let_in():
     lighthouse.do(elsewhere("b", 2))
     assert lighthouse.core.liveness.pulses["b"].trainer == "gone", "what is certain of the old one stays so"
     lighthouse.wait(0.1)
-    lighthouse.open("b", incarnation=2, generation=1, step=5, predecessors_gone=True)
+    lighthouse.open("b", incarnation=2, generation=1, step=5, predecessors=(1,))
     lighthouse.do(elsewhere("b", 2))
     lighthouse.pulse("b", "gone")
     pulse = lighthouse.core.liveness.pulses["b"]

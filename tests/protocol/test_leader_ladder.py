@@ -20,7 +20,7 @@ def all_dead(durable=(), held=(), names="a b"):
     for name in names.split():
         lighthouse.pulse(name, "gone", snapshots=held)
     for name in names.split():
-        lighthouse.open(name, incarnation=2, predecessors_gone=True, durable=tuple(durable))
+        lighthouse.open(name, incarnation=2, predecessors=(1,), durable=tuple(durable))
         lighthouse.pulse(name, incarnation=2, snapshots=held)
     return lighthouse
 
@@ -30,7 +30,7 @@ def die_and_come_again(lighthouse, durable=(), held=(), incarnation=2):
     for name in "ab":
         lighthouse.pulse(name, "gone", incarnation=incarnation - 1, snapshots=held)
     for name in "ab":
-        lighthouse.open(name, incarnation=incarnation, predecessors_gone=True, durable=tuple(durable))
+        lighthouse.open(name, incarnation=incarnation, predecessors=(1,), durable=tuple(durable))
         lighthouse.pulse(name, incarnation=incarnation, snapshots=held)
 
 
@@ -178,7 +178,7 @@ def test_when_nothing_can_be_loaded_the_job_fails_rather_than_begin_from_scratch
     assert "no state is left that could be loaded: step 60" in lighthouse.record.failed
     # Storage was mended, and somebody starts the replicas again: they try it once more.
     for name in ("a", "b"):
-        lighthouse.open(name, incarnation=3, predecessors_gone=True, durable=(NEW,))
+        lighthouse.open(name, incarnation=3, predecessors=(2, 1), durable=(NEW,))
         lighthouse.pulse(name, incarnation=3)
     assert not lighthouse.record.failed and lighthouse.record.base.step == 60
 

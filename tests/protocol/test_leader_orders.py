@@ -106,7 +106,7 @@ def test_a_pause_does_not_stop_an_eviction_nor_a_cold_start():
     runs(lighthouse, "a", 5)
     lighthouse.pulse("a", "gone")
     lighthouse.wait(0.1)
-    lighthouse.open("a", incarnation=2, predecessors_gone=True)
+    lighthouse.open("a", incarnation=2, predecessors=(1,))
     lighthouse.wait(0.1)
     assert lighthouse.record.generation == 2 and lighthouse.record.orders.paused
 
@@ -329,7 +329,7 @@ def test_a_cold_start_leaves_the_penalised_out_where_enough_others_are_there():
     lighthouse = Lighthouse(start_replicas=3, start_wait_s=1.0)
     lighthouse.do(io.Elected("s", record, UNIX_S + 60.0))
     for name in "abc":
-        lighthouse.open(name, incarnation=2, predecessors_gone=True)
+        lighthouse.open(name, incarnation=2, predecessors=(1,))
         lighthouse.pulse(name, incarnation=2)
     lighthouse.wait(5.0)
     assert lighthouse.record.generation == 2 and lighthouse.record.names == ("a", "b")

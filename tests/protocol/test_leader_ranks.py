@@ -68,7 +68,7 @@ def test_a_state_of_another_number_of_ranks_is_whole_when_all_of_its_own_lanes_a
     pulse(lighthouse, "a", 1, OLD, NEW, parts=(3, 3))
     pulse(lighthouse, "b", 2, OLD, parts=(3,))
     for name in "ab":
-        lighthouse.open(name, incarnation=2, predecessors_gone=True)
+        lighthouse.open(name, incarnation=2, predecessors=(1,))
     base = lighthouse.records[-1].base
     assert (base.step, base.sources) == (5, ("http://a", "http://a/1#1", "http://b/2#2"))
 

@@ -92,7 +92,7 @@ def test_another_incarnation_says_nothing_of_this_one():
     newer = liveness(peer(incarnation=2), pulse("gone", incarnation=2))
     assert newer.verdict(member_of("a", 2), LATE) == "its process is gone"
     assert newer.confirmed(member_of("a", 1)) == ""
-    vouched = liveness(peer(incarnation=2, predecessors_gone=True))
+    vouched = liveness(peer(incarnation=2, predecessors=(1,)))
     assert "found this one gone" in vouched.confirmed(member_of("a", 1))
     assert vouched.confirmed(member_of("a", 2)) == ""
 

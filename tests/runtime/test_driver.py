@@ -276,3 +276,16 @@ async def test_what_interrupts_a_thread_is_the_end_and_reaches_the_thread(struck
     # Passed on, the loop may have come to it first.
     most = {"in the core": 0, "in an effect": 1, "as the turn is passed on": 2}[struck]
     assert performed == ["one", "two"][: len(performed)] and len(performed) <= most
+
+
+async def test_the_cores_clock_goes_on_while_the_machine_is_suspended(monkeypatch):
+    """Time that a suspended member does not count would be autonomy that the lighthouse does not grant."""
+    monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 5e6}.__getitem__)
+    heard = []
+    core = Script()
+    handle = core.handle
+    core.handle = lambda event, now: heard.append(now) or handle(event, now)
+    driver = Driver(core, lambda effect: None, tick=TICK, on_crash=pytest.fail)
+    driver.feed("a")
+    driver.close()
+    assert heard == [5e6]

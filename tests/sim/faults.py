@@ -141,7 +141,7 @@ class Faults:
         self.world.kill_server(name)
         self.world.kill_trainer(name)
         host = self.world.hosts[name]
-        host.vouches, host.last, host.time_of_day = False, 0, self.world.clockwork.between(-4.0, 1.0)
+        host.before, host.time_of_day = (), self.world.clockwork.between(-4.0, 1.0)
 
     def _kill_two(self, name: str, other: str) -> None:
         self.world.kill_trainer(name)

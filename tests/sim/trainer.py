@@ -46,7 +46,13 @@ class Trainer(Process):
     main_class = MainThread
 
     def __init__(
-        self, clockwork: Clockwork, world: "World", host: str, incarnation: int, server: Server, gone: bool
+        self,
+        clockwork: Clockwork,
+        world: "World",
+        host: str,
+        incarnation: int,
+        server: Server,
+        before: tuple[int, ...] = (),
     ) -> None:
         super().__init__(clockwork, f"{host}.{incarnation}")
         self.world = world
@@ -70,7 +76,7 @@ class Trainer(Process):
             link=f"{host}:{incarnation}",
             ckpt=server.url,
             micro_batches=world.settings.micro_batches,
-            predecessors_gone=gone,
+            predecessors=before,
             sharing=world.settings.sharing,
             durable=world.listed(),
         )

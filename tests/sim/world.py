@@ -60,12 +60,11 @@ class Host:
     server: Server
     incarnation: int = 0
     starts: int = 0
-    last: int = 0  # the newest incarnation that was started on this machine
+    before: tuple[int, ...] = ()  # the incarnations that ran on this machine, newest first
     time_of_day: float = 0.0  # how far off it is here, in seconds
     trainer: Trainer | None = None
     drained: bool = False
     finished: bool = False
-    vouches: bool = True  # whether a new process can tell that the earlier ones have ended
     restart_due: bool = False
     servers: int = 1
     started: list[float] = field(default_factory=list)
@@ -154,14 +153,13 @@ class World:
             host.servers += 1
             host.server = self._start_server(name, host.servers)
         host.starts += 1
-        gone = host.starts > 1 and host.vouches
         # By the time of day, as the client does it; never twice the same on one machine.
         time_of_day = 10_000 + int(1000 * (self.clockwork.now + host.time_of_day))
-        if time_of_day <= host.incarnation and host.last == 0:
+        if time_of_day <= host.incarnation and not host.before:
             self.clockwork.counts["path: incarnation of a host whose time is behind"] += 1
-        host.incarnation = host.last = max(time_of_day, host.last + 1)
-        host.vouches = True
-        host.trainer = self.trainer_class(self.clockwork, self, name, host.incarnation, host.server, gone)
+        host.incarnation = max(time_of_day, max(host.before, default=0) + 1)
+        trainer = self.trainer_class(self.clockwork, self, name, host.incarnation, host.server, host.before)
+        host.before, host.trainer = (host.incarnation, *host.before), trainer
         self.by_key[name, host.incarnation] = host.trainer
         self.clockwork.trace(host.trainer.name, "starts")
 

@@ -1,0 +1,64 @@
+"""How a trainer takes its place and begins to talk."""
+
+import json
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+from fabric.client import start
+from fabric.client.attach import _claim
+from fabric.client.place import Place
+from fabric.runtime.config import Settings
+
+CLAIM = """
+import json, sys
+from pathlib import Path
+from fabric.client.attach import _claim
+print(json.dumps(_claim(Path(sys.argv[1]))))
+"""
+
+
+def claimed_elsewhere(home):
+    """What another process finds there, which has ended by now."""
+    said = subprocess.run([sys.executable, "-c", CLAIM, home], capture_output=True, text=True, check=True)
+    incarnation, before = json.loads(said.stdout)
+    return incarnation, tuple(before)
+
+
+def test_a_host_names_the_processes_that_ran_on_it_and_no_others(tmp_path):
+    """r0 ran twice on host A and moved to host B, where it lives; then it is started on A once more."""
+    a, b = tmp_path / "hostA", tmp_path / "hostB"
+    first, before = claimed_elsewhere(a)
+    assert before == ()
+    second, before = claimed_elsewhere(a)
+    assert before == (first,)
+    alive, before = _claim(b)
+    assert before == () and alive > second
+    newest, before = claimed_elsewhere(a)
+    assert before == (second, first) and newest > alive
+
+
+def test_the_lock_file_of_an_older_version_names_its_newest_process(tmp_path):
+    (tmp_path / "trainer.lock").write_bytes(b"7000\n".ljust(24))
+    incarnation, before = _claim(tmp_path)
+    assert before == (7000,) and incarnation > 7000
+
+
+def test_the_lock_file_remembers_so_many_processes_and_no_more(tmp_path):
+    (tmp_path / "trainer.lock").write_bytes(b"".join(f"{n}\n".encode().ljust(32) for n in range(90, 60, -1)))
+    _, before = _claim(tmp_path)
+    assert before == tuple(range(90, 74, -1))
+
+
+def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
+    monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 5e6}.__getitem__)
+    begun = []
+    engine = SimpleNamespace(listen=lambda bind, ports: 1, begin=begun.append)
+    handle = SimpleNamespace(url="http://a", held_by=lambda ranks: ())
+    durable = SimpleNamespace(find=lambda: ())
+    parts = SimpleNamespace(exchange=SimpleNamespace(retain=True), handle=handle, durable=durable)
+    settings = Settings(job="job", replica="r0")
+    start.begin(engine, parts, settings, Place(9, (8, 7)), start.Work(1, "", "", ""))
+    (member,) = begun
+    assert member.contact.last == 5e6 and member.identity.predecessors == (8, 7)

@@ -1,0 +1,285 @@
+"""Several processes of one replica: contact, ends and states are each process's and each server's own.
+
+A cold start may begin only when nobody commits any more in the generation before, and from the newest state
+that memory holds.
+"""
+
+from dataclasses import replace
+
+import pytest
+from protocol.makers import record_of, session_of
+from protocol.test_leader import Lighthouse, runs, started
+
+from fabric.model import SnapshotRef
+from fabric.protocol import leader_io as lio
+from fabric.protocol import messages as m
+
+AUTONOMY_AND_MARGIN_S = 35.0
+
+
+def for_a_minute(names="a b"):
+    """A job that has run for longer than autonomy and margin under one leader."""
+    lighthouse = started(names)
+    for _ in range(60):
+        lighthouse.wait(1.0)
+        for name in names.split():
+            lighthouse.beat(name, 6)
+    assert lighthouse.record.epoch == 1
+    return lighthouse
+
+
+def elsewhere(name, incarnation=2, *snapshots):
+    """The pulse of a server on another host."""
+    return lio.PulseSeen(
+        m.Pulse(
+            name, incarnation, "running", 1, f"http://new-{name}", snapshots or (SnapshotRef(0, 0, "start"),)
+        )
+    )
+
+
+def listening(lighthouse, seconds, *pulses):
+    """Let time pass while these servers speak too."""
+    for _ in range(round(seconds * 10)):
+        lighthouse.wait(0.1)
+        lighthouse.do(*pulses)
+
+
+# --- contact ---------------------------------------------------------------------------------------------
+
+
+def test_contact_with_a_process_outlives_a_newer_one_of_its_id_that_registers_elsewhere():
+    lighthouse = for_a_minute()
+    cut = lighthouse.now
+    lighthouse.lose("a"), lighthouse.lose("b")  # a partition: nobody saw an end
+    lighthouse.wait(1.0)
+    for name in "ab":
+        lighthouse.open(name, incarnation=2)
+        lighthouse.do(elsewhere(name))
+    lighthouse.wait(cut + AUTONOMY_AND_MARGIN_S - 1 - lighthouse.now)
+    assert lighthouse.record.generation == 1
+    lighthouse.open("a", "b", incarnation=2)
+    lighthouse.wait(2.0)
+    assert lighthouse.record.generation == 2
+
+
+def test_contact_outlives_a_second_and_a_third_process_too():
+    lighthouse = for_a_minute("a")
+    lighthouse.lose("a")
+    for incarnation in (2, 3, 4):
+        lighthouse.wait(2.0)
+        lighthouse.open("a", incarnation=incarnation)
+    lighthouse.wait(20.0)
+    assert lighthouse.record.generation == 1
+
+
+def test_with_another_replica_in_their_place_the_leader_waits_as_long():
+    lighthouse = for_a_minute()
+    lighthouse.lose("a"), lighthouse.lose("b")
+    lighthouse.wait(1.0)
+    lighthouse.open("c", "d", incarnation=2)
+    lighthouse.wait(1.0)
+    assert lighthouse.record.generation == 1
+
+
+def test_a_process_whose_server_says_that_it_runs_is_not_passed_over_for_a_second_one():
+    """Its session is away, for its link to the lighthouse is bad; a second process registers elsewhere."""
+    lighthouse = for_a_minute("a")
+    lighthouse.do(lio.SessionClosed("a", 1))
+    lighthouse.wait(0.5)
+    lighthouse.do(lio.SessionOpened(session_of("a", 2)))
+    listening(lighthouse, 5.0, elsewhere("a"))
+    assert lighthouse.record.generation == 1
+
+
+def test_a_second_process_is_refused_while_the_first_ones_server_says_that_it_runs():
+    lighthouse = for_a_minute("a")
+    lighthouse.do(lio.SessionClosed("a", 1))
+    lighthouse.do(lio.SessionOpened(session_of("a", 2)))
+    assert "taken by a living process" in lighthouse.sent(m.Rejected)[0][1].reason
+    lighthouse.do(lio.SessionOpened(session_of("a", 1)))
+    assert not lighthouse.sent(m.Rejected), "the first one comes back"
+
+
+def test_a_second_process_is_refused_after_a_fail_over_too():
+    lighthouse = Lighthouse(record_of("a", epoch=1))
+    lighthouse.pulse("a")
+    lighthouse.do(lio.SessionOpened(session_of("a", 2)))
+    assert "taken by a living process" in lighthouse.sent(m.Rejected)[0][1].reason
+
+
+def test_a_newer_process_is_taken_where_the_first_ones_server_is_silent():
+    lighthouse = for_a_minute("a")
+    lighthouse.lose("a")
+    lighthouse.do(lio.SessionOpened(session_of("a", 2)))
+    assert not lighthouse.sent(m.Rejected)
+
+
+# --- certain ends ----------------------------------------------------------------------------------------
+
+
+def killed(snapshots, servers_speak=True):
+    """Both trainers have died, seen by their servers."""
+    lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2, start_wait_s=60.0)
+    for name in "ab":
+        lighthouse.open(name, generation=1, step=5, epoch=1)
+        lighthouse.pulse(name)
+        lighthouse.beat(name, 5)
+    runs(lighthouse, "a b", 5)
+    lighthouse.wait(5.0)
+    for name in "ab":
+        lighthouse.do(lio.SessionClosed(name, 1))
+        lighthouse.pulse(name, "gone", snapshots=snapshots.get(name, ()))
+        if not servers_speak:
+            lighthouse.lose(name)
+    lighthouse.wait(5.0)
+    return lighthouse
+
+
+@pytest.mark.parametrize("servers_speak", [True, False])
+def test_a_death_that_was_seen_stays_certain_when_a_newer_process_pulses_from_elsewhere(servers_speak):
+    lighthouse = killed({"a": [SnapshotRef(1, 5, "s5")]}, servers_speak)
+    began, new = lighthouse.now, []
+    for name in "ab":
+        lighthouse.open(name, incarnation=2)
+        new.append(elsewhere(name))
+        listening(lighthouse, 0.5, *new)
+    assert lighthouse.record.generation == 2 and lighthouse.now - began < 2.0
+
+
+def test_a_vouched_end_stays_certain_when_a_third_process_comes_that_vouches_for_nobody():
+    lighthouse = for_a_minute("a")
+    lighthouse.lose("a")
+    lighthouse.core.config = replace(
+        lighthouse.core.config, policy=replace(lighthouse.core.config.policy, min_replicas=2)
+    )
+    lighthouse.open("a", incarnation=2, predecessors=(1,))
+    lighthouse.do(lio.SessionClosed("a", 2))
+    lighthouse.open("a", incarnation=3)
+    assert lighthouse.core.liveness.confirmed(lighthouse.record.roster[0])
+
+
+def test_who_vouches_for_another_process_vouches_for_nobody_here():
+    """The new host has once run a process of this replica, and its lock file remembers that one."""
+    lighthouse = Lighthouse(record_of("a", epoch=1, a={"incarnation": 5}))
+    lighthouse.open("a", incarnation=5, generation=1, step=5, epoch=1)
+    lighthouse.beat("a", 5)
+    lighthouse.do(lio.SessionOpened(session_of("a", 9, predecessors=(3, 2))))
+    assert "taken by a living process" in lighthouse.sent(m.Rejected)[0][1].reason
+    lighthouse.wait(1.0)
+    assert lighthouse.record.generation == 1 and not lighthouse.told("condemned")
+    lighthouse.do(lio.SessionOpened(session_of("a", 9, predecessors=(7, 5, 3))))
+    assert not lighthouse.sent(m.Rejected)
+
+
+def test_a_vouch_of_an_older_version_names_nobody_and_proves_nothing():
+    lighthouse = for_a_minute("a")
+    lighthouse.lose("a")
+    lighthouse.open("a", incarnation=2, predecessors_gone=True)
+    lighthouse.wait(5.0)
+    assert lighthouse.record.generation == 1
+
+
+# --- what memory holds -----------------------------------------------------------------------------------
+
+
+def test_what_the_server_on_the_old_host_holds_is_not_hidden_by_the_new_hosts_server():
+    lighthouse = killed({"a": [SnapshotRef(1, 5, "s5")]})
+    for name in "ab":
+        lighthouse.open(name, incarnation=2)
+        lighthouse.do(elsewhere(name))
+        lighthouse.wait(0.5)
+    assert lighthouse.record.generation == 2
+    assert lighthouse.record.base.step == 5, lighthouse.record.reason
+    assert lighthouse.record.base.sources == ("http://a",)
+
+
+def test_a_cold_start_after_a_fail_over_takes_what_a_session_says_its_server_holds():
+    """The new leader hears both new processes and the pulse of one server; the other's comes later."""
+    new, old = SnapshotRef(1, 60, "s60"), SnapshotRef(1, 50, "s50")
+    lighthouse = Lighthouse(record_of("a b", epoch=3, cold=1))
+    lighthouse.pulse("b", incarnation=2, snapshots=[old])
+    for name, held in (("a", (old, new)), ("b", (old,))):
+        lighthouse.open(name, incarnation=2, predecessors=(1,), snapshots=held)
+    lighthouse.wait(0.3)
+    assert lighthouse.record.generation == 1
+    lighthouse.pulse("a", incarnation=2, snapshots=[old, new])
+    lighthouse.wait(0.3)
+    assert lighthouse.record.generation == 2 and lighthouse.record.base.step == 60
+
+
+def test_a_server_that_is_not_heard_is_waited_for_a_while_and_then_its_trainers_word_counts():
+    lighthouse = Lighthouse(record_of("a b", epoch=3, cold=1))
+    lighthouse.pulse("b", incarnation=2, snapshots=[SnapshotRef(1, 50, "s50")])
+    for name in "ab":
+        lighthouse.open(name, incarnation=2, predecessors=(1,), snapshots=(SnapshotRef(1, 60, "s60"),))
+    lighthouse.wait(2.5)
+    assert lighthouse.record.generation == 1
+    lighthouse.wait(1.0)
+    assert (lighthouse.record.generation, lighthouse.record.base.sources) == (2, ("http://a",))
+
+
+def test_a_server_that_has_just_lost_its_connection_is_waited_for():
+    lighthouse = killed({"a": [SnapshotRef(1, 5, "s5")]})
+    lighthouse.do(lio.PulseClosed("a", "http://a"))
+    away = lighthouse.pulses.pop("a")
+    for name in "ab":
+        lighthouse.open(name, incarnation=2, predecessors=(1,))
+        lighthouse.do(elsewhere(name))
+    lighthouse.wait(0.5)
+    assert lighthouse.record.generation == 1
+    lighthouse.do(away)
+    lighthouse.wait(0.3)
+    assert (lighthouse.record.generation, lighthouse.record.base.step) == (2, 5)
+
+
+# --- autonomy --------------------------------------------------------------------------------------------
+
+
+def test_the_longest_autonomy_that_any_trainer_has_named_counts():
+    lighthouse = for_a_minute()
+    lighthouse.do(lio.SessionOpened(session_of("a", 1, generation=1, step=6, epoch=1, autonomy_s=80.0)))
+    lighthouse.wait(1.0)
+    lighthouse.lose("a"), lighthouse.lose("b")
+    lighthouse.open("c", incarnation=2)
+    lighthouse.pulse("c", incarnation=2)
+    lighthouse.wait(80.0)
+    assert lighthouse.record.generation == 1
+    lighthouse.wait(10.0)
+    assert lighthouse.record.generation == 2
+
+
+def test_the_next_leader_knows_the_longest_autonomy_of_members_that_it_has_not_heard():
+    before = Lighthouse()
+    before.open("a", autonomy_s=80.0)
+    assert before.record.autonomy_s == 80.0
+    lighthouse = Lighthouse(before.record)
+    lighthouse.open("c", incarnation=2)
+    lighthouse.pulse("c", incarnation=2)
+    lighthouse.wait(80.0)
+    assert lighthouse.record.generation == 1
+    lighthouse.wait(10.0)
+    assert lighthouse.record.generation == 2
+
+
+# --- who does not come back ------------------------------------------------------------------------------
+
+
+def test_a_job_that_has_run_does_not_wait_long_for_its_full_roster():
+    lighthouse = Lighthouse(record_of("a b c d", epoch=1), start_replicas=4, start_wait_s=120.0)
+    for name in "abcd":
+        lighthouse.open(name, generation=1, step=5, epoch=1)
+        lighthouse.pulse(name)
+        lighthouse.beat(name, 5)
+    runs(lighthouse, "a b c d", 5)
+    lighthouse.wait(5.0)
+    for name in "abcd":
+        lighthouse.do(lio.SessionClosed(name, 1))
+        lighthouse.pulse(name, "gone", snapshots=[SnapshotRef(1, 5, "s5")])
+    for name in "abc":
+        lighthouse.open(name, incarnation=2, predecessors=(1,))
+        lighthouse.pulse(name, incarnation=2, snapshots=[SnapshotRef(1, 5, "s5")])
+    lighthouse.wait(4.5)
+    assert lighthouse.record.generation == 1, "the rest has a moment to come"
+    lighthouse.wait(1.0)
+    assert (lighthouse.record.generation, lighthouse.record.names) == (2, ("a", "b", "c"))
+    assert lighthouse.record.base.step == 5

@@ -14,11 +14,11 @@ from typing import Any
 from fabric.model import Member, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
-from fabric.protocol.alike import difference
+from fabric.protocol import refusal
 from fabric.protocol.decide import Evict, Undecidable, decide
 from fabric.protocol.leader_base import DEAF_S, EpochState, LeaderConfig
 from fabric.protocol.leader_joins import Joins
-from fabric.protocol.liveness import Peer, as_member, vouches
+from fabric.protocol.liveness import Peer
 from fabric.protocol.waits import Reforms, complaint, ring_order, unexcused
 
 __all__ = ["Leader", "LeaderConfig"]
@@ -196,50 +196,15 @@ class Leader(Joins):
 
     def _refusal(self, session: m.Session) -> m.Rejected | None:
         """Why this session cannot be: in a sentence that says what to do."""
-        name, known = session.replica, self.liveness.peers.get(session.replica)
-        if known is not None and known.incarnation > session.incarnation:
-            return m.Rejected(f"a newer process of {name} has taken its place: this one must end")
+        live, record = self.liveness, self.record
+        replaced = refusal.replaced(session, live)
+        if replaced:
+            return m.Rejected(replaced)
         failed = self._refused_as_failed(session)
         if failed is not None:
             return failed
-        if self._has_living_predecessor(session):
-            return m.Rejected(
-                f"replica id {name} is taken by a living process: give every replica its own "
-                "FABRIC_REPLICA, or end the other process first"
-            )
-        for other in self.liveness.peers.values():
-            # Who is away does not count: a whole job may come back with other settings.
-            if other.session.replica == name or not other.connected:
-                continue
-            if session.seat >= 0 and session.seat == other.session.seat:
-                return m.Rejected(
-                    f"{name} and {other.session.replica} both ask for seat {session.seat}: give every "
-                    "replica a seat of its own"
-                )
-            apart = difference(session, other.session)
-            if apart:
-                return m.Rejected(apart)
-            if session.seat < 0:
-                break  # the others are like this one: they were let in
-        return None
-
-    def _has_living_predecessor(self, session: m.Session) -> bool:
-        """Whether an older process of this replica lives, as its session or its checkpoint server says."""
-        name, known = session.replica, self.liveness.peers.get(session.replica)
-        entry = self.record.member(name) if self.record is not None else None
-        older = [as_member(known.session)] if known is not None else []
-        older += [entry] if entry is not None else []
-        for member in older:
-            if member.incarnation >= session.incarnation or vouches(session, member):
-                continue
-            if self.liveness.confirmed(member):
-                continue
-            is_known = known is not None and known.incarnation == member.incarnation
-            if known is not None and is_known and known.connected and self._now - known.seen < 10.0:
-                return True
-            if self.liveness.says_running(member, self._now):
-                return True
-        return False
+        why = refusal.taken(session, live, record, self._now) or refusal.unlike(session, live)
+        return m.Rejected(why) if why else None
 
     def on_closed(self, event: io.SessionClosed) -> None:
         peer = self.liveness.peers.get(event.replica)

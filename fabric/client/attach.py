@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from fabric.client.snapshot_policy import SnapshotPolicy, policy_of
 from fabric.client.snapshots import Snapshots
 from fabric.client.solo import SoloSession
 from fabric.client.transfer import Transfer
+from fabric.client.unshared import UNSHARED, UnsharedWatch
 from fabric.client.worker import Worker
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
@@ -47,10 +49,31 @@ from fabric.runtime.private_folder import make_private, open_private
 from fabric.runtime.web import parse_ports
 from fabric.transport.tcp import Identity
 
+MAX_STEP = 1 << 60
 # What may become of buffers that forward changes.
 BUFFERS = ("refuse", "average", "ignore")
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What ``attach`` was told besides model, optimizer, state and settings. Raises ConfigError."""
+
+    buffers: str = "refuse"
+    snapshots: SnapshotPolicy | None = None
+    unshared: str = "refuse"
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        if self.buffers not in BUFFERS:
+            raise ConfigError(f'buffers is "{self.buffers}": it must be "average", "ignore" or "refuse"')
+        if self.unshared not in UNSHARED:
+            raise ConfigError(f'unshared is "{self.unshared}": it must be "refuse" or "ignore"')
+        if not 0 <= self.step <= MAX_STEP:
+            raise ConfigError(
+                f"step is {self.step}: give the number of optimizer steps that are done already"
+            )
 
 
 def attach(
@@ -60,6 +83,8 @@ def attach(
     state: Mapping[str, Any] | None = None,
     buffers: str = "refuse",
     snapshots: SnapshotPolicy | None = None,
+    unshared: str = "refuse",
+    step: int = 0,
     **arguments: Any,
 ) -> "Session | SoloSession":
     """Join this process to the job that the environment (or ``arguments``) names.
@@ -69,13 +94,18 @@ def attach(
     ``buffers``: what to do with buffers that forward changes (BatchNorm): ``refuse``, ``average`` (by weight,
     at the commit: they are shared state) or ``ignore`` (each replica keeps its own, and they are not part of
     the shared state). ``snapshots``: when to take one, instead of what the settings say.
-    ``arguments`` are the fields of
-    ``fabric.runtime.config.Settings``. A mistake that a person can mend ends the process with one sentence
+    ``unshared``: what to do with a learning rate scheduler, or a scaler, that is not in ``state``: ``refuse``
+    or ``ignore``. ``step``: where a job begins that nobody remembers, such as the step of a checkpoint that
+    you have loaded; a replica that joins takes the job's step instead.
+
+    ``arguments`` are the fields of ``fabric.runtime.config.Settings``. A mistake that a person can mend ends
+    the process with one sentence
     and exit code 1; with FABRIC_DISABLE=1 a session without any service is returned.
     """
     tell_uncaught_mistakes()
     try:
-        return _attach(model, optimizer, dict(state or {}), (buffers, snapshots), arguments)
+        choices = Choices(buffers, snapshots, unshared, step)
+        return _attach(model, optimizer, dict(state or {}), choices, arguments)
     except FabricError as error:
         sys.stderr.write(f"fabric: {error}\n")
         raise SystemExit(1) from None
@@ -85,10 +115,10 @@ def _attach(
     model: torch.nn.Module,
     optimizer: Optimizers,
     state: dict[str, Any],
-    choices: tuple[str, SnapshotPolicy | None],
+    choices: Choices,
     arguments: Mapping[str, Any],
 ) -> "Session | SoloSession":
-    buffers, snapshots = choices
+    buffers = choices.buffers
     found = settings(**arguments)
     refuse_optimizers(_by_name(optimizer).values())
     group = RankGroup.find()
@@ -96,9 +126,11 @@ def _attach(
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
+    watch = UnsharedWatch(_by_name(optimizer).values(), state, ignored=choices.unshared == "ignore")
+    watch.check()
     if found.disable:
         replicas = parse_replicas(found.replicas)[1]
-        return SoloSession([p for _, p in parameters], objects, found.on_nan, replicas, group)
+        return SoloSession([p for _, p in parameters], objects, found.on_nan, replicas, group, choices.step)
     check_serialisable(objects)
     averaged = AveragedBuffers(model, changing_buffers(model) if buffers == "average" else [])
     gradients = FlatGradients([*parameters, *averaged.stand_ins])
@@ -116,10 +148,22 @@ def _attach(
     )
     points = Points(found.points)
     journal = Journal(found.journal, found.replica, incarnation)
-    handle = ServerHandle.start_or_attach(
+    handle = _server(found, place)
+    policy = choices.snapshots or policy_of(found)
+    describer = Describer(objects, averaged.standing)
+    parts = _parts(found, place, handle, (gradients, averaged), (describer, policy), (journal, points))
+    session = Session(found, place, describer, gradients, parts, ModelWatch(model, parameters, watch))
+    session.begin_at(choices.step)
+    session.let_look_in()
+    return session
+
+
+def _server(found: Settings, place: Place) -> ServerHandle:
+    """This process's checkpoint server: one that lives still, or a new one."""
+    return ServerHandle.start_or_attach(
         job=found.job,
         replica=found.replica,
-        incarnation=incarnation,
+        incarnation=place.incarnation,
         run_dir=found.home,
         bind=found.bind,
         port=_server_port(found.ports),
@@ -130,12 +174,6 @@ def _attach(
         rank=place.rank,
         tls=found.tls,
     )
-    policy = snapshots or policy_of(found)
-    describer = Describer(objects, averaged.standing)
-    parts = _parts(found, place, handle, (gradients, averaged), (describer, policy), (journal, points))
-    session = Session(found, place, describer, gradients, parts, ModelWatch(model, parameters))
-    session.let_look_in()
-    return session
 
 
 def _server_port(ports: str) -> str:
@@ -259,8 +297,6 @@ def _shared_state(
                 f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict: wrap it"
             )
     changing = changing_buffers(model)
-    if buffers not in BUFFERS:
-        raise ConfigError(f'buffers is "{buffers}": it must be "average", "ignore" or "refuse"')
     if changing and buffers == "refuse":
         raise ConfigError(
             f"forward changes the buffer {changing[0]!r} differently on every replica: pass "

@@ -17,9 +17,14 @@ from fabric.errors import ConfigError
 def ddp(model: DistributedDataParallel, session: Session | SoloSession) -> None:
     """Let ``session`` average the gradients of ``model``; call it once, after ``attach``.
 
-    Micro-batches but the last run under ``no_sync``. Raises ConfigError where DDP's group is larger than this
-    process: replicas would be tied together by it.
+    Micro-batches but the last run under ``no_sync``. Raises ConfigError for a model that is not
+    DDP's, and where DDP's group is larger than this process: replicas would be tied together by it.
     """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"fabric.client.ddp takes a model that is wrapped in DistributedDataParallel, and this is a "
+            f"{type(model).__name__}: wrap it, or leave the call out, for a plain model needs none"
+        )
     size = distributed.get_world_size(model.process_group)
     if size != 1:
         raise ConfigError(

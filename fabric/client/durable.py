@@ -154,8 +154,7 @@ class Durable:
         if not due:
             return False
         self._last_s, self._last_step = time.monotonic(), step
-        names = [x.replica for x in record.roster if not x.fresh and not x.leaving]
-        return bool(names) and min(names) == settings.replica
+        return writer_of(record) == settings.replica
 
     def persist(self, handle: ServerHandle, step: int, generation: int) -> None:
         """Have the checkpoint server write the snapshot that it holds of ``step``; the journal says how that
@@ -185,3 +184,9 @@ class Durable:
 
     def _job(self) -> Storage:
         return Storage(self._settings.durable).at(self._settings.job)
+
+
+def writer_of(record: Record | None) -> str:
+    """The replica that writes for all: the first by name of those that know the job's state and stay."""
+    names = [x.replica for x in record.roster if not x.fresh and not x.leaving] if record is not None else []
+    return min(names, default="")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fabric.client.unshared import UnsharedWatch
 from fabric.errors import ConfigError, StateError
 
 # New parameters are looked for every so many steps, for that walks over every module.
@@ -23,12 +24,27 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 class ModelWatch:
     """Remembers which parameters were attached; ``check`` raises StateError naming the first that changed."""
 
-    def __init__(self, model: torch.nn.Module, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        unshared: UnsharedWatch,
+    ) -> None:
         self._model = model
+        self._unshared = unshared
+        self._scaled = False
         self._attached = [(name, p, p.shape, p.dtype) for name, p in parameters]
+
+    def begin(self) -> None:
+        """Before this process talks to the others; raises ConfigError, see UnsharedWatch."""
+        self._unshared.check_when_changed()
 
     def check(self, step: int) -> None:
         """Before the gradient of ``step`` is given to the others: it is of the parameters that they know."""
+        if not self._scaled:
+            # A scaler that is in use has scaled a loss by now.
+            self._scaled = True
+            self._unshared.check()
         for name, parameter, shape, dtype in self._attached:
             if not parameter.requires_grad:
                 raise _changed(name, "was frozen")
@@ -37,6 +53,7 @@ class ModelWatch:
                 raise _changed(name, f"was {was} and is {is_}")
         if step % LOOK_EVERY == 0:
             self._look()
+            self._unshared.check_when_changed()
 
     def _look(self) -> None:
         now = {name: p for name, p in self._model.named_parameters() if p.requires_grad}

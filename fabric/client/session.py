@@ -22,7 +22,7 @@ from fabric.client import mistakes
 from fabric.client.catching_up import CatchingUp
 from fabric.client.clock import Clock
 from fabric.client.data import Loader, Slice, describe_sharing, make_loader, parse_options, seat_of
-from fabric.client.durable import StorageAway
+from fabric.client.durable import StorageAway, writer_of
 from fabric.client.engine import Parts
 from fabric.client.failure import name_samples
 from fabric.client.learning_rate import PresenceFactor
@@ -102,9 +102,19 @@ class Session(CatchingUp):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Replica ids of the epoch in force, in ring order."""
-        current = self._engine.current
+        """Replica ids of the epoch in force, in ring order; of a newcomer the newest that it has heard of."""
+        current = self._engine.current or self._engine.newest
         return current.names if current is not None else ()
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this replica is the one that writes a file for all: the first by name of those that are in
+        the epoch with the job's state. It is the same on all ranks of a replica."""
+        return writer_of(self._engine.current) == self.settings.replica
+
+    def begin_at(self, step: int) -> None:
+        """The state in memory is that of ``step`` (for attach alone, before anything else)."""
+        self._state_step = step
 
     # --- the trainer's loop -------------------------------------------------------------------------
 
@@ -285,6 +295,7 @@ class Session(CatchingUp):
     ) -> None:
         """Begin to talk: the data is known now, and with it everything a session must say."""
         settings, parts = self.settings, self._parts
+        self._watch.begin()
         self._micro_batches = int(data["micro_batches"])
         parts.buffers.begin()
         mistakes.watchers.append(self._failed)
@@ -309,7 +320,9 @@ class Session(CatchingUp):
         layout, tensors = self._gradients.layout, self._gradients.described
         plane = parts.plane.kind
         said = " ".join(f"{name} {value}" for name, value in alike.items())
-        work = Work(self._micro_batches, said, layout, digest, part, sharing, seat, tensors, plane)
+        work = Work(
+            self._micro_batches, said, layout, digest, part, sharing, seat, tensors, plane, self._state_step
+        )
         try:
             begin(self._engine, parts, settings, self._place, work)
         except StorageAway as error:

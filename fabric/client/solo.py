@@ -57,6 +57,7 @@ class SoloSession:
 
     epoch = 0
     members: tuple[str, ...] = ()
+    is_writer = True
 
     def __init__(
         self,
@@ -65,10 +66,11 @@ class SoloSession:
         on_nan: str = "pass",
         replicas: int = 1,
         group: RankGroup | None = None,
+        step: int = 0,
     ) -> None:
         self._replicas = replicas
         self._group = group
-        self.committed_step = 0
+        self.committed_step = step
         self._on_nan = on_nan
         self._objects = objects
         self._parameters = parameters

@@ -22,7 +22,7 @@ from fabric.transport.greeting import Greeting
 class Work:
     """What this process brings: how its data is cut (``part``: which slice of a micro-batch is its own) and
     shared out, the layout of its parameters (``tensors``: the same for people), the digest of its initial
-    state (empty: none was taken), and how its gradients are exchanged (``DataPlane.kind``)."""
+    state (empty: none was taken) and its ``step``, and how gradients are exchanged (see ``DataPlane``)."""
 
     micro_batches: int
     data: str
@@ -33,6 +33,7 @@ class Work:
     seat: int = -1
     tensors: tuple[str, ...] = ()
     plane: str = ""
+    step: int = 0
 
 
 def make_engine(parts: Parts, place: Place) -> Engine:
@@ -52,14 +53,14 @@ def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: 
     if place.group is None:
         durable = parts.durable.find()
         identity = _identity(settings, place, work, address, work.layout, durable=durable)
-        state = State(0, 0, work.digest)
+        state = State(0, work.step, work.digest)
         engine.begin(Member(identity, config, seconds_since_boot(), state, parts.handle.held_by(1)))
         return
     said = place.group.gather(
         {
             "link": address.link,
             "ckpt": address.ckpt,
-            "work": [work.micro_batches, work.data],
+            "work": [work.micro_batches, work.data, work.step],
             "layout": work.layout,
             "digest": work.digest,
             "part": work.part,
@@ -85,13 +86,13 @@ def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: 
     ranks = tuple(Address(x["link"], x["ckpt"]) for x in said[1:])
     durable = parts.durable.find()
     identity = _identity(settings, place, work, address, layout, ranks, durable)
-    state = State(0, 0, replica_digest([x["digest"] for x in said]))
+    state = State(0, work.step, replica_digest([x["digest"] for x in said]))
     held = _held_by_all(said)
     engine.begin(Member(identity, config, seconds_since_boot(), state, held))
     if not any(one["holds"] for one in said):
         # What a first start may begin from, should the replicas' initial states differ. Never over a part of
         # a state of the job, whatever layout it is in.
-        engine.post(SnapshotDue(0))
+        engine.post(SnapshotDue(work.step))
 
 
 def _config(settings: Settings, retain: bool) -> MemberConfig:
@@ -144,8 +145,8 @@ def _check_equal_work(said: list[dict[str, Any]]) -> None:
     for rank, one in enumerate(said):
         if one["work"] != said[0]["work"]:
             raise ConfigError(
-                f"rank {rank} has other data settings than rank 0: give session.loader and session.steps the "
-                "same arguments on all ranks of a replica"
+                f"rank {rank} has other data settings than rank 0, or another step: give attach, "
+                "session.loader and session.steps the same arguments on all ranks of a replica"
             )
 
 

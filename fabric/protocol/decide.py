@@ -63,7 +63,7 @@ def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) ->
     witnesses = _witnesses(record, valid, newest)
     if witnesses and all(_holds(w, record, newest) for w in witnesses.values()):
         digests = {name: w.gradient_digest for name, w in witnesses.items()}
-        split = _minority(record, digests, f"the reduced gradient of step {newest}")
+        split = _minority(record, valid, digests, f"the reduced gradient of step {newest}")
         if split is not None or not any(w.disputed for w in witnesses.values()):
             return split or _commit(record, witnesses, newest, work)
     return _redo(record, valid, newest, work)
@@ -175,15 +175,18 @@ def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Unde
         if report.digest:
             by_step.setdefault(report.step, {})[name] = report.digest
     for step, digests in sorted(by_step.items()):
-        split = _minority(record, digests, f"the state at step {step}")
+        split = _minority(record, reports, digests, f"the state at step {step}")
         if split is not None:
             return replace(split, state=True) if isinstance(split, Evict) else split
     return None
 
 
-def _minority(record: Record, digests: Mapping[str, str], what: str) -> Evict | Undecidable | None:
+def _minority(
+    record: Record, reports: Mapping[str, Report], digests: Mapping[str, str], what: str
+) -> Evict | Undecidable | None:
     """Who disagrees with the majority. A tie of more than two goes against the shorter tenure; where that
-    is equal too, nobody can tell who is right."""
+    is equal too, nobody can tell who is right. Of two the one goes that came last, unless it has agreed with
+    another member since: then what parted them came later, and may be either's."""
     counts = Counter(digests.values())
     if len(counts) <= 1:
         return None
@@ -191,6 +194,11 @@ def _minority(record: Record, digests: Mapping[str, str], what: str) -> Evict | 
     tenures = {d: _tenure(record, digests, d) for d, count in counts.items() if count == best}
     longest = min(tenures.values())
     winners = [d for d, tenure in tenures.items() if tenure == longest]
+    newest = _newest_of_two(record, digests)
+    if newest and reports[newest].unconfirmed:
+        (other,) = digests.keys() - {newest}
+        why = f"{newest} disagrees with {other} about {what}, and {_joined(record, newest)}"
+        return Evict((newest,), why)
     if len(digests) == 2 or len(winners) > 1:
         names = " and ".join(f"{name} ({digest[:8]})" for name, digest in sorted(digests.items()))
         return Undecidable(
@@ -199,6 +207,17 @@ def _minority(record: Record, digests: Mapping[str, str], what: str) -> Evict | 
         )
     losers = tuple(name for name, digest in digests.items() if digest != winners[0])
     return Evict(losers, _disagrees(losers, what))
+
+
+def _newest_of_two(record: Record, digests: Mapping[str, str]) -> str:
+    """Which of two members was let in after the other; empty where there are more, or both came at once."""
+    entered = sorted((x.since, x.replica) for x in record.roster if x.replica in digests)
+    return entered[1][1] if len(entered) == 2 and entered[0][0] < entered[1][0] else ""
+
+
+def _joined(record: Record, name: str) -> str:
+    since = next(x.since for x in record.roster if x.replica == name)
+    return f"was let in last, in epoch {since}, and has not agreed with anybody since"
 
 
 def _disagrees(names: tuple[str, ...], what: str) -> str:

@@ -300,6 +300,7 @@ class Member(Rounds):
             self._enter_mode(Mode.REPORTED)
         hold = self.hold
         epoch, step, roster = self.pend
+        entry = record.member(self.identity.replica)
         self.report = m.Report(
             fence=record.fence,
             state_generation=self.state.generation,
@@ -312,6 +313,7 @@ class Member(Rounds):
             gradient_digest=hold.gradient_digest if hold is not None else "",
             disputed=self.disputed == (epoch, step),
             outvoted=self.state.outvoted,
+            unconfirmed=entry is not None and self.agreed < entry.since,
             # What the main thread is computing is promised: it is finished before I contribute again.
             have=() if self.kept.stale else tuple(sorted(self.kept.have)),
             committed_digest=self.state.committed_digest,

@@ -47,6 +47,8 @@ class MemberBase:
         self.kept = Kept()
         self.hold: io.Hold | None = None
         self.disputed = (0, 0)  # the (epoch, step) of a round that ended so, see ``Round.is_disputed``
+        self.loaded = -1  # the step of the state that I loaded last: its digest says nothing of my updates
+        self.agreed = 0  # the newest epoch in which a later state of mine had another member's digest
         self.round: Round | None = None
         self.current: Record | None = None  # the epoch I run in (or last ran in)
         self.newest: Record | None = None

@@ -135,6 +135,7 @@ class CatchingUp(MemberBase):
         self.waiting = True
         self.fetch.doing = ""
         self.state = State(self.fetch.generation, event.step, event.digest)
+        self.loaded = event.step
         if event.last:
             self.on_closing(io.Closing())
         self._do(io.Note("installed", self._epoch(), event.step))

@@ -310,6 +310,9 @@ class Rounds(CatchingUp):
             return
         if self.state.digest:
             self.links.suspect = False
+            others = [bar for name, bar in round_.bars.items() if name != self.identity.replica]
+            if self.state.step > self.loaded and any(bar.state_digest for bar in others):
+                self.agreed = round_.record.epoch
         if round_.begun >= 0 and not self._newcomers_first(round_):
             self.learned.took(self._now - round_.begun)
         following = round_.next_epoch()

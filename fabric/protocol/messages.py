@@ -278,6 +278,8 @@ class Report:
     ``step`` in my kept gradient; ``committed_digest`` is of the gradient that led to ``step``, empty where
     there was none.
     ``outvoted``: most members of a round that I was in said that the state at ``step`` is another than mine.
+    ``unconfirmed``: since the epoch that let me in no digest of a state of mine has agreed with another
+    member's, but for that of a state as I loaded it.
     ``round_lacked`` stands for ``round_roster`` where it is not None: the members of this epoch that were not
     in that round, which is short where the rosters are long.
     """
@@ -296,6 +298,7 @@ class Report:
     round_lacked: tuple[str, ...] | None = None
     disputed: bool = False
     outvoted: bool = False
+    unconfirmed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

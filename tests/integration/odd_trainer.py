@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from pace import leave_time
 from tiny_trainer import Samples, build
 
 import fabric.client
@@ -195,6 +196,36 @@ def average_in_forward(written_to: Callable[[torch.Tensor], torch.Tensor]) -> No
     train(*build(64)[:2], state={"average": average}, in_batch=update)
 
 
+def resumed() -> None:
+    """Begins at the step of a checkpoint of its own, which is older on each further replica; every step says
+    what a loop wants to know in which one replica writes a file for all."""
+    model, optimizer, scheduler = build(64)
+    mine = 40 - 10 * int(os.environ["FABRIC_REPLICA"][1:])
+    session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler}, step=mine)
+    data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
+    until = int(os.environ["TINY_STEPS"])
+    for step in session.steps(data, until=until):
+        leave_time(session, until - step.number, 0.01)
+        for x, y in step:
+            step.backward(torch.nn.functional.mse_loss(model(x), y))
+        print(f"step {step.number} {step.live} {len(session.members)} {session.is_writer}", flush=True)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    session.close()
+
+
+def with_scheduler_outside(**more: object) -> None:
+    model, optimizer, scheduler = build(64)
+    train(model, optimizer, **more)
+    scheduler.step()
+
+
+def ddp_of_a_plain_model() -> None:
+    model, optimizer, scheduler = build(64)
+    fabric.client.ddp(model, fabric.client.attach(model, optimizer, state={"scheduler": scheduler}))
+
+
 ODDITIES: dict[str, Callable[[], None]] = {
     "a state with a function": lambda: train(*build(64)[:2], state={"scheduler": Opaque()}),
     "a state with a function later": lambda: train(*build(64)[:2], state={"scheduler": Opaque(ODD_STEP)}),
@@ -222,6 +253,11 @@ ODDITIES: dict[str, Callable[[], None]] = {
     "an average in forward, by .data": lambda: average_in_forward(lambda mean: mean.data),
     "an exception": lambda: train_as_everybody(raise_at),
     "losses": print_losses,
+    "resumed": resumed,
+    "a scheduler outside the state": with_scheduler_outside,
+    "another word for unshared": lambda: with_scheduler_outside(unshared="warn"),
+    "a negative step": lambda: with_scheduler_outside(step=-1),
+    "ddp of a plain model": ddp_of_a_plain_model,
     "plain": plain_loop,
 }
 

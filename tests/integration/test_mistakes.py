@@ -167,6 +167,10 @@ ARGUMENTS = {
     "sizes that do not divide": "global_batch_size 24 must be a multiple of micro_batch_size 5",
     "no micro-batch": "must be a multiple of micro_batch_size 0",
     "no data": "the data set is empty",
+    "a scheduler outside the state": "a LambdaLR steers the optimizer and is not in state=, so a",
+    "another word for unshared": 'unshared is "warn": it must be "refuse" or "ignore"',
+    "a negative step": "step is -1: give the number of optimizer steps",
+    "ddp of a plain model": "wrapped in DistributedDataParallel, and this is a Sequential: wrap it",
 }
 
 

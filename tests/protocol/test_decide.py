@@ -201,6 +201,38 @@ def test_two_that_disagree_stop():
     assert "a (x) and b (y) disagree about the state at step 7" in decision.reason
 
 
+@pytest.mark.parametrize("elder", [False, True])
+def test_of_two_the_one_goes_that_came_last_and_has_agreed_with_nobody_since(elder):
+    """What the elder says of itself does not count: alone in the roster it had nobody to agree with."""
+    record = record_of("a b", a={"since": 9}, b={"since": 1})
+    reports = {
+        "a": replace(report_of(record, 7, digest="x"), unconfirmed=True),
+        "b": replace(report_of(record, 7, digest="y"), unconfirmed=elder),
+    }
+    why = (
+        "a disagrees with b about the state at step 7, and was let in last, in epoch 9, and has not agreed "
+        "with anybody since"
+    )
+    assert decide(record, reports, M) == Evict(("a",), why, state=True)
+
+
+@pytest.mark.parametrize(("a", "b"), [(9, 9), (1, 9)])
+def test_of_two_nobody_is_guessed_who_came_with_the_other_or_has_agreed_since(a, b):
+    record = record_of("a b", a={"since": a}, b={"since": b})
+    reports = {
+        "a": replace(report_of(record, 7, digest="x"), unconfirmed=True),
+        "b": replace(report_of(record, 7, digest="y"), unconfirmed=a == b),
+    }
+    assert isinstance(decide(record, reports, M), Undecidable)
+
+
+def test_two_of_three_that_have_a_digest_are_judged_as_two():
+    record = record_of("a b c", a={"since": 1}, b={"since": 9}, c={"since": 4})
+    reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y", "c": ""}.items()}
+    reports["b"] = replace(reports["b"], unconfirmed=True)
+    assert decide(record, reports, M).replicas == ("b",)
+
+
 def test_holds_of_other_content_are_not_committed():
     record = record_of("a b c")
     reports = {n: report_of(record, 7, ABC, holds="g") for n in "ab"}

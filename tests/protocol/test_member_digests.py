@@ -47,6 +47,23 @@ def test_another_digest_than_the_others_aborts_the_round():
     assert aborted.why.startswith("digests of the state at step 1 differ")
 
 
+def test_a_report_says_whether_the_state_has_agreed_with_anybody_since_the_epoch_that_let_it_in():
+    """Alone in a roster, or beside members without a digest, nobody agrees."""
+    trainer = at_step_1()
+    trainer.leader(m.Epoch(record_of("a b", epoch=2, a={"since": 1})))
+    (report,) = trainer.said(m.Report)
+    assert not report.unconfirmed, "the bars of step 0 named the digest of the initial state"
+    trainer = at_step_1()
+    trainer.leader(m.Epoch(record_of("a b", epoch=2, a={"since": 2})))
+    assert trainer.said(m.Report)[0].unconfirmed, "it was let in again since"
+    trainer = Trainer("a")
+    alone = record_of("a", epoch=1, a={"since": 1})
+    trainer.leader(m.Epoch(alone), resume_of(alone, 0, a=range(4)))
+    trainer.do(io.Linked(1), io.Computed(0, (0, 1, 2, 3), 4.0), io.Exchanged(1, 0, "g0"), io.Ready(1, "d1"))
+    trainer.leader(m.Epoch(record_of("a b", epoch=2, a={"since": 1})))
+    assert trainer.said(m.Report)[0].unconfirmed
+
+
 def test_the_leader_hears_of_it_at_once():
     trainer = at_step_1()
     trainer.do(io.Computed(1, (0, 1), 2.0), io.Digested(1, "d1"))

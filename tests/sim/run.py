@@ -17,6 +17,7 @@ from sim import coverage
 from sim.durable_worlds import DurableWorld
 from sim.late_worlds import late_world
 from sim.order_worlds import OrderWorld
+from sim.parted_worlds import PartedWorld
 from sim.ranks import RankWorld
 from sim.stall_worlds import StallWorld
 from sim.store_worlds import store_world
@@ -32,6 +33,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "durable": DurableWorld,
     "ranks": RankWorld,
     "store": store_world,
+    "parted": PartedWorld,
 }
 
 

@@ -1,0 +1,125 @@
+"""What steers an optimizer and is not in ``state=``: a learning rate scheduler, or a scaler.
+
+Nothing looks wrong while all replicas run from the start. A replica that joins has its own scheduler at
+another step. Its update differs, and the digests of the states part. So it is refused before it can happen.
+torch keeps no list of an optimizer's schedulers, so they are looked for among all living objects.
+"""
+
+import gc
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from fabric.errors import ConfigError
+
+# What may become of what is not shared.
+UNSHARED = ("refuse", "ignore")
+# How deep an object of ``state=`` is looked into, and at how many parts of it.
+_DEPTH = 3
+_PARTS = 10_000
+
+
+class UnsharedWatch:
+    """Raises ConfigError for a scheduler of ``optimizers``, or a scaler, that no object of ``state`` holds.
+
+    ``ignored``: the user has said that it is meant so.
+    """
+
+    def __init__(
+        self, optimizers: Iterable[torch.optim.Optimizer], state: Mapping[str, Any], ignored: bool = False
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._state = dict(state)
+        self._ignored = ignored
+        self._wrapped = self._count_wrapped()
+
+    def check(self) -> None:
+        """Look for schedulers now, and for scalers that have scaled a loss already."""
+        self._wrapped = self._count_wrapped()
+        if self._ignored or self._refusal() is None:
+            return
+        gc.collect()  # perhaps nobody holds it any more
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _refusal(self) -> ConfigError | None:
+        living = _living((LRScheduler, torch.amp.GradScaler))
+        inside = _parts_of(self._state.values())
+        schedulers = [x for x in living if isinstance(x, LRScheduler) and self._steers(x)]
+        within = {id(part) for x in schedulers for part in getattr(x, "_schedulers", ())}
+        for scheduler in schedulers:
+            if id(scheduler) not in within and id(scheduler) not in inside:
+                kind = type(scheduler).__name__
+                return _refusal(
+                    f"{_article(kind)} steers the optimizer",
+                    "another learning rate",
+                    '"scheduler": scheduler',
+                )
+        for scaler in living:
+            scales = isinstance(scaler, torch.amp.GradScaler) and getattr(scaler, "_scale", None) is not None
+            if scales and id(scaler) not in inside:
+                return _refusal("a GradScaler scales the loss", "another scale", '"scaler": scaler')
+
+        return None
+
+    def check_when_changed(self) -> None:
+        """As ``check``, where a scheduler was made since the last one: torch wraps ``step`` for most."""
+        if self._count_wrapped() != self._wrapped:
+            self.check()
+
+    def _count_wrapped(self) -> int:
+        return sum(hasattr(x.step, "_wrapped_by_lr_sched") for x in self._optimizers)
+
+    def _steers(self, scheduler: LRScheduler) -> bool:
+        # A wrapper around an optimizer, such as Accelerate's, hands out the groups of the optimizer inside.
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+        return groups is not None and any(groups is x.param_groups for x in self._optimizers)
+
+
+def _living(kinds: tuple[type, ...]) -> list[Any]:
+    """Every living object of these types. Nothing is asked of the others, for some answer with an import."""
+    types = {x for kind in kinds for x in _subtypes(kind)}
+    return [x for x in gc.get_objects() if type(x) in types]
+
+
+def _subtypes(kind: type) -> set[type]:
+    return {kind}.union(*map(_subtypes, kind.__subclasses__()))
+
+
+def _parts_of(values: Iterable[object]) -> set[int]:
+    """The ids of these objects and of what they hold, down to a few levels."""
+    seen: set[int] = set()
+    level = list(values)
+    for _ in range(_DEPTH + 1):
+        following: list[object] = []
+        for value in level:
+            if id(value) in seen or len(seen) > _PARTS:
+                continue
+            seen.add(id(value))
+            following += _held_by(value)
+        level = following
+    return seen
+
+
+def _held_by(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
+        return []
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+
+
+def _refusal(what: str, differs: str, entry: str) -> ConfigError:
+    return ConfigError(
+        f"{what} and is not in state=, so a replica that joins would train with {differs}: make it before "
+        f'attach and pass state={{{entry}}}, or say unshared="ignore" where it is meant so'
+    )

@@ -1,0 +1,120 @@
+"""A scheduler or a scaler that was forgotten in ``state=`` is named; one that is there in any form is not."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from fabric.client.attach import Choices
+from fabric.client.model_watch import LOOK_EVERY, ModelWatch
+from fabric.client.unshared import UnsharedWatch
+from fabric.errors import ConfigError
+
+
+def optimizer():
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    # torch does not wrap the optimizer's step for this one.
+    "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 5)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_is_not_in_the_state_is_refused_by_its_name(name):
+    steered = optimizer()
+    scheduler = SCHEDULERS[name](steered)
+    with pytest.raises(ConfigError, match=f"an? {name} steers the optimizer and is not in state=") as refusal:
+        UnsharedWatch([steered], {}).check()
+    assert 'state={"scheduler": scheduler}' in str(refusal.value)
+    assert 'unshared="ignore"' in str(refusal.value)
+    UnsharedWatch([steered], {"scheduler": scheduler}).check()
+    UnsharedWatch([steered], {}, ignored=True).check()
+
+
+class Progress:
+    """A user's object that carries the scheduler in its own state."""
+
+    def __init__(self, scheduler):
+        self.parts = {"schedulers": [scheduler]}
+
+
+class Handle:
+    """As Accelerate's wrapper of an optimizer."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    @property
+    def step(self):
+        return self.inner.step
+
+
+def test_a_scheduler_counts_wherever_an_object_of_the_state_holds_it():
+    steered = optimizer()
+    UnsharedWatch([steered], {"progress": Progress(lr_scheduler.StepLR(steered, 3))}).check()
+
+
+def test_an_optimizer_may_be_given_in_a_wrapper():
+    steered = optimizer()
+    scheduler = lr_scheduler.StepLR(steered, 3)
+    with pytest.raises(ConfigError, match="a StepLR steers"):
+        UnsharedWatch([Handle(steered)], {}).check()
+    UnsharedWatch([Handle(steered)], {"scheduler": scheduler}).check()
+
+
+def test_others_schedulers_and_those_that_are_gone_do_not_count():
+    steered, other = optimizer(), optimizer()
+    theirs = lr_scheduler.StepLR(other, 3)
+    gone = lr_scheduler.StepLR(steered, 3)
+    gone.itself = gone
+    del gone
+    UnsharedWatch([steered], {}).check()
+    assert theirs.optimizer is other
+
+
+def test_a_scaler_counts_from_its_first_loss_on():
+    scaler = torch.amp.GradScaler("cpu")
+    watch = UnsharedWatch([optimizer()], {})
+    watch.check()
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ConfigError, match=r'a GradScaler scales the loss .* state=\{"scaler": scaler\}'):
+        watch.check()
+    UnsharedWatch([optimizer()], {"scaler": scaler}).check()
+
+
+def test_what_is_made_after_attach_is_noticed_before_anything_is_given_to_the_others():
+    model = torch.nn.Linear(2, 2)
+    steered = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = ModelWatch(model, list(model.named_parameters()), UnsharedWatch([steered], {}))
+    watch.begin()
+    scheduler = lr_scheduler.StepLR(steered, 3)
+    for look in (watch.begin, lambda: watch.check(1), lambda: watch.check(LOOK_EVERY)):
+        with pytest.raises(ConfigError, match="a StepLR steers"):
+            look()
+        watch._unshared._wrapped = 0
+    assert scheduler.optimizer is steered
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        ({"unshared": "warn"}, 'it must be "refuse" or "ignore"'),
+        ({"step": -1}, "step is -1: give the number"),
+    ],
+)
+def test_choices_that_cannot_be(choice, why):
+    with pytest.raises(ConfigError, match=why):
+        Choices(**choice)

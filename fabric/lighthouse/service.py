@@ -29,6 +29,7 @@ from fabric.lighthouse.tokens import Tokens
 from fabric.lighthouse.traces import Traces
 from fabric.lighthouse.writer import Commit, Writer
 from fabric.protocol.leader import LeaderConfig
+from fabric.runtime.config import supervisor
 from fabric.runtime.tasks import Tasks
 from fabric.runtime.tls import Tls
 from fabric.runtime.web import check_exposure, read_token, serve
@@ -155,6 +156,9 @@ async def _serve(
         tasks.start("election", parts.election.run(store_id, url))
         tasks.start("collector", collect_when_calm(lambda: parts.jobs.are_calm))
         log.info("the lighthouse listens at %s", url)
+        systemd = supervisor()
+        tasks.start("watchdog", systemd.show_life())
+        systemd.tell("READY=1")
         await settled.wait()
         _tell_ready(settings.ready_file, url, parts.election.me)
         await asyncio.Event().wait()

@@ -15,6 +15,7 @@ from typing import Any
 from fabric.errors import ConfigError
 from fabric.protocol.budget import problem
 from fabric.runtime.logs import FORMATS
+from fabric.runtime.supervisor import Supervisor
 from fabric.runtime.tls import Tls
 from fabric.runtime.web import parse_ports, read_token
 
@@ -149,6 +150,14 @@ def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
     if not text.isdecimal() or not 0 < int(text) <= 1_000_000:
         raise ConfigError(f'WORLD_SIZE is "{text}": it must be the number of ranks of this replica')
     return int(text)
+
+
+def supervisor(environment: Mapping[str, str] | None = None) -> Supervisor:
+    """The systemd that started this process, if one did and wants to hear from it."""
+    environment = os.environ if environment is None else environment
+    allowed_us = environment.get("WATCHDOG_USEC", "")
+    is_number = allowed_us.isascii() and allowed_us.isdecimal() and len(allowed_us) < 16
+    return Supervisor(environment.get("NOTIFY_SOCKET", ""), int(allowed_us) / 1e6 if is_number else 0.0)
 
 
 def armed_points(environment: Mapping[str, str] | None = None) -> str:

@@ -22,12 +22,16 @@ from fabric.cli.main import cli
 from fabric.lighthouse.metrics import JobGauges
 from fabric.lighthouse.metrics import Metrics as LighthouseMetrics
 from fabric.lighthouse.recovery import Recovery
+from fabric.lighthouse.routes import OPEN_PATHS
 from fabric.runtime.config import Settings, parse_replicas
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
 DOCS = OPS.parent / "docs"
 FILES = sorted(path for path in OPS.rglob("*") if path.is_file() and path.name != "README.md")
-KUBERNETES = sorted((OPS / "kubernetes").glob("*.yaml"))
+KUBERNETES = sorted((OPS / "kubernetes").rglob("*.yaml"))
+BASE = sorted((OPS / "kubernetes" / "base").glob("*.yaml"))
+JOB = OPS / "kubernetes" / "trainer-job.yaml"
+OVERLAYS = ["", "overlays/tls", "overlays/external-etcd", "overlays/monitoring"]
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -80,16 +84,17 @@ def test_our_own_parser_takes_every_command_line(name, arguments):
     command.make_context(arguments[0], list(arguments[1:]))
 
 
-def test_trainers_are_started_politely():
-    """Every torchrun of ours starts its script with ``fabric run``."""
-    found = [
-        re.sub(r"[\[\],\"]", "", line)
-        for path in FILES
-        for line in path.read_text().splitlines()
-        if re.search(r"\btorchrun\b.*\btrain\.py\b", line)
-    ]
-    assert len(found) == 3
-    assert all(re.search(r"--no-python \S*fabric run train\.py", line) for line in found), found
+def test_trainers_are_started_by_a_launcher_that_knows_their_exit_codes():
+    """torchrun makes 1 of every code, so it restarts nothing itself; and each script is run politely."""
+    script = (OPS / "launch" / "replica.sh").read_text()
+    (started,) = re.findall(r"^ *CODES=\S+ torchrun .*?[^\\]\n", script, re.MULTILINE | re.DOTALL)
+    assert "--max-restarts=0 --no-python" in started and ' fabric run "$@"' in started
+    for path in FILES:
+        if path.name != "replica.sh" and path.suffix != ".md":
+            uses = [line for line in path.read_text().splitlines() if re.search(r"\btrain\.py\b", line)]
+            assert all(re.search(r"fabric-replica\b|\$launcher\b|\breplica\.sh\b", line) for line in uses), (
+                path
+            )
 
 
 # --- settings ---------------------------------------------------------------------------------------------
@@ -102,29 +107,54 @@ def test_every_setting_that_is_named_exists():
 
 
 def test_replica_ranges_are_ones_that_can_be():
-    text = (OPS / "kubernetes" / "trainer-jobset.yaml").read_text()
-    (jobset,) = documents(OPS / "kubernetes" / "trainer-jobset.yaml")
-    (job,) = jobset["spec"]["replicatedJobs"]
-    (value,) = re.findall(r"FABRIC_REPLICAS, value: \"(.*?)\"", text)
-    assert parse_replicas(value)[1] == job["replicas"]
+    (value,) = re.findall(r"FABRIC_REPLICAS, value: \"(.*?)\"", JOB.read_text())
+    assert (
+        parse_replicas(value)[1]
+        == trainer_job()["spec"]["completions"]
+        == trainer_job()["spec"]["parallelism"]
+    )
 
 
 # --- Kubernetes -------------------------------------------------------------------------------------------
 
 
+def trainer_job() -> dict[str, Any]:
+    (job,) = documents(JOB)
+    return job
+
+
 def everything() -> list[dict[str, Any]]:
-    return [d for path in KUBERNETES for d in documents(path)]
+    """What the base and the example make; overlays are seen as they are built."""
+    return [d for path in [*BASE, JOB] for d in documents(path)]
 
 
-def test_the_kustomization_lists_every_file_but_the_example():
+def pods() -> list[tuple[str, dict[str, Any]]]:
+    """(the kind of its owner and its name, the pod's spec) of every pod."""
+    return [
+        (f"{d['kind']} {d['metadata']['name']}", m)
+        for d in everything()
+        for m in walk(d)
+        if "containers" in m
+    ]
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod["containers"], *pod.get("initContainers", [])]
+
+
+def of_kind(kind: str, name: str) -> dict[str, Any]:
+    return next(d for d in everything() if d["kind"] == kind and d["metadata"]["name"] == name)
+
+
+def test_the_base_lists_every_file_of_it():
     listed = next(d for d in everything() if d["kind"] == "Kustomization")["resources"]
-    there = {path.name for path in KUBERNETES} - {"kustomization.yaml", "trainer-jobset.yaml"}
-    assert set(listed) == there
+    assert set(listed) == {path.name for path in BASE} - {"kustomization.yaml"}
 
 
 def test_selectors_find_pods_that_exist():
     labels = [m["labels"] for d in everything() for m in walk(d) if isinstance(m.get("labels"), dict)]
-    for document in everything():
+    monitors = documents(OPS / "kubernetes" / "overlays" / "monitoring" / "monitors.yaml")
+    for document in [*everything(), *monitors]:
         spec = document.get("spec", {})
         for mapping in walk(spec):
             wanted = mapping.get("matchLabels")
@@ -134,22 +164,24 @@ def test_selectors_find_pods_that_exist():
             assert any(spec["selector"].items() <= found.items() for found in labels)
 
 
-def test_the_lighthouse_may_ask_the_checkpoint_servers():
-    """Without that every diagnosis would be "unknown"."""
-    (policy,) = (
-        d for d in everything() if d["kind"] == "NetworkPolicy" and d["metadata"]["name"] == "fabric-trainer"
-    )
-    allowed = [x["podSelector"]["matchLabels"] for rule in policy["spec"]["ingress"] for x in rule["from"]]
-    names = {x["app.kubernetes.io/name"] for x in allowed}
-    assert names == {"fabric-trainer", "fabric-lighthouse"}
+def allowed(policy: dict[str, Any]) -> set[str]:
+    """The names of the pods that a NetworkPolicy lets in."""
+    peers = [peer for rule in policy["spec"]["ingress"] for peer in rule["from"]]
+    return {peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"] for peer in peers}
+
+
+def test_every_pod_is_reached_by_those_alone_who_need_it():
+    """The lighthouse asks the checkpoint servers: without that every diagnosis would be "unknown"."""
+    assert allowed(of_kind("NetworkPolicy", "fabric-trainer")) == {"fabric-trainer", "fabric-lighthouse"}
+    assert allowed(of_kind("NetworkPolicy", "fabric-lighthouse")) == {"fabric-trainer", "fabric-lighthouse"}
+    assert allowed(of_kind("NetworkPolicy", "fabric-etcd")) == {"fabric-lighthouse", "fabric-etcd"}
 
 
 def test_containers_mount_what_their_pod_has_and_probe_ports_that_they_name():
-    pods = [m for d in everything() for m in walk(d) if "containers" in m]
-    assert len(pods) == 3
-    for pod in pods:
+    assert len(pods()) == 3
+    for _, pod in pods():
         volumes = {volume["name"] for volume in pod.get("volumes", [])}
-        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        for container in containers(pod):
             mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
             assert mounts <= volumes | {"data"}, "data is the StatefulSet's own claim"
             ports = {port["name"] for port in container.get("ports", [])}
@@ -158,22 +190,173 @@ def test_containers_mount_what_their_pod_has_and_probe_ports_that_they_name():
                     assert mapping["httpGet"]["port"] in ports
 
 
+@pytest.mark.parametrize("name, pod", pods(), ids=lambda x: x if isinstance(x, str) else "")
+def test_every_pod_may_run_where_pods_are_restricted(name, pod):
+    """What the standard "restricted" asks for, and what it does not ask for and a pod does not need."""
+    (namespace,) = (d for d in everything() if d["kind"] == "Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    whole = pod["securityContext"]
+    assert whole["runAsNonRoot"] is True and whole["runAsUser"] > 0
+    assert whole["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    for container in containers(pod):
+        own = container["securityContext"]
+        assert own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
+        assert own["readOnlyRootFilesystem"] is True
+        assert "memory" in container["resources"]["limits"], container["name"]
+
+
+@pytest.mark.parametrize("name, pod", pods(), ids=lambda x: x if isinstance(x, str) else "")
+def test_pods_of_a_kind_do_not_share_a_node(name, pod):
+    (spread,) = pod["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname" and spread["maxSkew"] == 1
+    assert spread["whenUnsatisfiable"] == ("ScheduleAnyway" if name.startswith("Job") else "DoNotSchedule")
+
+
+def test_services_are_probed_with_time_to_answer():
+    """The kubelet's own second is less than a lighthouse waits for a store that hangs."""
+    probed = {}
+    for _, pod in pods():
+        for container in containers(pod):
+            found = {k: v for k, v in container.items() if k.endswith("Probe")}
+            assert all(probe["timeoutSeconds"] >= 5 for probe in found.values()), container["name"]
+            probed[container["name"]] = {k: v["httpGet"]["path"] for k, v in found.items()}
+    assert probed == {
+        "etcd": {"startupProbe": "/livez", "livenessProbe": "/livez", "readinessProbe": "/health"},
+        "lighthouse": {"livenessProbe": "/healthz", "readinessProbe": "/healthz"},
+        "ckpt-server": {"startupProbe": "/healthz", "livenessProbe": "/healthz"},
+        # The job itself watches it.
+        "trainer": {},
+    }
+
+
+def test_the_lighthouse_has_the_paths_that_are_probed():
+    assert {"/healthz"} <= OPEN_PATHS
+
+
+def test_a_mistake_ends_one_replica_and_a_lost_pod_none():
+    spec = trainer_job()["spec"]
+    pod = spec["template"]["spec"]
+    fail, ignore = spec["podFailurePolicy"]["rules"]
+    names = {container["name"] for container in pod["containers"]}
+    assert fail["action"] == "FailIndex" and 1 in fail["onExitCodes"]["values"]
+    assert not {0, 75, 137, 143} & set(fail["onExitCodes"]["values"])
+    assert fail["onExitCodes"]["containerName"] in names
+    assert ignore["action"] == "Ignore" and ignore["onPodConditions"][0]["type"] == "DisruptionTarget"
+    # What the API wants where there is such a policy.
+    assert pod["restartPolicy"] == "Never" and spec["completionMode"] == "Indexed"
+    assert "backoffLimit" not in spec and spec["podReplacementPolicy"] == "Failed"
+
+
+def test_a_pod_that_has_to_go_is_drained_first():
+    pod = trainer_job()["spec"]["template"]["spec"]
+    (trainer,) = pod["containers"]
+    shell, option, script = trainer["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, option) == ("sh", "-c")
+    environment = {entry["name"] for entry in trainer["env"]}
+    assert set(re.findall(r"\$(\w+)", script)) <= environment
+    drain = shlex.split(re.findall(r"fabric (drain .*?) &&", script)[0])
+    cli.get_command(click.Context(cli), "drain").make_context("drain", drain[1:])
+    assert {"FABRIC_LIGHTHOUSE", "FABRIC_JOB", "FABRIC_TOKEN_FILE"} <= environment
+    assert pod["terminationGracePeriodSeconds"] >= 300
+    assert (
+        trainer["command"][0] == "fabric-replica" and "LEAVE_FILE" in (OPS / "launch/replica.sh").read_text()
+    )
+
+
+def test_the_sidecar_and_its_trainer_agree():
+    pod = trainer_job()["spec"]["template"]["spec"]
+    (trainer,), (server,) = pod["containers"], pod["initContainers"]
+    told = {entry["name"]: entry.get("value") for entry in trainer["env"]}
+    options = dict(argument[2:].split("=", 1) for argument in server["args"][1:])
+    assert options["job"] == told["FABRIC_JOB"] and options["replica"] == told["FABRIC_REPLICA"]
+    assert options["run-dir"] == told["FABRIC_RUN_DIR"] and options["lighthouse"] == told["FABRIC_LIGHTHOUSE"]
+    assert int(options["port"]) == server["ports"][0]["containerPort"]
+    assert pod["shareProcessNamespace"] is True and server["restartPolicy"] == "Always"
+
+
+def test_images_have_a_version():
+    (images,) = (d["images"] for d in everything() if d["kind"] == "Kustomization")
+    versioned = {image["name"] for image in images if image.get("newTag", "latest") != "latest"}
+    for _, pod in pods():
+        for container in containers(pod):
+            name, _, tag = container["image"].rpartition("/")[2].partition(":")
+            assert (tag and tag != "latest") or name in versioned, container["image"]
+
+
+def test_every_etcd_forgets_old_revisions_and_knows_its_quota():
+    commands = [
+        words
+        for path in FILES
+        if path.suffix == ".yaml"
+        for d in documents(path)
+        for m in walk(d)
+        if isinstance(words := m.get("command"), list) and words and words[0] == "etcd"
+    ]
+    assert len(commands) == 3 + 2, "of compose, of the base and of the TLS overlay"
+    for words in commands:
+        assert {"--auto-compaction-mode=periodic", "--auto-compaction-retention=1h"} <= set(words)
+        (quota,) = [word for word in words if word.startswith("--quota-backend-bytes=")]
+        assert int(quota.partition("=")[2]) == 2 << 30
+
+
 def test_replicas_and_addresses_agree():
     """As many etcds and lighthouses are named in command lines as there are."""
     sets = {d["metadata"]["name"]: d["spec"]["replicas"] for d in everything() if d["kind"] == "StatefulSet"}
-    text = "\n".join(path.read_text() for path in KUBERNETES)
     for name, count in sets.items():
-        named = {int(index) for index in re.findall(rf"{name}-(\d+)\.{name}:", text)}
-        assert named == set(range(count)), name
+        for path in KUBERNETES:
+            named = {int(index) for index in re.findall(rf"{name}-(\d+)\.{name}:", path.read_text())}
+            assert named in (set(), set(range(count))), (path, name)
+
+
+def built(overlay: str) -> list[dict[str, Any]]:
+    command = ["kubectl", "kustomize", str(OPS / "kubernetes" / overlay)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return [d for d in yaml.safe_load_all(done.stdout) if d is not None]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kustomize_builds_it():
-    command = ["kubectl", "kustomize", str(OPS / "kubernetes")]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert built.returncode == 0, built.stderr
-    kinds = {d["kind"] for d in yaml.safe_load_all(built.stdout)}
-    assert {"StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy"} <= kinds
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kustomize_builds_it(overlay):
+    found = built(overlay)
+    kinds = {d["kind"] for d in found}
+    assert {"Namespace", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy"} <= kinds
+    assert all(d["metadata"].get("namespace") == "fabric" for d in found if d["kind"] != "Namespace")
+    sets = {d["metadata"]["name"]: d["spec"]["template"]["spec"] for d in found if d["kind"] == "StatefulSet"}
+    wanted = (
+        {"fabric-lighthouse"} if overlay.endswith("external-etcd") else {"fabric-lighthouse", "fabric-etcd"}
+    )
+    assert set(sets) == wanted
+    (lighthouse,) = sets["fabric-lighthouse"]["containers"]
+    assert lighthouse["image"] == "fabric:0.1" and lighthouse["args"][0] == "lighthouse"
+    cli.get_command(click.Context(cli), "lighthouse").make_context("lighthouse", lighthouse["args"][1:])
+    for pod in sets.values():
+        volumes = {volume["name"] for volume in pod.get("volumes", [])} | {"data"}
+        assert {m["name"] for c in pod["containers"] for m in c["volumeMounts"]} <= volumes
+        assert pod["securityContext"]["runAsNonRoot"] is True, "an overlay takes nothing away"
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_with_tls_nothing_is_in_plain_text_but_metrics():
+    for document in built("overlays/tls"):
+        if document["kind"] != "StatefulSet":
+            continue
+        (container,) = document["spec"]["template"]["spec"]["containers"]
+        words = [*container.get("args", []), *container.get("command", [])]
+        plain = [w for w in words if re.search(r"\b(http|etcd)://", w)]
+        assert [w.partition("=")[0] for w in plain] in ([], ["--listen-metrics-urls"]), plain
+        variables = {e["name"] for e in container["env"]}
+        if document["metadata"]["name"] == "fabric-lighthouse":
+            assert {"FABRIC_TLS_CERT", "FABRIC_TLS_KEY", "FABRIC_TLS_CA"} <= variables
+            for probe in ("livenessProbe", "readinessProbe"):
+                # The kubelet has no certificate.
+                assert "httpGet" not in container[probe]
+                _, _, script, path = container[probe]["exec"]["command"]
+                compile(script, "probe", "exec")
+                assert f"/{path}" in OPEN_PATHS
+        else:
+            assert {"--client-cert-auth", "--peer-client-cert-auth"} <= set(words)
 
 
 # --- compose ----------------------------------------------------------------------------------------------
@@ -194,11 +377,59 @@ def test_compose_names_only_what_it_has():
         for argument in map(str, service.get("command", [])):
             for host in re.findall(r"(etcd\d+|lighthouse\d+):\d+", argument):
                 assert host in services
-    (scrape,) = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
-    (targets,) = scrape["static_configs"]
-    assert {target.partition(":")[0] for target in targets["targets"]} <= set(services)
-    # Alerts and panels go by the label "job", which is the job's name only where it is not renamed.
-    assert scrape["honor_labels"] is True
+    for scrape in yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]:
+        for targets in scrape.get("static_configs", []):
+            assert {target.partition(":")[0] for target in targets["targets"]} <= set(services)
+
+
+def test_every_service_of_compose_is_confined_and_looked_after():
+    (compose,) = documents(OPS / "compose" / "compose.yaml")
+    for name, service in compose["services"].items():
+        assert service["read_only"] is True and service["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in service["security_opt"] and service["mem_limit"], name
+        assert service["healthcheck"]["test"][0] == "CMD" and service["restart"] == "always", name
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+
+
+# --- Prometheus -------------------------------------------------------------------------------------------
+
+
+def scrapes() -> list[dict[str, Any]]:
+    files = [OPS / "prometheus" / name for name in ("prometheus.yml", "kubernetes.yml")]
+    return [job for file in files for job in yaml.safe_load(file.read_text())["scrape_configs"]]
+
+
+def test_a_jobs_metrics_keep_its_name_wherever_they_are_scraped():
+    """Alerts and panels go by the label "job", which is the job's name only where it is not renamed."""
+    monitors = documents(OPS / "kubernetes" / "overlays" / "monitoring" / "monitors.yaml")
+    for monitor in monitors:
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint.get("honorLabels", False) is ("etcd" not in monitor["metadata"]["name"])
+    for scrape in scrapes():
+        assert scrape.get("honor_labels", False) is (scrape["job_name"] != "etcd")
+
+
+def test_checkpoint_servers_and_etcds_are_scraped_and_may_be():
+    """Three panels of the dashboard have data of the first, and one alert of the second."""
+    assert {"fabric-lighthouse", "fabric-ckpt", "etcd", "fabric"} == {job["job_name"] for job in scrapes()}
+    ports = {}
+    for _, pod in pods():
+        for container in containers(pod):
+            ports |= {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+    folder = OPS / "kubernetes" / "overlays" / "monitoring"
+    scraped = {
+        ports[m["spec"]["podMetricsEndpoints"][0]["port"]] for m in documents(folder / "monitors.yaml")
+    }
+    (policy,) = documents(folder / "network.yaml")
+    (rule,) = policy["spec"]["ingress"]
+    assert scraped == {8600, 8700, 2381} == {port["port"] for port in rule["ports"]}
+    marked = {
+        int(m["annotations"]["prometheus.io/port"])
+        for d in everything()
+        for m in walk(d)
+        if "prometheus.io/port" in (m.get("annotations") or {})
+    }
+    assert marked == scraped
 
 
 # --- metrics ----------------------------------------------------------------------------------------------
@@ -292,17 +523,63 @@ def test_promtool_agrees(arguments):
 # --- the rest ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-@pytest.mark.parametrize("unit", sorted((OPS / "systemd").glob("*.service")), ids=lambda path: path.name)
+UNITS = sorted((OPS / "systemd").glob("*.service"))
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+
+
+def installed(unit: Path, folder: Path) -> Path:
+    """A copy whose programs are there: they lie elsewhere on the machines that these are for."""
+    copy = folder / unit.name
+    copy.write_text(re.sub(r"(?<==)/opt/fabric/bin/[\w-]+", "/bin/true", unit.read_text()))
+    return copy
+
+
+@needs_systemd
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_systemd_finds_little_that_a_unit_may_do(unit, tmp_path):
+    """From 0 (safe) to 10; the first version had 8.4 and 9.6."""
+    command = [
+        "systemd-analyze",
+        "security",
+        "--offline=true",
+        "--threshold=30",
+        str(installed(unit, tmp_path)),
+    ]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert checked.returncode == 0, checked.stdout[-2000:] + checked.stderr
+
+
+def test_units_bound_what_they_take_and_end_where_a_restart_does_not_help():
+    trainer, lighthouse = (
+        next(path.read_text() for path in UNITS if name in path.name) for name in ("trainer", "lighthouse")
+    )
+    for text in (trainer, lighthouse):
+        for bound in ("LimitNOFILE=", "MemoryMax=", "TasksMax=", "UMask=0077", "NoNewPrivileges=yes"):
+            assert re.search(rf"^{bound}", text, re.MULTILINE), bound
+    assert re.search(r"^User=(?!root)", trainer, re.MULTILINE) and "DynamicUser=yes" in lighthouse
+    assert re.search(r"^RestartPreventExitStatus=1\b", trainer, re.MULTILINE)
+    assert re.search(r"^WatchdogSec=", lighthouse, re.MULTILINE) and "Type=notify" in lighthouse
+
+
+@needs_systemd
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 def test_systemd_understands_the_units(unit, tmp_path):
-    # The programs lie elsewhere on the machines that these are for.
-    text = re.sub(r"/opt/fabric/bin/\w+", "/bin/true", unit.read_text())
-    copy = tmp_path / unit.name
-    copy.write_text(text)
+    copy = installed(unit, tmp_path)
     command = ["systemd-analyze", "verify", str(copy)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     said = [line for line in checked.stderr.splitlines() if unit.stem.rstrip("@") in line]
     assert checked.returncode == 0 and not said, checked.stderr
+
+
+def test_nothing_gets_into_the_image_by_mistake():
+    lines = (OPS / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*", "what is not named stays out"
+    copied = re.findall(r"^COPY (?!--from)(.+)$", (OPS / "docker" / "Dockerfile").read_text(), re.MULTILINE)
+    sources = {source for line in copied for source in line.split()[:-1]}
+    assert {rule[1:] for rule in rules if rule.startswith("!")} == sources
 
 
 def test_the_image_copies_what_there_is_and_finds_its_torch():

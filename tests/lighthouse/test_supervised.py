@@ -1,0 +1,29 @@
+"""A lighthouse under systemd: it says that it is ready, and shows life until it hangs."""
+
+import signal
+import socket
+
+from lighthouse_support import DEADLINE_S, LighthouseProcess
+
+
+def test_systemd_hears_of_it_until_it_hangs(tmp_path, monkeypatch):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(DEADLINE_S)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "60000")
+        with LighthouseProcess(tmp_path, "memory:") as lighthouse:
+            heard = {systemd.recv(100) for _ in range(10)}
+            assert heard == {b"READY=1", b"WATCHDOG=1"}
+            lighthouse.send(signal.SIGSTOP)
+            # What was sent before it stopped is there; then nothing comes.
+            systemd.settimeout(1.0)
+            try:
+                while systemd.recv(100):
+                    pass
+            except TimeoutError:
+                pass
+            systemd.settimeout(DEADLINE_S)
+            lighthouse.send(signal.SIGCONT)
+            assert systemd.recv(100) == b"WATCHDOG=1"
+            assert lighthouse.end() == 0

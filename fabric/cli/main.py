@@ -31,6 +31,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("fabric.cli.look:inspect_state", "Show what is in a state, a file or a URL."),
     "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Decide who takes part in each job."),
     "pause": ("fabric.cli.operate:pause", "Admit nobody to a job for now."),
+    "plan": ("fabric.cli.plan:plan", "Compare failure policies for a cluster, and say what to run."),
     "pull": ("fabric.cli.pull:pull", "Fetch a snapshot into a file, verified."),
     "resume": ("fabric.cli.operate:resume", "Admit newcomers again."),
     "run": ("fabric.cli.run:run", "Run a training script, polite to those that train already."),

@@ -42,6 +42,19 @@ class Lighthouses:
         """
         return asyncio.run(self._ask(path, body))
 
+    def ask_lines(self, path: str) -> list[Any]:
+        """The JSON objects of an answer that has one per line. Errors as `ask`."""
+        return asyncio.run(self._ask_lines(path))
+
+    async def _ask_lines(self, path: str) -> list[Any]:
+        try:
+            async with self.open(path, total_s=_TIMEOUT_S) as answer:
+                return [json.loads(line) for line in (await _bounded(answer)).splitlines() if line.strip()]
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise Unreachable(
+                f"the lighthouse broke off in the midst of its answer ({error or 'too slow'}): ask again"
+            ) from error
+
     async def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
         try:
             async with self.open(path, body, total_s=_TIMEOUT_S) as answer:

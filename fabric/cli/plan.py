@@ -1,0 +1,246 @@
+"""``fabric plan``: what each failure policy would give on a cluster, and what to run."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fabric.cli.asking import lighthouse_options, lighthouses_of
+from fabric.plan.advice import Outcome, compare, options_for, recommendation
+from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, preset
+from fabric.plan.failures import FailureModel
+from fabric.plan.published import ASSUMPTIONS, Figure, reproduce
+from fabric.plan.report import report
+from fabric.plan.traces import phases_of, read_trace
+
+_QUICK_SEEDS, _SEEDS = 3, 8
+
+# The options that describe the cluster, by the names of its fields.
+_DESCRIPTION = (
+    "gpus",
+    "replica_gpus",
+    "mtbf_s",
+    "step_s",
+    "exchange_s",
+    "restart_s",
+    "repair_median_s",
+    "save_s",
+    "state_bytes",
+    "link_bytes_s",
+    "micro_batches",
+    "steps",
+    "arrivals",
+    "shape",
+)
+
+
+def _refuse(sentence: object) -> NoReturn:
+    click.echo(f"error: {sentence}", err=True)
+    raise SystemExit(2)
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The cluster's options; each overrides the preset's value."""
+    for option in reversed(
+        (
+            click.option(
+                "--preset", "preset_name", default="", help=f"A published cluster: {', '.join(PRESETS)}."
+            ),
+            click.option("--gpus", type=int, help="How many GPUs there are."),
+            click.option("--replica-gpus", type=int, help="How many GPUs make one replica."),
+            click.option(
+                "--mtbf", "mtbf_s", type=float, help="Mean seconds between failures of the whole system."
+            ),
+            click.option(
+                "--step", "step_s", type=float, help="Seconds of an optimizer step without failures."
+            ),
+            click.option(
+                "--exchange", "exchange_s", type=float, help="Seconds of it that the all-reduce takes."
+            ),
+            click.option("--restart", "restart_s", type=float, help="Seconds of a restart."),
+            click.option(
+                "--repair", "repair_median_s", type=float, help="Median seconds that a machine is away."
+            ),
+            click.option(
+                "--save", "save_s", type=float, help="Seconds that everybody waits for a checkpoint."
+            ),
+            click.option("--state-bytes", type=float, help="Size of one replica's state."),
+            click.option("--link", "link_bytes_s", type=float, help="Bytes per second between two replicas."),
+            click.option("--micro-batches", type=int, help="Micro-batches per replica and step."),
+            click.option("--steps", type=int, help="Steps to simulate."),
+            click.option("--arrivals", type=str, help=f"When failures come: {', '.join(ARRIVALS)}."),
+            click.option("--shape", type=float, help="Shape of Weibull arrivals."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(invoke_without_command=True)
+@_options
+@click.option(
+    "--trace", "trace_file", type=click.Path(path_type=Path), help="Recorded failures, CSV or JSON."
+)
+@click.option("--from-job", default="", help="Take rates and phases from this job's recovery records.")
+@click.option("--seeds", default=5, help="Random worlds per policy.")
+@click.option("--spares", type=int, help="Spare replicas; the default is the mean number that is away.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--html", "html_file", type=click.Path(path_type=Path), help="Write a page with plots.")
+@lighthouse_options
+@click.pass_context
+def plan(context: click.Context, /, **options: Any) -> None:
+    """Compare failure policies for a cluster, and say what to run."""
+    if context.invoked_subcommand is not None:
+        return
+    try:
+        _plan(options)
+    except (ValueError, OSError) as error:
+        _refuse(error)
+
+
+def _plan(options: dict[str, Any]) -> None:
+    job = options["from_job"] or options["job"]
+    measured = _from_job(job, options) if job else {}
+    described = {name: options[name] for name in _DESCRIPTION if options[name] is not None}
+    cluster, failures = _cluster(options["preset_name"], options["trace_file"], {**measured, **described})
+    spares, as_json, workers = options["spares"], options["as_json"], os.cpu_count() or 1
+    if spares is not None and spares < 0:
+        raise ValueError(f"--spares must be zero or more, not {spares}")
+    with _progress("simulating", as_json) as advance:
+        outcomes = compare(
+            cluster,
+            seeds=options["seeds"],
+            options=options_for(cluster, spares),
+            failures=failures,
+            workers=workers,
+            progress=advance,
+        )
+    page: Path | None = options["html_file"]
+    if page is not None:
+        with _progress("plotting", as_json) as advance:
+            page.write_text(report(cluster, outcomes, workers, advance), encoding="utf-8")
+    _print(cluster, outcomes, as_json)
+    if page is not None and not as_json:
+        click.echo(f"written: {page}")
+
+
+def _from_job(job: str, options: dict[str, Any]) -> dict[str, float]:
+    """MTBF, stall and restart time from a running job's records."""
+    lighthouses = lighthouses_of(options["lighthouse"], job, options["token_file"], needs_job=True)
+    phases = phases_of(lighthouses.ask_lines(lighthouses.path("recoveries")))
+    measured = {"mtbf_s": phases.mtbf_s}
+    if phases.stall_s:
+        measured["stall_s"] = phases.stall_s
+    if phases.away_s:
+        measured["restart_s"] = phases.away_s
+    return measured
+
+
+def _cluster(
+    name: str, trace_file: Path | None, values: dict[str, Any]
+) -> tuple[Cluster, FailureModel | None]:
+    failures: FailureModel | None = None
+    source = "given"
+    if trace_file is not None:
+        trace = read_trace(trace_file)
+        failures, source = trace.process(), f"the trace {trace_file.name}, {len(trace.failures)} failures"
+        values.setdefault("mtbf_s", trace.mtbf_s)
+        values.setdefault("repair_median_s", trace.median_repair_s)
+    if name:
+        return replace(preset(name).cluster, **values), failures
+    missing = [
+        option
+        for option, key in (("--gpus", "gpus"), ("--replica-gpus", "replica_gpus"), ("--mtbf", "mtbf_s"))
+        if key not in values
+    ]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is missing: describe the cluster, or choose a --preset")
+    return Cluster(**values, source=source), failures
+
+
+def _print(cluster: Cluster, outcomes: list[Outcome], as_json: bool) -> None:
+    if not as_json:
+        Console().print(_table(outcomes))
+        click.echo(recommendation(cluster, outcomes))
+        return
+    body = {
+        "cluster": asdict(cluster),
+        "recommendation": recommendation(cluster, outcomes),
+        "policies": [asdict(outcome) for outcome in outcomes],
+    }
+    click.echo(json.dumps(body, indent=2))
+
+
+@contextmanager
+def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error, where a person sees it; it disappears when done."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    table = Table("policy", "settings", "effective", "time / ideal", "outside restarts")
+    for outcome in outcomes:
+        time = f"{outcome.time_to_train.mean:.2f} ± {outcome.time_to_train.error:.2f}"
+        table.add_row(
+            outcome.name,
+            outcome.settings,
+            f"{outcome.effective.mean:.1%} ± {outcome.effective.error:.1%}",
+            time if outcome.finished else "does not finish",
+            f"{outcome.available.mean:.1%}",
+        )
+    return table
+
+
+@plan.command("reproduce")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--quick", is_flag=True, help=f"{_QUICK_SEEDS} random worlds per figure and not {_SEEDS}.")
+def reproduce_command(as_json: bool, quick: bool) -> None:
+    """Print every published figure beside ours; exit 1 where one is outside its tolerance."""
+    seeds = _QUICK_SEEDS if quick else _SEEDS
+    with _progress("reproducing", as_json) as advance:
+        count = 0
+
+        def known(figure: Figure) -> None:
+            nonlocal count
+            del figure
+            count += 1
+            advance(count, count)
+
+        figures = reproduce(seeds, os.cpu_count() or 1, known)
+    if as_json:
+        click.echo(json.dumps([figure.as_dict() for figure in figures], indent=2))
+    else:
+        Console().print(_figures(figures))
+        for assumption in ASSUMPTIONS:
+            click.echo(f"- {assumption}")
+    if not all(figure.ok for figure in figures):
+        raise SystemExit(1)
+
+
+def _figures(figures: list[Figure]) -> Table:
+    table = Table("figure", "source", "published", "ours", "tolerance", "")
+    for figure in figures:
+        tolerance = f"± {figure.tolerance:.4g}" if figure.tolerance is not None else figure.bound
+        table.add_row(
+            figure.id,
+            figure.source,
+            "-" if figure.published is None else f"{figure.published:g}",
+            f"{figure.ours:.5g}",
+            "-" if figure.published is None else tolerance,
+            "" if figure.published is None else ("ok" if figure.ok else "OUTSIDE"),
+        )
+    return table

@@ -1,0 +1,244 @@
+"""Policies compared for one cluster, over several seeds, and a recommendation with its reason."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fabric.plan.closed_forms import (
+    availability,
+    best_redundancy,
+    masked_failures,
+    masked_failures_replication,
+    optimal_interval,
+)
+from fabric.plan.cluster import Cluster
+from fabric.plan.engine import Job, Ledger, Policy, simulate
+from fabric.plan.failures import FailureModel
+from fabric.plan.parallel import process_pool
+from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, Spare
+from fabric.protocol.spare import best_offsets, has_distinct_differences
+
+# Student's t for a 95 % interval, by degrees of freedom 1 to 10; more are near the normal's 1.96.
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds and the half width of its 95 % confidence interval (0 for one seed)."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Estimate":
+        if len(values) < 2:
+            return cls(values[0], 0.0)
+        freedom = len(values) - 1
+        t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96
+        return cls(statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values)))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A policy with its settings for one cluster.
+
+    ``make``: a new policy object per run. ``settings``: for people, such as "checkpoint every 15 steps".
+    """
+
+    name: str
+    settings: str
+    job: Job
+    make: Callable[[], Policy]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One option over all seeds.
+
+    ``effective``: effective training time, 0 to 1. ``time_to_train``: over the ideal job's. ``available``:
+    outside global restarts, 0 to 1. ``shares``: where the time went, by the names of the ledger, 0 to 1.
+    ``finished``: False where a run was given up; the figures are then of the time until then.
+    """
+
+    name: str
+    label: str
+    settings: str
+    effective: Estimate
+    time_to_train: Estimate
+    available: Estimate
+    shares: dict[str, float]
+    finished: bool
+
+
+def options_for(cluster: Cluster, spares: int | None = None) -> list[Option]:
+    """The options that are compared: each policy with the best settings that its published formulas give."""
+    # Both that go on after a failure save in the background: nobody waits, and only the loss of all replicas
+    # needs the checkpoint.
+    interval_s = optimal_interval(cluster.save_s, cluster.mtbf_s, cluster.restart_s)
+    job = replace(cluster.job(), save_s=0.0, save_every=max(1, round(interval_s / cluster.step_s)))
+    ours = partial(ConstantBatch, cluster.micro_batches, cluster.stall_s)
+    count = worthwhile_spares(cluster) if spares is None else spares
+    options = [
+        _checkpointed("checkpoint and restart", cluster, cluster.mtbf_s, CheckpointRestart),
+        *_redundant(cluster),
+        Option("FT-HSDP", "stalls of 180 s, joins of 100 s", job, partial(FtHsdp, 180.0, 100.0)),
+        Option("fabric", f"{cluster.micro_batches} micro-batches per replica", job, ours),
+    ]
+    if count:
+        with_spares = replace(job, spares=count)
+        options.append(Option("fabric with spares", f"{count} spare replicas", with_spares, ours))
+    return options
+
+
+def _checkpointed(
+    name: str, cluster: Cluster, up_s: float, make: Callable[[], Policy], factor: float = 1.0
+) -> Option:
+    """``factor``: how many times longer a step takes under the policy."""
+    interval_s = optimal_interval(cluster.save_s, up_s, cluster.restart_s)
+    every = max(1, round((interval_s - cluster.save_s) / (cluster.step_s * factor)))
+    job = replace(cluster.job(), save_every=every)
+    return Option(name, f"checkpoint every {every} steps", job, make)
+
+
+def _redundant(cluster: Cluster) -> list[Option]:
+    groups = cluster.replicas
+    if groups < 4:
+        return []
+    optimum = best_redundancy(
+        groups,
+        save_s=cluster.save_s,
+        restart_s=cluster.restart_s,
+        mtbf_s=cluster.mtbf_s,
+        most=min(12, groups // 2),
+    )
+    offsets = best_offsets(groups, optimum.redundancy)
+    note = (
+        ""
+        if has_distinct_differences(groups, offsets)
+        else ", consecutive hosts: too few groups for a Golomb ruler"
+    )
+    up_s = max(1.0, masked_failures(groups, optimum.redundancy)) * cluster.mtbf_s
+    spare = _checkpointed("SPARe", cluster, up_s, partial(Spare, offsets), optimum.overhead)
+    candidates = [r for r in (2, 3, 4) if r <= groups // 2]
+    replicated = min(candidates, key=lambda r: _replication_cost(cluster, r))
+    up_s = masked_failures_replication(groups, replicated) * cluster.mtbf_s
+    return [
+        _checkpointed("replication", cluster, up_s, partial(Replication, replicated), replicated),
+        replace(spare, settings=spare.settings + note),
+    ]
+
+
+def _replication_cost(cluster: Cluster, redundancy: int) -> float:
+    up_s = masked_failures_replication(cluster.replicas, redundancy) * cluster.mtbf_s
+    interval_s = optimal_interval(cluster.save_s, up_s, cluster.restart_s)
+    if interval_s == 0:
+        return float(redundancy)
+    return redundancy / max(1e-9, availability(interval_s, cluster.save_s, up_s, cluster.restart_s))
+
+
+def worthwhile_spares(cluster: Cluster) -> int:
+    """Spares that are in use on average: the failures that arrive within one repair, rounded up (Little's
+    law)."""
+    repair_s = cluster.restart_s + cluster.repair_median_s * math.exp(cluster.repair_sigma**2 / 2)
+    away = repair_s / cluster.mtbf_s
+    return min(math.ceil(away), max(1, cluster.replicas // 4))
+
+
+def run_seed(option: Option, failures: FailureModel, seed: int) -> Ledger:
+    """One run of one option; a function at the top of a module, so that a process pool can call it."""
+    return simulate(option.job, option.make(), failures, seed)
+
+
+def compare(
+    cluster: Cluster,
+    *,
+    seeds: int = 5,
+    options: Iterable[Option] | None = None,
+    failures: FailureModel | None = None,
+    workers: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Outcome]:
+    """Play every option with ``seeds`` seeds, in ``workers`` processes; best first.
+
+    ``progress`` is called with how many runs are done, and of how many. Raises ValueError for fewer than
+    one seed.
+    """
+    if seeds < 1:
+        raise ValueError(f"--seeds must be 1 or more, not {seeds}")
+    chosen = list(options_for(cluster) if options is None else options)
+    process = cluster.failures() if failures is None else failures
+    runs = [(option, seed) for option in chosen for seed in range(seeds)]
+    ledgers: list[Ledger] = []
+    if workers > 1:
+        with process_pool(workers) as pool:
+            pending = [pool.submit(run_seed, option, process, seed) for option, seed in runs]
+            for done, result in enumerate(pending, 1):
+                ledgers.append(result.result())
+                progress(done, len(runs))
+    else:
+        for done, (option, seed) in enumerate(runs, 1):
+            ledgers.append(run_seed(option, process, seed))
+            progress(done, len(runs))
+    outcomes = [
+        _outcome(option, ledgers[number * seeds : (number + 1) * seeds])
+        for number, option in enumerate(chosen)
+    ]
+    return sorted(outcomes, key=lambda outcome: (not outcome.finished, -outcome.effective.mean))
+
+
+_PARTS = ("training", "redundant", "stall", "recovery", "rework", "checkpoint")
+
+
+def _outcome(option: Option, ledgers: Sequence[Ledger]) -> Outcome:
+    total_s = sum(ledger.total_s for ledger in ledgers)
+    shares = {part: sum(getattr(ledger, f"{part}_s") for ledger in ledgers) / total_s for part in _PARTS}
+    return Outcome(
+        option.name,
+        option.make().label,
+        option.settings,
+        Estimate.of([ledger.effective for ledger in ledgers]),
+        Estimate.of([ledger.total_s / option.job.ideal_s for ledger in ledgers]),
+        Estimate.of([ledger.available for ledger in ledgers]),
+        shares,
+        all(ledger.finished for ledger in ledgers),
+    )
+
+
+def recommendation(cluster: Cluster, outcomes: Sequence[Outcome]) -> str:
+    """One sentence: what to run, and why."""
+    best = outcomes[0]
+    baseline = next((o for o in outcomes if o.name == "checkpoint and restart"), None)
+    against = ""
+    if baseline is not None and baseline is not best:
+        against = (
+            f", against {baseline.effective.mean:.1%} with checkpoint and restart"
+            if baseline.finished
+            else "; with checkpoint and restart the job would not finish"
+        )
+    biggest = max((part for part in _PARTS if part != "training"), key=lambda part: best.shares[part])
+    return (
+        f"Run {best.name} ({best.settings}): {best.effective.mean:.1%} effective training time at a"
+        f" failure every"
+        f" {_span(cluster.mtbf_s)}{against}; what remains is mostly {_MEANING[biggest]}."
+    )
+
+
+_MEANING = {
+    "redundant": "work of absent replicas and waiting for the slowest",
+    "stall": "stalls after failures",
+    "recovery": "restarts",
+    "rework": "repeated steps",
+    "checkpoint": "checkpoints",
+}
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 2 * 86400:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"

@@ -1,0 +1,148 @@
+"""Published formulas for stacked shards and replication (SPARe, arXiv 2603.00357).
+
+N is the number of groups, r the redundancy (hosts per shard type), k the failures since the last global
+restart. Scalars in, scalars out. Every function raises ValueError for arguments outside its domain.
+"""
+
+import math
+from dataclasses import dataclass
+
+EULER_GAMMA = 0.5772156649015329
+
+
+def stack_depth_bound(groups: int, failures: int) -> int:
+    """c(k) = ceil(N / (N - k)): the least depth at which N - k survivors compute N types (section 3)."""
+    if not 0 <= failures < groups:
+        raise ValueError(
+            f"failures must be 0 to {groups - 1}, fewer than the {groups} groups, not {failures}"
+        )
+    return -(-groups // (groups - failures))
+
+
+def masked_failures(groups: int, redundancy: int) -> float:
+    """mu(N, r), the mean number of failures that a Golomb layout masks, as the series
+    sum over k = 1 .. N - 1 of (1 - C(k, r) / C(N, r)) ** N."""
+    _check(groups, redundancy)
+    hosts = math.comb(groups, redundancy)
+    return math.fsum((1 - math.comb(k, redundancy) / hosts) ** groups for k in range(1, groups))
+
+
+def masked_failures_asymptotic(groups: int, redundancy: int) -> float:
+    """mu(N, r) for large N: Gamma(1 + 1/r) * N ** (1 - 1/r)."""
+    _check(groups, redundancy)
+    return math.gamma(1 + 1 / redundancy) * math.pow(groups, 1 - 1 / redundancy)
+
+
+def masked_failures_replication(groups: int, redundancy: int) -> float:
+    """The same for traditional replication in blocks of r groups: Gamma(1 + 1/r) * N * (r / N) ** (1/r)."""
+    _check(groups, redundancy)
+    return math.gamma(1 + 1 / redundancy) * groups * math.pow(redundancy / groups, 1 / redundancy)
+
+
+def mean_overhead(groups: int, masked: float, patch_stacks: float = 0.0) -> float:
+    """S_bar: the mean number of stacks per step, the mean of c(k) over k < floor(mu), plus the mean number of
+    patch stacks per step (rho)."""
+    count = min(max(1, math.floor(masked)), groups - 1)
+    return math.fsum(stack_depth_bound(groups, k) for k in range(count)) / count + patch_stacks
+
+
+def optimal_interval(save_s: float, up_s: float, restart_s: float) -> float:
+    """T_c* = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r)): seconds from one checkpoint to the next, the save
+    included.
+
+    ``up_s`` (T_f) is the mean time between global restarts, ``restart_s`` (T_r) what one takes.
+    """
+    _positive(up_s=up_s)
+    _not_negative(save_s=save_s, restart_s=restart_s)
+    return save_s + math.sqrt(save_s * save_s + 2 * save_s * (up_s + restart_s))
+
+
+def availability(interval_s: float, save_s: float, up_s: float, restart_s: float) -> float:
+    """A(T_c) = T_f (1 - T_s / T_c) / (T_f + T_r + T_c / 2): the share of time that makes lasting progress."""
+    _positive(interval_s=interval_s, up_s=up_s)
+    _not_negative(save_s=save_s, restart_s=restart_s)
+    return up_s * (1 - save_s / interval_s) / (up_s + restart_s + interval_s / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class JointOptimum:
+    """A redundancy with the best checkpoint interval for it.
+
+    ``interval_s``: seconds between checkpoints. ``availability``: 0 to 1. ``overhead``: S_bar, stacks per
+    step. ``objective``: J(r) = S_bar / A*, the time to train over the time of one stack per step without
+    failures.
+    """
+
+    redundancy: int
+    interval_s: float
+    availability: float
+    overhead: float
+    objective: float
+
+
+def joint_objective(
+    groups: int,
+    redundancy: int,
+    *,
+    save_s: float,
+    restart_s: float,
+    mtbf_s: float,
+    patch_stacks: float = 0.0,
+) -> JointOptimum:
+    """J(r) = S_bar / A(T_c*), with T_f = mu(N, r) * m; ``mtbf_s`` is m, the mean time between failures of the
+    whole system."""
+    _positive(mtbf_s=mtbf_s)
+    masked = masked_failures(groups, redundancy)
+    up_s = max(masked, 1.0) * mtbf_s
+    interval_s = optimal_interval(save_s, up_s, restart_s)
+    overhead = mean_overhead(groups, masked, patch_stacks)
+    share = 1.0 if interval_s == 0 else availability(interval_s, save_s, up_s, restart_s)
+    return JointOptimum(redundancy, interval_s, share, overhead, overhead / share)
+
+
+def best_redundancy(
+    groups: int,
+    *,
+    save_s: float,
+    restart_s: float,
+    mtbf_s: float,
+    patch_stacks: float = 0.0,
+    most: int = 26,
+) -> JointOptimum:
+    """argmin of J(r) over r = 2 .. ``most``; rulers of up to 26 marks are known. The smaller r wins a tie."""
+    candidates = range(2, max(3, min(most, groups - 1) + 1))
+    return min(
+        (
+            joint_objective(
+                groups, r, save_s=save_s, restart_s=restart_s, mtbf_s=mtbf_s, patch_stacks=patch_stacks
+            )
+            for r in candidates
+        ),
+        key=lambda optimum: optimum.objective,
+    )
+
+
+def best_redundancy_closed_form(groups: int) -> int:
+    """r* = floor(log2 N + gamma / ln 2), with Euler's constant gamma."""
+    if groups < 2:
+        raise ValueError(f"redundancy needs at least 2 groups, not {groups}")
+    return math.floor(math.log2(groups) + EULER_GAMMA / math.log(2))
+
+
+def _check(groups: int, redundancy: int) -> None:
+    if groups < 2:
+        raise ValueError(f"redundancy needs at least 2 groups, not {groups}")
+    if not 1 <= redundancy <= groups:
+        raise ValueError(f"the redundancy must be 1 to {groups}, the number of groups, not {redundancy}")
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be a positive number of seconds, not {value:g}")
+
+
+def _not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be a number of seconds, zero or more, not {value:g}")

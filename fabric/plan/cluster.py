@@ -1,0 +1,194 @@
+"""A cluster and a job as people describe them, and the published clusters as presets."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from fabric.plan.engine import Job
+from fabric.plan.failures import FailureModel, Fixed, Lemons, Poisson, Repair, weibull
+
+ARRIVALS = ("poisson", "weibull", "fixed", "lemons")
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Times in seconds, sizes in bytes.
+
+    ``gpus``, ``replica_gpus``: how many there are, and how many make one replica. ``mtbf_s``: mean time
+    between failures of the whole system. ``step_s``: an optimizer step without failures; ``exchange_s`` of
+    it is the all-reduce. ``restart_s``: a global restart, and what a replica needs to come back by itself.
+    ``repair_median_s``: the time that a failed machine is away beyond that, median of a log-normal with
+    ``repair_sigma``; 0 where another machine takes its place at once. ``save_s``: what everybody waits for
+    a durable checkpoint. ``state_bytes`` and ``link_bytes_s`` bound how fast a spare can join.
+    ``micro_batches``: per replica and step. ``steps``: to train. ``stall_s``: what survivors lose at a
+    failure under this project's policy, measured. ``shape``: of Weibull arrivals.
+    """
+
+    gpus: int
+    replica_gpus: int
+    mtbf_s: float
+    step_s: float = 10.0
+    exchange_s: float = 0.5
+    restart_s: float = 600.0
+    repair_median_s: float = 0.0
+    repair_sigma: float = 1.0
+    save_s: float = 60.0
+    state_bytes: float = 0.0
+    link_bytes_s: float = 10e9
+    micro_batches: int = 8
+    steps: int = 5000
+    stall_s: float = 0.5
+    arrivals: str = "poisson"
+    shape: float = 0.78
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.replica_gpus < 1:
+            raise ValueError(
+                f"--gpus and --replica-gpus must be 1 or more, not {self.gpus} and {self.replica_gpus}"
+            )
+        if self.gpus // self.replica_gpus < 2:
+            raise ValueError(
+                f"{self.gpus} GPUs make fewer than 2 replicas of {self.replica_gpus}: nothing could go on"
+                f" after a failure"
+            )
+        for name in ("mtbf_s", "step_s", "restart_s", "link_bytes_s", "shape"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be a positive number, not {value:g}")
+        for name in ("exchange_s", "repair_median_s", "repair_sigma", "save_s", "state_bytes", "stall_s"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be zero or more, not {value:g}")
+        if self.exchange_s >= self.step_s:
+            raise ValueError(
+                f"the exchange ({self.exchange_s:g} s) must be shorter than the step ({self.step_s:g} s)"
+            )
+        if self.mtbf_s < self.step_s / 100:
+            raise ValueError(
+                f"a failure every {self.mtbf_s:g} s leaves no step of {self.step_s:g} s undisturbed:"
+                f" check the units"
+            )
+        if self.arrivals not in ARRIVALS:
+            raise ValueError(f"--arrivals must be one of {', '.join(ARRIVALS)}, not {self.arrivals!r}")
+        if self.micro_batches < 1 or self.steps < 1:
+            raise ValueError("micro_batches and steps must be 1 or more")
+
+    @property
+    def replicas(self) -> int:
+        return self.gpus // self.replica_gpus
+
+    @property
+    def join_s(self) -> float:
+        """What a spare takes to fetch the state: its bytes over the link, and no less than one step."""
+        return max(self.step_s, self.state_bytes / self.link_bytes_s)
+
+    def job(self) -> Job:
+        """The simulator's job, without checkpoints: a policy sets them."""
+        return Job(
+            groups=self.replicas,
+            steps=self.steps,
+            compute_s=self.step_s - self.exchange_s,
+            exchange_s=self.exchange_s,
+            jitter=0.02,
+            save_s=self.save_s,
+            restart_s=self.restart_s,
+            restart_fails=True,
+            repair=Repair(self.restart_s, self.repair_median_s, self.repair_sigma),
+            spare_join_s=self.join_s,
+        )
+
+    def failures(self) -> FailureModel:
+        unit_mtbf_s = self.mtbf_s * self.replicas
+        if self.arrivals == "fixed":
+            return Fixed(self.mtbf_s)
+        if self.arrivals == "weibull":
+            return weibull(self.mtbf_s, self.replicas, self.shape)
+        if self.arrivals == "lemons":
+            return Lemons(unit_mtbf_s)
+        return Poisson(unit_mtbf_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A published cluster. ``source``: where its figures come from, and what is assumed."""
+
+    cluster: Cluster
+    source: str = field(default="")
+
+
+def _preset(cluster: Cluster, source: str) -> Preset:
+    return Preset(replace(cluster, source=source), source)
+
+
+def _spare(groups: int, exchange_s: float) -> Cluster:
+    """SPARe's published simulations: 64 s per stack, a system MTBF of 300 s, restarts of an hour."""
+    return Cluster(
+        gpus=groups * 600,
+        replica_gpus=600,
+        mtbf_s=300.0,
+        step_s=64.0 + exchange_s,
+        exchange_s=exchange_s,
+        restart_s=3600.0,
+        save_s=60.0,
+        arrivals="weibull",
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    "llama3-16k": _preset(
+        Cluster(gpus=16384, replica_gpus=128, mtbf_s=54 * DAY_S / 419, step_s=10.0, state_bytes=5.7e12 / 128),
+        "Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs; replicas of 128 GPUs; the"
+        " step of"
+        " 10 s and restarts of 10 min are assumed",
+    ),
+    "rsc-16k": _preset(
+        Cluster(gpus=16384, replica_gpus=128, mtbf_s=DAY_S / (6.50 * 2.048), step_s=10.0),
+        "Meta RSC: 6.50 failures per 1,000 node-days, for 2,048 nodes of 8 GPUs; step and restart are"
+        " assumed",
+    ),
+    "ft-hsdp-100k": _preset(
+        Cluster(gpus=98304, replica_gpus=8192, mtbf_s=1080.0, step_s=20.0, exchange_s=1.0, micro_batches=32),
+        "FT-HSDP (arXiv 2602.00277): 98,304 GPUs in 12 replicas, a failure every 18 min, steps of 20 s,"
+        " 10 min until"
+        " a replica is back; 32 micro-batches are assumed",
+    ),
+    "spare-200": _preset(
+        _spare(200, 2.0), "SPARe (arXiv 2603.00357), N = 200; replicas of 600 GPUs are assumed"
+    ),
+    "spare-600": _preset(
+        _spare(600, 6.0), "SPARe (arXiv 2603.00357), N = 600; replicas of 600 GPUs are assumed"
+    ),
+    "spare-1000": _preset(
+        _spare(1000, 10.0), "SPARe (arXiv 2603.00357), N = 1000; replicas of 600 GPUs are assumed"
+    ),
+    "infinitehbd": _preset(
+        Cluster(
+            gpus=3200,
+            replica_gpus=64,
+            mtbf_s=DAY_S / (4.23 * 0.4),
+            step_s=10.0,
+            repair_median_s=20 * 3600.0,
+            repair_sigma=1.95,
+            arrivals="weibull",
+            shape=0.62,
+        ),
+        "statistics of the public InfiniteHBD trace: 400 nodes of 8 GPUs, 4.23 faults per 1,000"
+        " node-days, Weibull"
+        " 0.62, repairs of 20 h in the median and 133 h in the mean; replicas of 64 GPUs and the step are"
+        " assumed",
+    ),
+    "torchpass-64": _preset(
+        Cluster(gpus=64, replica_gpus=8, mtbf_s=3600.0, step_s=7.9, exchange_s=0.5, steps=3000),
+        "TorchPass's public benchmark: 64 H200, 3,000 steps, a failure every 2,700 to 4,500 s; the step"
+        " of 7.9 s is"
+        " inferred from its own 405 min",
+    ),
+}
+
+
+def preset(name: str) -> Preset:
+    """Raises ValueError with the names that exist."""
+    if name not in PRESETS:
+        raise ValueError(f"there is no preset {name!r}: choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]

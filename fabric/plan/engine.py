@@ -1,0 +1,351 @@
+"""One simulator for every policy: a job's steps in virtual time, with the failures of one random seed.
+
+The engine knows time; a `Policy` knows what a step costs and what a failure does. Per step every living
+group computes its slots, the slowest one decides, and one exchange follows. A failure shows at the
+exchange, or at once for policies that interrupt the step.
+
+Assumptions that all policies share:
+
+- Failures during a save or a restart show afterwards, at the next exchange, or they restart the restart.
+- A global restart takes ``restart_s`` for every group and ends with the slowest. Where ``restart_fails`` is
+  set, a group that fails during its restart begins it again. The failure clock of a survivor goes on
+  through a restart. The clock of a failed group starts when its own restart has ended.
+- A rollback repeats the steps since the last checkpoint; what they cost then counts as rework.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from fabric.plan.failures import FailSlow, FailureModel, Repair, Times, Units
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained. Times in seconds.
+
+    ``groups``: units of failure. ``steps``: optimizer steps to commit. ``compute_s``: one group's work on
+    1/N of the global batch. ``exchange_s``: the all-reduce of a step. ``jitter``: relative standard
+    deviation of a slot's compute time, per group. ``save_s``, ``save_every``: a checkpoint blocks
+    everybody, every so many steps (0 means never). ``restart_s``: of a global restart. ``repair``: how long
+    a single group is away. ``spares``: groups that stand by, and ``spare_join_s`` what one takes to stand
+    in. ``give_up_after``: the simulation ends without success at so many times the ideal time.
+    """
+
+    groups: int
+    steps: int
+    compute_s: float
+    exchange_s: float = 0.0
+    jitter: float = 0.05
+    save_s: float = 0.0
+    save_every: int = 0
+    restart_s: float = 600.0
+    restart_fails: bool = True
+    repair: Repair = field(default_factory=lambda: Repair(600.0))
+    spares: int = 0
+    spare_join_s: float = 60.0
+    give_up_after: float = 100.0
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.steps < 1:
+            raise ValueError(f"a job needs at least 1 group and 1 step, not {self.groups} and {self.steps}")
+        if not (self.compute_s > 0 and math.isfinite(self.compute_s)):
+            raise ValueError(f"the compute time of a step must be positive, not {self.compute_s:g}")
+        for name in ("exchange_s", "jitter", "save_s", "save_every", "restart_s", "spares", "spare_join_s"):
+            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{name} must be zero or more, not {getattr(self, name):g}")
+
+    @property
+    def step_s(self) -> float:
+        """The ideal step: one slot and one exchange, nobody slow."""
+        return self.compute_s + self.exchange_s
+
+    @property
+    def ideal_s(self) -> float:
+        return self.steps * self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What survivors do after a failure that the policy masks.
+
+    ``slots``: further slots of the busiest survivor, ``workers``: how many survivors compute any.
+    ``stall_s``: what everybody waits besides. The exchange is then tried again.
+    """
+
+    slots: float
+    workers: int
+    stall_s: float
+
+
+class Policy(Protocol):
+    """What a step costs and what a failure does. The engine calls `begin` first, and after every global
+    restart."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether a failure ends the step under way at once; ``Recovery.stall_s`` then counts from its
+        start."""
+
+    @property
+    def readmits(self) -> bool:
+        """Whether a repaired group comes back without a global restart."""
+
+    def begin(self, groups: int) -> None: ...
+
+    def slots(self) -> float:
+        """Slots that the busiest living group computes in a step."""
+
+    def progress(self) -> float:
+        """The share of the global batch that a step commits, 0 to 1."""
+
+    def fail(self, groups: list[int]) -> Recovery | None:
+        """Mask the loss of ``groups``, or None for a global restart."""
+
+    def rejoin(self, groups: list[int]) -> float:
+        """Take ``groups`` in at a step boundary: seconds that everybody waits."""
+
+    def restart_due(self) -> bool:
+        """Whether to restart at this step boundary, after a save, without losing a step."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Where the time went, in seconds; the fields add up to ``total_s``.
+
+    ``training_s``: at most one slot and one exchange per step, by its progress. ``redundant_s``: further
+    slots, and waiting for the slowest group. ``stall_s``: failed exchanges, patches, waits after failures
+    and for joins. ``recovery_s``: global restarts. ``rework_s``: steps that were rolled back.
+    ``checkpoint_s``: saves.
+    """
+
+    training_s: float = 0.0
+    redundant_s: float = 0.0
+    stall_s: float = 0.0
+    recovery_s: float = 0.0
+    rework_s: float = 0.0
+    checkpoint_s: float = 0.0
+    failures: int = 0
+    restarts: int = 0
+    finished: bool = True
+
+    @property
+    def total_s(self) -> float:
+        return (
+            self.training_s
+            + self.redundant_s
+            + self.stall_s
+            + self.recovery_s
+            + self.rework_s
+            + self.checkpoint_s
+        )
+
+    @property
+    def effective(self) -> float:
+        """Effective training time: the share of the time that an ideal job would have needed too."""
+        return self.training_s / self.total_s
+
+    @property
+    def available(self) -> float:
+        """The share of the time outside global restarts."""
+        return 1 - self.recovery_s / self.total_s
+
+
+def simulate(
+    job: Job, policy: Policy, failures: FailureModel, seed: int = 0, slow: FailSlow | None = None
+) -> Ledger:
+    """Play ``job`` under ``policy`` to its last step: the ledger of its time."""
+    return _Run(job, policy, failures, np.random.default_rng(seed), slow).play()
+
+
+class _Run:
+    """One run: the clock, who is alive, and the costs since the last checkpoint."""
+
+    def __init__(
+        self,
+        job: Job,
+        policy: Policy,
+        failures: FailureModel,
+        rng: np.random.Generator,
+        slow: FailSlow | None,
+    ) -> None:
+        self._job, self._policy, self._rng = job, policy, rng
+        self._clocks = failures.clocks(job.groups, rng)
+        self._slow = slow.episodes(job.groups, rng) if slow is not None else None
+        self._alive = np.ones(job.groups, bool)
+        self._back_s = np.full(job.groups, math.inf)  # when a group that is away may rejoin
+        self._spares = [0.0] * job.spares  # from when on each spare is free, a heap
+        self._now = 0.0
+        self._ledger = Ledger()
+        self._since_save = Ledger()
+        policy.begin(job.groups)
+
+    def play(self) -> Ledger:
+        job, committed, saved, at_save = self._job, 0.0, 0.0, 0
+        step, limit = 0, job.give_up_after * job.ideal_s
+        while committed < job.steps - 1e-9 and self._now < limit:
+            self._readmit()
+            if self._policy.restart_due():
+                self._save()
+                saved = committed
+                self._restart()
+            progress = self._step()
+            if progress is None:
+                self._roll_back()
+                committed = saved
+                self._restart()
+                continue
+            committed += progress
+            step += 1 if progress else 0
+            if job.save_every and step - at_save >= job.save_every and committed < job.steps - 1e-9:
+                self._save()
+                saved, at_save = committed, step
+        self._keep()
+        self._ledger.finished = committed >= job.steps - 1e-9
+        return self._ledger
+
+    # --- one step ------------------------------------------------------------------------------------
+
+    def _step(self) -> float | None:
+        """One step with its failures: its progress (0 where it was interrupted), or None for a global
+        restart."""
+        job, policy, start = self._job, self._policy, self._now
+        progress, slots = policy.progress(), policy.slots()
+        work_s = self._compute(slots)
+        if policy.interrupts:
+            lost = self._failed_before(start + work_s + job.exchange_s)
+            if len(lost):
+                return self._interrupt(lost, start)
+        self._now += work_s
+        stall_s = 0.0
+        while len(lost := self._failed_before(self._now + job.exchange_s)):
+            recovery = self._fail(lost)
+            half_s = job.exchange_s / 2
+            if recovery is None:
+                self._now += half_s
+                self._since_save.stall_s += stall_s + half_s
+                self._since_save.redundant_s += work_s
+                return None
+            cost_s = half_s + recovery.stall_s + self._compute(recovery.slots, recovery.workers)
+            stall_s += cost_s
+            self._now += cost_s
+        self._now += job.exchange_s
+        useful_s = progress * job.step_s
+        self._since_save.training_s += useful_s
+        self._since_save.redundant_s += work_s + job.exchange_s - useful_s
+        self._since_save.stall_s += stall_s
+        return progress
+
+    def _interrupt(self, lost: Units, start: float) -> float | None:
+        """A failure ends the step: everybody stalls, counted from the start of the step, and computes it
+        again."""
+        struck = max(start, float(self._clocks.next_s[lost].min()))
+        recovery = self._fail(lost)
+        if recovery is None:
+            self._since_save.stall_s += struck - start
+            self._now = struck
+            return None
+        self._now = max(struck, start + recovery.stall_s)
+        self._since_save.stall_s += self._now - start
+        return 0.0
+
+    def _compute(self, slots: float, workers: int | None = None) -> float:
+        """Seconds until the slowest of ``workers`` (all that live) has computed ``slots``."""
+        if slots <= 0:
+            return 0.0
+        factors: Times | float = 1.0
+        if self._slow is not None:
+            factors = self._slow.factors(self._now)[self._alive]
+        count = int(self._alive.sum()) if workers is None else max(1, workers)
+        if workers is not None and not isinstance(factors, float):
+            factors = factors[:count]
+        noise = self._job.jitter * math.sqrt(slots) * self._rng.standard_normal(count)
+        return max(0.0, float((factors * self._job.compute_s * (slots + noise)).max()))
+
+    # --- failures and returns ------------------------------------------------------------------------
+
+    def _failed_before(self, end_s: float) -> Units:
+        return np.flatnonzero(self._alive & (self._clocks.next_s < end_s))
+
+    def _fail(self, lost: Units) -> Recovery | None:
+        self._alive[lost] = False
+        self._ledger.failures += len(lost)
+        if self._policy.readmits:
+            struck = self._clocks.next_s[lost]
+            repaired = struck + self._job.repair.draw(len(lost), self._rng)
+            for unit, at, whole_again in zip(lost.tolist(), struck.tolist(), repaired.tolist(), strict=True):
+                self._back_s[unit] = self._replaced(at, whole_again)
+        return self._policy.fail(lost.tolist())
+
+    def _replaced(self, struck_s: float, repaired_s: float) -> float:
+        """When the place of a failed group is filled: by a spare, or by itself after its repair."""
+        if self._spares:
+            stands_in_s = max(struck_s, self._spares[0]) + self._job.spare_join_s
+            if stands_in_s < repaired_s:
+                heapq.heapreplace(self._spares, repaired_s)
+                return stands_in_s
+        return repaired_s
+
+    def _readmit(self) -> None:
+        back = np.flatnonzero(~self._alive & (self._back_s <= self._now))
+        if not len(back):
+            return
+        self._clocks.renew(back, np.full(len(back), self._now))
+        self._alive[back] = True
+        self._back_s[back] = math.inf
+        stall_s = self._policy.rejoin(back.tolist())
+        self._now += stall_s
+        self._since_save.stall_s += stall_s
+
+    # --- saves and restarts --------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        self._now += self._job.save_s
+        self._since_save.checkpoint_s += self._job.save_s
+        self._keep()
+
+    def _keep(self) -> None:
+        """What was spent since the last checkpoint will not be rolled back."""
+        spent, ledger = self._since_save, self._ledger
+        ledger.training_s += spent.training_s
+        ledger.redundant_s += spent.redundant_s
+        ledger.stall_s += spent.stall_s
+        ledger.checkpoint_s += spent.checkpoint_s
+        self._since_save = Ledger()
+
+    def _roll_back(self) -> None:
+        self._ledger.rework_s += self._since_save.total_s
+        self._since_save = Ledger()
+
+    def _restart(self) -> None:
+        """A global restart: everybody is alive again when the slowest group is ready."""
+        job, clocks, begun = self._job, self._clocks, self._now
+        failed = np.flatnonzero(~self._alive)
+        ready = np.full(job.groups, begun + job.restart_s)
+        if job.restart_fails:
+            clocks.next_s[failed] = math.inf
+            struck = np.flatnonzero(clocks.next_s < ready)
+            while len(struck):
+                self._ledger.failures += len(struck)
+                at = np.maximum(clocks.next_s[struck], begun)
+                ready[struck] = at + job.restart_s
+                clocks.renew(struck, at)
+                struck = struck[clocks.next_s[struck] < ready[struck]]
+        if len(failed):
+            clocks.renew(failed, np.full(len(failed), float(ready.max())))
+        if not job.restart_fails:
+            over = np.flatnonzero(clocks.next_s < begun + job.restart_s)
+            if len(over):
+                clocks.renew(over, ready[over])
+        self._now = float(ready.max())
+        self._ledger.recovery_s += self._now - begun
+        self._ledger.restarts += 1
+        self._alive[:] = True
+        self._back_s[:] = math.inf
+        self._policy.begin(job.groups)

@@ -1,0 +1,337 @@
+"""When units fail: the failure processes of the simulator, and how long a repair takes.
+
+A *unit* is what fails as a whole: a group, a replica, a node. A `FailureModel` makes `FailureClocks` for a
+number of units; the engine reads the next failure of each unit and renews the clock of a unit that came
+back.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.float64]
+Units = NDArray[np.intp]
+
+
+class FailureClocks(Protocol):
+    """``next_s``: seconds from the start to each unit's next failure, shape (units,); inf means never."""
+
+    next_s: Times
+
+    def renew(self, units: Units, at_s: Times) -> None:
+        """Draw the next failure of ``units``, which came back at ``at_s`` (same shape)."""
+
+
+class FailureModel(Protocol):
+    """A failure process for a number of units."""
+
+    def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
+        """Clocks of ``units`` that all start at second 0."""
+
+    @property
+    def label(self) -> str:
+        """One phrase for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeibullRenewal:
+    """Independent units with Weibull times between failures; a unit that comes back starts a new one.
+
+    ``scale_s``: of one unit. ``shape``: below 1 means that a unit fails most often soon after it came back.
+    """
+
+    scale_s: float
+    shape: float = 0.78
+
+    def __post_init__(self) -> None:
+        _positive("scale_s", self.scale_s)
+        _positive("shape", self.shape)
+
+    @property
+    def label(self) -> str:
+        return f"Weibull, shape {self.shape:g}"
+
+    def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
+        return _DrawnClocks(units, lambda which: self.scale_s * rng.weibull(self.shape, len(which)))
+
+
+def weibull(system_mtbf_s: float, units: int, shape: float = 0.78) -> WeibullRenewal:
+    """Weibull renewal whose mean, of one unit, is ``units`` times the mean time between failures of the
+    system."""
+    _positive("the mean time between failures", system_mtbf_s)
+    return WeibullRenewal(system_mtbf_s * units / math.gamma(1 + 1 / shape), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson:
+    """Independent units without memory. ``unit_mtbf_s``: mean time between failures of one unit."""
+
+    unit_mtbf_s: float
+
+    def __post_init__(self) -> None:
+        _positive("unit_mtbf_s", self.unit_mtbf_s)
+
+    @property
+    def label(self) -> str:
+        return "Poisson"
+
+    def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
+        return _DrawnClocks(units, lambda which: rng.exponential(self.unit_mtbf_s, len(which)))
+
+
+@dataclass(frozen=True, slots=True)
+class Lemons:
+    """Poisson failures in which a share of the units fails ``factor`` times as often as the others.
+
+    ``unit_mtbf_s`` is the mean over all units of the rate, inverted; ``share`` is 0 to 1.
+    """
+
+    unit_mtbf_s: float
+    share: float = 0.05
+    factor: float = 10.0
+
+    def __post_init__(self) -> None:
+        _positive("unit_mtbf_s", self.unit_mtbf_s)
+        _positive("factor", self.factor)
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"the share of lemons must be 0 to 1, not {self.share:g}")
+
+    @property
+    def label(self) -> str:
+        return f"lemons ({self.share:.0%} fail {self.factor:g} times as often)"
+
+    def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
+        lemons = rng.permutation(units) < round(self.share * units)
+        healthy_mtbf_s = self.unit_mtbf_s * float(np.where(lemons, self.factor, 1.0).mean())
+        mtbf_s = np.where(lemons, healthy_mtbf_s / self.factor, healthy_mtbf_s)
+        return _DrawnClocks(units, lambda which: rng.exponential(mtbf_s[which]))
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A failure of the system every ``interval_s`` exactly; the units take turns."""
+
+    interval_s: float
+
+    def __post_init__(self) -> None:
+        _positive("interval_s", self.interval_s)
+
+    @property
+    def label(self) -> str:
+        return "fixed arrivals"
+
+    def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
+        del rng
+        return _FixedClocks(units, self.interval_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Racks:
+    """Poisson failures of single units, and others that take all units of a rack at one instant.
+
+    ``per_rack``: units in a rack. ``correlated``: share of the unit failures that come by racks, 0 to 1.
+    """
+
+    unit_mtbf_s: float
+    per_rack: int
+    correlated: float = 0.1
+
+    def __post_init__(self) -> None:
+        _positive("unit_mtbf_s", self.unit_mtbf_s)
+        if self.per_rack < 1:
+            raise ValueError(f"a rack has at least 1 unit, not {self.per_rack}")
+        if not 0 <= self.correlated < 1:
+            raise ValueError(f"the correlated share must be 0 up to 1, not {self.correlated:g}")
+
+    @property
+    def label(self) -> str:
+        return f"racks of {self.per_rack} ({self.correlated:.0%} of failures correlated)"
+
+    def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
+        return _RackClocks(units, self, rng)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Recorded failures. ``events``: (seconds from the start, unit), ascending; the trace repeats after
+    ``span_s``.
+
+    Units of the trace are mapped to units of the job by their number modulo the job's units.
+    """
+
+    events: tuple[tuple[float, int], ...]
+    span_s: float
+
+    def __post_init__(self) -> None:
+        if not self.events:
+            raise ValueError("the trace has no failures: give one with at least one event")
+        _positive("the span of the trace", self.span_s)
+        if any(not 0 <= at <= self.span_s for at, _ in self.events):
+            raise ValueError(f"the trace has an event outside its span of {self.span_s:g} s")
+
+    @property
+    def label(self) -> str:
+        return f"trace of {len(self.events)} failures"
+
+    def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
+        del rng
+        return _TraceClocks(units, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """How long a failed unit is away, in seconds: a fixed least time plus a log-normal part.
+
+    ``least_s``: what a restart takes at least. ``median_s`` and ``sigma`` describe the log-normal part; a
+    median of 0 leaves it out.
+    """
+
+    least_s: float
+    median_s: float = 0.0
+    sigma: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.least_s < 0 or self.median_s < 0 or self.sigma < 0:
+            raise ValueError("repair times must not be negative")
+
+    def draw(self, count: int, rng: np.random.Generator) -> Times:
+        """``count`` repair times, shape (count,)."""
+        if self.median_s == 0:
+            return np.full(count, self.least_s)
+        return self.least_s + self.median_s * np.exp(self.sigma * rng.standard_normal(count))
+
+
+@dataclass(frozen=True, slots=True)
+class FailSlow:
+    """Episodes in which a unit computes ``factor`` times slower.
+
+    ``unit_mtbf_s``: mean time between episodes of one unit. ``duration_s``: mean length, exponential.
+    """
+
+    unit_mtbf_s: float
+    duration_s: float
+    factor: float = 1.5
+
+    def __post_init__(self) -> None:
+        _positive("unit_mtbf_s", self.unit_mtbf_s)
+        _positive("duration_s", self.duration_s)
+        if self.factor < 1:
+            raise ValueError(f"a slow unit computes at least 1 times slower, not {self.factor:g}")
+
+    def episodes(self, units: int, rng: np.random.Generator) -> "SlowEpisodes":
+        """The episodes of ``units`` from second 0 on."""
+        return SlowEpisodes(self, units, rng)
+
+
+class SlowEpisodes:
+    """Which units are slow at a time. Times must be asked in ascending order."""
+
+    def __init__(self, model: FailSlow, units: int, rng: np.random.Generator) -> None:
+        self._model, self._rng = model, rng
+        self._start = rng.exponential(model.unit_mtbf_s, units)
+        self._end = self._start + rng.exponential(model.duration_s, units)
+
+    def factors(self, at_s: float) -> Times:
+        """The factor by which each unit is slower at ``at_s``, shape (units,), 1 where it is healthy."""
+        over = np.flatnonzero(self._end <= at_s)
+        while len(over):
+            self._start[over] = self._end[over] + self._rng.exponential(self._model.unit_mtbf_s, len(over))
+            self._end[over] = self._start[over] + self._rng.exponential(self._model.duration_s, len(over))
+            over = over[self._end[over] <= at_s]
+        return np.where(self._start <= at_s, self._model.factor, 1.0)
+
+
+# --- clocks ------------------------------------------------------------------------------------------
+
+
+class _Draw(Protocol):
+    def __call__(self, which: Units) -> Times: ...
+
+
+class _DrawnClocks:
+    """Units whose next failure is drawn when they come back."""
+
+    def __init__(self, units: int, draw: _Draw) -> None:
+        self._draw = draw
+        self.next_s: Times = draw(np.arange(units))
+
+    def renew(self, units: Units, at_s: Times) -> None:
+        self.next_s[units] = at_s + self._draw(units)
+
+
+class _FixedClocks:
+    """The failure with number i comes at (i + 1) * interval, to unit i modulo the units."""
+
+    def __init__(self, units: int, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self.next_s: Times = (np.arange(units, dtype=np.float64) + 1) * interval_s
+
+    def renew(self, units: Units, at_s: Times) -> None:
+        period_s = len(self.next_s) * self._interval_s
+        first_s = (units + 1) * self._interval_s
+        turns = np.maximum(0.0, np.floor((at_s - first_s) / period_s) + 1)
+        self.next_s[units] = first_s + turns * period_s
+
+
+class _RackClocks:
+    def __init__(self, units: int, model: Racks, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._rack_of = np.arange(units) // model.per_rack
+        self._alone_s = model.unit_mtbf_s / (1 - model.correlated)
+        self._rack_s = math.inf if model.correlated == 0 else model.unit_mtbf_s / model.correlated
+        racks = int(self._rack_of[-1]) + 1
+        self._rack_next = self._draw(np.zeros(racks))
+        self._alone = rng.exponential(self._alone_s, units)
+        self.next_s: Times = np.minimum(self._alone, self._rack_next[self._rack_of])
+
+    def _draw(self, at_s: Times) -> Times:
+        if math.isinf(self._rack_s):
+            return np.full(len(at_s), math.inf)
+        drawn: Times = at_s + self._rng.exponential(self._rack_s, len(at_s))
+        return drawn
+
+    def renew(self, units: Units, at_s: Times) -> None:
+        self._alone[units] = at_s + self._rng.exponential(self._alone_s, len(units))
+        for unit, at in zip(units.tolist(), at_s.tolist(), strict=True):
+            rack = self._rack_of[unit]
+            while self._rack_next[rack] <= at:  # it struck while the unit was away
+                self._rack_next[rack] = self._draw(self._rack_next[rack : rack + 1])[0]
+        self.next_s[units] = np.minimum(self._alone[units], self._rack_next[self._rack_of[units]])
+
+
+class _TraceClocks:
+    def __init__(self, units: int, trace: Trace) -> None:
+        by_unit: dict[int, list[float]] = {}
+        for at, unit in trace.events:
+            by_unit.setdefault(unit % units, []).append(at)
+        self._span_s = trace.span_s
+        self._times: list[Times] = [np.sort(np.array(by_unit.get(unit, []))) for unit in range(units)]
+        self.next_s: Times = np.array([self._after(unit, -1.0) for unit in range(units)])
+
+    def _after(self, unit: int, at_s: float) -> float:
+        times = self._times[unit]
+        if not len(times):
+            return math.inf
+        turn, within = divmod(at_s, self._span_s) if at_s >= 0 else (0, -1.0)
+        index = int(np.searchsorted(times, within, side="right"))
+        if index == len(times):
+            turn, index = turn + 1, 0
+        return float(turn * self._span_s + times[index])
+
+    def renew(self, units: Units, at_s: Times) -> None:
+        for unit, at in zip(units.tolist(), at_s.tolist(), strict=True):
+            self.next_s[unit] = self._after(unit, at)
+
+
+def mean_gap_s(events: Sequence[tuple[float, int]], span_s: float) -> float:
+    """The mean time between failures of the system in recorded ``events``."""
+    return span_s / max(1, len(events))
+
+
+def _positive(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be a positive number, not {value:g}")

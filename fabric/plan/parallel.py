@@ -1,0 +1,12 @@
+"""Seeds side by side: one pool of processes for every simulation."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+
+def process_pool(workers: int) -> ProcessPoolExecutor:
+    """A pool of ``workers`` fresh processes, at least one.
+
+    They are spawned and not forked: the caller may have threads, which a forked process would not have.
+    """
+    return ProcessPoolExecutor(max(1, workers), mp_context=multiprocessing.get_context("spawn"))

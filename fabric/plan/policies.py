@@ -1,0 +1,244 @@
+"""The policies that the simulator compares: what a step costs under each, and what a failure does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fabric.model import Member
+from fabric.plan.engine import Recovery
+from fabric.protocol.assignment import apportion, spread
+from fabric.protocol.spare import Patch, StackedShards, block_layout, ring_layout
+
+# SPARe's published runs: what it takes to leave failed groups out of the communicator.
+SHRINK_S = 0.1
+
+
+@dataclass(slots=True)
+class CheckpointRestart:
+    """Synchronous training: every failure restarts everybody from the last checkpoint.
+
+    ``interrupts``: whether a failure ends the step at once; otherwise it shows at the exchange.
+    """
+
+    interrupts: bool = True
+    label: str = "checkpoint and restart"
+    readmits: bool = False
+
+    def begin(self, groups: int) -> None:
+        del groups
+
+    def slots(self) -> float:
+        return 1.0
+
+    def progress(self) -> float:
+        return 1.0
+
+    def fail(self, groups: list[int]) -> Recovery | None:
+        del groups
+        return None
+
+    def rejoin(self, groups: list[int]) -> float:
+        raise AssertionError(f"groups {groups} came back without a restart")
+
+    def restart_due(self) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class Replication:
+    """Traditional replication: the r groups of a block all compute its r types, in every step."""
+
+    redundancy: int
+    interrupts: bool = False
+    readmits: bool = False
+    _left: list[int] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"replication, r = {self.redundancy}"
+
+    def begin(self, groups: int) -> None:
+        block_layout(groups, self.redundancy)  # refuses what is impossible
+        blocks = -(-groups // self.redundancy)
+        self._left = [min(self.redundancy, groups - block * self.redundancy) for block in range(blocks)]
+
+    def slots(self) -> float:
+        return float(self.redundancy)
+
+    def progress(self) -> float:
+        return 1.0
+
+    def fail(self, groups: list[int]) -> Recovery | None:
+        for group in groups:
+            self._left[group // self.redundancy] -= 1
+        return None if 0 in self._left else Recovery(0.0, 0, SHRINK_S)
+
+    def rejoin(self, groups: list[int]) -> float:
+        raise AssertionError(f"groups {groups} came back without a restart")
+
+    def restart_due(self) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class Spare:
+    """SPARe: stacked shards with adaptive reordering, by the functions that trainers use
+    (`fabric.protocol.spare`).
+
+    ``offsets``: of the hosts of a type around the ring of groups.
+    """
+
+    offsets: tuple[int, ...]
+    interrupts: bool = False
+    readmits: bool = False
+    _shards: StackedShards | None = None
+
+    @property
+    def label(self) -> str:
+        return f"SPARe, r = {len(self.offsets)}"
+
+    @property
+    def shards(self) -> StackedShards:
+        assert self._shards is not None, "begin() comes first"
+        return self._shards
+
+    def begin(self, groups: int) -> None:
+        self._shards = StackedShards(ring_layout(groups, self.offsets))
+
+    def slots(self) -> float:
+        return float(self.shards.depth)
+
+    def progress(self) -> float:
+        return 1.0
+
+    def fail(self, groups: list[int]) -> Recovery | None:
+        patch = self.shards.fail(groups)
+        return None if patch is None else Recovery(patch.slots, self._workers(patch), SHRINK_S)
+
+    def _workers(self, patch: Patch) -> int:
+        return len(self.shards.alive) if patch.deeper else len(patch.compute)
+
+    def rejoin(self, groups: list[int]) -> float:
+        raise AssertionError(f"groups {groups} came back without a restart")
+
+    def restart_due(self) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class FtHsdp:
+    """FT-HSDP (arXiv 2602.00277): survivors stall, go on with a smaller global batch, and readmit the dead
+    replica.
+
+    ``stall_s``: from the start of the interrupted step; it contains the retraining of that step.
+    ``rejoin_stall_s``: what everybody waits when a replica comes back.
+    """
+
+    stall_s: float = 180.0
+    rejoin_stall_s: float = 0.0
+    label: str = "FT-HSDP"
+    interrupts: bool = True
+    readmits: bool = True
+    _groups: int = 0
+    _away: int = 0
+
+    def begin(self, groups: int) -> None:
+        self._groups, self._away = groups, 0
+
+    def slots(self) -> float:
+        return 1.0
+
+    def progress(self) -> float:
+        return (self._groups - self._away) / self._groups
+
+    def fail(self, groups: list[int]) -> Recovery | None:
+        self._away += len(groups)
+        return None if self._away >= self._groups else Recovery(0.0, 0, self.stall_s)
+
+    def rejoin(self, groups: list[int]) -> float:
+        self._away -= len(groups)
+        return self.rejoin_stall_s
+
+    def restart_due(self) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class ConstantBatch:
+    """This project's policy: the global batch stays, survivors compute the micro-batches of the dead.
+
+    Every group can read every shard. A failed round is retried: survivors keep what they have computed, and
+    compute what only the dead had. A repaired group catches up while the others step, and joins at a step
+    boundary.
+
+    ``micro_batches``: per group and step (G). ``readmits``: False models groups that return by a global
+    restart alone, as SPARe does; that restart is planned (``restart_below`` living groups, after a save),
+    so no step is lost. ``stall_s``: from a death to the retried round. ``join_stall_s``: what everybody
+    waits for a join.
+    """
+
+    micro_batches: int = 8
+    stall_s: float = 0.5
+    join_stall_s: float = 0.0
+    readmits: bool = True
+    restart_below: int = 1
+    interrupts: bool = False
+    _groups: int = 0
+    _alive: set[int] = field(default_factory=set)
+    _sizes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"constant batch, {self.micro_batches} micro-batches" + (
+            "" if self.readmits else ", planned restarts"
+        )
+
+    def begin(self, groups: int) -> None:
+        if self.micro_batches < 1:
+            raise ValueError(f"a group computes at least 1 micro-batch, not {self.micro_batches}")
+        self._groups, self._alive, self._sizes = groups, set(range(groups)), {}
+
+    def slots(self) -> float:
+        return self._busiest(len(self._alive)) / self.micro_batches
+
+    def _busiest(self, alive: int) -> int:
+        if alive not in self._sizes:
+            self._sizes[alive] = max(apportion(self.micro_batches * self._groups, [1] * alive))
+        return self._sizes[alive]
+
+    def progress(self) -> float:
+        return 1.0
+
+    def fail(self, groups: list[int]) -> Recovery | None:
+        orphans = sum(self._busiest(len(self._alive)) for _ in groups)
+        self._alive.difference_update(groups)
+        if not self._alive:
+            return None
+        extra = busiest_of_spread(orphans, len(self._alive))
+        return Recovery(extra / self.micro_batches, min(orphans, len(self._alive)), self.stall_s)
+
+    def rejoin(self, groups: list[int]) -> float:
+        self._alive.update(groups)
+        return self.join_stall_s
+
+    def restart_due(self) -> bool:
+        return not self.readmits and len(self._alive) < self.restart_below
+
+
+def busiest_of_spread(orphans: int, alive: int) -> int:
+    """How many of ``orphans`` micro-batches the busiest of ``alive`` equal members gets.
+
+    By `fabric.protocol.assignment.spread` where few members are left; of many equal ones it is the quotient,
+    rounded up (a test compares the two).
+    """
+    if alive > _FEW:
+        return -(-orphans // alive)
+    members = _members(alive)
+    shares = spread(range(orphans), members, {member.replica: 1 for member in members})
+    return max(len(ids) for ids in shares.values())
+
+
+_FEW = 32
+
+
+def _members(count: int) -> Sequence[Member]:
+    return tuple(Member(f"r{number}", 1, "", "") for number in range(count))

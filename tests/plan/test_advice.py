@@ -1,0 +1,144 @@
+"""The comparison, the presets, the page and the command, as a user meets them."""
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from click.testing import CliRunner
+
+from fabric.cli.main import cli
+from fabric.plan import published
+from fabric.plan.advice import Estimate, compare, options_for, recommendation, worthwhile_spares
+from fabric.plan.cluster import PRESETS, Cluster, preset
+from fabric.plan.report import page, sweeps
+
+SMALL = Cluster(gpus=64, replica_gpus=8, mtbf_s=1800.0, steps=300)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_compared(name):
+    cluster = replace(preset(name).cluster, steps=20)
+    outcomes = compare(cluster, seeds=1)
+    assert {o.name for o in outcomes} >= {"checkpoint and restart", "FT-HSDP", "fabric"}
+    for outcome in outcomes:
+        assert sum(outcome.shares.values()) == pytest.approx(1.0)
+    assert outcomes[0].name in recommendation(cluster, outcomes)
+
+
+def test_processes_side_by_side_give_the_same_result():
+    chosen = options_for(SMALL)[:2]
+    alone = compare(SMALL, seeds=2, options=chosen)
+    assert compare(SMALL, seeds=2, options=chosen, workers=2) == alone
+
+
+def test_more_failures_cost_more_and_spares_help():
+    calm = {o.name: o.effective.mean for o in compare(replace(SMALL, mtbf_s=36000.0), seeds=2)}
+    rough = {o.name: o.effective.mean for o in compare(SMALL, seeds=2)}
+    assert all(rough[name] < calm[name] for name in ("fabric", "checkpoint and restart", "FT-HSDP"))
+    assert rough["fabric with spares"] > rough["fabric"]
+
+
+def test_spares_follow_from_the_failures_within_a_repair():
+    assert worthwhile_spares(SMALL) == 1
+    assert worthwhile_spares(replace(SMALL, gpus=640, repair_median_s=7200.0, repair_sigma=0.0)) == 5
+
+
+def test_the_interval_of_two_equal_values_is_empty():
+    assert Estimate.of([2.0, 2.0]) == Estimate(2.0, 0.0)
+    assert Estimate.of([1.0]).error == 0
+
+
+def test_the_page_needs_no_network_and_escapes_its_words():
+    cluster = replace(SMALL, source="<script>alert(1)</script>")
+    outcomes = compare(cluster, seeds=1)
+    text = page(cluster, outcomes, sweeps(replace(cluster, steps=20)))
+
+    class Links(HTMLParser):
+        found: tuple[str, ...] = ()
+
+        def handle_starttag(self, tag, attrs):
+            self.found += (tag,) if tag in ("script", "link", "img", "iframe") else ()
+
+    parser = Links()
+    parser.feed(text)
+    assert parser.found == ()
+    assert "http" not in text.replace("http-equiv", "")
+    assert "prefers-color-scheme:dark" in text
+    assert text.count("<svg") == 4
+
+
+def test_the_command_prints_a_table_and_a_sentence():
+    result = run("--gpus", "32", "--replica-gpus", "8", "--mtbf", "3600", "--steps", "50", "--seeds", "2")
+    assert result.exit_code == 0, result.output
+    assert "checkpoint and" in result.output
+    assert "Run fabric" in result.output
+
+
+def test_the_command_prints_json_and_writes_a_page(tmp_path):
+    target = tmp_path / "plan.html"
+    result = run("--preset", "torchpass-64", "--steps", "30", "--seeds", "1", "--json", "--html", str(target))
+    assert result.exit_code == 0, result.output
+    body = json.loads(result.output)
+    assert body["cluster"]["gpus"] == 64
+    assert {"name", "effective", "shares"} <= body["policies"][0].keys()
+    assert target.read_text().startswith("<!doctype html>")
+
+
+def test_a_trace_sets_the_rate(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("time_h,unit,event\n1,a,fail\n2,a,repair\n5,b,fail\n6,b,repair\n10,a,fail\n")
+    result = run("--gpus", "32", "--replica-gpus", "8", "--trace", str(trace), "--steps", "50", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["cluster"]["mtbf_s"] == pytest.approx(12000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--gpus, --replica-gpus, --mtbf is missing"),
+        (["--preset", "moon"], "there is no preset 'moon': choose one of llama3-16k"),
+        (["--preset", "spare-200", "--mtbf", "-3"], "mtbf_s must be a positive number, not -3"),
+        (["--preset", "spare-200", "--mtbf", "0.01"], "check the units"),
+        (["--preset", "spare-200", "--step", "nan"], "step_s must be a positive number, not nan"),
+        (["--preset", "spare-200", "--exchange", "99"], "the exchange (99 s) must be shorter than the step"),
+        (["--preset", "spare-200", "--arrivals", "never"], "--arrivals must be one of poisson"),
+        (["--preset", "spare-200", "--seeds", "0"], "--seeds must be 1 or more"),
+        (["--preset", "spare-200", "--spares", "-1"], "--spares must be zero or more"),
+        (["--gpus", "8", "--replica-gpus", "8", "--mtbf", "60"], "fewer than 2 replicas"),
+        (["--gpus", "16", "--replica-gpus", "8", "--trace", "/nonexistent.csv"], "No such file"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence_and_exit_code_2(arguments, sentence):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_closed_forms_and_the_published_table_are_reproduced():
+    figures = list(published.closed_form_figures())
+    assert all(figure.ok for figure in figures), [f for f in figures if not f.ok]
+    assert len(figures) >= 10
+    assert all(figure.ok for figure in published.torchpass_figures())
+
+
+def test_a_figure_outside_its_tolerance_ends_with_exit_code_1(monkeypatch):
+    def one(seeds, workers, progress):
+        return [published.Figure("a", "b", 1.0, 2.0, 0.5, False)]
+
+    monkeypatch.setattr("fabric.cli.plan.reproduce", one)
+    result = run("reproduce")
+    assert result.exit_code == 1
+    assert "OUTSIDE" in result.output
+
+
+def test_the_simulated_figures_of_the_smallest_size_are_reproduced():
+    """All sizes with eight seeds take a minute: `fabric plan reproduce` plays them."""
+    figures = [f for f in published.reproduce(seeds=2, workers=2, groups=(200,)) if f.published is not None]
+    assert not [f for f in figures if not f.ok]
+    assert {"FT-HSDP, fixed arrivals, %", "SPARe, N = 200: time to train"} <= {f.id for f in figures}

@@ -1,0 +1,111 @@
+"""Failure processes: their rates, what a renewal does, and what they refuse."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fabric.plan.failures import (
+    FailSlow,
+    Fixed,
+    Lemons,
+    Poisson,
+    Racks,
+    Repair,
+    Trace,
+    WeibullRenewal,
+    weibull,
+)
+
+DAY = 86400.0
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def count_failures(model, units, span_s, seed=0):
+    """Failures of units that come back at once, until ``span_s``."""
+    clocks, count = model.clocks(units, rng(seed)), 0
+    while True:
+        unit = int(clocks.next_s.argmin())
+        at_s = float(clocks.next_s[unit])
+        if at_s > span_s:
+            return count
+        count += 1
+        clocks.renew(np.array([unit]), np.array([at_s]))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Poisson(10 * DAY), Lemons(10 * DAY), Racks(10 * DAY, 4, 0.3), weibull(DAY / 10, 100), Fixed(DAY / 10)],
+    ids=lambda model: model.label,
+)
+def test_a_process_fails_as_often_as_it_says(model):
+    """100 units with a mean of 10 days each: 10 failures a day."""
+    assert count_failures(model, 100, 60 * DAY) == pytest.approx(600, rel=0.15)
+
+
+def test_fixed_arrivals_come_on_time_and_in_turn():
+    clocks = Fixed(100.0).clocks(3, rng())
+    assert clocks.next_s.tolist() == [100, 200, 300]
+    clocks.renew(np.array([0]), np.array([150.0]))
+    assert clocks.next_s.tolist() == [400, 200, 300]
+    clocks.renew(np.array([1]), np.array([1000.0]))  # it was away for its turns at 500 and 800
+    assert clocks.next_s.tolist() == [400, 1100, 300]
+
+
+def test_a_rack_takes_all_its_units_at_one_instant():
+    clocks = Racks(10 * DAY, per_rack=4, correlated=0.999).clocks(8, rng(2))
+    for rack in (clocks.next_s[:4], clocks.next_s[4:]):
+        assert len(set(rack.tolist())) == 1
+
+
+def test_lemons_fail_more_often_than_the_others():
+    clocks = Lemons(10 * DAY, share=0.1, factor=50).clocks(1000, rng(1))
+    first = np.sort(clocks.next_s)
+    assert first[:50].mean() * 20 < first[500:].mean()
+
+
+def test_a_trace_repeats_after_its_span():
+    clocks = Trace(((10.0, 0), (30.0, 5)), 100.0).clocks(2, rng())
+    assert clocks.next_s.tolist() == [10, 30]  # unit 5 is unit 1 of a job of two
+    clocks.renew(np.array([0, 1]), np.array([10.0, 120.0]))
+    assert clocks.next_s.tolist() == [110, 130]
+
+
+def test_a_unit_without_failures_in_the_trace_never_fails():
+    assert Trace(((10.0, 0),), 100.0).clocks(2, rng()).next_s[1] == math.inf
+
+
+def test_slow_episodes_begin_and_end():
+    episodes = FailSlow(100.0, 50.0, 1.5).episodes(50, rng(4))
+    shares = [(episodes.factors(t) > 1).mean() for t in np.arange(0, 20000, 10.0)]
+    assert np.mean(shares) == pytest.approx(50 / 150, abs=0.03)
+
+
+def test_repairs_take_the_least_time_and_more():
+    assert Repair(60.0).draw(3, rng()).tolist() == [60, 60, 60]
+    drawn = Repair(60.0, 600.0, 1.0).draw(2000, rng())
+    assert drawn.min() > 60
+    assert np.median(drawn) == pytest.approx(660, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Poisson(0), "unit_mtbf_s must be a positive number, not 0"),
+        (lambda: WeibullRenewal(-1), "scale_s must be a positive number"),
+        (lambda: weibull(math.nan, 5), "the mean time between failures must be a positive number"),
+        (lambda: Lemons(1, share=2), "the share of lemons must be 0 to 1"),
+        (lambda: Racks(1, 0), "a rack has at least 1 unit"),
+        (lambda: Racks(1, 2, 1.0), "the correlated share must be 0 up to 1"),
+        (lambda: Trace((), 1.0), "the trace has no failures"),
+        (lambda: Trace(((5.0, 0),), 1.0), "an event outside its span"),
+        (lambda: Repair(-1), "repair times must not be negative"),
+        (lambda: FailSlow(1, 1, 0.5), "at least 1 times slower"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()

@@ -127,7 +127,7 @@ def _plan(options: dict[str, Any]) -> None:
     page: Path | None = options["html_file"]
     if page is not None:
         with _progress("plotting", as_json) as advance:
-            page.write_text(report(cluster, outcomes, workers, advance), encoding="utf-8")
+            page.write_text(report(cluster, outcomes, advance), encoding="utf-8")
     _print(cluster, outcomes, as_json)
     if page is not None and not as_json:
         click.echo(f"written: {page}")

@@ -27,9 +27,7 @@ class Sweep:
     lines: Mapping[str, Sequence[tuple[float, float]]]
 
 
-def sweeps(
-    cluster: Cluster, workers: int = 1, progress: Callable[[int, int], None] = lambda d, t: None
-) -> list[Sweep]:
+def sweeps(cluster: Cluster, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Sweep]:
     """Time to train over redundancy, over the MTBF and over the scale.
 
     The last two are simulated with one seed and few steps: they show the shape, the table has the figures.
@@ -44,7 +42,7 @@ def sweeps(
         progress(2 * number + 1, runs)
         gpus = max(2, round(cluster.replicas * factor)) * cluster.replica_gpus
         scaled = replace(cluster, gpus=gpus, mtbf_s=cluster.mtbf_s * cluster.gpus / gpus)
-        _add(over_scale, gpus, scaled, workers)
+        _add(over_scale, gpus, scaled)
         progress(2 * number + 2, runs)
     label = "time to train / ideal"
     found = [
@@ -55,9 +53,9 @@ def sweeps(
     return [redundancy, *found] if redundancy is not None else found
 
 
-def _add(lines: dict[str, list[tuple[float, float]]], x: float, cluster: Cluster, workers: int) -> None:
+def _add(lines: dict[str, list[tuple[float, float]]], x: float, cluster: Cluster) -> None:
     short = replace(cluster, steps=min(cluster.steps, _SWEEP_STEPS))
-    for outcome in compare(short, seeds=1, workers=workers):
+    for outcome in compare(short, seeds=1):
         if outcome.finished:
             lines.setdefault(outcome.name, []).append((x, outcome.time_to_train.mean))
 
@@ -206,9 +204,8 @@ svg text{fill:var(--ink);font-size:12px}.grid{stroke:var(--rule)}small{opacity:.
 def report(
     cluster: Cluster,
     outcomes: Sequence[Outcome],
-    workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
     """The page with its plots; simulates what the plots need."""
     options_for(cluster)  # refuses what cannot be compared before anything is simulated
-    return page(cluster, outcomes, sweeps(cluster, workers, progress))
+    return page(cluster, outcomes, sweeps(cluster, progress))

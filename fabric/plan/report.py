@@ -36,9 +36,7 @@ def sweeps(cluster: Cluster, progress: Callable[[int, int], None] = lambda done,
     over_mtbf: dict[str, list[tuple[float, float]]] = {}
     over_scale: dict[str, list[tuple[float, float]]] = {}
     for number, factor in enumerate(_FACTORS):
-        _add(
-            over_mtbf, cluster.mtbf_s * factor / 60, replace(cluster, mtbf_s=cluster.mtbf_s * factor), workers
-        )
+        _add(over_mtbf, cluster.mtbf_s * factor / 60, replace(cluster, mtbf_s=cluster.mtbf_s * factor))
         progress(2 * number + 1, runs)
         gpus = max(2, round(cluster.replicas * factor)) * cluster.replica_gpus
         scaled = replace(cluster, gpus=gpus, mtbf_s=cluster.mtbf_s * cluster.gpus / gpus)

@@ -7,13 +7,19 @@ seat, and the part of an absent replica is skipped, which the commit records. A 
 A DataLoader draws ahead of what is computed. The part of a seat does not depend on who else is there, so
 drawing ahead is right while steps follow each other; when this replica was away and the job is further than
 it thought, what was drawn for steps that are past is discarded: its gradient counts for nothing.
+
+A loop whose batch times its accumulation is another number than ``per_step`` is refused with both numbers.
+Too few samples show in what was drawn. Too many show only in the DataLoader's batch size, for a DataLoader
+may draw ahead as far as it likes.
 """
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler
 
 from fabric.client.data import sample_indices
 from fabric.errors import ConfigError
@@ -49,21 +55,32 @@ class StepSampler(torch.utils.data.Sampler[int]):
         self.per_step = global_batch_size // seats
         self._part = cut(global_batch_size, [1] * seats)[number]
         self._committed_step = committed_step
-        self._drawn: deque[int] = deque()
+        self._drawn: deque[int] = deque()  # the steps that were begun, and are not exchanged yet
+        self._begin()
+
+    def _begin(self) -> None:
+        """An iteration begins: an abandoned one's batches never come."""
+        self._drawn.clear()
+        self._yielded = self._exchanged = 0
 
     def __len__(self) -> int:
         """Indices of a whole pass on this seat."""
         return self.steps_per_pass * self.per_step
 
     def __iter__(self) -> Iterator[int]:
-        self._drawn.clear()  # an abandoned iteration's batches never come
+        self._begin()
         number = self._committed_step() // self.steps_per_pass
         while True:
             step = self._committed_step() + len(self._drawn)
             if step // self.steps_per_pass != number:
                 return
             self._drawn.append(step)
-            yield from self.indices(step)
+            yield from self._counted(step)
+
+    def _counted(self, step: int) -> Iterator[int]:
+        for index in self.indices(step):
+            self._yielded += 1
+            yield index
 
     def indices(self, step: int) -> list[int]:
         """The data set indices of this seat's part of ``step``."""
@@ -73,8 +90,26 @@ class StepSampler(torch.utils.data.Sampler[int]):
         return whole[self._part.start : self._part.stop]
 
     def take(self, step: int) -> bool:
-        """The loop exchanges for ``step`` what it drew first: whether that was drawn for this step."""
-        return bool(self._drawn) and self._drawn.popleft() == step
+        """The loop exchanges for ``step`` what it drew first: whether that was drawn for this step. Raises
+        ConfigError where it did not draw a whole step."""
+        mistake = self._mistake()
+        if mistake:
+            raise ConfigError(
+                f"{mistake}, and sampler.per_step is {self.per_step}: give the DataLoader "
+                f"batch_size=sampler.per_step, or a part of it and as many micro-batches before each "
+                f"session.exchange"
+            )
+        self._exchanged += 1
+        return self._drawn.popleft() == step
+
+    def _mistake(self) -> str:
+        """What the loop computes instead of a whole step, or empty."""
+        if self._exchanged == 0:
+            size = next((x for x in _batch_sizes(self) if self.per_step % x), None)
+            if size is not None:
+                return f"the DataLoader has batch_size {size}"
+        drawn = self._yielded - self._exchanged * self.per_step
+        return f"the loop drew {drawn} samples for this step" if drawn < self.per_step else ""
 
     def describe(self) -> dict[str, Any]:
         """For the journal."""
@@ -88,3 +123,34 @@ class StepSampler(torch.utils.data.Sampler[int]):
             "seats": self.seats,
             "micro_batches": self.seats,
         }
+
+
+class SoloSampler(StepSampler):
+    """Alone, with FABRIC_DISABLE=1, where the one part is the whole batch. A loop that takes ``per_step``
+    samples for each step gets the same steps as the job. One whose batches have another size goes through
+    every pass in order, as with any sampler."""
+
+    _begun = 0  # the first step of the next iteration, where steps are not whole
+    _whole = True
+
+    def __iter__(self) -> Iterator[int]:
+        self._begin()
+        step = self._committed_step() if self._whole else self._begun
+        number = step // self.steps_per_pass
+        while step // self.steps_per_pass == number:
+            self._begun = step + 1
+            yield from self._counted(step)
+            step += 1
+
+    def take(self, step: int) -> bool:
+        """Whatever was drawn counts."""
+        if self._whole and self._mistake():
+            self._whole = False
+        self._exchanged += 1
+        return True
+
+
+def _batch_sizes(sampler: StepSampler) -> list[int]:
+    """Those of the DataLoaders that draw from ``sampler``."""
+    found = [x for x in gc.get_objects() if type(x) is BatchSampler and x.sampler is sampler]
+    return sorted({x.batch_size for x in found})

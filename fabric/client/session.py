@@ -23,6 +23,7 @@ from fabric.client.catching_up import CatchingUp
 from fabric.client.clock import Clock
 from fabric.client.data import Loader, Slice, describe_sharing, make_loader, parse_options, seat_of
 from fabric.client.durable import StorageAway, writer_of
+from fabric.client.empty_steps import EmptySteps
 from fabric.client.engine import Parts
 from fabric.client.failure import name_samples
 from fabric.client.learning_rate import PresenceFactor
@@ -83,6 +84,7 @@ class Session(CatchingUp):
             and (isinstance(parts.placement, OnHost) and not parts.buffers.stand_ins),
         )
         self._state_step = 0
+        self._empty = EmptySteps(settings.replica, describer.objects.values())
         self._clock = Clock()
         self._patience = Patience(settings.replica, self._waits_for, math.inf if place.rank else FIRST_S)
         self._metrics: dict[str, float] = {}
@@ -426,15 +428,15 @@ class Session(CatchingUp):
             self._begin_replay()
         self._journal_commit(order, held, replay=order.held is None)
         counted = sum(len(ids) for _, ids in held.contributions)
-        if held.nonfinite:
+        step.skipped = self._empty.has_no_update(held) or bool(held.nonfinite)
+        if step.skipped:
             # Optimizers leave a parameter without a gradient as it is, so the user's loop needs no branch.
             self._drop_gradient()
         else:
-            # A step of which everything was left out: the weight is zero, and so is the sum.
-            weight = held.weight or (0.0 if counted else 1.0)
+            weight = held.weight or 1.0  # of a sum that is zero
             scatter = partial(self._parts.placement.scatter, self._gradients, buffer, weight)
             self._yielding(scatter)
-            if counted:
+            if held.weight:
                 self._parts.buffers.commit(held.weight)
         if self._presence is not None:
             self._presence.present(counted, self._micro_batches)
@@ -442,7 +444,6 @@ class Session(CatchingUp):
         self._digest_wanted = order.digest
         self._samples.clear()
         step.number, step.live, step.metrics, step.done = order.step, order.live, restored(held.metrics), True
-        step.skipped = bool(held.nonfinite)
         self._clock.lap()
 
     def _snapshot_by_policy(self, durable: bool, digest: str) -> bool:

@@ -10,7 +10,7 @@ from fabric.ckpt_server.state import capture
 from fabric.client.data import Loader, Slice, make_loader, parse_options
 from fabric.client.randomness import seed_everything
 from fabric.client.rank_group import RankGroup
-from fabric.client.sampler import StepSampler
+from fabric.client.sampler import SoloSampler, StepSampler
 from fabric.errors import FabricError
 from fabric.protocol.rank_orders import replica_share
 
@@ -58,6 +58,7 @@ class SoloSession:
     epoch = 0
     members: tuple[str, ...] = ()
     is_writer = True
+    _sampler: StepSampler | None = None
 
     def __init__(
         self,
@@ -101,8 +102,9 @@ class SoloSession:
     def sampler(
         self, size: int, *, global_batch_size: int, seed: int = 0, seat: int | None = None
     ) -> StepSampler:
-        """As Session.sampler; the one part is the whole batch."""
-        return StepSampler(size, global_batch_size, seed, (0, 1), lambda: self.committed_step)
+        """As Session.sampler; the one part is the whole batch, and any other batch size will do."""
+        self._sampler = SoloSampler(size, global_batch_size, seed, (0, 1), lambda: self.committed_step)
+        return self._sampler
 
     def steps(self, data: Loader, until: int) -> Iterator[SoloStep]:
         """As Session.steps."""
@@ -152,6 +154,8 @@ class SoloSession:
 
     def exchange(self, weight: float = 1.0) -> SoloStep:
         """As Session.exchange: alone, ``.grad`` is the average already (``weight`` cancels out)."""
+        if self._sampler is not None:
+            self._sampler.take(self.committed_step)
         step = SoloStep.__new__(SoloStep)
         step.number, step.live, step.metrics, step.done = self.committed_step, True, self.take_metrics(), True
         step.skipped = self.skips()

@@ -254,6 +254,7 @@ class Leader(Joins):
             # What it announced is over, or something else begins: its time counts from now.
             self.lateness.came(peer.session.replica)
         peer.beat = beat
+        self._tell_empty(beat)
         self._note_return(peer, beat)
         if beat.times is not None:
             peer.times = beat.times

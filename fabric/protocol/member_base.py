@@ -48,6 +48,7 @@ class MemberBase:
         self.hold: io.Hold | None = None
         self.disputed = (0, 0)  # the (epoch, step) of a round that ended so, see ``Round.is_disputed``
         self.loaded = -1  # the step of the state that I loaded last: its digest says nothing of my updates
+        self.empty = -1  # the newest step that was committed with total weight 0
         self.agreed = 0  # the newest epoch in which a later state of mine had another member's digest
         self.round: Round | None = None
         self.current: Record | None = None  # the epoch I run in (or last ran in)
@@ -187,6 +188,7 @@ class MemberBase:
                     busy=self.busy,
                     times=self._last_times,
                     busy_s=self.busy_s,
+                    empty=self.empty,
                 )
             )
         )

@@ -330,6 +330,8 @@ class Rounds(CatchingUp):
     def _commit(self, hold: io.Hold, first_of_epoch: bool = False) -> None:
         if hold.nonfinite and self._judge_nonfinite(hold):
             return
+        if not hold.weight:
+            self.empty = hold.step
         following = hold.step + 1
         mine = dict(hold.contributions).get(self.identity.replica, ())
         every = self.config.digest_every

@@ -226,6 +226,7 @@ class Beat:
 
     ``phase`` is one word (mode and what the main thread does); ``waiting_for`` names peers.
     ``busy`` is the reason given to ``session.busy``, empty outside of it, and ``busy_s`` its bound.
+    ``empty``: the newest step that was committed with total weight 0, or -1.
     """
 
     number: int
@@ -238,6 +239,7 @@ class Beat:
     busy: str = ""
     times: StepTimes | None = None
     busy_s: float = 0.0
+    empty: int = -1
 
     @property
     def waits(self) -> bool:

@@ -80,15 +80,15 @@ def _usual_beat(body: dict[str, Any]) -> messages.Beat | None:
     get = body.get
     number, epoch, generation, step = get("number"), get("epoch"), get("generation"), get("step")
     digest, phase, busy, busy_s = get("digest"), get("phase"), get("busy"), get("busy_s")
-    waiting_for, times = get("waiting_for"), get("times")
+    waiting_for, times, empty = get("waiting_for"), get("times"), get("empty", -1)
     if not (
-        type(number) is type(epoch) is type(generation) is type(step) is int
+        type(number) is type(epoch) is type(generation) is type(step) is type(empty) is int
         and type(digest) is type(phase) is type(busy) is str
         and type(busy_s) is float
         and type(waiting_for) is list
         and math.isfinite(busy_s)
-        and min(number, epoch, generation, step) >= -MAX_INTEGER
-        and max(number, epoch, generation, step) <= MAX_INTEGER
+        and min(number, epoch, generation, step, empty) >= -MAX_INTEGER
+        and max(number, epoch, generation, step, empty) <= MAX_INTEGER
     ):
         return None
     try:
@@ -96,7 +96,7 @@ def _usual_beat(body: dict[str, Any]) -> messages.Beat | None:
         taken = None if times is None else _decoder(StepTimes)(times)
     except _Offence:
         return None
-    return messages.Beat(number, epoch, generation, step, digest, phase, whom, busy, taken, busy_s)
+    return messages.Beat(number, epoch, generation, step, digest, phase, whom, busy, taken, busy_s, empty)
 
 
 def check_version(version: object) -> None:

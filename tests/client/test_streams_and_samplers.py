@@ -10,7 +10,7 @@ from fabric.cli.demo.order import DataOrder
 from fabric.client.buffers import AveragedBuffers, changing_buffers
 from fabric.client.data import Options, Plan, make_loader, parse_options, seat_of
 from fabric.client.learning_rate import PresenceFactor
-from fabric.client.sampler import StepSampler
+from fabric.client.sampler import SoloSampler, StepSampler
 from fabric.client.stream import Stream
 from fabric.errors import ConfigError, FabricError
 
@@ -145,6 +145,86 @@ def test_a_pass_ends_after_its_whole_steps_and_the_next_begins_where_the_job_is(
     assert len(sampler) == 4 and len(list(sampler)) == 4
     at[0] = 3
     assert list(sampler) == sampler.indices(3)
+
+
+def loop(sampler, batch_size, accumulate=1, workers=0, steps=40):
+    """A user's loop; the steps that were exchanged until it is over, by whether they count."""
+    session_step = [0]
+    sampler._committed_step = lambda: session_step[0]
+    done, gathered = [], []
+    while session_step[0] < steps:
+        loader = torch.utils.data.DataLoader(range(48), batch_size, sampler=sampler, num_workers=workers)
+        for i, batch in enumerate(loader):
+            gathered += batch.tolist()
+            if (i + 1) % accumulate == 0:
+                done.append((sampler.take(session_step[0]), gathered))
+                gathered = []
+                session_step[0] += 1
+    return done
+
+
+def sampler_of(kind=StepSampler, seats=2):
+    return kind(48, 16, 3, (0, seats), lambda: 0)
+
+
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(8, 1), (4, 2), (1, 8)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_may_accumulate_and_draw_ahead(batch_size, accumulate, workers):
+    sampler = sampler_of()
+    done = loop(sampler, batch_size, accumulate, workers, steps=6)
+    assert done == [(True, sampler.indices(step)) for step in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "said"),
+    [
+        (4, 1, "the loop drew 4 samples for this step"),
+        (2, 3, "the loop drew 6 samples for this step"),
+        (16, 1, "the DataLoader has batch_size 16"),
+        (24, 1, "the DataLoader has batch_size 24"),
+        (5, 1, "the DataLoader has batch_size 5"),
+    ],
+)
+def test_a_loop_that_computes_another_number_than_per_step_is_refused_with_both(batch_size, accumulate, said):
+    with pytest.raises(ConfigError, match=f"{said}, and sampler.per_step is 8: give the DataLoader"):
+        loop(sampler_of(), batch_size, accumulate)
+
+
+def test_forgotten_accumulation_is_noticed_although_workers_draw_ahead():
+    """Two workers' batches are on their way; what was drawn falls behind what was exchanged all the same."""
+    sampler = StepSampler(480, 16, 3, (0, 2), lambda: 0)
+    drawn = iter(sampler)
+    for _ in range(16):  # two steps ahead
+        next(drawn)
+    with pytest.raises(ConfigError, match=r"drew 4 samples for this step, and sampler.per_step is 8"):
+        for step in range(8):
+            for _ in range(4):
+                next(drawn)
+            sampler.take(step)
+    assert sampler._exchanged == 4
+
+
+def test_nothing_drawn_is_refused():
+    with pytest.raises(ConfigError, match="drew 0 samples"):
+        sampler_of().take(0)
+
+
+def test_alone_a_loop_of_whole_steps_gets_the_steps_of_the_job():
+    sampler = sampler_of(SoloSampler, seats=1)
+    assert loop(sampler, 16, steps=9) == [(True, sampler.indices(step)) for step in range(9)]
+
+
+@pytest.mark.parametrize("batch_size", [8, 12, 24, 48])
+def test_alone_a_loop_of_any_batch_size_goes_through_the_passes_in_order(batch_size):
+    """As without fabric: no sample is left out, and none comes twice in a pass."""
+    sampler = sampler_of(SoloSampler, seats=1)
+    done = loop(sampler, batch_size, steps=3 * 48 // batch_size)
+    drawn = [i for _, indices in done for i in indices]
+    assert len(drawn) == 3 * 48
+    for number in range(3):
+        own = drawn[48 * number : 48 * (number + 1)]
+        assert own == [i for step in range(3 * number, 3 * number + 3) for i in sampler.indices(step)]
+        assert sorted(own) == list(range(48))
 
 
 # --- buffers and the learning rate ----------------------------------------------------------------------

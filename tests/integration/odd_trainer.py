@@ -215,6 +215,21 @@ def resumed() -> None:
     session.close()
 
 
+def empty_step() -> None:
+    """Step 2 has no data: momentum must not move the model there."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = fabric.client.attach(model, optimizer)
+    for number in range(4):
+        before = model.weight.detach().clone()
+        model.weight.sum().backward()
+        step = session.exchange(weight=0.0 if number == 2 else 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step.number} {step.skipped} {torch.equal(before, model.weight)}", flush=True)
+    session.close()
+
+
 def with_scheduler_outside(**more: object) -> None:
     model, optimizer, scheduler = build(64)
     train(model, optimizer, **more)
@@ -254,6 +269,7 @@ ODDITIES: dict[str, Callable[[], None]] = {
     "an exception": lambda: train_as_everybody(raise_at),
     "losses": print_losses,
     "resumed": resumed,
+    "an empty step": empty_step,
     "a scheduler outside the state": with_scheduler_outside,
     "another word for unshared": lambda: with_scheduler_outside(unshared="warn"),
     "a negative step": lambda: with_scheduler_outside(step=-1),

@@ -193,6 +193,20 @@ def test_buffers_may_stay_local(zygote, tmp_path):
         finish_and_check(job, 15)
 
 
+def test_a_step_of_total_weight_0_has_no_update_and_is_told(zygote, tmp_path):
+    with Job(zygote, tmp_path, replicas=1, environment=odd("an empty step")) as job:
+        job.start_all()
+        job.finish()
+        assert job.codes == {"r0": 0}, job.logs()
+        said = job.said("r0")
+        steps = [line for line in said.splitlines() if line.startswith("step ")]
+        assert steps == [f"step {i} {i == 2} {i == 2}" for i in range(4)], said
+        assert "r0: step 2 was committed with total weight 0, for nobody had data for it" in said
+        (told,) = job.told("empty step")
+        assert told["why"] == "step 2 was committed with total weight 0: nobody had data for it"
+        assert [e["weight"] for e in job.events("r0", "commit")] == [1.0, 1.0, 0.0, 1.0]
+
+
 # --- one wrong replica among right ones ---------------------------------------------------------------
 
 

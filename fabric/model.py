@@ -135,6 +135,17 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """A member of the epoch of ``fence``, for whose contribution its rounds wait, came to the end of its loop
+    at ``step``. That was the end of the job, whether a lighthouse has heard of it or not. ``incarnation``: of
+    its process, which no other job of this name has."""
+
+    fence: Fence
+    step: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Orders:
     """What operators said of a job; it holds until they say otherwise, whoever leads.
 

@@ -25,6 +25,7 @@ from fabric.ckpt_server.lines import MAX_LINE_BYTES, decode_line
 from fabric.ckpt_server.memory import GRADIENT, SNAPSHOT, Memory, Slot
 from fabric.ckpt_server.trainer import ABSENT, GONE, Trainer
 from fabric.errors import FabricError, ProtocolError, Refused
+from fabric.model import Ended
 from fabric.protocol.wire import decode_as
 
 _MAX_CONNECTIONS = 32
@@ -71,6 +72,7 @@ class PublishSnapshot:
 @dataclass(frozen=True, slots=True)
 class Finish:
     linger_s: float = 5.0
+    ended: Ended | None = None
 
 
 class Channel:
@@ -260,6 +262,7 @@ class Channel:
         request = decode_as(Finish, body, "finish")
         if not 0 <= request.linger_s <= 86400:
             raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
+        self._trainer.leave_word(request.ended)
         self._lifetime.finish(request.linger_s)
         return _success()
 

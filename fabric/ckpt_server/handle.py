@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from fabric.ckpt_server.labels import Labels
 from fabric.ckpt_server.launch import ServerSpec, is_served, reap, start
 from fabric.ckpt_server.request_channel import Requests
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
-from fabric.model import SnapshotRef
+from fabric.model import Ended, SnapshotRef
 from fabric.protocol.wire import decode_as
 from fabric.runtime import logs
 from fabric.runtime.tls import Tls
@@ -246,9 +246,11 @@ class ServerHandle:
         """Withdraw everything that was published: the state behind it is declared invalid."""
         self._ask({"op": "void"})
 
-    def finish(self, linger_s: float = 5.0) -> None:
-        """The job is done: the server ends by itself ``linger_s`` from now."""
-        self._ask({"op": "finish", "linger_s": linger_s}, _PUBLISH_S)
+    def finish(self, linger_s: float = 5.0, ended: Ended | None = None) -> None:
+        """The job is done: the server ends by itself ``linger_s`` from now. ``ended``: what it tells the next
+        lighthouse that it reaches, after which it ends as well."""
+        word = None if ended is None else asdict(ended)
+        self._ask({"op": "finish", "linger_s": linger_s, "ended": word}, _PUBLISH_S)
 
     def gone(self) -> None:
         """This process takes part no more, and needs no waiting for its end: a death, told early."""

@@ -15,7 +15,7 @@ import random
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from fabric.ckpt_server.same_host import Door
 from fabric.ckpt_server.source import Address
 from fabric.ckpt_server.trainer import Trainer
 from fabric.errors import ConfigError, Refused
-from fabric.protocol.messages import Pulse
+from fabric.protocol.messages import Notice, Pulse
 from fabric.runtime.private_folder import make_private, open_private
 from fabric.runtime.tls import Tls
 from fabric.runtime.web import check_exposure, read_token, serve
@@ -43,6 +43,8 @@ from fabric.runtime.web import check_exposure, read_token, serve
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 0.5
+# How long the server stays once the end of the job, of which it had word, is on record.
+TOLD_S = 5.0
 _State = tuple[Memory, Trainer, Dispatch]
 
 
@@ -141,7 +143,8 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
                         if settings.lighthouse:
                             tasks.append(group.create_task(trainer.watch()))
                             inside = (memory, trainer, durable)
-                            insight.pulse = _pulse(settings, token, identity, inside, insight.news)
+                            hear = _hear(insight.news, trainer, lifetime)
+                            insight.pulse = _pulse(settings, token, identity, inside, hear)
                             tasks.append(group.create_task(insight.pulse.run()))
                         await lifetime.ended.wait()
                         if not lifetime.at_once:
@@ -194,8 +197,23 @@ def _url_host(settings: ServerSettings) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _hear(news: News, trainer: Trainer, lifetime: Lifetime) -> Callable[[Notice], None]:
+    """What is done with word of the epoch in force."""
+
+    def hear(notice: Notice) -> None:
+        news.hear(notice)
+        if notice.complete and trainer.ended is not None:
+            lifetime.finish(TOLD_S)  # what the server has stayed for is on record
+
+    return hear
+
+
 def _pulse(
-    settings: ServerSettings, token: str | None, identity: Identity, state: _State, news: News
+    settings: ServerSettings,
+    token: str | None,
+    identity: Identity,
+    state: _State,
+    hear: Callable[[Notice], None],
 ) -> PulseSender:
     memory, trainer, durable = state
     deaths = Deaths(memory, trainer)
@@ -215,10 +233,11 @@ def _pulse(
             durable=(durable.newest,) if durable.newest is not None else (),
             durable_error=durable.error,
             parts=memory.snapshot_parts(),
+            ended=trainer.ended,
         )
 
     chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
-    vitals = Vitals(compose, trainer.changed, news.hear)
+    vitals = Vitals(compose, trainer.changed, hear)
     return PulseSender(
         settings.lighthouse, settings.job, settings.replica, token, vitals, chance, tls=settings.tls
     )

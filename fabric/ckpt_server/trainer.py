@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fabric.errors import Refused
+from fabric.model import Ended
 
 RUNNING = "running"
 STOPPED = "stopped"
@@ -64,6 +65,7 @@ class Trainer:
         self.pid = 0
         self.incarnation = 0
         self.is_attached = False
+        self.ended: Ended | None = None  # what it left word of when it ended
         self.changed = asyncio.Event()
         self.on_death: Callable[[], None] = _nothing
         self.on_change: Callable[[str], None] = _nothing_of_it  # with the new state, seen by a look
@@ -78,7 +80,7 @@ class Trainer:
         found = _descriptors_of(pid)
         self.on_attach()
         self._unwatch()
-        self.pid, self.incarnation, self.is_attached = pid, incarnation, True
+        self.pid, self.incarnation, self.is_attached, self.ended = pid, incarnation, True, None
         if found is None:
             self._dead = True
         else:
@@ -89,6 +91,11 @@ class Trainer:
     def detach(self) -> None:
         """Its channel is closed; the process is watched on."""
         self.is_attached = False
+        self.changed.set()
+
+    def leave_word(self, ended: Ended | None) -> None:
+        """It saw the end of the job, and no lighthouse was there to be told: the next one is."""
+        self.ended = ended
         self.changed.set()
 
     def give_up(self) -> None:

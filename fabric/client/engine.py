@@ -53,6 +53,8 @@ Order = (
     | io.Finish
     | io.Stop
 )
+# Notes that a person reads at once, and what the line says before their reason.
+_SAID = {"kept out": " waits", "loops differ": ""}
 Event = io.Event | RankEvent
 _ORDERS = get_args(Order)
 # What a step without faults orders, which needs nothing of the loop's: done by the thread that had the event.
@@ -393,8 +395,8 @@ class Engine:
     def _note(self, note: io.Note) -> None:
         if note.kind == "resume":
             self._parts.points.reach("recovery", note.step)
-        if note.kind == "kept out":
-            sys.stderr.write(f"fabric: {self._parts.peers.replica} waits: {note.why}\n")
+        if note.kind in _SAID:
+            sys.stderr.write(f"fabric: {self._parts.peers.replica}{_SAID[note.kind]}: {note.why}\n")
             sys.stderr.flush()
         extra: dict[str, Any] = {"micro_batches": list(note.micro_batches)} if note.micro_batches else {}
         extra["cause"] = self._cause(note)

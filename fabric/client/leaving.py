@@ -8,13 +8,14 @@ import queue
 import sys
 from typing import NoReturn
 
-from fabric.client import mistakes
+from fabric.client import last_word, mistakes
 from fabric.client.engine import Engine, Parts
 from fabric.client.failure import TELL_S, describe, is_device_fault
 from fabric.client.insight import Insight, flight, stacks
 from fabric.client.place import Place
 from fabric.client.ranks import RankEngine
 from fabric.errors import FabricError
+from fabric.model import Ended
 from fabric.protocol import member_io as io
 from fabric.runtime.config import Settings
 
@@ -29,6 +30,7 @@ class Leaving:
     _samples: dict[int, list[int]]
     _at: tuple[int, int] | None = None
     _insight: Insight | None = None
+    _unheard: Ended | None = None  # the job's end, where no lighthouse has heard of it
     _pid = 0
 
     def let_look_in(self) -> None:
@@ -73,13 +75,25 @@ class Leaving:
         self._end(finished=code == 0)
         raise SystemExit(code)
 
+    def _note_end(self, order: io.Finish) -> None:
+        """The job is over. Where no lighthouse has heard of that, word of it stays here for the next one."""
+        if order.alone:
+            sys.stderr.write(f"fabric: {self.settings.replica}: {order.alone}\n")
+            sys.stderr.flush()
+            self._parts.journal.write("alone", step=order.step, reason=order.alone)
+        if order.ended is not None:
+            self._unheard = order.ended
+            last_word.leave(self.settings.home, order.ended)
+
     def _end(self, finished: bool) -> None:
         """Detach; a server that is gone already needs no goodbye."""
         if self._insight is not None:
             self._insight.close()
         if finished:
+            unheard = self._unheard
+            linger_s = 5.0 if unheard is None else max(5.0, self.settings.orphan_s)
             with contextlib.suppress(FabricError):
-                self._parts.handle.finish()
+                self._parts.handle.finish(linger_s, unheard)
         else:
             self._let_server_go()
         atexit.unregister(self._ends)

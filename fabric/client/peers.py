@@ -17,7 +17,7 @@ from fabric.ftar.plane import DataPlane, Ring
 from fabric.model import Member, Record
 from fabric.protocol import member_io as io
 from fabric.protocol import wire
-from fabric.protocol.messages import Bar, Contribution, PeerMessage
+from fabric.protocol.messages import Bar, Contribution, Finished, PeerMessage
 from fabric.runtime.web import parse_ports
 from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
@@ -282,7 +282,7 @@ class Peers:
     async def _run(self, key: Key, link: Link) -> None:
         def on_message(data: bytes) -> None:
             message = wire.decode(data)
-            if not isinstance(message, Contribution | Bar):
+            if not isinstance(message, Contribution | Bar | Finished):
                 raise ProtocolError(f"{key[0]} sent a {type(message).__name__}, which is not for peers")
             self._feed(io.FromPeer(key[0], key[1], message))
 

@@ -265,7 +265,10 @@ class Session(CatchingUp):
             self._engine.post(io.Busy("", 0.0))
 
     def close(self) -> None:
-        """Finished: wait until every member is, then leave. Never counted as a failure."""
+        """Finished: wait until every member is, then leave. Never counted as a failure.
+
+        It returns with the job's final state, or ends the process: this loop ended before it had caught up.
+        """
         if self._engine.is_running and not self._finished:
             self._note_state(self._digest_when_due(wanted=True))
             if self._parts.durable.is_due(self._state_step, self._engine.current, last=True):
@@ -275,7 +278,7 @@ class Session(CatchingUp):
             self._patience.begin()
             while not isinstance(order := self._patience.get(self._engine.orders), io.Finish):
                 self._obey(order)
-            self._finish()
+            self._finish(order)
         if self._loader is not None:
             self._loader.close()
         self._parts.journal.write("finish", step=self._state_step)
@@ -379,7 +382,7 @@ class Session(CatchingUp):
             order = self._patience.get(self._engine.orders)
             self._clock.wait_s += self._clock.lap()
             if isinstance(order, io.Finish):
-                self._finish()
+                self._finish(order)
                 return order
             if isinstance(order, io.Compute | io.Apply):
                 return order
@@ -485,5 +488,6 @@ class Session(CatchingUp):
         source = self._parts.transfer if replay else self._engine
         self._parts.journal.commit(held, self._micro_batches, (source.generation, order.live, replay), times)
 
-    def _finish(self) -> None:
+    def _finish(self, order: io.Finish) -> None:
         self._finished = True
+        self._note_end(order)

@@ -5,6 +5,7 @@ they are. Rank 0 then speaks for the replica, and the others follow it.
 from dataclasses import dataclass
 from typing import Any
 
+from fabric.client import last_word
 from fabric.client.engine import Engine, Parts
 from fabric.client.place import Place
 from fabric.client.ranks import FollowerEngine, HeadEngine
@@ -138,6 +139,7 @@ def _identity(
         tensors=work.tensors,
         plane=work.plane,
         spare=settings.spare,
+        ended=last_word.find(settings.home),
     )
 
 

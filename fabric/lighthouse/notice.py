@@ -11,4 +11,4 @@ _PULSES_PER_S = 2000
 def notice_of(record: Record) -> str:
     """The message as text."""
     every_s = min(len(record.roster) / _PULSES_PER_S, 1.0)
-    return wire.encode(m.Notice(record.fence, record.cause, record.reason, every_s)).decode()
+    return wire.encode(m.Notice(record.fence, record.cause, record.reason, every_s, record.complete)).decode()

@@ -176,6 +176,7 @@ class Leader(Joins):
             self.held.pop(session.replica, None)
             self.serving.pop(session.replica, None)
             self._tell("session opened", session.replica, f"incarnation {session.incarnation}")
+        self.note_ended(session.replica, session.ended)
         if session.finished and self.record is not None and session.generation == self.record.generation:
             self.finished[session.replica] = session.step
         if self.record is not None and self.news is not None:
@@ -222,6 +223,7 @@ class Leader(Joins):
         if counts and (known is None or not known.says(pulse)) and pulse.trainer in ("gone", "stopped"):
             cause = self._pending() if listed and not (self.record and self.record.complete) else ""
             self._tell("trainer " + pulse.trainer, pulse.replica, "seen by its checkpoint server", cause)
+        self.note_ended(pulse.replica, pulse.ended)
         self._tell_durable(pulse, known)
 
     def on_pulse_closed(self, event: io.PulseClosed) -> None:
@@ -276,7 +278,7 @@ class Leader(Joins):
             return
         for other in beat.waiting_for:
             late = self.liveness.peers.get(other)
-            if late is None or not self._lists(other) or self._is_awaited(other):
+            if late is None or not self._lists(other) or self._is_awaited(other) or other in self.finished:
                 continue
             waited_s = self.lateness.waited_s(other, beat.step, self._now)
             if waited_s >= self.patience_s(late) and self._is_spared_by(other):

@@ -145,6 +145,7 @@ class LeaderBase:
         self.epoch = EpochState(now)
         self.serving: dict[str, Serving] = {}
         self.finished: dict[str, int] = {}
+        self.ended: int | None = None  # where the job ended, as was seen when nobody led
         self.draining: dict[str, str] = {}
         self.reforms = Reforms()
         self.lateness = Lateness()
@@ -252,6 +253,7 @@ class LeaderBase:
             self.reached = record.base.step
             self.liveness.began = self._now
             self.finished.clear()
+            self.ended = None
         self._note_setbacks(record)
         self.seats.update((x.replica, x.seat) for x in record.roster)
         if record.failed:
@@ -404,9 +406,10 @@ class LeaderBase:
         return self.record is not None and peer.generation == self.record.generation
 
     def _is_recent(self, fence: Fence) -> bool:
-        """Whether no forced epoch came since: what a member says of itself there still holds."""
+        """Whether no forced epoch came since: what a member says of itself there still holds. At the end its
+        links end because all go."""
         record = self.record
-        if record is None or fence.generation != record.generation:
+        if record is None or record.complete or fence.generation != record.generation:
             return False
         return record.forced <= fence.epoch <= record.epoch
 

@@ -9,7 +9,7 @@ still holds.
 
 from dataclasses import replace
 
-from fabric.model import Record
+from fabric.model import Ended, Record
 from fabric.protocol import messages as m
 from fabric.protocol import poison
 from fabric.protocol.leader_base import MAX_REASON_CHARACTERS
@@ -25,10 +25,43 @@ class Failures(Admission):
     def on_finished(self, peer: Peer, message: m.Finished) -> None:
         if self.record is not None and message.fence.generation == self.record.generation:
             self.finished[peer.session.replica] = message.step
+            if message.why:
+                self._tell("finished", peer.session.replica, message.why)
+
+    def note_ended(self, replica: str, ended: Ended | None) -> None:
+        """A member finished, and I did not hear of it. Nobody has gone on without it since, as far as I know:
+        then that was the end of this generation's job, whatever epochs were written since."""
+        record = self.record
+        if ended is None or record is None or record.failed:
+            return
+        of_mine = (ended.fence.store_id, ended.fence.generation) == (record.store_id, record.generation)
+        if of_mine and record.lists(replica, ended.incarnation) and ended.step >= (self.reached or 0):
+            self.ended = ended.step
+
+    def _refuse_early_ends(self, record: Record) -> None:
+        """Whose loop has ended outside, and the job has gone on: it would wait for an end that is not its
+        own. It is told so, and goes."""
+        if not self.finished:
+            return
+        for name in [n for n in self.finished if not self._lists(n)]:
+            peer, step, top = self.liveness.peers.get(name), self.finished[name], self.top_step()
+            if peer is None or not peer.connected or step >= top or not self._is_of_generation(peer):
+                continue
+            del self.finished[name]
+            why = (
+                f"this loop ended at step {step}, before it had caught up with the job, which is at step "
+                f"{top}: let it count session.committed_step, so that all loops end at the same step"
+            )
+            self._tell("finished outside", name, why)
+            self._send(name, m.Rejected(why))
 
     def _complete(self, record: Record) -> bool:
         """Rule 10: all that stay have finished; where nobody stays, all. A newcomer that has entered no round
         gets into none any more, for nobody contributes: published gradients take it to the end, if any."""
+        if self.ended is not None:
+            self._write_complete(record, self.ended)
+            return True
+        self._refuse_early_ends(record)
         if not self.finished:
             return False
         left = [x for x in record.roster if not x.leaving] or list(record.roster)

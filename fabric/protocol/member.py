@@ -15,13 +15,13 @@ from fabric.model import Fence, Record, SnapshotRef
 from fabric.protocol import changes
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
-from fabric.protocol.member_rounds import Rounds
+from fabric.protocol.member_end import Ending
 from fabric.protocol.member_state import (
     Mode,
 )
 
 
-class Member(Rounds):
+class Member(Ending):
     """See the module. ``snapshots`` are those that my checkpoint server still holds from before."""
 
     # --- the contract ----------------------------------------------------------------------------------
@@ -38,7 +38,8 @@ class Member(Rounds):
 
     def next_deadline(self) -> float | None:
         """When to call again with Tick at the latest."""
-        dues = [self.stall_deadline(), self.contact.next_beat if self.contact.connected else None]
+        next_beat = self.contact.next_beat if self.contact.connected else None
+        dues = [self.stall_deadline(), self.end_deadline(), next_beat]
         return None if self.stopped else min((d for d in dues if d is not None), default=None)
 
     def _advance(self) -> None:
@@ -51,6 +52,7 @@ class Member(Rounds):
         self._hold_when_reduced()
         self._commit_when_agreed()
         self._abort_when_stalled()
+        self._end_when_due()
 
     def _advance_main(self) -> None:
         if self.kept.stale:
@@ -81,9 +83,12 @@ class Member(Rounds):
             self._send_aborted(m.Aborted(fence, step, event.why, event.about))
 
     def on_link_lost(self, event: io.LinkLost) -> None:
+        if self._has_finished(event.replica, event.incarnation):
+            return  # it leaves, and no round needs it any more; a death is the leader's to tell
         for record in (self.current, self.newest):
             if record is not None and record.lists(event.replica, event.incarnation):
                 self.links.up.discard(record.epoch)
+                self.end.told.discard(record.epoch)
         running = self.mode in (Mode.RUN, Mode.CATCH_UP)
         if running and self.current is not None and self.current.lists(event.replica, event.incarnation):
             self._abort(f"the link to {event.replica} ended: {event.why}", event.replica)
@@ -116,6 +121,7 @@ class Member(Rounds):
                     tensors=me.tensors,
                     plane=me.plane,
                     durable=me.durable,
+                    ended=me.ended,
                     data=me.data,
                     shares=me.shares,
                     snapshots=self.snapshots,
@@ -148,10 +154,6 @@ class Member(Rounds):
 
     def on_leader(self, event: io.FromLeader) -> None:
         _FROM_LEADER[type(event.message)](self, event.message)
-
-    def on_complete(self, message: m.Complete) -> None:
-        self._do(io.Finish(message.step))
-        self.stopped = True
 
     def on_rejected(self, message: m.Rejected) -> None:
         if message.retry:
@@ -251,6 +253,7 @@ class Member(Rounds):
 
     def _join(self, record: Record) -> None:
         self._enter_mode(Mode.JOINED)
+        self.end.took_part = -1
         if self.fetch.doing == "asked":
             self.fetch.doing = ""
         if self._is_awaited(record):

@@ -12,6 +12,7 @@ from fabric.protocol.budget import Learned
 from fabric.protocol.member_state import (
     TRANSITIONS,
     Contact,
+    End,
     Fetch,
     Identity,
     Kept,
@@ -58,6 +59,7 @@ class MemberBase:
         self.links = Links()
         self.fetch = Fetch()
         self.contact = Contact(last=now, next_beat=now)
+        self.end = End()
         self.serving: dict[str, int] = {}  # newcomer -> the step at which a snapshot is promised to it
         self.listeners: set[str] = set()  # newcomers that live on published gradients
         self.snapshots = snapshots
@@ -74,6 +76,8 @@ class MemberBase:
     @property
     def phase(self) -> str:
         """One word or two for people: the mode, and what the main thread does."""
+        if self.contact.finished:
+            return f"{self.mode.value}, finished"
         return f"{self.mode.value}{', waiting' if self.waiting else ''}"
 
     # --- moves -----------------------------------------------------------------------------------------

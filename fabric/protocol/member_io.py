@@ -6,7 +6,7 @@ snapshot, install) end in exactly one event each, success or failure.
 
 from dataclasses import dataclass
 
-from fabric.model import Fence, Poison, Record, SnapshotRef, StepTimes
+from fabric.model import Ended, Fence, Poison, Record, SnapshotRef, StepTimes
 from fabric.protocol.messages import LeaderMessage, MemberMessage, PeerMessage
 
 # --- events: the trainer's main thread ------------------------------------------------------------
@@ -389,9 +389,12 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The job is complete: the main thread may close."""
+    """The job is complete: the main thread may close. ``alone``: no lighthouse has said so, and why this is
+    the end all the same, in a sentence. ``ended``: what a lighthouse is to hear when there is one again."""
 
     step: int
+    alone: str = ""
+    ended: Ended | None = None
 
 
 @dataclass(frozen=True, slots=True)

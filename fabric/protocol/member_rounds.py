@@ -144,6 +144,8 @@ class Rounds(CatchingUp):
         if isinstance(message, m.Bar):
             round_.bars.setdefault(replica, message)
             return
+        if not isinstance(message, m.Contribution):
+            return
         if message.layout != self.identity.layout:
             why = f"{replica} has other parameters (layout {message.layout})"
             self._abort(why, replica, mismatch=True)
@@ -336,6 +338,7 @@ class Rounds(CatchingUp):
         mine = dict(hold.contributions).get(self.identity.replica, ())
         every = self.config.digest_every
         self.state = State(self.state.generation, following, "", hold.gradient_digest)
+        self.end.took_part = hold.epoch
         self.hold, self.round, self.kept = None, None, Kept()
         self.waiting = False
         self._do(io.Publish(self.state.generation, hold))

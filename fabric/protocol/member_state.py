@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fabric.model import EVERYTHING, Address, Sharing, SnapshotRef
+from fabric.model import EVERYTHING, Address, Ended, Sharing, SnapshotRef
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
 
@@ -38,7 +38,8 @@ TRANSITIONS: dict[Mode, frozenset[Mode]] = {
 class Identity:
     """Who this process is; the same in every session it opens. ``predecessors``: the incarnations that ran on
     this host before and have ended, newest first. ``durable``: the durable checkpoints that it found when it
-    started; ``storage_unread``: storage could not be listed then."""
+    started; ``storage_unread``: storage could not be listed then. ``ended``: an earlier process left word of
+    the job's end here."""
 
     replica: str
     incarnation: int
@@ -57,6 +58,7 @@ class Identity:
     durable: tuple[SnapshotRef, ...] = ()
     storage_unread: bool = False
     spare: bool = False
+    ended: Ended | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,18 @@ class Contact:
     fallen: m.Fallen | None = None
     failed: m.Failed | None = None
     finished: bool = False
+
+
+@dataclass(slots=True)
+class End:
+    """The end of the loops. ``peers``: (replica, incarnation) -> the (generation, step) at which that process
+    has said it finished. ``told``: epochs whose members I have told. ``since``: when I first knew that all
+    members have finished, negative before. ``took_part``: the newest epoch in which I committed a round."""
+
+    peers: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+    since: float = -1.0
+    took_part: int = -1
 
 
 @dataclass(slots=True)

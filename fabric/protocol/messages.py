@@ -9,6 +9,7 @@ from fabric.model import (
     EVERYTHING,
     Address,
     Death,
+    Ended,
     Fence,
     Member,
     Poison,
@@ -53,7 +54,19 @@ class Bar:
     nonfinite: str = ""
 
 
-PeerMessage = Contribution | Bar
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """My loop ended at ``step``, and I contribute to no round from there on; I stay linked until the job is
+    over. Said to the leader, and by who has taken part in rounds to all members.
+
+    ``why``: my loop did not end by itself; others had finished there, in a sentence."""
+
+    fence: Fence
+    step: int
+    why: str = ""
+
+
+PeerMessage = Contribution | Bar | Finished
 
 # --- leader to member ---------------------------------------------------------------------------
 
@@ -188,6 +201,7 @@ class Session:
     ``roster``: digest of the newest roster I hold; empty from a version that understands no ``Change``.
     ``plane``: how gradients are exchanged (``host``, ``device``, ``nccl``); empty: not said.
     ``durable``: complete durable checkpoints that it found in storage and could load, oldest first.
+    ``ended``: an earlier process here saw the end of the job when no lighthouse could be told.
     """
 
     replica: str
@@ -218,6 +232,7 @@ class Session:
     durable: tuple[SnapshotRef, ...] = ()
     predecessors: tuple[int, ...] = ()
     autonomy_s: float = 0.0
+    ended: Ended | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,14 +355,6 @@ class Missed:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The user's loop ended at ``step``; I stay linked until Complete."""
-
-    fence: Fence
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Fallen:
     """I am in the roster but cannot go on in it: evict me, I will join again. ``unusable``: the base of the
     generation cannot be loaded from what holds it."""
@@ -395,6 +402,7 @@ class Pulse:
     ``durable``: the newest durable checkpoint that was written from here, where there is one;
     ``durable_error``: why the last one was not, in a sentence. ``parts``: of how many ranks each of
     ``snapshots`` is, in the same order; empty from an older version: of as many as the replicas have now.
+    ``ended``: the trainer saw the end of the job when no lighthouse could be told.
     """
 
     replica: str
@@ -409,6 +417,7 @@ class Pulse:
     durable: tuple[SnapshotRef, ...] = ()
     durable_error: str = ""
     parts: tuple[int, ...] = ()
+    ended: Ended | None = None
 
 
 # --- leader to checkpoint server ------------------------------------------------------------------
@@ -417,12 +426,14 @@ class Pulse:
 @dataclass(frozen=True, slots=True)
 class Notice:
     """The epoch in force and what it answers, for the server's log and state: nothing is decided by it.
-    ``every_s``: how often an unchanged pulse is wanted, where that is less often than the server's own."""
+    ``every_s``: how often an unchanged pulse is wanted, where that is less often than the server's own.
+    ``complete``: the job is, and that is on record."""
 
     fence: Fence
     cause: str = ""
     why: str = ""
     every_s: float = 0.0
+    complete: bool = False
 
 
 Message = PeerMessage | LeaderMessage | MemberMessage | Pulse | Notice

@@ -67,6 +67,8 @@ class Checks:
         ] = {}  # process -> the newest round of which it said that it holds
         # process -> (epoch, step) -> whose state it heard to be what
         self.heard: dict[str, dict[tuple[int, int], dict[str, str]]] = {}
+        self.ends: dict[str, tuple[int, int]] = {}  # process -> (generation, step) at which its loop ended
+        self.ended_alone = False  # whether somebody has ended without a record that says so
         self.outvoted: dict[str, int] = {}  # process -> the generation in which most said another state
 
     # --- the store ---------------------------------------------------------------------------------
@@ -107,20 +109,56 @@ class Checks:
         self.records.append(after)
         self.by_epoch[after.epoch] = after
 
-    def ended(self, trainer: "Trainer") -> None:
+    def closed(self, trainer: "Trainer", generation: int) -> None:
+        """The user's loop has ended there."""
+        self.ends[trainer.name] = (generation, trainer.main.step)
+
+    def over(self, trainer: "Trainer", order: io.Finish) -> None:
         """A process ends as finished only once the job is complete, and with the final state in its memory if
         it took part to the end."""
         record, step = self.records[-1], trainer.main.step
         if not record.complete:
-            raise Violation(f"{trainer.name} ends at step {step}, and the job is not complete")
+            self._is_over_without_record(trainer, order)
+            return
+        if trainer.main.closing and self.ends[trainer.name] != (record.generation, record.base.step):
+            at = self.ends[trainer.name]
+            raise Violation(
+                f"{trainer.name} ends as if all were well: its loop ended at {at}, the job elsewhere"
+            )
         entry = record.member(trainer.host)
         took_part = entry is not None and entry.incarnation == trainer.incarnation and not entry.leaving
         if entry is None or not took_part or (entry.fresh and not self._took_part(entry)):
             return
+        if self.ended_alone and not trainer.main.closing:
+            return  # the end came while it waited for a leader to go on: its loop is told, and goes
         if step != record.base.step:
             raise Violation(
                 f"the job is complete at step {record.base.step}, its {trainer.name} is at {step}"
             )
+
+    def _said_finished(self, trainer: "Trainer", message: m.Finished) -> None:
+        """Only who has come to the end of its loop says so, or who gives up wanting more."""
+        at = (message.fence.generation, message.step)
+        if self.ends.setdefault(trainer.name, at) != at or message.step != trainer.main.step:
+            raise Violation(
+                f"{trainer.name} says that it finished at {at}, with its state at {trainer.main.step}"
+            )
+        if not (message.why or trainer.main.closing):
+            raise Violation(f"{trainer.name} says that it finished at {at}, and its loop has not ended")
+
+    def _is_over_without_record(self, trainer: "Trainer", order: io.Finish) -> None:
+        """No lighthouse has marked the job complete: then everybody's loop must have ended where this one
+        did, or no lighthouse has answered for the autonomy."""
+        self.ended_alone = True
+        mine, ended, core = self.ends.get(trainer.name), order.ended, trainer.core
+        if ended is None or not order.alone:
+            raise Violation(f"{trainer.name} ends at step {order.step}, and the job is not complete")
+        if core.contact.last <= trainer.clock() - core.config.autonomy_s:
+            return
+        others = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[ended.fence.epoch].roster}
+        wrong = sorted(name for name in others if self.ends.get(name) != mine)
+        if wrong or mine != (ended.fence.generation, ended.step):
+            raise Violation(f"{trainer.name} ends alone at {mine}, where the loops of {wrong} have not ended")
 
     def _needed(self, record: Record) -> int:
         return record.min_replicas or self.min_replicas
@@ -213,6 +251,9 @@ class Checks:
             raise Violation(f"{who} speaks in epoch {epoch}, which does not list it")
         if epoch < self.promises.get(who, 0):
             raise Violation(f"{who} speaks in epoch {epoch} after its report for {self.promises[who]}")
+        if isinstance(message, m.Finished):
+            self._said_finished(trainer, message)
+            return
         if len(record.roster) < self._needed(record):
             raise Violation(f"{who} works in epoch {epoch}, which needs {self._needed(record)} members")
         if isinstance(message, m.Bar):
@@ -286,8 +327,9 @@ class Checks:
             raise Violation(f"{trainer.name} publishes step {held.step} before {sorted(missing)} hold it")
 
     def applied(self, trainer: "Trainer", order: io.Apply, gradient: "Gradient", generation: int) -> None:
-        """Agreement, plus one, exactly once, and one generation at a time."""
+        """Agreement, plus one, exactly once, one generation at a time, and nothing after the end."""
         who = trainer.name
+        self._is_before_the_end(who, generation, order.step)
         if order.step != trainer.main.step or gradient.step != order.step:
             raise Violation(
                 f"{who} applies step {gradient.step} as {order.step} with the state at {trainer.main.step}"
@@ -324,6 +366,13 @@ class Checks:
         if (generation, order.step + 1) > self.newest:
             self.newest = (generation, order.step + 1)
             self.commits[generation] += 1
+
+    def _is_before_the_end(self, who: str, generation: int, step: int) -> None:
+        last = self.records[-1]
+        if last.complete and (generation, step) >= (last.generation, last.base.step):
+            raise Violation(f"{who} applies step {step} after the job was complete")
+        if self.ends.get(who, (generation, step + 1)) <= (generation, step):
+            raise Violation(f"{who} applies step {step} after it said that it had finished")
 
     def _is_the_last_of_its_own(self, trainer: "Trainer", held: io.Hold, generation: int) -> None:
         """A cold start waits for all who may still commit; not for who was left out before, or was fresh:

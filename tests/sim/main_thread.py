@@ -54,7 +54,7 @@ class MainThread:
         while not self._busy and self._orders and self.trainer.alive:
             order = self._orders.popleft()
             if isinstance(order, io.Finish):
-                self.trainer.exit(0, "finished")
+                self.trainer.finish(order)
             elif isinstance(order, io.Stop):
                 self.trainer.exit(order.code, order.reason)
             elif isinstance(order, io.DropGradient):
@@ -189,8 +189,9 @@ class MainThread:
         generation = trainer.core.state.generation
         if generation > 0 and trainer.clockwork.chance(0.15):
             self.snapshot(generation)
-        if self.step >= trainer.world.until:
+        if self.step >= trainer.world.until_of(trainer):
             self.closing = True
+            trainer.world.checks.closed(trainer, generation)
             trainer.world.happened("closing", trainer.host)
             trainer.feed(io.Closing())
             return
@@ -224,7 +225,9 @@ class MainThread:
                 self.trainer.server.publish_snapshot(arrived)
             self.trainer.world.happened("install", self.trainer.host)
             self.trainer.clockwork.counts["installed"] += 1
-            self.closing = self.step >= self.trainer.world.until
+            self.closing = self.step >= self.trainer.world.until_of(self.trainer)
+            if self.closing:
+                self.trainer.world.checks.closed(self.trainer, self.trainer.core.fetch.generation)
             self.said = order.digest
             self.trainer.feed(io.Installed(order.step, order.digest, last=self.closing))
 

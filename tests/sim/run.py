@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 from sim import coverage
 from sim.durable_worlds import DurableWorld
+from sim.end_worlds import EndWorld
 from sim.late_worlds import late_world
 from sim.order_worlds import OrderWorld
 from sim.parted_worlds import PartedWorld
@@ -34,6 +35,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "ranks": RankWorld,
     "store": store_world,
     "parted": PartedWorld,
+    "end": EndWorld,
 }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection, End, encode
 
-from fabric.model import Death, SnapshotRef
+from fabric.model import Death, Ended, SnapshotRef
 from fabric.protocol.messages import Pulse
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Server(Process):
         self.memory = Memory()
         self.trainer: Trainer | None = None
         self.deaths: list[Death] = []
+        self.ended: Ended | None = None  # what the trainer that was here knew of the job's end
         self.written: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that came from here
         self._connection: Connection | None = None
         self._number = 0
@@ -115,6 +116,7 @@ class Server(Process):
                         rank=self.rank,
                         deaths=tuple(self.deaths),
                         durable=self.written,
+                        ended=self.ended,
                     )
                 ),
             )

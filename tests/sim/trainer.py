@@ -79,6 +79,7 @@ class Trainer(Process):
             predecessors=before,
             sharing=world.settings.sharing,
             durable=world.listed(),
+            ended=world.hosts[host].ended,
         )
         state = State(0, 0, self.main.digest)
         self.core = Member(
@@ -241,6 +242,15 @@ class Trainer(Process):
         """Nothing else tells it of the epoch that it missed if no other one comes."""
         if self._missed and self._session is not None:
             self._session.reset("reset after a word that was not heard")
+
+    def finish(self, order: io.Finish) -> None:
+        """The job is over. Where no lighthouse has heard of that, word of it stays here for the next one."""
+        if order.alone:
+            self.clockwork.counts["path: ended without a lighthouse"] += 1
+        if order.ended is not None:
+            self.world.hosts[self.host].ended = self.server.ended = order.ended
+        self.world.checks.over(self, order)
+        self.exit(0, "finished")
 
     def exit(self, code: int, reason: str) -> None:
         """The process ends by itself."""

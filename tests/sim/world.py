@@ -16,7 +16,7 @@ from sim.server import Server, digest_of
 from sim.store import Store
 from sim.trainer import Trainer
 
-from fabric.model import EVERYTHING, Death, Policy, Sharing, SnapshotRef
+from fabric.model import EVERYTHING, Death, Ended, Policy, Sharing, SnapshotRef
 from fabric.protocol import leader_io
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.member import Member
@@ -67,6 +67,7 @@ class Host:
     finished: bool = False
     restart_due: bool = False
     servers: int = 1
+    ended: Ended | None = None  # word of the job's end, on this machine's disk
     started: list[float] = field(default_factory=list)
 
 
@@ -163,6 +164,10 @@ class World:
         self.by_key[name, host.incarnation] = host.trainer
         self.clockwork.trace(host.trainer.name, "starts")
 
+    def until_of(self, trainer: Trainer) -> int:
+        """The step at which the loop there ends."""
+        return self.until
+
     def trainer(self, key: tuple[str, int]) -> Trainer | None:
         found = self.by_key.get(key)
         return found if found is not None and found.alive else None
@@ -206,8 +211,6 @@ class World:
     def exited(self, trainer: Trainer, code: int, reason: str) -> None:
         """A trainer ended by itself: 0 finished or drained, 75 restart me, 1 do not."""
         host = self.hosts[trainer.host]
-        if code == 0 and reason == "finished":
-            self.checks.ended(trainer)
         self.kill_trainer(trainer.host, 0.3)
         self.clockwork.counts[f"exit {code}"] += 1
         if code == 75:

@@ -1,0 +1,201 @@
+"""Worlds that are about the end of a job: no lighthouse is there when the loops end, or the loops do not end
+at the same step, or that of a newcomer ends before it has caught up. In half of them the other faults strike
+before that.
+
+What must hold: everybody ends in time, and with the same final state or with an error; nobody goes on beyond
+the first end; the others never stand still for a loop that has ended; and a lighthouse that comes back marks
+the job complete, by the word of those that were there.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+from sim.checkers import demand
+from sim.trainer import Trainer
+from sim.world import FINISH_LIMIT_S, HEAL_LIMIT_S, World
+
+from fabric.protocol.member_end import NO_LEADER_S
+from fabric.protocol.member_state import Mode
+
+KINDS = ("away", "unequal loops", "unequal loops, away", "a newcomer's own count")
+REQUIRED = (
+    *(f"end: {kind}" for kind in KINDS),
+    "end: a loop that wants more",
+    "end: a loop that ended too early",
+    "end: a member's loop ended early",
+    "end: marked by a checkpoint server",
+    "end: marked by the next start",
+    "path: ended without a lighthouse",
+)
+AUTONOMY_S = 12.0
+# How long the others may stand still for a newcomer's end.
+STANDSTILL_S = 2.5
+# What the sentences have in common that tell a person to count otherwise.
+ADVICE = "session.committed_step"
+
+
+class EndWorld(World):
+    """``own_until``: where the loops of these hosts end, if not where the others' do. ``wrong``: hosts whose
+    process has ended with exit code 1, for its loop does not end where the job does."""
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        self.alone = seed % 2 == 0  # nothing else goes wrong
+        self.own_until: dict[str, int] = {}
+        self.own_count: tuple[str, int] = ("", 0)  # the newcomer, and how many steps its loop makes
+        self.first: dict[str, int] = {}  # process -> the step at which it first stood
+        self.wrong: set[str] = set()
+        self.commits: list[float] = []  # when the others committed
+        self.closed: list[float] = []  # when loops ended
+        self.joined = False  # whether the newcomer has committed a round with them
+        super().__init__(seed, tracing, faultless=self.alone)
+        self.kind = KINDS[seed // 2 % len(KINDS)]
+        self.ends_early, self.until, self.blackout = False, 10**9, False
+        settings = self.settings
+        settings.member = replace(settings.member, autonomy_s=AUTONOMY_S)
+        settings.leader = replace(settings.leader, autonomy_s=AUTONOMY_S)
+        for lighthouse in self.lighthouses.values():
+            lighthouse.config = settings.leader
+
+    def until_of(self, trainer: Trainer) -> int:
+        newcomer, count = self.own_count
+        if trainer.host == newcomer and trainer.core.state.generation > 0:
+            return self.first.setdefault(trainer.name, trainer.main.step) + count
+        return self.own_until.get(trainer.host, self.until)
+
+    def exited(self, trainer: Trainer, code: int, reason: str) -> None:
+        if code != 1 or ADVICE not in reason:
+            super().exited(trainer, code, reason)
+            return
+        self.kill_trainer(trainer.host, 0.3)
+        self.hosts[trainer.host].finished = True  # nobody starts it again
+        self.wrong.add(trainer.host)
+        self.closed.append(self.clockwork.now)
+        more = "wants more" in reason
+        self.clockwork.counts[
+            "end: a loop that wants more" if more else "end: a loop that ended too early"
+        ] += 1
+
+    def happened(self, what: str, host: str) -> None:
+        super().happened(what, host)
+        if what == "commit" and host != self.own_count[0]:
+            self.commits.append(self.clockwork.now)
+        elif what == "commit":
+            self.joined = True
+        elif what == "closing":
+            self.closed.append(self.clockwork.now)
+
+    def run(self) -> None:
+        """Faults, healing, and then the end in question."""
+        self.clockwork.run(6.0, lambda: self.faults.over or self.halted)
+        self.faults.heal()
+        self._demand("every replica is back and steps are committed", HEAL_LIMIT_S, self._is_whole())
+        if self.halted:
+            return
+        self.clockwork.counts[f"end: {self.kind}"] += 1
+        self.until = max(t.main.step for t in self.living()) + self.clockwork.random.randrange(2, 7)
+        if self.kind == "a newcomer's own count":
+            self._play_newcomer()
+            return
+        if "unequal" in self.kind:
+            self._make_unequal()
+        if "away" in self.kind:
+            self.clockwork.at(self.clockwork.between(0.0, 0.3), self._lose_lighthouses)
+        if "away" in self.kind:
+            # Who lost a link in its last round, and not at the end of its loop, needs a leader to go on.
+            self._demand("no loop's end waits for a lighthouse", FINISH_LIMIT_S, self._is_nobody_closing)
+            waited_s = self.clockwork.now - max(self.closed, default=self.clockwork.now)
+            in_time = waited_s <= NO_LEADER_S + 1.0 or not self.alone
+            demand(in_time, f"the last one ended {waited_s:.1f} s after the last loop")
+            self._judge_record()
+        else:
+            self._demand("everybody finishes", FINISH_LIMIT_S, self._is_finished)
+        if "unequal" in self.kind and self.alone:
+            self._judge_unequal()
+
+    def _is_nobody_closing(self) -> bool:
+        return all(t.core.mode is Mode.ABORTED and not t.main.closing for t in self.living())
+
+    # --- no lighthouse -------------------------------------------------------------------------------
+
+    def _lose_lighthouses(self) -> None:
+        for name in self.lighthouses:
+            self.kill_lighthouse(name)
+        self.store.down = True
+        if self.clockwork.chance(0.3):
+            # The others have finished long before this one has come to its end.
+            slow = self.clockwork.random.choice(sorted(self.hosts))
+            self.lingering.add(slow)
+            self.clockwork.at(self.clockwork.between(NO_LEADER_S, NO_LEADER_S + 3.0), self.lingering.clear)
+
+    def _judge_record(self) -> None:
+        """The lighthouses come back: checkpoint servers know how it ended, or what the next processes read
+        where the last ones wrote it."""
+        before, starts = self.store.record, self.clockwork.chance(0.5) and not self.living()
+        assert before is not None
+        if before.complete:
+            return  # it ended before they were lost
+        for name in self.hosts:
+            if starts:
+                self.kill_server(name)
+        self.store.down = False
+        for name in list(self.lighthouses):
+            self.start_lighthouse(name)
+        for host in self.hosts.values() if starts else ():
+            host.finished = False
+            self.start_trainer(host.name)
+        self._demand(
+            "the job is marked complete", 10.0, lambda: bool(self.store.record and self.store.record.complete)
+        )
+        self._demand("whoever was started again is told so", 10.0, self._is_finished)
+        record = self.store.record
+        assert record is not None
+        same = (record.generation, record.base.step) == self.checks.newest
+        demand(same, f"complete at step {record.base.step}, and {self.checks.newest} was committed last")
+        self.clockwork.counts[f"end: marked by {'the next start' if starts else 'a checkpoint server'}"] += 1
+
+    # --- loops that do not end at the same step --------------------------------------------------------
+
+    def _make_unequal(self) -> None:
+        random = self.clockwork.random
+        for name in random.sample(sorted(self.hosts), random.randrange(1, len(self.hosts))):
+            self.own_until[name] = self.until + random.randrange(1, 40)
+
+    def _judge_unequal(self) -> None:
+        """Whose loop ended first is right, all others are told; and nobody went on."""
+        told, wrong = sorted(self.wrong), sorted(self.own_until)
+        demand(set(told) <= set(wrong), f"{told} were told, not {wrong}")
+        demand(told == wrong or "away" in self.kind, f"{told} were told, not {wrong}")
+        step = self.checks.newest[1]
+        demand(step == self.until, f"step {step} was committed, and loops ended at step {self.until}")
+
+    # --- a newcomer whose loop counts its own steps ------------------------------------------------------
+
+    def _play_newcomer(self) -> None:
+        random = self.clockwork.random
+        name = random.choice(sorted(self.hosts))
+        # It may end before it has caught up, beside the others, or long after them.
+        self.own_count = (name, random.choice((0, 1, 2, 4, 8, 400)))
+        self.until += 60
+        self.kill_trainer(name)
+        began = self.clockwork.now
+        self._demand("everybody finishes", 3 * FINISH_LIMIT_S, self._is_finished)
+        times = [began, *(t for t in self.commits if t >= began)]
+        longest = max((b - a for a, b in pairwise(times)), default=0.0)
+        if not self.alone:
+            return
+        demand(longest <= STANDSTILL_S, f"the others stood still for {longest:.1f} s beside {name}")
+        step, others = self.checks.newest[1], self.wrong - {name}
+        if self.joined and step < self.until:
+            # It had become a member like any other, and its loop was the first to end.
+            self.clockwork.counts["end: a member's loop ended early"] += 1
+            demand(len(others) == len(self.hosts) - 1, f"only {sorted(others)} were told that they want more")
+            return
+        demand(
+            step == self.until, f"the job ended at step {step}, and not at {self.until} as all others' loops"
+        )
+        demand(not others, f"{sorted(others)} were told that their loops are wrong, and not {name}")
+
+
+def play(seed: int) -> None:
+    """Play one; raises what it finds."""
+    EndWorld(seed).run()

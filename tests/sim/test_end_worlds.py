@@ -1,0 +1,20 @@
+"""How a job ends, under seeded worlds: without a lighthouse, with loops of unequal lengths, beside a newcomer
+whose loop counts its own steps."""
+
+import pytest
+from sim import end_worlds, noticing
+from sim.end_mutations import MUTATIONS
+from sim.run import hunt
+
+SEEDS = 64
+
+
+def test_every_job_ends_in_time_and_truly():
+    counts, failures = hunt(0, SEEDS, "end")
+    assert not failures, "\n".join(failures)
+    assert not [name for name in end_worlds.REQUIRED if not counts[name]]
+
+
+@pytest.mark.parametrize("name", sorted(MUTATIONS))
+def test_the_simulator_notices_a_bug_in_the_end(name):
+    noticing.find(MUTATIONS[name], end_worlds.play, SEEDS)

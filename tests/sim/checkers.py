@@ -96,18 +96,28 @@ class Checks:
             begins = after.generation == before.generation + 1 and after.cold == after.epoch
             if not begins or not after.is_forced:
                 raise Violation(f"generation {after.generation} does not begin with a cold forced epoch")
-        if not after.roster or len(set(after.names)) != len(after.names):
-            raise Violation(f"epoch {after.epoch} has the roster {after.names}")
-        if not any(not x.fresh for x in after.roster):
-            raise Violation(f"nobody in epoch {after.epoch} knows the job's state")
+        self._is_a_roster(after)
         if before is not None and after.generation == before.generation:
             self._follows(before, after)
             self._let_in(before, after)
-        wrong = self.penalties.written(before, after) if self.penalties is not None and before else ""
-        if wrong:
+        if self.penalties is not None and before and (wrong := self.penalties.written(before, after)):
             raise Violation(wrong)
+        if before is not None:
+            self._forget_rounds(before, after)
         self.records.append(after)
         self.by_epoch[after.epoch] = after
+
+    def _is_a_roster(self, record: Record) -> None:
+        if not record.roster or len(set(record.names)) != len(record.names):
+            raise Violation(f"epoch {record.epoch} has the roster {record.names}")
+        if not any(not x.fresh for x in record.roster):
+            raise Violation(f"nobody in epoch {record.epoch} knows the job's state")
+
+    def _forget_rounds(self, before: Record, after: Record) -> None:
+        """Those who are left out come back as ones that are fresh, whatever round they had entered."""
+        for x in before.roster:
+            if not after.lists(x.replica, x.incarnation):
+                self.entered.pop((x.replica, x.incarnation), None)
 
     def closed(self, trainer: "Trainer", generation: int) -> None:
         """The user's loop has ended there."""

@@ -220,7 +220,9 @@ class Faults:
         return next((n for n, x in lighthouses.items() if x.leads), next(iter(lighthouses)))
 
     def _lighthouse_crash(self, _: str, __: str) -> None:
-        name = self._leader_name()
+        self._crash(self._leader_name())
+
+    def _crash(self, name: str) -> None:
         self.world.kill_lighthouse(name)
         delay = self.world.clockwork.between(0.05, 2.0)
         self.world.clockwork.at(delay, lambda: self.world.start_lighthouse(name))
@@ -235,9 +237,15 @@ class Faults:
     def _store_up(self) -> None:
         self.world.store.down = False
 
-    def _crash_in_a_write(self, name: str, _: str) -> None:
-        """The leader dies with its next write under way, which lands when perhaps another leads."""
-        self.world.store.before_write = lambda: self._lighthouse_crash(name, "")
+    def _crash_in_a_write(self, _: str, __: str) -> None:
+        """Whoever writes next dies with that write under way, which lands when perhaps another leads."""
+
+        def crash(revision: int) -> None:
+            writers = [n for n, x in self.world.lighthouses.items() if x.alive and x.revision == revision]
+            for writer in writers:
+                self._crash(writer)
+
+        self.world.store.before_write = crash
 
     def _store_restart(self, _: str, __: str) -> None:
         self.world.store.crash()
@@ -334,6 +342,28 @@ class Faults:
         least, most = sorted(self.world.clockwork.random.choices(range(1, len(self.world.hosts) + 1), k=2))
         self._operate("scale", "", least, most)
 
+    # --- what only mixed worlds have: see ``mixed_worlds`` -------------------------------------------
+
+    def _stuck_lighthouse(self, _: str, __: str) -> None:
+        """For longer than any lease; it finds what members have said when it goes on."""
+        seconds = self.world.clockwork.between(4.0, 10.0)
+        self.not_before = max(self.not_before, self.world.clockwork.now + seconds)
+        self._pause(self.world.lighthouses[self._leader_name()], seconds)
+
+    def _store_cut(self, _: str, __: str) -> None:
+        """The one that leads does not reach the store; all else does, and reaches it."""
+        name = self._leader_name()
+        self.world.store.cut.add(name)
+        self.world.clockwork.at(self._long_or_short(), lambda: self.world.store.cut.discard(name))
+
+    def _store_full(self, _: str, __: str) -> None:
+        """The store answers every write with a definite error."""
+        self.world.store.refusing = True
+        self.world.clockwork.at(self._long_or_short(), self._store_takes)
+
+    def _store_takes(self) -> None:
+        self.world.store.refusing = False
+
     # --- the end -----------------------------------------------------------------------------------
 
     def heal(self) -> None:
@@ -348,6 +378,8 @@ class Faults:
             trainer.ring.flip = False
         world.store.restart()
         world.store.before_write = None
+        world.store.refusing = False
+        world.store.cut.clear()
         world.store.mishaps = 0.0
         world.network.slow = 0.01
         for process in [*world.lighthouses.values(), *world.servers.values(), *world.living()]:

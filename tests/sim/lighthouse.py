@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, cast
 
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection, decode, encode
-from sim.store import LEASE_S
+from sim.store import LEASE_S, Reach
 
 from fabric.model import Orders, Record
 from fabric.protocol import leader_io as io
@@ -24,7 +24,7 @@ class Lighthouse(Process):
     def __init__(self, clockwork: Clockwork, world: "World", name: str) -> None:
         super().__init__(clockwork, name)
         self.world = world
-        self.store = world.store
+        self.store = Reach(world.store, name)
         self.config = world.settings.leader
         self.core: Leader | None = None
         self.revision = 0

@@ -120,8 +120,9 @@ class MainThread:
     def _redo(self) -> str:
         """Seldom the user's code changes a gradient that was on its way."""
         clockwork, trainer = self.trainer.clockwork, self.trainer
-        if not trainer.ring.awaited or trainer.world.find_leader(trainer.host) is None:
-            return ""  # a round is done again only where somebody leads
+        world = trainer.world
+        if not trainer.ring.awaited or world.blackout or world.find_leader(trainer.host) is None:
+            return ""  # a round is done again only where somebody leads, also in a moment
         if not clockwork.chance(0.005):
             return ""
         clockwork.counts["path: a streamed gradient was changed"] += 1
@@ -177,7 +178,18 @@ class MainThread:
             self._ready()
 
         extra = trainer.world.settings.replay_s if order.held is None else 0.0
+        extra += self._announce(order.step)
         self._work(extra + trainer.clockwork.between(0.002, 0.02), updated)
+
+    def _announce(self, step: int) -> float:
+        """Now and then the user's code evaluates after its update, and says so."""
+        every = self.trainer.world.settings.busy_every
+        if not every or step % every:
+            return 0.0
+        self.trainer.clockwork.counts["path: busy"] += 1
+        self.trainer.feed(io.Busy("evaluation", 1.0))
+        self.trainer.after(0.2, lambda: self.trainer.feed(io.Busy("", 0.0)))
+        return 0.2
 
     def is_skipped(self, step: int) -> bool:
         every = self.trainer.world.settings.nan_every

@@ -17,6 +17,7 @@ from sim import coverage
 from sim.durable_worlds import DurableWorld
 from sim.end_worlds import EndWorld
 from sim.late_worlds import late_world
+from sim.mixed_worlds import MixedWorld
 from sim.order_worlds import OrderWorld
 from sim.parted_worlds import PartedWorld
 from sim.ranks import RankWorld
@@ -36,6 +37,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "store": store_world,
     "parted": PartedWorld,
     "end": EndWorld,
+    "mixed": MixedWorld,
 }
 
 

@@ -5,6 +5,7 @@ A write may be refused, may succeed with its answer lost, and may land long afte
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from sim.checkers import Checks
 from sim.clockwork import Clockwork
@@ -33,7 +34,9 @@ class Store:
         self.mishaps = 0.05
         self.down = False
         self.starts = 0
-        self.before_write: Callable[[], None] | None = None
+        self.refusing = False  # it answers, and takes no write: its disk is full
+        self.cut: set[str] = set()  # lighthouses that do not reach it, while members reach them
+        self.before_write: Callable[[int], None] | None = None  # given the writer's election
         self.under_way = 0
 
     @property
@@ -123,9 +126,12 @@ class Store:
             self.checks.penalties.asked(record)
         if self.before_write is not None:
             crash, self.before_write = self.before_write, None
-            self.clockwork.at(0.0, crash)
+            self.clockwork.at(0.0, lambda: crash(revision))
             late = self.clockwork.between(0.9, 2.0)
             self.clockwork.at(late, lambda: self._apply_late(record, previous, revision))
+        elif self.refusing:
+            self.clockwork.counts["store: a write was refused for good"] += 1
+            self._soon(lambda: answer("refused"), lambda: answer("indefinite"))
         elif self.down:
             self.clockwork.at(0.3, lambda: answer("indefinite"))
         elif not self.clockwork.chance(self.mishaps):
@@ -178,3 +184,47 @@ class Store:
 
     def _delay(self) -> float:
         return self.clockwork.between(0.001, 0.02)
+
+
+class Reach:
+    """The store as one lighthouse reaches it, or does not: then nobody answers what it asks, or late."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._name in self._store.cut
+
+    def acquire(self, name: str, answer: Callable[[int], None]) -> None:
+        if not self._is_cut:
+            self._store.acquire(name, answer)
+        else:
+            self._store.clockwork.at(0.1, lambda: answer(0))
+
+    def renew(self, revision: int, answer: Callable[[bool], None]) -> None:
+        if not self._is_cut:
+            self._store.renew(revision, answer)
+
+    def resign(self, revision: int) -> None:
+        if not self._is_cut:
+            self._store.resign(revision)
+
+    def read(self, answer: Callable[[Record | None], None]) -> None:
+        if self._is_cut:
+            self._store.clockwork.at(0.2, lambda: self.read(answer))
+        else:
+            self._store.read(answer)
+
+    def write(
+        self, record: Record, previous: Record | None, revision: int, answer: Callable[[str], None]
+    ) -> None:
+        if self._is_cut:
+            self._store.clockwork.counts["store: a write did not arrive"] += 1
+            self._store.clockwork.at(0.3, lambda: answer("indefinite"))
+        else:
+            self._store.write(record, previous, revision, answer)

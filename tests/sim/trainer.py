@@ -78,6 +78,8 @@ class Trainer(Process):
             micro_batches=world.settings.micro_batches,
             predecessors=before,
             sharing=world.settings.sharing,
+            shares=world.shares_of(host),
+            spare=host == world.settings.spare,
             durable=world.listed(),
             ended=world.hosts[host].ended,
         )

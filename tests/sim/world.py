@@ -50,6 +50,9 @@ class Settings:
     replay_s: float = 0.0  # what an update takes on top where a newcomer replays it
     fetch_s: float = 0.0  # what some fetches of a state take on top, for some time
     nan_every: int = 0  # every so many steps the sum is not finite, and the update is skipped
+    shares: tuple[int, ...] = ()  # of each replica, in their order; empty: all the same
+    spare: str = ""  # the replica that asks to be one
+    busy_every: int = 0  # every so many steps the user's code announces that it takes long
 
 
 @dataclass(slots=True)
@@ -230,6 +233,11 @@ class World:
     def time_error(self) -> float:
         """How far off the time of day is where a lighthouse is elected, in seconds."""
         return 0.0
+
+    def shares_of(self, host: str) -> int:
+        """Its relative part of the micro-batches."""
+        shares = self.settings.shares
+        return shares[int(host.removeprefix("r"))] if shares else 1
 
     def initial_digest(self, host: str) -> str:
         return digest_of("initial", host if self.settings.different_starts else "same")

@@ -1,0 +1,45 @@
+"""Settings and faults that the plain worlds do not have; and former false alarms of the simulator."""
+
+from dataclasses import replace
+
+import sim.ranks
+from sim import mixed_worlds
+from sim.run import hunt
+from sim.world import World, run_seed
+
+SEEDS = 60
+
+
+def test_other_settings_and_faults_break_nothing():
+    counts, failures = hunt(0, SEEDS, "mixed")
+    for name, number in sorted(counts.items()):
+        print(f"{number:9} {name}")
+    assert not failures, "\n".join(failures)
+    missing = [name for name in mixed_worlds.REQUIRED if not counts[name]]
+    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+
+
+def test_a_gradient_that_user_code_changes_needs_a_leader_and_no_blackout_begins_behind_it():
+    run_seed(5007647)
+
+
+def test_a_crash_in_a_write_hits_the_lighthouse_that_writes(monkeypatch):
+    class Seldom(World):
+        def choose(self):
+            chosen = super().choose()
+            return replace(chosen, member=replace(chosen.member, digest_every=10))
+
+    Seldom(6001419).run()
+    monkeypatch.setattr("fabric.protocol.leader.MANY", 2)
+    run_seed(6001578)
+
+
+def test_a_round_before_an_eviction_proves_nothing_of_who_came_back():
+    sim.ranks.play(8000522)
+
+
+def test_large_jobs_take_the_same_path_in_small_worlds(monkeypatch):
+    """Jobs of hundreds are planned for together; here as if two were many."""
+    monkeypatch.setattr("fabric.protocol.leader.MANY", 2)
+    for seed in range(40):
+        run_seed(seed)

@@ -165,6 +165,7 @@ class LeaderBase:
         # The newest step of this generation that was heard of; None: a leader before me may know of more.
         self.reached: int | None = None
         self.lost: int | None = None  # steps that the newest cold start lost, where that is known
+        self.silent: set[str] = set()  # servers that delivered nothing, and are not heard
         self.mistrusted: dict[SnapshotRef, str] = {}  # snapshots of a state that was found wrong, and why
         self.loaded = 0  # the newest generation whose base somebody has loaded
         self.orders = Orders()  # as operators want them: the record has them with the next write

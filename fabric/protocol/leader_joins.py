@@ -245,6 +245,9 @@ class Joins(Failures):
         if self._in_force(peer) and self._is_recent(message.fence):
             if message.unusable and self.record is not None and self.loaded != self.record.generation:
                 self.unusable.setdefault(base_ref(self.record), message.why)
+            # Who holds the base by its trainer's word alone, and delivers nothing, does not count any more.
+            sources = self.record.base.sources if self.record is not None else ()
+            self.silent.update(set(sources) - self.liveness.heard_servers())
             self.epoch.fallen.add(peer.session.replica)
             if self._is_awaited(peer.session.replica):
                 self.epoch.too_slow.add(peer.session.replica)
@@ -434,7 +437,7 @@ class Joins(Failures):
         heard = self.liveness.heard_servers()
         for peer in self.liveness.peers.values():
             urls = {a.ckpt for a in as_member(peer.session).addresses}
-            if not peer.connected or urls & heard:
+            if not peer.connected or urls & heard or urls & self.silent:
                 continue
             # Its checkpoint server does not talk to me: what the trainer says of it may be out of date.
             for ref in peer.session.snapshots:

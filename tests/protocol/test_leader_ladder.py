@@ -38,6 +38,22 @@ def fall(lighthouse, name, why="/checkpoints/step-60/__0_0.distcp is damaged"):
     return lighthouse.say(name, m.Fallen(lighthouse.record.fence, why, unusable=True))
 
 
+def test_a_server_that_nobody_hears_and_that_delivers_nothing_is_believed_once_only():
+    """Its trainer's word is all that tells of its snapshot; it has died meanwhile."""
+    lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
+    for name, held in (("a", (NEW,)), ("b", ())):
+        lighthouse.open(name, incarnation=2, predecessors=(1,), snapshots=held)
+    lighthouse.pulse("b", incarnation=2, snapshots=[OLD])
+    lighthouse.wait(10.0)
+    assert lighthouse.record.base.step == 60, "it may connect again in a moment"
+    for name in ("a", "b"):
+        why = "no source delivered the state of step 60"
+        lighthouse.say(name, m.Fallen(lighthouse.record.fence, why))
+        lighthouse.wait(1.0)
+    begun = [x.base.step for x in lighthouse.records if x.cold == x.epoch]
+    assert begun == [60, 40], lighthouse.record.reason
+
+
 def test_without_memory_the_newest_durable_checkpoint_is_the_base():
     record = all_dead(durable=[OLD, NEW]).record
     assert record.base == Base(1, 60, "new", (DURABLE,))

@@ -11,7 +11,6 @@ needs no torch.
 """
 
 import contextlib
-import math
 import ssl
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,34 +18,30 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from fabric.ckpt_server.digest import SEAL, bytes_digest, seal
-from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count, parse_json
-from fabric.ckpt_server.manifest import DIGEST_DIGITS, check_manifest, is_hex, state_digest
+from fabric.ckpt_server.gradients import GradientMeta, Gradients
+from fabric.ckpt_server.layout import MAX_FILE_BYTES
+from fabric.ckpt_server.manifest import check_manifest, state_digest
 from fabric.ckpt_server.same_host import HostMemory
 from fabric.ckpt_server.source import (
+    LEAST_BYTES_PER_S,
     TRANSIENT,
     Access,
     Address,
     Connection,
     Idle,
     SourceRefused,
-    read_exactly,
     read_json,
     refusal,
 )
-from fabric.ckpt_server.striping import Progress, Source, Striping, all_failed, describe
-from fabric.errors import ConfigError, Gone, IntegrityError, StateError
+from fabric.ckpt_server.striping import Progress, Source, Striping, all_failed, said
+from fabric.errors import ConfigError, IntegrityError, StateError
 from fabric.model import SnapshotRef
 
 __all__ = ["Fetched", "GradientMeta", "StateFetcher"]
 
 _MAX_MANIFEST_BYTES = 128 << 20
-_MAX_META_CHARACTERS = 60_000
-_MAX_LAYOUT_CHARACTERS = 128
 _MANIFEST_GRACE_S = 2.0  # how long the first manifest waits for the others
 _MANIFEST_TRIES = 3
-_GRADIENT_TURN_S = 2.0  # how long one source is waited for while there are others
-_GRADIENT_WAIT_S = 50.0  # and otherwise: servers answer within 60 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +55,6 @@ class Fetched:
     manifest: dict[str, Any]
     warnings: tuple[str, ...] = ()
     compression: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class GradientMeta:
-    """What came with a reduced gradient of ``nbytes`` verified bytes from ``source``."""
-
-    generation: int
-    step: int
-    epoch: int
-    weight: float
-    digest: str
-    layout: str
-    nbytes: int
-    meta: dict[str, Any]
-    source: str
 
 
 class StateFetcher:
@@ -114,6 +94,7 @@ class StateFetcher:
         self.same_host = True
         self._unfinished = ""
         self._idle = Idle(self._access)
+        self._gradients = Gradients(self._access, self._idle)
         self.warnings: list[str] = []
 
     def cancel(self) -> None:
@@ -173,30 +154,7 @@ class StateFetcher:
         when every source says that it is no longer held, StateError otherwise, e.g. when it was not
         published in time. ``into`` is undefined after an error.
         """
-        if into.readonly or not into.c_contiguous:
-            raise StateError("A gradient needs writable, contiguous memory as its target.")
-        waiting = [Source(Address.parse(url)) for url in dict.fromkeys(urls)]
-        sources = list(waiting)
-        if not sources:
-            raise StateError(f"There is no source for the gradient of step {step}.")
-        deadline_s = time.monotonic() + wait_s
-        while waiting:
-            source = waiting.pop(0)
-            left_s = max(0.0, deadline_s - time.monotonic())
-            if not left_s and source.failures:
-                break
-            turn_s = min(left_s, _GRADIENT_TURN_S if waiting else _GRADIENT_WAIT_S)
-            try:
-                return self._gradient(source, generation, step, into.cast("B"), turn_s)
-            except _NotYet:
-                source.failures += 1
-                waiting.append(source)
-            except (*TRANSIENT, StateError) as error:
-                source.error = _said(error)
-            self._require_running()
-        if any(source.error is None for source in sources):
-            raise StateError(f"The gradient of step {step} was not published within {wait_s:g} s.")
-        raise all_failed(f"the gradient of step {step}", sources)
+        return self._gradients.fetch(urls, generation, step, into, wait_s)
 
     def _stripe(
         self,
@@ -303,59 +261,30 @@ class StateFetcher:
         for _ in range(_MANIFEST_TRIES):
             whole = False
             try:
-                response = line.get(path)
-                if response.status != 200:
-                    raise refusal(response)
-                manifest = check_manifest(read_json(response, _MAX_MANIFEST_BYTES), self._max_nbytes)
+                with line.within(self._access.timeout_s):
+                    response = line.get(path)
+                    if response.status != 200:
+                        raise refusal(response)
+                limit_s = self._access.timeout_s + (response.length or 0) / LEAST_BYTES_PER_S
+                with line.within(limit_s):
+                    body = read_json(response, _MAX_MANIFEST_BYTES)
+                manifest = check_manifest(body, self._max_nbytes)
                 if (manifest["step"], manifest["generation"]) != (step, generation):
                     raise SourceRefused("it answers with another step or generation")
                 manifest.pop("tensors", None)  # who loads the state reads them from its own header
                 whole = True
                 return manifest
             except (*TRANSIENT, StateError) as error:
-                source.error = _said(error)
+                source.error = said(error)
                 if source.error is error:
                     return None
             finally:
                 self._idle.give(line, reusable=whole)
         return None
 
-    def _gradient(
-        self, source: Source, generation: int, step: int, into: memoryview, wait_s: float
-    ) -> GradientMeta:
-        connection = self._idle.take(source.address)
-        whole = False
-        try:
-            path = f"/v1/gradients/{step}?generation={generation}&wait_s={wait_s:.3f}"
-            response = connection.get(path, wait_s=wait_s)
-            if response.status != 200:
-                error = refusal(response)
-                raise _NotYet(str(error)) if response.status == 409 and not isinstance(error, Gone) else error
-            meta = _gradient_meta(response, generation, step, source.url)
-            if not 0 < meta.nbytes <= len(into):
-                raise SourceRefused(f"its gradient has {meta.nbytes} bytes where {len(into)} fit")
-            read_exactly(response, into[: meta.nbytes])
-            whole = True
-        finally:
-            self._idle.give(connection, reusable=whole)
-        if bytes_digest(into[: meta.nbytes]) != meta.digest:
-            raise IntegrityError("it sent wrong bytes")
-        return meta
-
     def _require_running(self) -> None:
         if self._access.sockets.closed:
             raise StateError("The fetch was cancelled; nothing was loaded.")
-
-
-class _NotYet(StateError):
-    """The source is well and does not have it so far."""
-
-
-def _said(error: Exception) -> StateError:
-    """Why a source gave nothing: its own word, which stays so, or what went wrong on the way."""
-    if isinstance(error, Gone | IntegrityError | SourceRefused):
-        return error
-    return StateError(describe(error))
 
 
 def _usable(future: "Future[dict[str, Any] | None]") -> bool:
@@ -367,37 +296,3 @@ def _allocated(allocate: Callable[[int], memoryview], nbytes: int) -> memoryview
     if memory.readonly or not memory.c_contiguous or memory.nbytes < nbytes:
         raise StateError(f"The memory for a state of {nbytes} bytes is too small or not writable.")
     return memory.cast("B")[:nbytes]
-
-
-def _number(text: str | None) -> int:
-    value = int(text) if text is not None and len(text) <= 20 and text.isascii() and text.isdigit() else -1
-    if not is_count(value, 1 << 62):
-        raise SourceRefused("its gradient's headers are incomplete")
-    return value
-
-
-def _gradient_meta(response: Any, generation: int, step: int, url: str) -> GradientMeta:
-    """The headers of a gradient, checked. Raises SourceRefused."""
-    header = response.getheader
-    # Servers of the version before this one send no seal.
-    if header(SEAL) is not None and header(SEAL) != seal(header):
-        raise IntegrityError("its gradient's headers are not what it sealed")
-    if _number(header("X-Fabric-Generation")) != generation:
-        raise SourceRefused("its gradient is of another generation")
-    if _number(header("X-Fabric-Step")) != step:
-        raise SourceRefused("its gradient is of another step")
-    try:
-        weight = float(header("X-Fabric-Weight") or "nan")
-        text = header("X-Fabric-Meta") or "{}"
-        meta = parse_json(text) if len(text) <= _MAX_META_CHARACTERS else None
-    except (ValueError, StateError) as error:
-        raise SourceRefused("its gradient's headers cannot be read") from error
-    digest, layout = header("X-Fabric-Digest"), header("X-Fabric-Layout") or ""
-    if not (
-        math.isfinite(weight) and weight >= 0 and is_hex(digest, DIGEST_DIGITS) and isinstance(meta, dict)
-    ):
-        raise SourceRefused("its gradient's headers are incomplete")
-    if len(layout) > _MAX_LAYOUT_CHARACTERS:
-        raise SourceRefused("its gradient's layout is too long")
-    epoch, nbytes = _number(header("X-Fabric-Epoch")), _number(header("Content-Length"))
-    return GradientMeta(generation, step, epoch, weight, digest, layout, nbytes, meta, url)

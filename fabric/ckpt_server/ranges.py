@@ -34,13 +34,15 @@ class BlockRange:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """A range in the hands of one stream; ``end`` makes that stream give it up."""
+    """A range in the hands of one stream; ``end`` makes that stream give it up. ``moved_s``: when it was
+    taken, or last brought a block into place."""
 
     taken: BlockRange
     source: str
     since_s: float
     end: Callable[[], None]
     reclaimed: bool = False
+    moved_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -87,7 +89,8 @@ class RangeQueue:
             while not self._stopped and self._left and source in self._alive:
                 found = self._pick(source)
                 if found is not None:
-                    lease = Lease(found, source, self._clock(), end)
+                    now = self._clock()
+                    lease = Lease(found, source, now, end, moved_s=now)
                     self._shared.leases.add(lease)
                     return lease
                 self._reclaim(source)
@@ -97,6 +100,9 @@ class RangeQueue:
     def finished(self, block: int) -> None:
         """``block`` is in place and verified."""
         with self._changed:
+            for lease in self._shared.leases:
+                if block in lease.taken.blocks:
+                    lease.moved_s = self._clock()
             if not self._done[block]:
                 self._done[block] = True
                 self._left -= 1
@@ -123,6 +129,15 @@ class RangeQueue:
                 if lease.source == source:
                     lease.end()
             self._changed.notify_all()
+
+    def end_stuck(self, limit_s: float) -> None:
+        """Have every stream give up what has brought no block into place for ``limit_s``, be it the only one:
+        a source that trickles would hold it for ever."""
+        with self._changed:
+            for lease in self._shared.leases:
+                if self._clock() - lease.moved_s > limit_s:
+                    lease.moved_s = self._clock()
+                    lease.end()
 
     def stop(self) -> None:
         """Nobody gets anything any more."""

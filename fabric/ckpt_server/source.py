@@ -13,6 +13,7 @@ import ssl
 import struct
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,8 @@ from fabric.ckpt_server.packing import IDENTITY
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 
 CONNECT_S = 5.0
+# Less is no link that a job can use: what comes more slowly is not waited for.
+LEAST_BYTES_PER_S = 20e3
 _MOST_IDLE = 32
 _MAX_ERROR_BYTES = 64 << 10
 _MAX_ERROR_CHARACTERS = 300
@@ -150,6 +153,29 @@ class Connection:
                     raise
         return self._ask(self._dial(), path, headers, wait_s)
 
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Raise TimeoutError where what the block reads is not there in time, however slowly it trickles."""
+        over = threading.Event()
+
+        def end() -> None:
+            over.set()
+            self.abort()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except Exception as error:
+            if over.is_set():
+                raise TimeoutError from error
+            raise
+        finally:
+            timer.cancel()
+        if over.is_set():  # what ends too early may look whole, such as a head
+            raise TimeoutError
+
     def _ask(
         self, sock: socket.socket, path: str, headers: dict[str, str], wait_s: float
     ) -> http.client.HTTPResponse:
@@ -176,22 +202,26 @@ class Connection:
         self.abort()
 
     def abort(self) -> None:
-        """From another thread: ends the wait of whoever uses this connection."""
+        """From another thread: ends the wait of whoever uses this connection, also where it is still dialled;
+        until it is closed there is no other."""
         self._ended = True
         sock = self._sock
         if sock is not None:
             abort(sock)
 
     def close(self) -> None:
-        """Closes the connection; the next ``get`` dials again."""
-        sock, self._sock = self._sock, None
+        """Closes the connection; the next ``get`` dials again, whatever was ended before."""
+        self._let_go()
         self._ended = False
+
+    def _let_go(self) -> None:
+        sock, self._sock = self._sock, None
         self._http.close()
         if sock is not None:
             self._access.sockets.close(sock)
 
     def _dial(self) -> socket.socket:
-        self.close()
+        self._let_go()
         if self._retired:
             raise SourceRefused("it gave no answer in time")
         last: OSError = OSError("no address")
@@ -199,14 +229,17 @@ class Connection:
         for family, kind, protocol, _, where in found:
             sock = socket.socket(family, kind, protocol)
             self._access.sockets.add(sock)
+            self._sock = sock  # so that an abort reaches it while it connects
             try:
+                if self._ended:
+                    raise ConnectionAbortedError("the wait for it was ended")
                 sock.settimeout(min(CONNECT_S, self._access.timeout_s))
                 sock.connect(where)
                 self._sock = self._http.sock = self._secure(sock)
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return self._sock
             except OSError as error:
-                last = error
+                last, self._sock = error, None
                 self._access.sockets.close(sock)
         raise last
 

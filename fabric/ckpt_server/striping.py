@@ -24,6 +24,7 @@ from fabric.ckpt_server.packing import IDENTITY, PLANES, unpack
 from fabric.ckpt_server.ranges import Lease, RangeQueue
 from fabric.ckpt_server.same_host import HostMemory, MemoryBody
 from fabric.ckpt_server.source import (
+    LEAST_BYTES_PER_S,
     TRANSIENT,
     Access,
     Address,
@@ -140,6 +141,7 @@ class Striping:
         self, queue: RangeQueue, running: list[Future[None]], progress: Progress | None, held: int
     ) -> None:
         told = -1
+        stuck_s = self._access.timeout_s + int(self._manifest["block_bytes"]) / LEAST_BYTES_PER_S
         while True:
             complete = queue.complete
             received = held + sum(source.nbytes for source in self._sources)
@@ -154,6 +156,7 @@ class Striping:
                 raise all_failed(f"step {self._manifest['step']}", self._sources)
             if any(future.done() and future.exception() for future in running):
                 return  # a bug in a stream: its exception is raised by whoever collects the results
+            queue.end_stuck(stuck_s)
             queue.wait(_WAIT_S)
 
     def _stream(self, queue: RangeQueue, source: Source) -> None:
@@ -355,3 +358,10 @@ def describe(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it stopped sending"
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def said(error: Exception) -> StateError:
+    """Why a source gave nothing: its own word, which stays so, or what went wrong on the way."""
+    if isinstance(error, Gone | IntegrityError | SourceRefused):
+        return error
+    return StateError(describe(error))

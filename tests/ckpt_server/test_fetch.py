@@ -22,7 +22,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fabric.ckpt_server.digest import digest_of_blocks
+from fabric.ckpt_server.digest import SEAL, digest_of_blocks, seal
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.layout import build_preamble
 from fabric.ckpt_server.ranges import Lease, RangeQueue
@@ -580,7 +580,11 @@ def with_gradient(origin: Origin, step: int, body: bytes, **headers: str) -> Non
         "X-Fabric-Layout": "abcd",
         "X-Fabric-Meta": '{"lr": [1, 2]}',
     }
-    origin.gradients[step] = (body, default | {k.replace("_", "-"): v for k, v in headers.items()})
+    told = default | {k.replace("_", "-"): v for k, v in headers.items()}
+    told = {
+        SEAL: seal(lambda name: told.get(name, str(len(body)) if name == "Content-Length" else None))
+    } | told
+    origin.gradients[step] = (body, {name: value for name, value in told.items() if value})
 
 
 def test_gradient_arrives_verified_over_one_connection(origins) -> None:
@@ -630,6 +634,7 @@ def test_gradient_that_is_gone_late_or_wrong(origins) -> None:
         ({"X_Fabric_Generation": "2"}, "another generation"),
         ({"X_Fabric_Step": "3"}, "another step"),
         ({"X_Fabric_Seal": "0" * 32}, "not what it sealed"),
+        ({"X_Fabric_Seal": ""}, "not what it sealed"),
         ({"X_Fabric_Weight": "nan"}, "incomplete"),
         ({"X_Fabric_Weight": "-1"}, "incomplete"),
         ({"X_Fabric_Epoch": "x"}, "incomplete"),

@@ -1,0 +1,206 @@
+"""Sources that are silent, trickle, or can hardly be reached: they hold nobody up for long, or for ever."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+from ckpt_server.test_fetch import BLOCK, Memory, Origin, fetcher, origins, ref, with_gradient  # noqa: F401
+
+from fabric.ckpt_server import gradients, source, striping
+from fabric.ckpt_server.ranges import RangeQueue
+from fabric.ckpt_server.source import Access, Address, Connection
+from fabric.errors import StateError
+
+FOREVER_S = 600.0
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Whoever is not alone is waited for only a moment; everything else would take longer than the test."""
+    monkeypatch.setattr(gradients, "_TURN_S", 0.05)
+    monkeypatch.setattr(gradients, "_LATE_S", 0.05)
+    return fetcher(timeout_s=FOREVER_S)
+
+
+def nothing(origin: Origin, request) -> None:
+    """Not even a status line."""
+    origin.go.wait(60)
+
+
+def a_byte_at_a_time(origin: Origin, request) -> None:
+    head = b"HTTP/1.1 200 OK\r\nX-Fabric-Step: 4\r\nX-Padding: " + b"a" * 60000
+    for at in range(len(head)):
+        request.wfile.write(head[at : at + 1])
+        if origin.go.wait(0.005):
+            return
+
+
+def only_continue(origin: Origin, request) -> None:
+    while not origin.go.wait(0.001):
+        request.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def a_trickling_body(origin: Origin, request) -> None:
+    body, headers = origin.gradients[4]
+    request.send_response(200)
+    for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        request.send_header(name, value)
+    request.end_headers()
+    for at in range(len(body)):
+        request.wfile.write(body[at : at + 1])
+        if origin.go.wait(0.005):
+            return
+
+
+@pytest.mark.parametrize("slowly", [nothing, a_byte_at_a_time, only_continue, a_trickling_body])
+def test_a_gradient_comes_from_the_next_source_and_the_slow_one_is_asked_last(origins, hurried, slowly):  # noqa: F811
+    slow, good = origins(2)
+    body = b"z" * 5000
+    for origin in (slow, good):
+        for step in (4, 5):
+            with_gradient(origin, step, body)
+    slow.gradient = lambda request: slowly(slow, request)
+    into = memoryview(bytearray(len(body)))
+    urls = [slow.url, good.url]
+    for step in (4, 5):
+        found = hurried.fetch_gradient(urls, generation=1, step=step, into=into, wait_s=FOREVER_S)
+        assert found.source == good.url and into == body
+    assert [len(slow.asked), len(good.asked)] == [1, 2]
+    # Where nobody else has it the slow one is asked all the same.
+    del good.gradients[4]
+    slow.gradient = lambda request: Origin.gradient(slow, request)
+    assert hurried.fetch_gradient(urls, generation=1, step=4, into=into).source == slow.url
+    hurried.close()
+
+
+def test_one_that_does_not_have_it_yet_is_no_slow_source(origins, hurried, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(gradients, "_LATE_S", FOREVER_S)
+    first, second = origins(2)
+    for origin in (first, second):
+        with_gradient(origin, 9, b"x")
+    asked = []
+
+    def publish_later(request) -> None:
+        asked.append(request.path)
+        if len(asked) == 3:
+            with_gradient(first, 4, b"y" * 8)
+        Origin.gradient(first, request)
+
+    first.gradient = publish_later
+    del first.gradients[9]
+    del second.gradients[9]
+    into = memoryview(bytearray(8))
+    found = hurried.fetch_gradient([first.url, second.url], generation=1, step=4, into=into, wait_s=FOREVER_S)
+    assert found.source == first.url and not hurried._gradients._late
+    hurried.close()
+
+
+def test_a_manifest_that_trickles_is_given_up(origins):  # noqa: F811
+    (only,) = origins(1)
+    answered = only.answer
+
+    def trickle(request) -> None:
+        if "/manifest" in request.path:
+            only_continue(only, request)
+        else:
+            answered(request)
+
+    only.answer = trickle
+    with pytest.raises(StateError, match="it stopped sending"):
+        fetcher(timeout_s=0.1).fetch_state([only.url], ref(only), Memory())
+
+
+def test_data_that_trickle_are_given_up_where_nobody_else_has_them(origins, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(striping, "LEAST_BYTES_PER_S", 1e6)
+    (only,) = origins(1)
+
+    def trickle(request) -> None:
+        request.send_response(206)
+        begin, last = map(int, request.headers["Range"].removeprefix("bytes=").split("-"))
+        request.send_header("Content-Length", str(last + 1 - begin))
+        request.send_header("Content-Range", f"bytes {begin}-{last}/{len(only.file)}")
+        request.end_headers()
+        for at in range(begin, last + 1):
+            request.wfile.write(only.file[at : at + 1])
+            if only.go.wait(0.05):
+                return
+
+    only.data = trickle
+    with pytest.raises(StateError, match="No source could deliver step 5"):
+        fetcher(timeout_s=0.3).fetch_state([only.url], ref(only), Memory())
+
+
+def test_a_range_that_makes_no_progress_is_given_up_and_one_that_does_is_not():
+    now, ended = [0.0], []
+    queue = RangeQueue([False] * 4, 2, 2, {"a", "b"}, lambda: now[0])
+    queue.take("a", lambda: ended.append("a"))
+    queue.take("b", lambda: ended.append("b"))
+    for step in range(1, 3):
+        now[0] += 20.0
+        queue.finished(step - 1)
+        queue.end_stuck(30.0)
+    assert ended == ["b"]
+
+
+@pytest.fixture
+def full_door():
+    """A listener whose queue is full: who dials it waits in the kernel, and gets no answer."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        fill(stack, listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def fill(stack: contextlib.ExitStack, where: tuple[str, int]) -> None:
+    while True:
+        caller = stack.enter_context(socket.socket())
+        caller.settimeout(0.2)
+        try:
+            caller.connect(where)
+        except TimeoutError:
+            return
+
+
+@pytest.mark.parametrize("when", ["while it dials", "before"])
+def test_a_stream_that_is_to_give_up_does_so_while_it_is_still_dialled(full_door, monkeypatch, when):
+    monkeypatch.setattr(source, "CONNECT_S", FOREVER_S)
+    connection = Connection(Address.parse(full_door), Access("", FOREVER_S, None))
+    raised = []
+
+    def get() -> None:
+        try:
+            connection.get("/")
+        except OSError as error:
+            raised.append(error)
+
+    if when == "before":
+        connection.abort()
+    stream = threading.Thread(target=get, daemon=True)
+    stream.start()
+    while when != "before" and connection._sock is None:
+        pass
+    connection.abort()
+    stream.join(timeout=30)
+    assert raised and not stream.is_alive()
+    connection.close()
+
+
+def test_a_state_comes_from_the_source_that_can_be_reached(origins, monkeypatch):  # noqa: F811
+    """One of two holders cannot be dialled any more when the bytes are fetched."""
+    monkeypatch.setattr(source, "CONNECT_S", FOREVER_S)
+    far, near = origins(2)
+    memory, stack = Memory(), contextlib.ExitStack()
+
+    def allocate(nbytes: int) -> memoryview:
+        far.server.shutdown()
+        fill(stack, far.server.server_address)
+        for connection in list(far.connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        return memory(nbytes)
+
+    with stack:
+        done = fetcher(timeout_s=FOREVER_S).fetch_state([far.url, near.url], ref(near), allocate)
+    assert memory.buffer == near.file and set(done.sources) == {far.url, near.url}
+    assert done.sources[near.url] == len(near.file)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
@@ -11,9 +12,11 @@ import aiohttp
 import pytest
 import uvloop
 from aiohttp import web
+from authority import Authority
 
 from fabric.runtime.acceptor import share_of
 from fabric.runtime.connection_limit import FULL, IDLE, ConnectionLimit, Limits, Seat, raise_descriptor_limit
+from fabric.runtime.tls import Tls
 from fabric.runtime.web import read_body, serve
 
 DEADLINE_S = 60
@@ -134,6 +137,9 @@ def test_the_limit_of_descriptors_is_raised_to_what_is_allowed():
 class Service:
     """One that answers at once, when told to, or after a body."""
 
+    scheme = "http"
+    tls: ssl.SSLContext | None = None
+
     def __init__(self) -> None:
         self.limit = ConnectionLimit(Limits(total=16, idle=8))
         self.port = 0
@@ -152,19 +158,23 @@ class Service:
         return web.Response(text=str(len(await read_body(request))))
 
     async def ask(self, path: str) -> str:
-        url = f"http://127.0.0.1:{self.port}/{path}"
-        async with asyncio.timeout(DEADLINE_S), aiohttp.request("GET", url) as answer:
+        url = f"{self.scheme}://127.0.0.1:{self.port}/{path}"
+        async with asyncio.timeout(DEADLINE_S), aiohttp.request("GET", url, ssl=self.tls or True) as answer:
             return await answer.text()
 
 
 @asynccontextmanager
-async def service() -> AsyncIterator[Service]:
-    found = Service()
+async def service(tls: Tls | None = None) -> AsyncIterator[Service]:
+    found, tls = Service(), tls or Tls()
+    found.scheme, found.tls = tls.scheme, tls.client_context()
     app = web.Application()
     app.router.add_get("/fast", found.fast)
     app.router.add_get("/slow", found.slow)
     app.router.add_post("/body", found.body)
-    runner, found.port = await serve(app, "127.0.0.1", 0, shutdown_s=0.1, limit=found.limit)
+    context = tls.server_context()
+    runner, found.port = await serve(
+        app, "127.0.0.1", 0, ssl_context=context, shutdown_s=0.1, limit=found.limit
+    )
     try:
         yield found
     finally:
@@ -217,6 +227,23 @@ async def test_silent_strangers_make_room_and_keep_nobody_out():
         found.go.set()
         assert await slow == "slow", "a request under way is not idle"
         assert found.limit.refused[FULL] == 0
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_handshake_that_does_not_end_is_idle_too(run, tmp_path):
+    """An event loop's own server says nothing of these, and each has a descriptor."""
+    authority = Authority(tmp_path / "ca")
+    cert, key = authority.issue("service")
+
+    async def story() -> None:
+        async with service(Tls(cert, key, authority.ca)) as found:
+            for says in (b"", b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n"):
+                with strangers(found.port, 40, says):
+                    assert await found.ask("fast") == "fast"
+            assert found.limit.refused[IDLE] > 0 and found.limit.refused[FULL] == 0
+        await until(lambda: not found.limit.open)
+
+    run(story())
 
 
 @in_every_loop

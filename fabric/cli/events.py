@@ -10,6 +10,7 @@ import aiohttp
 import click
 
 from fabric.cli.asking import lighthouse_options, lighthouses_of
+from fabric.cli.words import printable, understood
 from fabric.errors import Unreachable
 from fabric.runtime.lighthouses import Lighthouses
 
@@ -31,8 +32,9 @@ def events(
             asyncio.run(_follow(found, after, as_json))
         except KeyboardInterrupt:
             return
-    for event in found.ask(f"{found.path('events')}?after={after}") if not follow else ():
-        _print(event, as_json)
+    with understood("the lighthouse"):
+        for event in found.ask(f"{found.path('events')}?after={after}") if not follow else ():
+            _print(event, as_json)
 
 
 async def _follow(found: Lighthouses, last: int, as_json: bool) -> None:
@@ -44,9 +46,10 @@ async def _follow(found: Lighthouses, last: int, as_json: bool) -> None:
             async with found.open(path, total_s=None) as answer:
                 said = False
                 async for line in answer.content:
-                    event = json.loads(line)
-                    _print(event, as_json)
-                    last = max(last, int(event["id"]))
+                    with understood("the lighthouse"):
+                        event = json.loads(line)
+                        _print(event, as_json)
+                        last = max(last, int(event["id"]))
         except BrokenPipeError:
             raise  # of standard output: whoever read it has seen enough
         except (Unreachable, aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -73,5 +76,4 @@ def _print(event: dict[str, Any], as_json: bool) -> None:
         str(event["why"]),
     ]
     # Others wrote some of it: nothing of that may steer the terminal.
-    text = "  ".join(word for word in words if word)
-    click.echo("".join(c if c.isprintable() else "?" for c in text))
+    click.echo(printable("  ".join(word for word in words if word)))

@@ -13,6 +13,7 @@ from rich.text import Text
 from fabric.ckpt_server.layout import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.statistics import values
 from fabric.cli.states import State, open_state
+from fabric.cli.words import printable
 from fabric.runtime.web import read_token
 
 _PIECE_ELEMENTS = 1 << 20
@@ -61,7 +62,10 @@ def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
         for span in spans:
             shape = "x".join(map(str, span.shape)) or "scalar"
             table.add_row(
-                *(Text(str(v)) for v in (span.name, span.dtype, shape, f"{span.end - span.begin:,}"))
+                *(
+                    Text(printable(str(v)))
+                    for v in (span.name, span.dtype, shape, f"{span.end - span.begin:,}")
+                )
             )
         console = Console()
         console.print(table)
@@ -149,7 +153,7 @@ def _show(rows: list[dict[str, Any]], a: State, b: State) -> None:
             counts = f"{row['different']:,} of {row['elements']:,}" if "different" in row else row["why"]
             largest = f"{row['largest']:.3g}" if "largest" in row else ""
             more = f" ({row['not_finite']:,} not finite)" if "not_finite" in row else ""
-            table.add_row(*(Text(text) for text in (row["tensor"], counts + more, largest)))
+            table.add_row(*(Text(printable(text)) for text in (row["tensor"], counts + more, largest)))
         console.print(table)
     equal = len(a.tensors.keys() - {row["tensor"] for row in rows})
     console.print(

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from fabric.cli.asking import lighthouse_options, lighthouses_of
+from fabric.cli.words import printable, understood
 from fabric.lighthouse.incoming import MOST_REPLICAS
 
 # The lighthouse's own --max-replicas bounds it further.
@@ -42,9 +43,11 @@ def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) ->
         if action == "scale" and not given:
             raise click.UsageError("give --min, --max or both; 0 is what the replicas themselves ask for")
         answer = found.ask(found.path(action), {**given, "who": who or _me(), "why": why})
-        click.echo(f"job {found.job} {done}".format(**given, **_limits(answer)))
-        if "note" in answer:
-            click.echo(answer["note"])
+        with understood("the lighthouse"):
+            words = [f"job {found.job} {done}".format(**given, **_limits(answer))]
+            words += [str(answer["note"])] if "note" in answer else []
+        for line in words:
+            click.echo(printable(line))
 
     for option in more:
         run = option(run)

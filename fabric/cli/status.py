@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric.cli.asking import lighthouse_options, lighthouses_of
+from fabric.cli.words import all_printable, understood
 from fabric.errors import FabricError, Unreachable
 from fabric.model import counted
 from fabric.runtime.lighthouses import Lighthouses
@@ -34,7 +35,7 @@ def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) ->
         click.echo(json.dumps(body, indent=2))
         return
     console = Console()
-    console.print(_job(body, console.width) if job else _jobs(body))
+    console.print(_picture(found, body, console.width))
 
 
 @click.command()
@@ -80,8 +81,13 @@ def _print_again_and_again(found: Lighthouses, console: Console, every_s: float)
 
 
 def _look(found: Lighthouses, width: int) -> RenderableType:
-    body = found.ask(found.path())
-    return _job(body, width) if found.job else _jobs(body)
+    return _picture(found, found.ask(found.path()), width)
+
+
+def _picture(found: Lighthouses, answer: Any, width: int) -> RenderableType:
+    with understood("the lighthouse"):
+        body = all_printable(answer)
+        return _job(body, width) if found.job else _jobs(body)
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> RenderableType:

@@ -118,12 +118,17 @@ class Settings:
 def parse_replicas(text: str) -> tuple[int, int]:
     """(least, start) of "3" or "2:8"; raises ConfigError."""
     parts = text.split(":")
-    if len(parts) > 2 or not all(p.isdecimal() and 0 < int(p) <= 1_000_000 for p in parts):
-        raise ConfigError(f'FABRIC_REPLICAS is "{text}": give a count such as 3, or a range such as 2:8')
+    if len(parts) > 2 or not all(_is_count(part) for part in parts):
+        raise ConfigError(f'FABRIC_REPLICAS is "{text[:80]}": give a count such as 3, or a range such as 2:8')
     least, start = (1, int(parts[0])) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
     if least > start:
         raise ConfigError(f'FABRIC_REPLICAS is "{text}": the first number must not exceed the second')
     return least, start
+
+
+def _is_count(text: str) -> bool:
+    """Whether it is a number from 1 to a million. Python converts no thousands of digits."""
+    return text.isascii() and text.isdecimal() and len(text) <= 7 and 0 < int(text) <= 1_000_000
 
 
 def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
@@ -147,8 +152,8 @@ def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> 
 def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
     """How many ranks the launcher (torchrun) started for this replica; 1 without one. Raises ConfigError."""
     text = (os.environ if environment is None else environment).get("WORLD_SIZE", "1")
-    if not text.isdecimal() or not 0 < int(text) <= 1_000_000:
-        raise ConfigError(f'WORLD_SIZE is "{text}": it must be the number of ranks of this replica')
+    if not _is_count(text):
+        raise ConfigError(f'WORLD_SIZE is "{text[:80]}": it must be the number of ranks of this replica')
     return int(text)
 
 

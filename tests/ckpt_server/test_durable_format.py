@@ -1,6 +1,7 @@
 """Durable checkpoints as files: what torch reads, what fabric reads, and what is refused."""
 
 import json
+import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -294,6 +295,14 @@ class TestDamage:
         with pytest.raises(StateError, match=name):
             bring_back(url, state)
 
+    @pytest.mark.parametrize("name", [MARKER, MANIFEST, "fabric-0.json"])
+    def test_a_pipe_in_a_files_place_is_refused_and_not_waited_upon(self, written, name):
+        url, folder, state = written
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(StateError, match=f"{name} is no plain file"):
+            bring_back(url, state)
+
     def test_without_its_marker_it_counts_for_nothing(self, written):
         url, folder, state = written
         (folder / MARKER).unlink()
@@ -328,6 +337,8 @@ class TestDamage:
         ("segments", "sentence"),
         [
             ([["__0_0.distcp", 0, 1 << 40]], "refers to byte"),
+            ([[["__0_0.distcp"], 0, 1]], "refers to a file that its manifest does not list"),
+            ([[{}, 0, 1]], "refers to a file that its manifest does not list"),
             ([["other", 0, 5]], "does not list"),
             ([["__0_0.distcp", -1, 5]], "impossible bytes"),
             ([["__0_0.distcp", 0, 5]], "each of its"),

@@ -102,6 +102,23 @@ def test_killed_at_any_point_the_one_before_is_whole_and_the_rest_is_cleaned_up(
         assert bring_back(url, SnapshotRef(1, 7, manifest["digest"])) == file
 
 
+def test_retention_deletes_nothing_through_a_link(state, tmp_path):
+    """A folder of the job may be a link to an archive: what lies there is somebody's."""
+    file, manifest = state
+    job = tmp_path / "durable" / "job"
+    for step in (3, 4):
+        order = Order(f"{tmp_path}/durable", "job", "r0", 9, keep=1)
+        told = {**manifest, "step": step}
+        result = write(order, told, memoryview(bytearray(file)), Points(""))
+        assert result.complete
+        if step == 3:
+            (first,) = job.iterdir()
+            archived = first.rename(tmp_path / "archived")
+            first.symlink_to(archived)
+    assert any("is a symbolic link to a folder elsewhere" in warning for warning in result.warnings)
+    assert first.is_symlink() and (archived / MARKER).is_file()
+
+
 def test_a_full_disk_is_told_and_leaves_the_one_before_and_nothing_else(state, tmp_path):
     """The limit on the size of a file is met as a full disk is: in the middle of a write."""
     file, manifest = state

@@ -76,6 +76,10 @@ def test_a_relative_durable_folder_is_one_of_the_trainers_working_folder(tmp_pat
 def test_replica_ranges():
     assert parse_replicas("3") == (1, 3)
     assert parse_replicas("2:8") == (2, 8)
+    for text in ("", "0", "8:2", "1:2:3", "two", "9" * 5000, f"1:{'9' * 5000}", "٣", "²"):
+        with pytest.raises(ConfigError, match="FABRIC_REPLICAS") as caught:
+            parse_replicas(text)
+        assert len(str(caught.value)) < 300
 
 
 def test_the_token_is_read_from_its_file(tmp_path):
@@ -99,7 +103,7 @@ def test_peers_dial_what_is_advertised():
 def test_the_launcher_says_how_many_ranks_a_replica_has():
     assert launched_ranks({}) == 1
     assert launched_ranks({"WORLD_SIZE": "4"}) == 4
-    for text in ("0", "two", "-1"):
+    for text in ("0", "two", "-1", "9" * 5000, "٣"):
         with pytest.raises(ConfigError, match="WORLD_SIZE"):
             launched_ranks({"WORLD_SIZE": text})
 

@@ -133,7 +133,12 @@ def _is_file(name: object, entry: object) -> bool:
 
 
 def _segment(entry: object, files: Mapping[str, Any], name: str) -> Segment:
-    if not isinstance(entry, list) or len(entry) != 3 or entry[0] not in files:
+    if (
+        not isinstance(entry, list)
+        or len(entry) != 3
+        or not isinstance(entry[0], str)
+        or entry[0] not in files
+    ):
         raise StateError(f"{name} refers to a file that its manifest does not list")
     file, begin, nbytes = entry
     if not is_count(begin, MAX_FILE_BYTES) or not is_count(nbytes, MAX_FILE_BYTES):

@@ -6,6 +6,7 @@ file and its folder, elsewhere when the service has taken the whole object.
 
 import contextlib
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -85,6 +86,9 @@ class Storage:
     def open(self, name: str) -> Iterator[Any]:
         """A file to read from, with seek and readinto; see also ``read_into``."""
         with telling("opened", self.where(name)):
+            # To open a pipe that nobody writes to would wait for ever.
+            if self._is_local and not stat.S_ISREG(os.stat(self._full(name)).st_mode):  # noqa: PTH116
+                raise StorageError(f"{self.where(name)} is no plain file: delete it")
             file = self._fs.open(self._full(name), "rb")
         try:
             yield file
@@ -138,6 +142,11 @@ class Storage:
         with telling("deleted", self.where(name)), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._full(name))
             self._settle()
+
+    def is_link(self) -> bool:
+        """Whether this folder is a symbolic link to another one. Raises StorageError."""
+        with telling("looked at", self.url):
+            return self._is_local and os.path.islink(self._path)  # noqa: PTH114 - fsspec gives strings
 
     def remove_folder(self) -> None:
         """Delete this folder and all that is in it. Raises StorageError."""

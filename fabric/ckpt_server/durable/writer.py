@@ -137,6 +137,11 @@ def _tidy(job: Storage, order: Order, mine: Attempt, points: Points) -> tuple[st
         points.reach("durable-tidy", mine.step)
         folder = job.at(attempt.folder)
         try:
+            if folder.is_link():
+                warnings.append(
+                    f"{folder.url} is a symbolic link to a folder elsewhere: it is kept, and so is that"
+                )
+                continue
             # Without its marker it counts for nothing, however much of it is left.
             folder.remove(MARKER)
             folder.remove_folder()

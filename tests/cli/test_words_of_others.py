@@ -1,0 +1,148 @@
+"""What others wrote, on a person's terminal: it steers nothing. An answer of another shape is a sentence."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from fabric.ckpt_server.layout import build_preamble
+from fabric.cli import operate
+from fabric.cli.events import events
+from fabric.cli.look import diff, inspect_state
+from fabric.cli.status import status
+from fabric.cli.words import all_printable, printable
+from fabric.errors import ProtocolError
+
+ROOT = Path(__file__).resolve().parents[2]
+# Clears the screen, and writes a line that nobody has said.
+EVIL = "r1\x1b[2J\x1b]0;mine\x07\nall is well\x9b1m\u202e"
+
+
+class Answers:
+    """A server that is no lighthouse, and says what it is told to say."""
+
+    def __init__(self) -> None:
+        self.said: object = None
+        answers = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = json.dumps(answers.said).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                self.do_GET()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture(scope="module")
+def answers() -> Iterator[Answers]:
+    found = Answers()
+    thread = threading.Thread(target=found.server.serve_forever)
+    thread.start()
+    yield found
+    found.server.shutdown()
+    thread.join()
+    found.server.server_close()
+
+
+def steers(text: str) -> bool:
+    """Whether something in it could steer a terminal."""
+    return any(not c.isprintable() for c in text.replace("\n", ""))
+
+
+def test_what_is_not_printable_is_a_question_mark():
+    assert printable(EVIL) == "r1?[2J?]0;mine??all is well?1m?"
+    assert printable("größe 漢字") == "größe 漢字"
+    assert all_printable({"a\x1b": ["b\n", 1, None, {"c": "\x07"}]}) == {"a?": ["b?", 1, None, {"c": "?"}]}
+
+
+def test_jobs_and_reasons_steer_no_terminal(answers):
+    answers.said = [{"job": EVIL, "error": EVIL}]
+    done = CliRunner().invoke(status, ["--lighthouse", answers.url])
+    assert done.exit_code == 0 and "is well" in done.output
+    assert not steers(done.output)
+
+
+def test_a_note_of_the_lighthouse_steers_no_terminal(answers):
+    answers.said = {"min": 2, "max": 4, "note": EVIL}
+    done = CliRunner().invoke(
+        operate.scale, ["--lighthouse", answers.url, "--job", "gpt", "--why", "budget", "--min", "2"]
+    )
+    assert done.exit_code == 0 and not steers(done.output)
+
+
+def test_names_of_tensors_steer_no_terminal(tmp_path):
+    for name, tensor in (("one", EVIL), ("other", "w")):
+        (tmp_path / name).write_bytes(build_preamble([(tensor, "U8", (4,), 4)], "{}") + bytes(4))
+    looked = CliRunner().invoke(inspect_state, [str(tmp_path / "one")])
+    assert looked.exit_code == 0 and "r1?" in looked.output and not steers(looked.output)
+    compared = CliRunner().invoke(diff, [str(tmp_path / "one"), str(tmp_path / "other")])
+    assert compared.exit_code == 1 and "r1?" in compared.output and not steers(compared.output)
+
+
+def test_an_error_steers_no_terminal(tmp_path):
+    """The whole command, for the line is written where it ends."""
+    path = tmp_path / "no\x1b[2Jsuch\x07state"
+    command = [sys.executable, "-m", "fabric.cli.main", "inspect", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "such" in done.stderr
+    assert not steers(done.stderr)
+
+
+SHAPES: list[object] = [
+    None,
+    7,
+    "text",
+    [],
+    {},
+    [1],
+    [[]],
+    {"record": 1},
+    {"job": []},
+    [{"id": {}}],
+    [{}],
+    True,
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (status, []),
+        (status, ["--job", "gpt"]),
+        (events, ["--job", "gpt"]),
+        (operate.drain, ["r1", "--job", "gpt", "--why", "x"]),
+        (operate.scale, ["--job", "gpt", "--why", "x", "--min", "2"]),
+    ],
+    ids=["jobs", "job", "events", "drain", "scale"],
+)
+def test_json_of_another_shape_is_one_sentence(answers, command, arguments, shape):
+    answers.said = shape
+    done = CliRunner().invoke(command, [*arguments, "--lighthouse", answers.url])
+    if done.exit_code:
+        assert isinstance(done.exception, ProtocolError), done.exception
+        assert "cannot be understood" in str(done.exception)
+
+
+@pytest.mark.parametrize("shape", [7, "text", {"id": {}}, [1]], ids=repr)
+def test_an_event_of_another_shape_ends_what_follows(answers, shape):
+    answers.said = shape
+    done = CliRunner().invoke(events, ["--job", "gpt", "--follow", "--lighthouse", answers.url])
+    assert isinstance(done.exception, ProtocolError) and "cannot be understood" in str(done.exception)

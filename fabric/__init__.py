@@ -1,5 +1,7 @@
 """fabric: a checkpoint and recovery fabric for data-parallel PyTorch training."""
 
+import sys as _sys
+import warnings as _warnings
 from importlib import metadata as _metadata
 from pathlib import Path as _Path
 
@@ -25,4 +27,23 @@ def _check_for_clash() -> None:
         )
 
 
+def command_of_another(folder: _Path | None = None) -> str:
+    """Where the command ``fabric`` of this environment is Lightning's, a sentence that says so; else empty.
+
+    Lightning installs a command of that name too, and whichever is installed last has it. ``folder`` is where
+    the environment's commands are.
+    """
+    command = (folder or _Path(_sys.executable).parent) / "fabric"
+    try:
+        with command.open("rb") as file:
+            text = file.read(4096)
+    except OSError:
+        return ""
+    if b"lightning" not in text:
+        return ""
+    return f"the command {command} is Lightning's: use ckpt-fabric or python -m fabric instead of it"
+
+
 _check_for_clash()
+if _clash := command_of_another():
+    _warnings.warn(_clash, UserWarning, stacklevel=2)

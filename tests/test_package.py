@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import fabric
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -51,6 +53,40 @@ def test_the_wheel_runs_the_demo_in_an_empty_folder(unpacked, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "demo-out" / "report.html").exists()
     assert run(unpacked, tmp_path, "demo", "verify", "demo-out").returncode == 0
+
+
+LIGHTNINGS = "#!/usr/bin/python3\nimport sys\nfrom lightning.fabric.cli import _main\nsys.exit(_main())\n"
+OURS = "#!/usr/bin/python3\nimport sys\nfrom fabric.cli.main import main\nsys.exit(main())\n"
+
+
+def test_the_command_has_a_second_name_and_a_module(unpacked, tmp_path):
+    assert {"fabric", "ckpt-fabric"} <= {path.name for path in (unpacked / "bin").iterdir()}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(unpacked), "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "fabric", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith("fabric, version "), done.stderr
+
+
+def test_the_command_of_lightning_is_named(tmp_path):
+    assert fabric.command_of_another(tmp_path) == ""
+    command = tmp_path / "fabric"
+    command.write_text(OURS)
+    assert fabric.command_of_another(tmp_path) == ""
+    command.write_text(LIGHTNINGS)
+    why = f"the command {command} is Lightning's: use ckpt-fabric or python -m fabric instead of it"
+    assert fabric.command_of_another(tmp_path) == why
+
+
+def test_it_is_said_at_import_and_by_the_doctor(tmp_path):
+    """Once per process, as a warning: nothing but the command is another's."""
+    (tmp_path / "fabric").write_text(LIGHTNINGS)
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.executable = {str(tmp_path / 'python')!r}; "
+    look = (
+        "from fabric.cli.doctor import _versions; print([x.what for x in _versions() if x.level == 'warn'])"
+    )
+    done = subprocess.run([sys.executable, "-c", start + look], capture_output=True, text=True, check=True)
+    assert done.stderr.count("is Lightning's: use ckpt-fabric") == 1
+    assert "is Lightning's: use ckpt-fabric" in done.stdout
 
 
 def test_a_clash_with_the_ssh_tool_is_said_at_import(tmp_path):

@@ -19,6 +19,7 @@ from urllib.parse import quote
 import aiohttp
 import click
 
+from fabric import command_of_another
 from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.cli.store_options import store_access, store_access_options
 from fabric.errors import ConfigError, FabricError
@@ -101,6 +102,8 @@ def _versions() -> Iterator[Finding]:
     except PackageNotFoundError:
         yield Finding("bad", "torch is not installed", "pip install torch (2.11 or newer)")
         return
+    if clash := command_of_another():
+        yield Finding("warn", clash, "the last of both that is installed has the name")
     numbers = tuple(int(part) for part in torch.split("+")[0].split(".")[:2] if part.isdecimal())
     if numbers < (2, 11):
         yield Finding("bad", f"torch {torch} is too old", "install torch 2.11 or newer")

@@ -35,6 +35,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("fabric.cli.plan:plan", "Compare failure policies for a cluster, and say what to run."),
     "pull": ("fabric.cli.pull:pull", "Fetch a snapshot into a file, verified."),
     "resume": ("fabric.cli.operate:resume", "Admit newcomers again."),
+    "retry": ("fabric.cli.operate:retry", "Let a job that has failed begin again."),
     "run": ("fabric.cli.run:run", "Run a training script, polite to those that train already."),
     "scale": ("fabric.cli.operate:scale", "Set how many members a job needs and may have."),
     "status": ("fabric.cli.status:status", "Show the jobs of a lighthouse, or one of them."),

@@ -98,3 +98,8 @@ admit = _order(
     "holds nothing against {about} any more",
     click.argument("about", metavar="REPLICA|HOST"),
 )
+retry = _order(
+    "retry",
+    "Let a job that has failed begin again, from what memory holds; start its replicas after that.",
+    "may begin again",
+)

@@ -3,11 +3,17 @@
 import importlib
 import runpy
 import sys
+import threading
 from pathlib import Path
 
 import click
 
+from fabric.errors import FabricError
+from fabric.runtime.config import settings
 from fabric.runtime.priority import politely
+
+# So long a start waits for what a lighthouse says of the job.
+_LOOK_S = 2.0
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -30,6 +36,10 @@ def names_a_program(words: list[str]) -> bool:
 def run_program(words: list[str]) -> None:
     """Run the script ``words[0]``, or the module after ``-m``, with the other words as its arguments; raises
     whatever it raises."""
+    failed = why_refused()
+    if failed:
+        sys.stderr.write(f"fabric: {failed}\n")
+        raise SystemExit(1)
     # Numpy's threads are made when it is imported, and keep the priority that their maker had.
     importlib.import_module("numpy")
     politely(_import)
@@ -41,6 +51,38 @@ def run_program(words: list[str]) -> None:
     sys.argv[:] = words
     sys.path[0] = str(Path(words[0]).resolve().parent)
     runpy.run_path(words[0], run_name="__main__")
+
+
+def why_refused() -> str:
+    """The sentence for a job that has failed, whose new processes would be refused, or empty.
+
+    Launchers restart what ends with exit code 1. Importing torch for that would cost seconds every time.
+    Where no lighthouse tells in time, ``attach`` finds out.
+    """
+    said: list[str] = []
+    looking = threading.Thread(target=lambda: said.append(_ask()), name="fabric-look", daemon=True)
+    looking.start()
+    looking.join(_LOOK_S)
+    return said[0] if said else ""
+
+
+def _ask() -> str:
+    try:
+        found = settings()
+        if found.disable:
+            return ""
+        # Here, for it imports what a script without services needs not.
+        lighthouses = importlib.import_module("fabric.runtime.lighthouses")
+        job = lighthouses.Lighthouses(found.lighthouse, found.job, found.token.decode(), found.tls)
+        why = job.ask(job.path()).get("failed", "")
+    except (FabricError, AttributeError):
+        return ""  # settings that cannot be, or a job that nobody knows: attach says it
+    if not why:
+        return ""
+    return (
+        f"{found.replica}: job {found.job} has failed: {why}; when that is mended say "
+        f"`fabric retry --job {found.job} --why ...` and start the replicas again"
+    )
 
 
 def _import() -> None:

@@ -2,7 +2,7 @@
 
 What cannot be is refused, and changes nothing: the core says why (``objection``). Drain and evict are
 answered with 202 when the leader has taken them up. Pause, resume, scale and admit are orders that hold until
-somebody says otherwise: they are answered when the store has them.
+somebody says otherwise: they are answered when the store has them. Retry holds while this lighthouse leads.
 """
 
 import json
@@ -27,7 +27,7 @@ def add_commands(app: web.Application, jobs: Callable[[], Jobs]) -> None:
     """``POST /v1/jobs/{job}/drain`` and the others."""
     for action in ("drain", "evict"):
         app.router.add_post(f"/v1/jobs/{{job}}/{action}", _about_replica(action, jobs))
-    for action in ("pause", "resume", "scale", "admit"):
+    for action in ("pause", "resume", "scale", "admit", "retry"):
         app.router.add_post(f"/v1/jobs/{{job}}/{action}", _order(action, jobs))
 
 
@@ -104,6 +104,8 @@ def _check(job: Job, asked: io.Operator) -> None:
 def _note(job: Job, action: str) -> str:
     """What somebody who says this may not expect of the job as it is, in a sentence, or empty."""
     core, record = job.core, job.core.record
+    if action == "retry":
+        return "It begins again when its replicas are started."
     if record is not None and record.failed:
         return "The job has failed: this holds when it is started again."
     if action == "scale" and record is not None and len(record.roster) < core.least:

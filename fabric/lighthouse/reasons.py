@@ -76,8 +76,10 @@ def waiting_for(core: Leader, now: float) -> str:
         return _waiting_to_start(core, now)
     if record.complete:
         return f"nothing: the job is complete at step {record.base.step}"
+    if record.failed and core.retried:
+        return f"replicas to begin the failed job again: {_waiting_to_start(core, now)}"
     if record.failed:
-        return f"a person, to mend what failed and start the replicas again: {record.failed}"
+        return f"a person, to mend what failed and say `fabric retry`: {record.failed}"
     return _waiting_in_epoch(core, record, now)
 
 

@@ -25,6 +25,7 @@ def job_line(job: Job) -> dict[str, Any]:
         "sessions": len(job.sessions),
         "complete": bool(record and record.complete),
         "paused": record.orders.paused if record else "",
+        "failed": job.core.refused_for,
         "waiting_for": waiting_for(job.core, job.now),
     }
 

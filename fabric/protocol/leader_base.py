@@ -158,8 +158,8 @@ class LeaderBase:
         self.empty = (0, -1)  # the generation and number of the newest step of weight 0 that was told of
         self.failure = ""  # why the job must stop, until the record says it
         self.losses: dict[str, str] = {}  # replica that was left out -> the cause; until it is back
-        self.told: dict[str, int] = {}  # replica -> the incarnation that heard of the failure
-        self.retried = False  # a process came after its replica had heard
+        self.told: dict[str, int] = {}  # replica -> the newest incarnation that heard of the failure
+        self.retried = False  # an operator wants the failed job to begin again
         self.excused: set[tuple[str, Death]] = set()
         self.unusable: dict[SnapshotRef, str] = {}  # what a generation could not begin from, and why
         # The newest step of this generation that was heard of; None: a leader before me may know of more.

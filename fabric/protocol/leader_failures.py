@@ -2,14 +2,15 @@
 what outlives that.
 
 A failed job says why in its record, so that it is told to every process that comes, whichever lighthouse
-leads: those that run, and those that a launcher starts again. Each replica is told once. A process that is
-started after its replica was told is somebody's wish to go on, and the job begins again from what memory
-still holds.
+leads: those that run, and those that a launcher starts again, however often it does. Launchers restart what
+ends with exit code 1, and the same mistake comes again. So the job begins again, from what memory still
+holds, by an operator's word alone.
 """
 
 from dataclasses import replace
 
 from fabric.model import Ended, Record
+from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol import poison
 from fabric.protocol.leader_base import MAX_REASON_CHARACTERS
@@ -19,6 +20,12 @@ from fabric.protocol.liveness import Peer
 
 class Failures(Admission):
     """A leader that knows when a job is over."""
+
+    def on_operator(self, event: io.Operator) -> None:
+        if event.action == "retry":
+            self._retry(event)
+        else:
+            super().on_operator(event)
 
     # --- complete --------------------------------------------------------------------------------------
 
@@ -110,18 +117,31 @@ class Failures(Admission):
         self._write(replace(record, failed=failed, reason=reason, cause=self._pending(), poison=known))
         return True
 
+    @property
+    def refused_for(self) -> str:
+        """Why every new process of a failed job is refused, or empty."""
+        return self.record.failed if self.record is not None and not self.retried else ""
+
     def _refused_as_failed(self, session: m.Session) -> m.Rejected | None:
         """Every replica of a failed job is told so once."""
         record = self.record
         if record is None or not record.failed:
             return None
-        told = self.told.setdefault(session.replica, session.incarnation)
-        if session.incarnation <= told:
-            return m.Rejected(record.failed, poison=record.poison)
-        if not self.retried:
+        name, incarnation = session.replica, session.incarnation
+        is_new = incarnation > self.told.get(name, 0) and not record.lists(name, incarnation)
+        if self.retried and is_new:
+            return None
+        self.told[name] = max(incarnation, self.told.get(name, 0))
+        command = f"`fabric retry --job {self.job} --why ...`"
+        why = f"{record.failed}; when that is mended say {command} and start the replicas again"
+        return m.Rejected(why, poison=record.poison)
+
+    def _retry(self, event: io.Operator) -> None:
+        """From now on new processes are let in, and begin the job again when enough of them are there."""
+        if self.record is not None and self.record.failed and not self.retried:
             self.retried = True
-            self._tell("started again", session.replica, f"after the job had failed: {record.failed}")
-        return None
+            why = f"by {event.who}: {event.why}; it had failed: {self.record.failed}"
+            self._tell("retried", "", why[:MAX_REASON_CHARACTERS])
 
     def _excuse(self) -> None:
         """Somebody has looked at it and starts again: what killed before counts no more."""

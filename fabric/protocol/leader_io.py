@@ -76,9 +76,9 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """``action`` is drain or evict (about ``replica``), admit (about a replica or a host), pause, resume or
-    scale; recorded with who and why. ``min_replicas``, ``max_replicas``: what scale sets (None: as it is, 0:
-    as the sessions ask)."""
+    """``action`` is drain or evict (about ``replica``), admit (about a replica or a host), pause, resume,
+    scale or retry (a job that has failed); recorded with who and why. ``min_replicas``, ``max_replicas``:
+    what scale sets (None: as it is, 0: as the sessions ask)."""
 
     action: str
     replica: str

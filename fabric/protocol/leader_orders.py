@@ -76,6 +76,8 @@ class Admission(LeaderBase):
             return (
                 f"job {self.job} is complete at step {record.base.step}: nobody joins or leaves it any more"
             )
+        if asked.action == "retry" and not record.failed:
+            return f"job {self.job} has not failed: there is nothing to begin again"
         if asked.action not in ("drain", "evict"):
             return ""
         if record.failed:

@@ -1,6 +1,10 @@
 """Policies, streams, poison, averaged buffers, the sampler: real trainers that are killed and come back."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 from job import Job
@@ -131,6 +135,21 @@ def test_two_unrelated_deaths_are_no_poison(zygote, tmp_path):
         assert (summary.samples_skipped, summary.samples_repeated) == (0, 0)
 
 
+def assert_fabric_run_imports_no_torch(job: Job) -> None:
+    """The script would write a file, and every import of torch fails."""
+    (job.folder / "torch.py").write_text("raise SystemError('torch was imported')")
+    script = job.folder / "train.py"
+    script.write_text("import pathlib; pathlib.Path(__file__).with_name('ran').touch()")
+    environ = {**os.environ, **job.trainer_environment("r0"), "PYTHONPATH": str(job.folder)}
+    command = [sys.executable, "-m", "fabric", "run", str(script)]
+    done = subprocess.run(command, env=environ, timeout=60, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.match(
+        r"fabric: r0: job test has failed: r\d failed at step 2: .*say `fabric retry", done.stderr
+    )
+    assert len(done.stderr.splitlines()) == 1 and not (job.folder / "ran").exists()
+
+
 def test_an_exception_at_a_sample_fails_the_job_and_is_not_retried(zygote, tmp_path):
     index = poison_of(2, 5)
     with Job(zygote, tmp_path, environment=environment(**SHORT, DATA_BAD=index)) as job:
@@ -146,7 +165,18 @@ def test_an_exception_at_a_sample_fails_the_job_and_is_not_retried(zygote, tmp_p
                 f"fabric: {replica}: {raised[0]} failed at step 2: "
             )
             assert f"ValueError: this sample cannot be decoded (at micro-batch 5, samples {index}" in lines[0]
-        # Who starts them again after that wants to go on: the sample is mended now.
+        # A launcher that starts one again is told so, however often; `fabric run` needs no torch for that.
+        for _ in range(2):
+            job.start("r1", DATA_BAD="")
+            job.wait_for(lambda: job.ended("r1") is not None, "the end of r1")
+            assert job.ended("r1") == 1, job.logs()
+        why = "; when that is mended say `fabric retry --job test --why ...` and start the replicas again"
+        assert job.said("r1").count(why) == 2
+        assert_fabric_run_imports_no_torch(job)
+        # Somebody says that the sample is mended now, and starts them again.
+        retry = [sys.executable, "-m", "fabric", "retry", "--why", "the sample is mended"]
+        environ = {**os.environ, **job.trainer_environment("r0")}
+        subprocess.run(retry, env=environ, check=True, timeout=60, capture_output=True)
         job.codes.clear()
         for replica in list(job.pids):
             job.start(replica, DATA_BAD="")

@@ -192,7 +192,8 @@ def test_when_nothing_can_be_loaded_the_job_fails_rather_than_begin_from_scratch
         fall(lighthouse, name)
         lighthouse.wait(0.1)
     assert "no state is left that could be loaded: step 60" in lighthouse.record.failed
-    # Storage was mended, and somebody starts the replicas again: they try it once more.
+    # Storage was mended, and somebody says so and starts the replicas again: they try it once more.
+    lighthouse.do(io.Operator("retry", "", "ann", "the storage is mended"))
     for name in ("a", "b"):
         lighthouse.open(name, incarnation=3, predecessors=(2, 1), durable=(NEW,))
         lighthouse.pulse(name, incarnation=3)

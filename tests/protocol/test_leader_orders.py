@@ -440,6 +440,57 @@ def test_nobody_leaves_a_job_that_has_failed():
     assert all("has failed, and has no members" in why for why in objections(lighthouse, "a"))
 
 
+def failed_job():
+    lighthouse = started()
+    lighthouse.say("a", m.Failed(lighthouse.record.fence, 5, "ValueError: x"))
+    for name in "ab":
+        lighthouse.pulse(name, "gone")
+        lighthouse.lose(name)
+    return lighthouse
+
+
+def refusals(lighthouse):
+    sent = [e.message for e in lighthouse.effects if isinstance(e, io.SendMember)]
+    return [x.reason for x in sent if isinstance(x, m.Rejected)]
+
+
+def test_every_new_process_of_a_failed_job_is_told_so_however_often_it_is_started():
+    """A launcher that restarts what ends with exit code 1 would make the same mistake again and again."""
+    lighthouse = failed_job()
+    for incarnation in (2, 3, 4):
+        for name in "ab":
+            lighthouse.open(name, incarnation=incarnation, predecessors=tuple(range(1, incarnation)))
+            (why,) = refusals(lighthouse)
+            assert why.startswith("a failed at step 5: ValueError: x; when that is mended say `fabric retry")
+    lighthouse.wait(30.0)
+    assert lighthouse.record.failed and lighthouse.record.epoch == 1
+
+
+def test_a_failed_job_begins_again_by_an_operators_word():
+    lighthouse = failed_job()
+    order(lighthouse, "retry", why="the sample is mended")
+    assert [t.why for t in lighthouse.told("retried")] == [
+        "by ann: the sample is mended; it had failed: a failed at step 5: ValueError: x"
+    ]
+    lighthouse.open("a", incarnation=1)
+    assert refusals(lighthouse), "a process that has seen the failure is none of the new ones"
+    for name in "ab":
+        lighthouse.open(name, incarnation=2, predecessors=(1,))
+        assert not refusals(lighthouse)
+        lighthouse.pulse(name, incarnation=2)
+    assert not lighthouse.record.failed and lighthouse.record.names == ("a", "b")
+    assert lighthouse.record.generation == 2
+
+
+def test_only_a_job_that_has_failed_is_retried():
+    lighthouse = started()
+    (why,) = objections(lighthouse, "", "retry")
+    assert why == "job job has not failed: there is nothing to begin again"
+    order(lighthouse, "retry")
+    lighthouse.say("a", m.Failed(lighthouse.record.fence, 5, "ValueError: x"))
+    assert lighthouse.record.failed and not lighthouse.core.retried
+
+
 def test_what_is_said_of_a_dead_replica_outside_tells_what_is_so():
     lighthouse = started("a b c")
     lighthouse.pulse("c", "gone")

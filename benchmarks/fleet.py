@@ -32,6 +32,9 @@ def free_port() -> int:
 class Fleet:
     """Trainers ``r0`` to ``r{n-1}`` of one job; ``environment`` is added to everybody's."""
 
+    bind = "127.0.0.1"  # where the lighthouse listens
+    failures = 0  # here replicas are killed again and again on purpose: none is kept out for it
+
     def __init__(self, script: str, replicas: int, environment: dict[str, str] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="fabric-benchmark-"))
         self._script = script
@@ -54,19 +57,10 @@ class Fleet:
         token.write_text("benchmark\n")
         token.chmod(0o600)
         ready = self.folder / "lighthouse.json"
-        command = [
-            sys.executable,
-            "-m",
-            "fabric.cli.main",
-            "lighthouse",
-            "--bind",
-            "127.0.0.1",
-            "--port",
-            "0",
-        ]
+        command = [*self.inside(""), sys.executable, "-m", "fabric.cli.main", "lighthouse"]
+        command += ["--bind", self.bind, "--port", "0"]
         command += ["--store", f"sqlite:///{self.folder}/lighthouse.db", "--token-file", str(token)]
-        # Here replicas are killed again and again on purpose: none is kept out for it.
-        command += ["--ready-file", str(ready), "--failures", "0"]
+        command += ["--ready-file", str(ready), "--failures", str(self.failures)]
         with (self.folder / "lighthouse.log").open("wb") as log:
             self._lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + START_S
@@ -75,6 +69,10 @@ class Fleet:
                 self.fail("the lighthouse did not start")
             time.sleep(0.02)
         self._url = json.loads(ready.read_text())["url"]
+
+    def inside(self, replica: str) -> list[str]:
+        """What the command line of this replica begins with, or with an empty name the lighthouse's."""
+        return []
 
     def start(self, replica: str, **more: str) -> "subprocess.Popen[bytes]":
         """Start (or restart) one trainer: this script with ``--member``, its output in ``{replica}.log``."""
@@ -92,7 +90,8 @@ class Fleet:
             **more,
         }
         with (self.folder / f"{replica}.log").open("ab") as log:
-            command = [sys.executable, "-m", "fabric.cli.main", "run", self._script, "--member"]
+            command = [*self.inside(replica), sys.executable, "-m", "fabric.cli.main", "run"]
+            command += [self._script, "--member"]
             self.trainers[replica] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return self.trainers[replica]
 

@@ -34,6 +34,10 @@ class Unreachable(FabricError):
     """Nobody answers at an address, or went silent before the link was made."""
 
 
+class Unconnected(Unreachable):
+    """Not even a connection came about: nothing gets through to that host, or nobody listens there."""
+
+
 class RoundAborted(FabricError):
     """An exchange ended without a result; the local gradient is untouched and the round is redone.
 

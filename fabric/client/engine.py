@@ -115,6 +115,7 @@ class Engine:
             io.SendPeer: self._send_peer,
             io.SendLeader: lambda e: parts.leader.send(e.message),
             io.LinkUp: self._link_up,
+            io.Probe: lambda e: parts.peers.probe(e.members),
             io.Switch: self._switch,
             io.StartExchange: self._start_exchange,
             io.AbortExchange: self._abort_exchange,

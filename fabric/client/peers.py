@@ -8,11 +8,13 @@ until it is superseded, and reported as failed after ``link_s`` so that the lead
 
 import asyncio
 import contextlib
+import math
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from fabric.errors import FabricError, ProtocolError
+from fabric.errors import FabricError, ProtocolError, Unconnected
 from fabric.ftar.plane import DataPlane, Ring
 from fabric.model import Member, Record
 from fabric.protocol import member_io as io
@@ -21,10 +23,12 @@ from fabric.protocol.messages import Bar, Contribution, Finished, PeerMessage
 from fabric.runtime.web import parse_ports
 from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
-from fabric.transport.tcp import Identity, Listener, dial
+from fabric.transport.tcp import CONNECT_S, Identity, Listener, dial
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 _DIAL_S = 3.0
+# Connections that do not come about fail at about the same time: they are told of together.
+_TOGETHER_S = 0.1
 # A member may receive one message per peer before its own main thread is ready: some megabytes at most.
 Key = tuple[str, int]
 
@@ -38,6 +42,7 @@ class _Linking:
     previous_socket: socket.socket | None = None
     task: "asyncio.Task[None] | None" = None
     done: bool = False
+    unreachable: dict[str, str] = field(default_factory=dict)  # to whom no connection came about, and why
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -151,22 +156,33 @@ class Peers:
             # I leave when this epoch begins: nothing of it is mine to link, and the others wait for my word.
             self._feed(io.Linked(record.epoch))
             return
+        loop = asyncio.get_running_loop()
+        dials = [loop.create_task(self._dial_control(linking, x)) for x in self._to_dial(record)]
+        dials.append(loop.create_task(self._dial_next(linking)))
         try:
             async with asyncio.timeout(self._link_s):
-                dials = [self._dial_control(record, x) for x in self._to_dial(record)]
-                await asyncio.gather(*dials, self._dial_next(linking))
+                await asyncio.gather(*dials)
                 while self._missing(linking):
                     linking.changed.clear()
                     await linking.changed.wait()
         except (TimeoutError, FabricError) as error:
-            missing = self._missing(linking)
-            about = missing[0] if missing else ""
-            why = str(error) or f"no link to {', '.join(missing)} within {self._link_s:g} s"
-            linking.task = None
-            self._feed(io.LinkFailed(record.epoch, about, why))
+            if isinstance(error, Unconnected):
+                await asyncio.sleep(_TOGETHER_S)
+            for task in dials:
+                task.cancel()
+            self._fail(linking, str(error))
             return
         self._install(linking)
         self._feed(io.Linked(record.epoch))
+
+    def _fail(self, linking: _Linking, why: str) -> None:
+        away = linking.unreachable
+        missing = [*away, *(name for name in self._missing(linking) if name not in away)]
+        why = next(iter(away.values()), "") or why
+        why = why or f"no link to {', '.join(missing)} within {self._link_s:g} s"
+        linking.task, linking.unreachable = None, {}
+        about = missing[0] if missing else ""
+        self._feed(io.LinkFailed(linking.record.epoch, about, why, tuple(away)))
 
     def _install(self, linking: _Linking) -> None:
         if linking.done:
@@ -192,22 +208,39 @@ class Peers:
         missing = [] if self._identity.rank else [key[0] for key in others if key not in self._links]
         if others and not linking.done:
             previous = self._previous(record)
+            following = record.roster[(record.names.index(self._me[0]) + 1) % len(record.roster)].replica
             if (record.epoch, previous) not in self._ring_arrivals and previous[0] not in missing:
                 missing.append(previous[0])
+            if linking.next_socket is None and following not in missing:
+                missing.append(following)
         return missing
 
     def _previous(self, record: Record) -> Key:
         member = record.roster[record.names.index(self._me[0]) - 1]
         return member.replica, member.incarnation
 
-    async def _dial_control(self, record: Record, member: Member) -> None:
+    async def _dial_control(self, linking: _Linking, member: Member) -> None:
         key = (member.replica, member.incarnation)
         task = self._dials.get(key)
         if task is None:
-            task = self._dials[key] = asyncio.create_task(self._link_control(record, member))
-            task.add_done_callback(lambda _: self._dials.pop(key, None))
+            task = self._dials[key] = asyncio.create_task(self._link_control(linking.record, member))
+            task.add_done_callback(lambda done: self._dialled(key, done))
         # Shielded: another epoch may still want the link when this one is superseded.
-        await asyncio.shield(task)
+        with self._noted(linking, member):
+            await asyncio.shield(task)
+
+    def _dialled(self, key: Key, task: "asyncio.Task[None]") -> None:
+        self._dials.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # whoever waited for it has it; nobody may have
+
+    @contextlib.contextmanager
+    def _noted(self, linking: _Linking, member: Member) -> Iterator[None]:
+        try:
+            yield
+        except Unconnected as error:
+            linking.unreachable[member.replica] = str(error)
+            raise
 
     async def _link_control(self, record: Record, member: Member) -> None:
         key = (member.replica, member.incarnation)
@@ -223,31 +256,66 @@ class Peers:
         if len(record.roster) < 2 or linking.next_socket is not None:
             return
         member = record.roster[(record.names.index(self._me[0]) + 1) % len(record.roster)]
-        linking.next_socket = await self._dial(record, member, "data", lambda: False)
+        with self._noted(linking, member):
+            linking.next_socket = await self._dial(record, member, "data", lambda: False)
 
     async def _dial(
         self, record: Record, member: Member, kind: str, is_up: Callable[[], bool]
     ) -> socket.socket | None:
-        """Dial until it works or ``is_up``; the caller's timeout bounds it."""
-        greeting = Greeting(
-            job=self._identity.job,
-            store_id=record.store_id,
-            replica=self._me[0],
-            incarnation=self._me[1],
-            kind="data" if kind == "data" else "control",
-            epoch=record.epoch,
-            to=member.replica,
-            rank=self._identity.rank,
-        )
-        tries = 0
+        """Dial until it works or ``is_up``; the caller's timeout bounds it. Raises Unconnected where no
+        connection comes about for CONNECT_S."""
+        greeting = self._greeting(record.store_id, member, kind, record.epoch)
+        tries, since = 0, time.monotonic()
         while not is_up():
             try:
                 return await dial(member.link, greeting, self._token, _DIAL_S, self._plane.shares_memory)
+            except Unconnected:
+                if time.monotonic() - since >= CONNECT_S:
+                    raise
+                await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+                tries += 1
             except FabricError:
                 # The peer may not have heard of the epoch, or its place may just be taken over.
+                since = math.inf
                 await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
                 tries += 1
         return None
+
+    def _greeting(self, store_id: str, member: Member, kind: str, epoch: int = 0) -> Greeting:
+        return Greeting(
+            job=self._identity.job,
+            store_id=store_id,
+            replica=self._me[0],
+            incarnation=self._me[1],
+            kind=kind,
+            epoch=epoch,
+            to=member.replica,
+            rank=self._identity.rank,
+        )
+
+    # --- from outside the roster ------------------------------------------------------------------
+
+    def probe(self, members: tuple[Member, ...]) -> None:
+        """Find out which of them can be reached from here; feeds Probed."""
+        task = asyncio.get_running_loop().create_task(self._probe(members))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _probe(self, members: tuple[Member, ...]) -> None:
+        reached = await asyncio.gather(*(self._reaches(x) for x in members if x.replica != self._me[0]))
+        self._feed(io.Probed(tuple(name for name, is_there in reached if not is_there)))
+
+    async def _reaches(self, member: Member) -> tuple[str, bool]:
+        """Any answer will do, a refusal too: what is wanted is a way there and back."""
+        greeting = self._greeting(self._identity.store_id, member, "probe")
+        try:
+            sock = await dial(member.link, greeting, self._token, _DIAL_S, self._plane.shares_memory)
+        except Unconnected:
+            return member.replica, False
+        except FabricError:
+            return member.replica, True
+        sock.close()
+        return member.replica, True
 
     # --- links as they come -----------------------------------------------------------------------
 
@@ -258,6 +326,9 @@ class Peers:
             return
         if greeting.kind == "control":
             self._adopt(key, sock)
+            return
+        if greeting.kind == "probe":
+            sock.close()  # it has found out what it wanted to know
             return
         stale = self._ring_arrivals.pop((greeting.epoch, key), None)
         if stale is not None:
@@ -289,7 +360,7 @@ class Peers:
         def on_closed(reason: str) -> None:
             if self._links.get(key) is link:
                 del self._links[key]
-                self._feed(io.LinkLost(key[0], key[1], reason))
+                self._feed(io.LinkLost(key[0], key[1], reason, link.silent))
 
         await link.run(on_message, on_closed)
 

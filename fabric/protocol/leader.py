@@ -11,15 +11,15 @@ from collections.abc import Callable, Sized
 from dataclasses import replace
 from typing import Any
 
-from fabric.model import Member, Record
+from fabric.model import Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol import refusal
 from fabric.protocol.decide import Evict, Undecidable, decide
 from fabric.protocol.leader_base import DEAF_S, EpochState, LeaderConfig
-from fabric.protocol.leader_joins import Joins
+from fabric.protocol.leader_reforms import Reforming
 from fabric.protocol.liveness import Peer
-from fabric.protocol.waits import Reforms, complaint, ring_order, unexcused
+from fabric.protocol.waits import Reforms
 
 __all__ = ["Leader", "LeaderConfig"]
 
@@ -31,7 +31,7 @@ ROUTINE_S = 0.25
 _FREQUENT = (io.FromMember, io.PulseSeen, io.SessionOpened, io.SessionClosed, io.PulseClosed, io.Crowded)
 
 
-class Leader(Joins):
+class Leader(Reforming):
     """See the module. ``entropy`` makes nonces; nothing else here is random."""
 
     # --- the contract ----------------------------------------------------------------------------------
@@ -292,20 +292,6 @@ class Leader(Joins):
             self.epoch.running.setdefault(peer.session.replica, message.step)
             self._note_loaded(message.fence.generation)
 
-    def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
-        """An abort in any epoch since the last forced one ends only with the next forced one: a planned epoch
-        helps nobody who waits in the one before it. A leaving member's abort holds the others up too."""
-        name = peer.session.replica
-        if message.waiting_for or message.stalled:
-            # It was in the round that ends: if the others wait for it in the next one, that counts from then.
-            self.lateness.came(name)
-        if name in self.epoch.aborted or not self._is_recent(message.fence):
-            return
-        if not self.epoch.aborted:
-            self.epoch.aborted_at = self._now
-        self.epoch.aborted[name] = message
-        self._tell("aborted", name, message.why, self._pending())
-
     def on_report(self, peer: Peer, message: m.Report) -> None:
         if not self._is_mine(message.fence) or not self._in_force(peer):
             return
@@ -346,50 +332,6 @@ class Leader(Joins):
             if not self.liveness.verdict(member, self._now):
                 del self.epoch.condemned[member.replica]
                 self._tell("heard again", member.replica, "it goes on, for nobody could take over")
-
-    def _reform(self, record: Record) -> bool:
-        """Rule 3: every abort leads to a new epoch, in a ring order that leaves out the links complained of.
-        Evicted is who stalled the exchange twice without an excuse, and whom most others cannot reach."""
-        epoch = self.epoch
-        if not epoch.aborted or self._now < self.reform_due:
-            return False
-        self._blame(record)
-        worst, why = self._worst(record)
-        if worst and self._is_spared_by(worst):
-            self._condemn(worst, why)
-            self.reforms = Reforms()
-            return True
-        why = "; ".join(f"{name}: {a.why}" for name, a in sorted(epoch.aborted.items()))
-        self._write_epoch(record, self._reordered(record), forced=True, why=f"formed again ({why})")
-        return True
-
-    def _blame(self, record: Record) -> None:
-        reforms, aborted = self.reforms, self.epoch.aborted
-        reforms.tries += 1
-        reforms.blame.update(a.about for a in aborted.values() if self._lists(a.about))
-        for name, message in aborted.items():
-            link = complaint(record.names, message.about, by=name)
-            if link is not None:
-                reforms.links[link] += 1
-        if any(a.stalled for a in aborted.values()):
-            waiting = {name: a.waiting_for for name, a in aborted.items()}
-            reforms.stuck.update(unexcused(waiting, record.names))
-
-    def _worst(self, record: Record) -> tuple[str, str]:
-        """Whom to leave out, and why; two empty strings where the links or nobody is to blame."""
-        reforms = self.reforms
-        stuck = [name for name, times in reforms.stuck.items() if times > 1 and self._lists(name)]
-        if len(stuck) == 1:
-            return stuck[0], f"all others waited for it in {reforms.stuck[stuck[0]]} rounds, it for nobody"
-        if reforms.tries <= 3 or not reforms.blame:
-            return "", ""
-        most = max(reforms.blame.values())
-        worst = [x.replica for x in record.roster if reforms.blame[x.replica] == most]
-        return (worst[-1], f"peers could not reach it {most} times") if worst else ("", "")
-
-    def _reordered(self, record: Record) -> tuple[Member, ...]:
-        by_name = {x.replica: x for x in record.roster}
-        return tuple(by_name[name] for name in ring_order(record.names, self.reforms.links))
 
     def _expire_mute(self, record: Record) -> None:
         """Who lives and does not answer a forced epoch has as long as its user code, which may hold the

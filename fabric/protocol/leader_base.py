@@ -24,6 +24,7 @@ from fabric.protocol import changes, poison
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.assignment import seated
+from fabric.protocol.link_graph import Healing
 from fabric.protocol.liveness import Liveness, LivenessConfig, Peer
 from fabric.protocol.waits import Lateness, Reforms
 
@@ -46,13 +47,15 @@ MAX_REASON_CHARACTERS = 1000
 @dataclass(frozen=True, slots=True)
 class LeaderConfig:
     """Seconds. ``coalesce_s``: deaths noticed within it share one epoch. ``reform_s``: how long after an
-    abort a death may still show itself before the same members form again; doubled per try."""
+    abort a death may still show itself before the same members form again; doubled per try. ``complaints_s``:
+    how long after the first word of a missing link the others are waited for, as a cut mostly has many."""
 
     policy: Policy = field(default_factory=Policy)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     coalesce_s: float = 0.01
     reform_s: float = 0.1
     reform_limit_s: float = 5.0
+    complaints_s: float = 0.3
     autonomy_s: float = 1800.0
     autonomy_margin_s: float = 60.0
     failures: int = 3  # so many within ``failures_s`` keep a replica or a host out (0: never)
@@ -72,6 +75,9 @@ class EpochState:
     running: dict[str, int] = field(default_factory=dict)  # replica -> a round of it that it entered
     aborted: dict[str, m.Aborted] = field(default_factory=dict)
     aborted_at: float = 0.0
+    unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by whom, whom
+    complained_at: float = 0.0  # when somebody first said so, or the leader last waited for more
+    cut_off: set[str] = field(default_factory=set)  # condemned for a missing link
     condemned: dict[str, str] = field(default_factory=dict)
     decided_at: float = 0.0
     blameless: set[str] = field(default_factory=set)  # condemned by somebody's wish, which is no failure
@@ -150,6 +156,7 @@ class LeaderBase:
         self.reforms = Reforms()
         self.lateness = Lateness()
         self.setbacks: dict[tuple[str, int], Setback] = {}
+        self.healing = Healing()
         # (replica, incarnation) that was evicted for its user code -> the step that it stood at. Until it has
         # come back from there it would only be waited for again.
         self.absent: dict[tuple[str, int], int] = {}
@@ -283,6 +290,9 @@ class LeaderBase:
                 continue
             self.losses[member.replica] = record.cause
             key = (member.replica, member.incarnation)
+            if member.replica in self.epoch.cut_off:
+                self.healing.left_out(key, self._now)
+                continue
             times = self.setbacks.get(key, Setback()).times + 1
             wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
             if member.replica in self.epoch.too_slow:
@@ -395,6 +405,8 @@ class LeaderBase:
     @property
     def reform_due(self) -> float:
         """When the same members form again after an abort, unless a death shows itself before."""
+        if self.epoch.unreachable:
+            return self.epoch.complained_at + self.config.complaints_s
         delay_s = min(self.config.reform_s * 2**self.reforms.tries, self.config.reform_limit_s)
         return self.epoch.aborted_at + float(delay_s)
 

@@ -25,7 +25,8 @@ class Joins(Failures):
             return
         name = peer.session.replica
         old = self.serving.get(name, Serving())
-        serving = self.serving[name] = Serving(tries=old.tries if message.lost else 0)
+        cut = self.record is not None and bool(self._out_of_reach(self.record, peer))
+        serving = self.serving[name] = Serving(tries=old.tries if message.lost and not cut else 0)
         self._tell("needs state", name, message.why)
         if not peer.session.replay:
             serving.fallback = "its settings turn replay off"
@@ -56,6 +57,8 @@ class Joins(Failures):
                 self._end_serving(joiner)
             elif inside or serving.fallback or self._is_penalised(record, peer):
                 continue
+            elif self._out_of_reach(record, peer):
+                continue  # what the members would keep for it does not get to it
             elif serving.told:
                 self._watch_gap(record, peer, serving)
             else:

@@ -118,6 +118,7 @@ class Admission(LeaderBase):
             self.failures = tuple(x for x in self.failures if event.replica not in (x.replica, x.host))
             for key in [k for k in self.setbacks if k[0] == event.replica]:
                 del self.setbacks[key]
+            self.healing.forget(event.replica)
         self.orders = orders
 
     def _scaled(self, event: io.Operator, said: str) -> Orders:
@@ -255,6 +256,9 @@ class Admission(LeaderBase):
         # A penalty that would keep the whole job standing is none.
         if penalty is not None and len(record.roster) >= self.least:
             return penalty.sentence
+        cut = self._cut_off(record, peer)
+        if cut:
+            return cut
         enough = self.full if peer.session.spare else self.most
         if len(record.roster) >= enough:
             return (
@@ -262,6 +266,27 @@ class Admission(LeaderBase):
                 "that dies"
             )
         return ""
+
+    def _cut_off(self, record: Record, peer: Peer) -> str:
+        """Why this newcomer would only be left out again for its links, in a sentence, or empty. A job that
+        is short of members does not wait for links to prove themselves."""
+        missing = self._out_of_reach(record, peer)
+        if missing:
+            names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+            return f"it cannot reach {names}: it is let in when it reaches every member"
+        process = peer.session.replica, peer.incarnation
+        if self._is_parked(record) or self.healing.is_calm(process, self._now):
+            return ""
+        return (
+            "its links to members were cut, and are whole again: it is let in when they have held for "
+            f"{self.healing.calm_s(process):g} s"
+        )
+
+    @staticmethod
+    def _out_of_reach(record: Record, peer: Peer) -> list[str]:
+        """Members that this newcomer says it cannot reach."""
+        said = peer.beat.unreachable if peer.beat is not None else ()
+        return [name for name in said if record.member(name) is not None]
 
     def _is_penalised(self, record: Record, peer: Peer) -> bool:
         return len(record.roster) >= self.least and self._penalty_of(as_member(peer.session)) is not None
@@ -288,8 +313,10 @@ class Admission(LeaderBase):
         return self._now < self.setbacks.get(process, Setback()).until or process in self.absent
 
     def _note_return(self, peer: Peer, beat: m.Beat) -> None:
-        """Whoever waits, or went on, has come back from the user's code."""
+        """Whoever waits, or went on, has come back from the user's code; and whose links are still cut."""
         process = peer.session.replica, peer.incarnation
+        if self.record is not None and beat.unreachable and self._out_of_reach(self.record, peer):
+            self.healing.missed(process, self._now)
         if beat.waits or beat.step > self.absent.get(process, beat.step):
             self.absent.pop(process, None)
 

@@ -412,6 +412,11 @@ class Liveness:
             heard.append(pulse.seen)
         return max(heard)
 
+    def heard_at(self, member: Member) -> float:
+        """When its trainer or its checkpoint server last said anything; -inf where neither has."""
+        peer, pulse = self._peer(member), self._pulse(member)
+        return max((x.seen for x in (peer, pulse) if x is not None), default=-math.inf)
+
     def next_check(self, roster: tuple[Member, ...], now: float) -> float | None:
         """When a verdict may change by time alone: soon while anybody is in doubt, else in a while."""
         for member in self.doubtful(roster, now):

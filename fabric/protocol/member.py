@@ -20,6 +20,12 @@ from fabric.protocol.member_state import (
     Mode,
 )
 
+# A newcomer asks itself so often whether it reaches the members: when all was well, and when it was not.
+PROBE_S = 5.0
+PROBE_AGAIN_S = 0.5
+# In larger rosters only those are probed that could not be reached before.
+MAX_PROBED = 64
+
 
 class Member(Ending):
     """See the module. ``snapshots`` are those that my checkpoint server still holds from before."""
@@ -33,13 +39,15 @@ class Member(Ending):
         if not self.stopped:
             _HANDLERS[type(event)](self, event)
             self._advance()
+            self._probe_when_due()
             self._beat_when_due()
         return self._effects
 
     def next_deadline(self) -> float | None:
         """When to call again with Tick at the latest."""
         next_beat = self.contact.next_beat if self.contact.connected else None
-        dues = [self.stall_deadline(), self.end_deadline(), next_beat]
+        next_probe = self.links.next_probe if self._may_probe() else None
+        dues = [self.stall_deadline(), self.end_deadline(), next_beat, next_probe]
         return None if self.stopped else min((d for d in dues if d is not None), default=None)
 
     def _advance(self) -> None:
@@ -74,17 +82,28 @@ class Member(Ending):
 
     def on_linked(self, event: io.Linked) -> None:
         self.links.up.add(event.epoch)
+        for record in (self.current, self.newest):
+            if record is not None and record.epoch == event.epoch:
+                self.links.silent.difference_update(record.names)
 
     def on_link_failed(self, event: io.LinkFailed) -> None:
+        self.links.silent.update(event.unreachable)
         if self._runs(event.epoch):
             self._abort(event.why, event.about)
         elif self.newest is not None and event.epoch == self.newest.epoch:
-            fence, step = self.newest.fence, self.state.step
-            self._send_aborted(m.Aborted(fence, step, event.why, event.about))
+            self._complain(event.why, event.about)
+
+    def _complain(self, why: str, about: str) -> None:
+        """The newest epoch cannot be linked."""
+        assert self.newest is not None
+        fence, step = self.newest.fence, self.state.step
+        self._send_aborted(m.Aborted(fence, step, why, about, unreachable=self._unreachable()))
 
     def on_link_lost(self, event: io.LinkLost) -> None:
         if self._has_finished(event.replica, event.incarnation):
             return  # it leaves, and no round needs it any more; a death is the leader's to tell
+        if event.silent:
+            self.links.silent.add(event.replica)
         for record in (self.current, self.newest):
             if record is not None and record.lists(event.replica, event.incarnation):
                 self.links.up.discard(record.epoch)
@@ -94,8 +113,38 @@ class Member(Ending):
             self._abort(f"the link to {event.replica} ended: {event.why}", event.replica)
             return
         newest = self.newest if self.mode is not Mode.OUTSIDE else None
-        if newest is not None and newest.lists(event.replica, event.incarnation):
-            self._do(io.LinkUp(newest))
+        if newest is None or not newest.lists(event.replica, event.incarnation):
+            return
+        if event.silent:
+            # Nothing is gained by another try first: the leader weighs all complaints of a cut together.
+            self._complain(f"the link to {event.replica} ended: {event.why}", event.replica)
+        self._do(io.LinkUp(newest))
+
+    def _may_probe(self) -> bool:
+        links, newest = self.links, self.newest
+        there = newest is not None and (len(newest.roster) <= MAX_PROBED or bool(links.silent))
+        return self.mode is Mode.OUTSIDE and there and self.contact.connected and not links.probing
+
+    def _probe_when_due(self) -> None:
+        """From outside: whoever cannot reach a member would be left out again. Of thousands only those are
+        probed that could not be reached before."""
+        links, newest = self.links, self.newest
+        if newest is None or self._now < links.next_probe or not self._may_probe():
+            return
+        links.probing = True
+        links.silent.intersection_update(newest.names)
+        many = len(newest.roster) > MAX_PROBED
+        self._do(io.Probe(tuple(x for x in newest.roster if not many or x.replica in links.silent)))
+
+    def on_probed(self, event: io.Probed) -> None:
+        links = self.links
+        links.probing = False
+        links.next_probe = self._now + (PROBE_AGAIN_S if event.unreachable else PROBE_S)
+        if self.mode is not Mode.OUTSIDE:
+            return
+        if links.silent != set(event.unreachable):
+            links.silent = set(event.unreachable)
+            self.contact.next_beat = self._now
 
     # --- the session with the leader -------------------------------------------------------------------
 
@@ -402,6 +451,7 @@ _HANDLERS: dict[type, Callable[[Member, Any], None]] = {
     io.Linked: Member.on_linked,
     io.LinkFailed: Member.on_link_failed,
     io.LinkLost: Member.on_link_lost,
+    io.Probed: Member.on_probed,
     io.Exchanged: Member.on_exchanged,
     io.ExchangeFailed: Member.on_exchange_failed,
     io.FromPeer: Member.on_peer,

@@ -75,10 +75,11 @@ class MemberBase:
 
     @property
     def phase(self) -> str:
-        """One word or two for people: the mode, and what the main thread does."""
+        """Some words for people: the mode, whether links are being made, and what the main thread does."""
         if self.contact.finished:
             return f"{self.mode.value}, finished"
-        return f"{self.mode.value}{', waiting' if self.waiting else ''}"
+        linking = self.mode is Mode.RUN and self._epoch() not in self.links.up
+        return f"{self.mode.value}{m.LINKING if linking else ''}{', waiting' if self.waiting else ''}"
 
     # --- moves -----------------------------------------------------------------------------------------
 
@@ -105,7 +106,9 @@ class MemberBase:
         if round_ is None or not round_.contributed:
             return ()
         if round_.everybody_in() and not round_.gradient_digest:
-            return (self.ring_waits_for,) if self.ring_waits_for else ()
+            # In a ring of one the data plane's neighbour is this member itself.
+            other = self.ring_waits_for if self.ring_waits_for != self.identity.replica else ""
+            return (other,) if other else ()
         return tuple(n for n in round_.missing() if n != self.identity.replica)
 
     def _abort(self, why: str, about: str, stalled: bool = False, mismatch: bool = False) -> None:
@@ -123,8 +126,17 @@ class MemberBase:
         if given_away:
             self._drop_kept()
         self._do(io.Note("abort", self.current.epoch, self.state.step, why, about))
-        step = self.state.step
-        self._send_aborted(m.Aborted(self.current.fence, step, why, about, waiting_for, stalled, mismatch))
+        step, away = self.state.step, self._unreachable()
+        self._send_aborted(
+            m.Aborted(self.current.fence, step, why, about, waiting_for, stalled, mismatch, away)
+        )
+
+    def _unreachable(self) -> tuple[str, ...]:
+        """Members of the newest epoch to which nothing gets through, as far as I know."""
+        newest = self.newest
+        if newest is None or not self.links.silent:
+            return ()
+        return tuple(n for n in newest.names if n in self.links.silent)[:MAX_NAMED]
 
     def _leave_round(self) -> None:
         """What others have said of it outlives the round, for they may be gone when somebody asks."""
@@ -193,6 +205,7 @@ class MemberBase:
                     times=self._last_times,
                     busy_s=self.busy_s,
                     empty=self.empty,
+                    unreachable=self._unreachable() if self.mode is Mode.OUTSIDE else (),
                 )
             )
         )

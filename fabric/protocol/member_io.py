@@ -6,7 +6,7 @@ snapshot, install) end in exactly one event each, success or failure.
 
 from dataclasses import dataclass
 
-from fabric.model import Ended, Fence, Poison, Record, SnapshotRef, StepTimes
+from fabric.model import Ended, Fence, Member, Poison, Record, SnapshotRef, StepTimes
 from fabric.protocol.messages import LeaderMessage, MemberMessage, PeerMessage
 
 # --- events: the trainer's main thread ------------------------------------------------------------
@@ -103,20 +103,31 @@ class Linked:
 
 @dataclass(frozen=True, slots=True)
 class LinkFailed:
-    """Links of ``epoch`` could not be made."""
+    """Links of ``epoch`` could not be made. ``unreachable``: those to whose hosts no connection came about;
+    others may only be slow to answer."""
 
     epoch: int
     about: str
     why: str
+    unreachable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The control link to this process ended."""
+    """The control link to this process ended. ``silent``: nothing got through any more, though nobody had
+    closed it."""
 
     replica: str
     incarnation: int
     why: str
+    silent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Of those that were to be probed these could not be reached."""
+
+    unreachable: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +251,7 @@ Event = (
     | Linked
     | LinkFailed
     | LinkLost
+    | Probed
     | Exchanged
     | ExchangeFailed
     | FromPeer
@@ -277,6 +289,13 @@ class LinkUp:
     """Make what is missing of the links of ``record``; ends in Linked or LinkFailed."""
 
     record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Find out which of these members can be reached from here, and leave no link behind; ends in Probed."""
+
+    members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +479,7 @@ Effect = (
     SendPeer
     | SendLeader
     | LinkUp
+    | Probe
     | Switch
     | StartExchange
     | AbortExchange

@@ -161,9 +161,14 @@ class End:
 
 @dataclass(slots=True)
 class Links:
-    """Epochs whose links are up, and messages of rounds that I have not entered yet (bounded)."""
+    """Epochs whose links are up, and messages of rounds that I have not entered yet (bounded). ``silent``:
+    members to which nothing gets through, as far as I know. From outside the roster all members are probed:
+    ``probing`` while that is under way, and the next time at ``next_probe``."""
 
     up: set[int] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    probing: bool = False
+    next_probe: float = -math.inf
     early: dict[tuple[int, int], list[io.FromPeer]] = field(default_factory=dict)
     first_step: int = -1
     suspect: bool = False

@@ -19,6 +19,9 @@ from fabric.model import (
     StepTimes,
 )
 
+# In the phase of a beat: links of the epoch are still to be made.
+LINKING = ", linking"
+
 # --- member to member ---------------------------------------------------------------------------
 
 
@@ -242,6 +245,7 @@ class Beat:
     ``phase`` is one word (mode and what the main thread does); ``waiting_for`` names peers.
     ``busy`` is the reason given to ``session.busy``, empty outside of it, and ``busy_s`` its bound.
     ``empty``: the newest step that was committed with total weight 0, or -1.
+    ``unreachable``: members that I cannot reach, said from outside the roster.
     """
 
     number: int
@@ -255,6 +259,12 @@ class Beat:
     times: StepTimes | None = None
     busy_s: float = 0.0
     empty: int = -1
+    unreachable: tuple[str, ...] = ()
+
+    @property
+    def is_linking(self) -> bool:
+        """Whether links of its epoch are still to be made, without which it contributes nothing."""
+        return LINKING in self.phase
 
     @property
     def waits(self) -> bool:
@@ -274,7 +284,8 @@ class Running:
 class Aborted:
     """My round of this epoch ended without a result. ``about`` is the peer it failed on, or empty;
     ``waiting_for`` whom I waited for at that moment; ``stalled``: the time budget was over; ``mismatch``:
-    that peer takes part in something else (other parameters, other sizes)."""
+    that peer takes part in something else (other parameters, other sizes); ``unreachable``: members to which
+    nothing gets through."""
 
     fence: Fence
     step: int
@@ -283,6 +294,7 @@ class Aborted:
     waiting_for: tuple[str, ...] = ()
     stalled: bool = False
     mismatch: bool = False
+    unreachable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

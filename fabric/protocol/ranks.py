@@ -71,7 +71,7 @@ class ToRank:
 
 
 Event = io.Event | FromRank | RankLost | Ended
-Effect = io.SendPeer | io.SendLeader | io.Note | ToRank
+Effect = io.SendPeer | io.SendLeader | io.Note | io.Probe | ToRank
 
 # Outcomes of the main threads. Of all but the digest each thread has one order at a time, so one of each
 # rank makes the answer. The core waits for no digest, and may order more before every rank has told its own.
@@ -146,7 +146,7 @@ class Ranks:
 
     def _tell(self, event: io.Event, now: float) -> None:
         for effect in self.member.handle(event, now) if not self.over else ():
-            if isinstance(effect, io.SendPeer | io.SendLeader | io.Note):
+            if isinstance(effect, io.SendPeer | io.SendLeader | io.Note | io.Probe):
                 self._effects.append(effect)
             elif not self.over:
                 self._order(effect)

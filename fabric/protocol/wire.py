@@ -80,12 +80,13 @@ def _usual_beat(body: dict[str, Any]) -> messages.Beat | None:
     get = body.get
     number, epoch, generation, step = get("number"), get("epoch"), get("generation"), get("step")
     digest, phase, busy, busy_s = get("digest"), get("phase"), get("busy"), get("busy_s")
-    waiting_for, times, empty = get("waiting_for"), get("times"), get("empty", -1)
+    waiting_for, times = get("waiting_for"), get("times")
+    empty, unreachable = get("empty", -1), get("unreachable", [])
     if not (
         type(number) is type(epoch) is type(generation) is type(step) is type(empty) is int
         and type(digest) is type(phase) is type(busy) is str
         and type(busy_s) is float
-        and type(waiting_for) is list
+        and type(waiting_for) is type(unreachable) is list
         and math.isfinite(busy_s)
         and min(number, epoch, generation, step, empty) >= -MAX_INTEGER
         and max(number, epoch, generation, step, empty) <= MAX_INTEGER
@@ -93,10 +94,12 @@ def _usual_beat(body: dict[str, Any]) -> messages.Beat | None:
         return None
     try:
         whom = tuple(map(_string, waiting_for)) if waiting_for else ()
+        away = tuple(map(_string, unreachable)) if unreachable else ()
         taken = None if times is None else _decoder(StepTimes)(times)
     except _Offence:
         return None
-    return messages.Beat(number, epoch, generation, step, digest, phase, whom, busy, taken, busy_s, empty)
+    told = (number, epoch, generation, step, digest, phase, whom, busy, taken, busy_s, empty, away)
+    return messages.Beat(*told)
 
 
 def check_version(version: object) -> None:

@@ -33,7 +33,8 @@ class Greeting:
     """What a dialler says of itself; ``to`` is the replica it means to reach, empty for any.
 
     ``kind`` is ``control`` for an ordered message link, ``data`` for a ring link of ``epoch``, ``rank`` for
-    the link of rank ``rank`` to rank 0 of its own replica. Data links join the same rank of two replicas.
+    the link of rank ``rank`` to rank 0 of its own replica, ``probe`` for one that ends with the greeting.
+    Data links join the same rank of two replicas.
     """
 
     job: str
@@ -95,8 +96,8 @@ def read_hello(hello: bytes, challenge: bytes, token: bytes) -> Greeting:
     if isinstance(value, dict):
         check_version(value.get("protocol"))
     greeting = decode_as(Greeting, value, "greeting")
-    if greeting.kind not in ("control", "data", "rank"):
-        raise ProtocolError(f"a link is of kind control, data or rank, not {greeting.kind[:20]!r}")
+    if greeting.kind not in ("control", "data", "rank", "probe"):
+        raise ProtocolError(f"a link is of kind control, data, rank or probe, not {greeting.kind[:20]!r}")
     if max(len(greeting.replica), len(greeting.job), len(greeting.store_id)) > MAX_NAME_CHARACTERS:
         raise ProtocolError(f"a name in the greeting is over {MAX_NAME_CHARACTERS} characters")
     return greeting

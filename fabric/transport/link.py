@@ -10,6 +10,7 @@ reader then finds what the peer still said, and the end.
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -23,6 +24,8 @@ from fabric.transport.interface import OnClosed, OnMessage
 # What may wait for a slow peer: many times what an epoch's messages need.
 QUEUE_LIMIT_BYTES = 16 * 1024 * 1024
 _READ_BYTES = 256 * 1024
+# What the kernel says when nothing was acknowledged for too long, or there is no way to the host any more.
+_SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Link:
@@ -47,6 +50,7 @@ class Link:
         self._outbox = _Outbox(sock, queue_limit_bytes, frame_limit_bytes)
         self._inbox = _Inbox(frame_limit_bytes)
         self._reason = ""
+        self.silent = False  # whether it ended because nothing got through any more
         self._leaving = False
         self._on_message: OnMessage | None = None
         self._error: Exception | None = None
@@ -152,9 +156,12 @@ class Link:
         except BlockingIOError:
             return
         except OSError as error:
+            self.silent = error.errno in _SILENCE
             self.abort(f"{self._peer} is gone: {_words(error)}")
             return
         if not data:
+            # The error that ended it may have been met in writing.
+            self.silent = self._outbox.silent
             self.abort(self._end_sentence())
             return
         try:
@@ -218,6 +225,7 @@ class _Outbox:
         self._ending = False
         self.queued_bytes = 0
         self.failure = ""
+        self.silent = False
 
     @property
     def overflowed(self) -> bool:
@@ -236,7 +244,7 @@ class _Outbox:
         try:
             return self._flush()
         except OSError as error:
-            self.failure = _words(error)
+            self.failure, self.silent = _words(error), error.errno in _SILENCE
             self._frames.clear()
             self.queued_bytes = 0
             return False

@@ -4,21 +4,22 @@ Both run the handshake of ``greeting`` with exact reads, so not one byte after i
 on a raw non-blocking socket: a control one becomes a Link, a data one goes to a ring in another thread.
 
 ``TCP_USER_TIMEOUT`` bounds how long sent bytes may stay unacknowledged, so that a cut network shows on
-control links. The kernel also counts the time for which a peer's window stays closed, and a healthy
-member that computes for minutes does not read its ring: data sockets therefore do not get it (0), and
-the exchange has deadlines of its own.
+control links within two seconds, and costs nothing in a step. The kernel also counts the time for which a
+peer's window stays closed, and a healthy member that computes for minutes does not read its ring: data
+sockets therefore do not get it (0), and the exchange has deadlines of its own.
 """
 
 import asyncio
 import logging
 import os
 import socket
+import struct
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from fabric.errors import ConfigError, FabricError, ProtocolError, Refused, Unreachable
+from fabric.errors import ConfigError, FabricError, ProtocolError, Refused, Unconnected, Unreachable
 from fabric.transport import greeting as proof
 from fabric.transport.framing import HEADER_BYTES, frame
 from fabric.transport.greeting import MAX_HANDSHAKE_BYTES, Greeting
@@ -27,13 +28,25 @@ from fabric.transport.local import check_user, connect_locally, listen_locally
 
 logger = logging.getLogger(__name__)
 
-CONTROL_USER_TIMEOUT_S = 10.0
+# Seconds for which sent bytes may stay unacknowledged on a control link: several tries of the kernel where
+# round trips are short. The peer's kernel acknowledges, whatever its process does.
+SILENT_S = 1.6
+# Where the kernel waits longer than this before it sends again, the network is slow, and has more time.
+QUICK_RETRY_S = 0.4
+SLOW_SILENT_S = 10.0
+# A connection that does not come about in this time will not: one lost packet costs the kernel a second.
+CONNECT_S = 2.0
 HANDSHAKE_S = 5.0
 # The members of a large job dial all at once; the kernel cuts this down to its own limit.
 _BACKLOG = 1024
 _ACCEPT_BACKOFF_S = 0.05
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
+# With a bound on unacknowledged bytes one probe without an answer ends an idle link once that bound is over.
+_QUICK_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
+
+# The head of the kernel's struct tcp_info: eight bytes, then the time to the next try, in microseconds.
+_TCP_INFO = struct.Struct("8xI")
 
 OnConnection = Callable[[Greeting, socket.socket], None]
 
@@ -201,18 +214,19 @@ async def dial(
 
     With ``local`` it is a unix socket where whom the greeting names listens on this host.
 
-    Raises Unreachable where nobody answers within ``timeout_s``, Unauthorized, Refused or
-    ProtocolError as the handshake ends, ConfigError for an address that is none.
+    Raises Unreachable where nobody answers within ``timeout_s``, Unconnected where not even a connection
+    comes about, Unauthorized, Refused or ProtocolError as the handshake ends, ConfigError for an address that
+    is none.
     """
     host, port = parse_address(address)
     whom = f"{greeting.to or 'a peer'} at {address}"
     if local and (near := await _dial_locally(port, greeting, token, timeout_s)) is not None:
         return near
     with ExitStack() as undo:
+        sock = await _connected(whom, host, port, min(timeout_s, CONNECT_S))
+        undo.callback(sock.close)
         try:
             async with asyncio.timeout(timeout_s):
-                sock = await _connect(host, port)
-                undo.callback(sock.close)
                 await _greet(sock, greeting, token)
                 tune(sock, greeting.kind)
         except TimeoutError as error:
@@ -223,6 +237,18 @@ async def dial(
             raise Unreachable(f"{whom} cannot be reached: {_words(error)}") from error
         undo.pop_all()
         return sock
+
+
+async def _connected(whom: str, host: str, port: int, within_s: float) -> socket.socket:
+    try:
+        async with asyncio.timeout(within_s):
+            return await _connect(host, port)
+    except TimeoutError as error:
+        raise Unconnected(
+            f"{whom} cannot be reached: nothing came back within {within_s:g} s, check the network between"
+        ) from error
+    except OSError as error:
+        raise Unconnected(f"{whom} cannot be reached: {_words(error)}") from error
 
 
 async def _dial_locally(
@@ -249,10 +275,17 @@ def tune(sock: socket.socket, kind: str) -> None:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE.items():
+    is_quick = kind == "control" and _retry_s(sock) <= QUICK_RETRY_S
+    for option, value in (_QUICK_KEEPALIVE if is_quick else _KEEPALIVE).items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    timeout_s = 0.0 if kind == "data" else CONTROL_USER_TIMEOUT_S
+    timeout_s = 0.0 if kind == "data" else SILENT_S if is_quick else SLOW_SILENT_S
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+
+
+def _retry_s(sock: socket.socket) -> float:
+    """After how many seconds without an acknowledgement the kernel sends again, by the round trips so far."""
+    state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    return float(_TCP_INFO.unpack(state)[0]) / 1e6
 
 
 def parse_address(address: str) -> tuple[str, int]:

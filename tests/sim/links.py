@@ -4,10 +4,10 @@ process that outlives epochs, and ring connections of one epoch; missing ones ar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from sim.network import Connection, End, decode, encode
+from sim.network import TIMED_OUT, Connection, End, decode, encode
 from sim.ring import RingLinks
 
-from fabric.model import Record
+from fabric.model import Member, Record
 from fabric.protocol import member_io as io
 from fabric.protocol.messages import PeerMessage
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 LINK_S = 2.0
 DIAL_S = 0.5
+PROBE_S = 0.5
 Key = tuple[str, int]
 
 
@@ -190,7 +191,28 @@ class Links:
         linking.running = False
         self.trainer.clockwork.counts["links not made"] += 1
         why = f"no link to {', '.join(missing)}"
-        self.trainer.feed(io.LinkFailed(linking.record.epoch, missing[0] if missing else "", why))
+        away = tuple(self._unreachable(linking.record.roster, missing))
+        about = missing[0] if missing else ""
+        self.trainer.feed(io.LinkFailed(linking.record.epoch, about, why, away))
+
+    # --- who can be reached ------------------------------------------------------------------------
+
+    def probe(self, members: tuple[Member, ...]) -> None:
+        """A connection to each, which needs no more than their hosts; given up after a while."""
+        names = [x.replica for x in members if x.replica != self.trainer.host]
+        missing = self._unreachable(members, names)
+        delay = PROBE_S if missing else 2 * self.trainer.world.network.delay()
+
+        def ended() -> None:
+            self.trainer.feed(io.Probed(tuple(self._unreachable(members, missing))))
+
+        self.trainer.after(delay, ended)
+
+    def _unreachable(self, members: tuple[Member, ...], names: list[str]) -> list[str]:
+        """Those of ``names`` at whose hosts nothing arrives, or nobody listens any more."""
+        world, here = self.trainer.world, self.trainer.host
+        there = {x.replica for x in members if world.trainer((x.replica, x.incarnation)) is not None}
+        return [n for n in dict.fromkeys(names) if n not in there or not world.network.can_talk(here, n)]
 
     # --- hearing -----------------------------------------------------------------------------------
 
@@ -201,4 +223,4 @@ class Links:
         found = self.up.get(key)
         if found is not None and found[0] is connection:
             del self.up[key]
-            self.trainer.feed(io.LinkLost(key[0], key[1], why))
+            self.trainer.feed(io.LinkLost(key[0], key[1], why, silent=why == TIMED_OUT))

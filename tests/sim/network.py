@@ -13,6 +13,7 @@ from fabric.protocol import messages, wire
 
 # How long an end goes without acknowledgement before it gives the connection up, in seconds.
 GIVE_UP_S = (0.8, 2.0)
+TIMED_OUT = "timed out"
 
 
 # Messages do not change, so what was said to several is encoded and decoded once.
@@ -129,7 +130,7 @@ class Connection:
         if (a, b) in self.network.blocked or (b, a) in self.network.blocked:
             for end in self.ends:
                 later = self.network.clockwork.between(0.0, 0.4)
-                self.network.clockwork.at(later, lambda end=end: self._end(end, "timed out"))
+                self.network.clockwork.at(later, lambda end=end: self._end(end, TIMED_OUT))
 
     def _deliver(self, end: End, message: object) -> None:
         if end.open:

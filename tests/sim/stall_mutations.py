@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fabric.model import Fence, Record
-from fabric.protocol import leader as leader_core
+from fabric.protocol import leader_reforms
 from fabric.protocol import member as member_core
 from fabric.protocol import member_io as io
 from fabric.protocol.leader import Leader
@@ -52,7 +52,7 @@ def excuse_nobody(patch: Patch) -> None:
         awaited = {other for others in waiting.values() for other in others}
         return tuple(n for n in names if n in awaited)
 
-    patch.setattr(leader_core, "unexcused", accused)
+    patch.setattr(leader_reforms, "unexcused", accused)
 
 
 def wait_for_ever_for_a_state(patch: Patch) -> None:

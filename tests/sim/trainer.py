@@ -91,6 +91,7 @@ class Trainer(Process):
             io.SendPeer: lambda e: self.send_peer(e),
             io.SendLeader: lambda e: self.send_leader(e.message),
             io.LinkUp: self._link_up,
+            io.Probe: lambda e: self.links.probe(e.members),
             io.Switch: lambda e: self.links.switch(e.record),
             io.StartExchange: lambda e: self.ring.start(e),
             io.AbortExchange: lambda e: self.ring.abort(e.epoch, e.why),

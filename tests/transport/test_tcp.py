@@ -60,7 +60,7 @@ async def test_an_authenticated_socket_is_handed_on_with_its_greeting():
             for sock in (ours, theirs):
                 assert sock.getblocking() is False
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1_600
                 assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 

@@ -131,7 +131,6 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "joined": {"epoch": _is_count, "step": _is_count},
     "finish": {"step": _is_count},
-    "lost": {"lines": _is_count},
     "stop": {"code": _is_integer},
 }
 
@@ -235,12 +234,7 @@ def parse_journal(replica: str, content: bytes) -> Journal:
         if line is None:
             broken.append(problem)
             continue
-        if line.event == "lost":
-            lost = line.integer("lines")
-            broken.append(
-                f"{line.place} says that {lost} lines before it could not be written: nobody knows them."
-            )
-        if torn is not None and line.event not in ("start", "lost"):
+        if torn is not None and line.event != "start":
             broken.append(_unreadable(replica, torn))
         if not whole and line.event != "start":
             broken.append(_unreadable(replica, number))

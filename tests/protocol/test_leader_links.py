@@ -1,0 +1,222 @@
+"""A leader that hears who cannot reach whom: whom it leaves out, once, and when it lets them in again."""
+
+import pytest
+from protocol.makers import record_of, report_of
+from protocol.test_leader import Lighthouse, runs, started
+
+from fabric.protocol import leader_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.leader_reforms import QUIET_S
+from fabric.protocol.link_graph import CALM_LIMIT_S, CALM_S
+
+
+def complain(lighthouse, **unreachable):
+    """These say in a moment whom nothing gets through to; everybody is heard meanwhile."""
+    fence = lighthouse.record.fence
+    for name, others in unreachable.items():
+        why = f"the link to {others[0]} ended: connection timed out"
+        lighthouse.say(name, m.Aborted(fence, 5, why, others[0], unreachable=tuple(others)))
+    for name in lighthouse.incarnations:
+        lighthouse.do(lighthouse.pulses[name])
+    lighthouse.wait(0.35)
+
+
+def outside(lighthouse, name, step=5, unreachable=()):
+    """A beat of one that was left out, and knows it."""
+    epoch = lighthouse.record.epoch
+    lighthouse.say(name, m.Beat(1, epoch, 1, step, phase="outside", unreachable=tuple(unreachable)))
+
+
+def goes_on(lighthouse, names, seconds, **outsiders):
+    """Members step and outsiders say whom they cannot reach, for so many seconds."""
+    for _ in range(int(seconds * 2)):
+        for name in names.split():
+            lighthouse.beat(name, 5)
+        for name, away in outsiders.items():
+            if name not in lighthouse.record.names:
+                outside(lighthouse, name, unreachable=away)
+        lighthouse.wait(0.5)
+
+
+def test_of_two_that_miss_each_other_the_junior_goes_at_the_first_try():
+    lighthouse = started("a b c d")
+    complain(lighthouse, a="b", b="a")
+    assert lighthouse.record.names == ("a", "c", "d") and lighthouse.record.epoch == 2
+    assert "b evicted: it and a cannot reach each other" in lighthouse.record.reason
+
+
+def test_the_word_of_one_end_is_enough():
+    lighthouse = started("a b c d")
+    complain(lighthouse, c="b")
+    assert lighthouse.record.names == ("a", "b", "d")
+
+
+def test_a_split_into_halves_ends_in_one_epoch():
+    lighthouse = started("a b c d")
+    complain(lighthouse, a="cd", b="cd", c="ab", d="ab")
+    assert lighthouse.record.names == ("a", "b") and lighthouse.record.epoch == 2
+    assert "c evicted: it and a, b cannot reach each other; d evicted:" in lighthouse.record.reason
+
+
+def test_complaints_that_come_a_little_later_are_weighed_together():
+    """Links of one cut time out one after the other: the first pair alone would be judged wrongly."""
+    lighthouse = started("a b c d")
+    fence = lighthouse.record.fence
+    for name, others in (("a", "d"), ("d", "a"), ("d", "ab"), ("d", "abc")):
+        lighthouse.say(name, m.Aborted(fence, 5, "timed out", others[0], unreachable=tuple(others)))
+        lighthouse.wait(0.05)
+    assert lighthouse.record.epoch == 1
+    lighthouse.wait(0.3)
+    assert lighthouse.record.names == ("a", "b", "c")
+
+
+def test_a_broken_link_that_may_be_made_again_costs_nobody_its_place():
+    lighthouse = started("a b c d")
+    fence = lighthouse.record.fence
+    for name, other in ("ab", "ba"):
+        lighthouse.say(name, m.Aborted(fence, 5, f"{other} closed the link", other))
+    lighthouse.wait(0.35)
+    assert sorted(lighthouse.record.names) == list("abcd") and lighthouse.record.epoch == 2
+
+
+def test_a_missing_link_is_no_evidence_against_anybody():
+    lighthouse = started("a b c d")
+    complain(lighthouse, a="b", b="a")
+    assert lighthouse.core.failures == () and lighthouse.record.failures == ()
+
+
+def test_who_is_silent_altogether_is_judged_for_that():
+    """Its host may be gone: that says more than that its links are cut, and counts against it."""
+    lighthouse = started("a b c d")
+    lighthouse.pulses.pop("d")
+    for _ in range(10):
+        for name in "abc":
+            lighthouse.beat(name, 5)
+        lighthouse.wait(QUIET_S / 10 + 0.02)
+    fence = lighthouse.record.fence
+    for name in "abc":
+        lighthouse.say(name, m.Aborted(fence, 5, "timed out", "d", unreachable=("d",)))
+    for _ in range(12):
+        for name in "abc":
+            lighthouse.beat(name, 5)
+        lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a", "b", "c")
+    assert "d evicted: its host has been silent" in lighthouse.record.reason
+    assert [x.replica for x in lighthouse.record.failures] == ["d"]
+
+
+def test_a_newcomer_that_cannot_be_reached_is_dropped_before_a_veteran():
+    lighthouse = started("a b")
+    lighthouse.open("c", generation=1, step=5)
+    lighthouse.pulse("c")
+    lighthouse.beat("c", 5)
+    assert lighthouse.record.names == ("a", "b", "c") and not lighthouse.record.is_forced
+    complain(lighthouse, a="c")
+    assert lighthouse.record.names == ("a", "b")
+
+
+def test_a_newcomer_that_nobody_could_link_to_is_dropped_at_once():
+    """It answers nobody, and nobody waits for it yet: the others try no second time."""
+    lighthouse = started("a b")
+    lighthouse.open("c", generation=1, step=5)
+    lighthouse.pulse("c")
+    lighthouse.beat("c", 5)
+    lighthouse.say("a", m.Aborted(lighthouse.record.fence, 5, "no link to c within 5 s", "c"))
+    lighthouse.wait(0.2)
+    assert lighthouse.record.names == ("a", "b") and lighthouse.record.epoch == 3
+    assert "c evicted: the others could not link to it" in lighthouse.record.reason
+
+
+@pytest.fixture
+def cut():
+    """b was left out of a, b, c, d; the others step on."""
+    lighthouse = started("a b c d")
+    complain(lighthouse, a="b", b="a")
+    runs(lighthouse, "a c d", 5)
+    return lighthouse
+
+
+def test_who_was_left_out_stays_out_while_it_misses_a_member(cut):
+    goes_on(cut, "a c d", 60, b="a")
+    assert cut.record.names == ("a", "c", "d") and cut.record.epoch == 2
+    assert cut.core.kept_out(cut.core.liveness.peers["b"]) == (
+        "it cannot reach a: it is let in when it reaches every member"
+    )
+
+
+def test_it_is_let_in_when_its_links_have_held_for_a_while(cut):
+    goes_on(cut, "a c d", 10, b="a")
+    goes_on(cut, "a c d", CALM_S - 1, b="")
+    assert cut.record.names == ("a", "c", "d")
+    assert "it is let in when they have held for 5 s" in cut.core.kept_out(cut.core.liveness.peers["b"])
+    goes_on(cut, "a c d", 2, b="")
+    assert cut.record.names == ("a", "c", "d", "b")
+
+
+def test_a_link_that_flaps_costs_one_change(cut):
+    for _ in range(10):
+        goes_on(cut, "a c d", 3, b="a")
+        goes_on(cut, "a c d", 3, b="")
+    assert cut.record.epoch == 2
+
+
+def test_it_waits_longer_every_time_but_not_for_ever(cut):
+    for wait_s in (CALM_S, 2 * CALM_S, CALM_LIMIT_S, CALM_LIMIT_S):
+        goes_on(cut, "a c d", 1, b="a")
+        goes_on(cut, "a c d", wait_s - 1, b="")
+        assert "b" not in cut.record.names
+        goes_on(cut, "a c d", 2, b="")
+        assert "b" in cut.record.names
+        runs(cut, " ".join(cut.record.names), 5)
+        complain(cut, a="b", b="a")
+        assert "b" not in cut.record.names
+        runs(cut, " ".join(cut.record.names), 5)
+
+
+def test_a_job_that_is_short_of_members_waits_for_no_link_to_prove_itself():
+    lighthouse = started("a b", min_replicas=2)
+    complain(lighthouse, a="b", b="a")
+    assert lighthouse.record.names == ("a",)
+    lighthouse.say("a", report_of(lighthouse.record, 5))
+    goes_on(lighthouse, "a", 3, b="a")
+    assert lighthouse.record.names == ("a",)
+    goes_on(lighthouse, "a", 1, b="")
+    assert sorted(lighthouse.record.names) == ["a", "b"]
+
+
+def test_an_operator_says_that_it_is_mended(cut):
+    goes_on(cut, "a c d", 1, b="")
+    cut.do(io.Operator("admit", "b", "me", "new cable"))
+    goes_on(cut, "a c d", 1, b="")
+    assert "b" in cut.record.names
+
+
+def test_a_newcomer_says_whom_it_misses_before_it_is_let_in():
+    lighthouse = started("a b")
+    lighthouse.open("c", generation=1, step=5)
+    lighthouse.pulse("c")
+    goes_on(lighthouse, "a b", 2, c="b")
+    assert lighthouse.record.names == ("a", "b")
+    goes_on(lighthouse, "a b", 1, c="")
+    assert lighthouse.record.names == ("a", "b", "c"), "it was never left out: nothing has to prove itself"
+
+
+def test_nothing_is_kept_for_whom_it_does_not_get_to(cut):
+    outside(cut, "b", 3, "a")
+    cut.say("b", m.NeedState(cut.record.fence, "it holds no state", lost=True))
+    goes_on(cut, "a c d", 3, b="a")
+    assert not cut.sent(m.Serve) and cut.core.serving["b"].step == -1
+    for _ in range(3):
+        cut.say("b", m.NeedState(cut.record.fence, "nobody delivers it", lost=True))
+    assert not cut.core.serving["b"].fallback, "the others would wait for it as soon as it is back"
+
+
+def test_after_a_fail_over_complaints_count_as_before():
+    record = record_of("a b c d", epoch=4)
+    lighthouse = Lighthouse(record)
+    for name in "abcd":
+        lighthouse.open(name, generation=1, step=5, epoch=4)
+        lighthouse.pulse(name)
+        lighthouse.beat(name, 5)
+    complain(lighthouse, a="b", b="a")
+    assert lighthouse.record.names == ("a", "c", "d")

@@ -1,0 +1,173 @@
+"""A member whose links are cut: whom it names, when it says so, and how it finds out from outside."""
+
+from dataclasses import replace
+
+from protocol.makers import record_of
+from protocol.test_member import FIRST, Trainer, running
+
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+from fabric.protocol import wire
+from fabric.protocol.member import PROBE_AGAIN_S, PROBE_S
+from fabric.protocol.member_state import Mode
+
+THREE = record_of("a b c", epoch=1)
+
+
+def in_three():
+    """Runs in an epoch of three."""
+    trainer = Trainer()
+    trainer.leader(m.Epoch(THREE), m.Resume(THREE.fence, 0, (m.Assignment("a", (0, 1)),)))
+    trainer.do(io.Linked(1))
+    assert trainer.core.mode is Mode.RUN
+    return trainer
+
+
+def left_out():
+    """Was left out of epoch 2 because it and b cannot reach each other."""
+    trainer = in_three()
+    trainer.do(io.LinkLost("b", 1, "timed out", silent=True))
+    second = record_of("b c", epoch=2)
+    trainer.leader(m.Epoch(second))
+    assert trainer.core.mode is Mode.OUTSIDE
+    return trainer, second
+
+
+def test_a_link_that_went_silent_is_named_and_one_that_was_closed_is_not():
+    for silent, named in ((True, ("b",)), (False, ())):
+        trainer = in_three()
+        trainer.do(io.LinkLost("b", 1, "timed out", silent=silent))
+        (aborted,) = trainer.said(m.Aborted)
+        assert (aborted.about, aborted.unreachable) == ("b", named)
+
+
+def test_what_goes_silent_after_the_abort_is_told_too():
+    trainer = in_three()
+    trainer.do(io.LinkLost("b", 1, "timed out", silent=True))
+    trainer.do(io.LinkLost("c", 1, "timed out", silent=True))
+    (aborted,) = trainer.said(m.Aborted)
+    assert aborted.unreachable == ("b", "c") and aborted.fence == THREE.fence
+
+
+def test_an_epoch_that_cannot_be_linked_names_whom_it_could_not_reach():
+    trainer = running(linked=False)
+    trainer.do(io.LinkFailed(1, "b", "b cannot be reached", unreachable=("b",)))
+    assert trainer.said(m.Aborted)[0].unreachable == ("b",)
+
+
+def test_a_newcomer_that_went_silent_costs_the_round_under_way_nothing():
+    """The epoch with it is only being linked: the leader hears of it, and the round goes on."""
+    trainer = running()
+    second = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    trainer.leader(m.Epoch(second))
+    trainer.do(io.LinkLost("c", 1, "timed out", silent=True))
+    (aborted,) = trainer.said(m.Aborted)
+    assert aborted.fence == second.fence and aborted.unreachable == ("c",)
+    assert trainer.core.mode is Mode.RUN and trainer.core.current == FIRST
+
+
+def test_who_is_left_out_says_whom_it_cannot_reach_and_asks_itself_again():
+    trainer, second = left_out()
+    assert trainer.said(m.Beat)[-1].unreachable == ("b",)
+    assert trainer.found(io.Probe) == [io.Probe(second.roster)]
+    trainer.now += 2.0
+    trainer.do(io.Probed(("b",)))
+    trainer.now += PROBE_AGAIN_S - 0.01
+    trainer.do(io.Tick())
+    assert not trainer.found(io.Probe)
+    trainer.now += 0.02
+    trainer.do(io.Tick())
+    assert trainer.found(io.Probe)
+
+
+def test_one_probe_at_a_time():
+    trainer, _ = left_out()
+    trainer.now += 60.0
+    trainer.do(io.Tick())
+    assert not trainer.found(io.Probe), "the first has not ended"
+
+
+def test_it_says_at_once_that_all_can_be_reached():
+    trainer, _ = left_out()
+    trainer.now += 0.1
+    trainer.do(io.Probed(()))
+    assert trainer.said(m.Beat)[-1].unreachable == ()
+    assert trainer.core.next_deadline() <= trainer.now + PROBE_S
+
+
+def test_a_member_probes_nobody_and_says_nothing_of_it_in_its_beats():
+    trainer = in_three()
+    assert not trainer.found(io.Probe)
+    trainer.now += 10.0
+    trainer.do(io.Tick())
+    assert not trainer.found(io.Probe) and trainer.said(m.Beat)[-1].unreachable == ()
+
+
+def test_links_that_all_stand_end_the_suspicion():
+    trainer = in_three()
+    trainer.do(io.LinkLost("b", 1, "timed out", silent=True))
+    second = record_of("a b c", epoch=2)
+    trainer.leader(m.Epoch(second))
+    trainer.do(io.Linked(2))
+    trainer.leader(m.Resume(second.fence, 0, ()))
+    trainer.do(io.LinkLost("c", 1, "reset"))
+    assert trainer.said(m.Aborted)[0].unreachable == ()
+
+
+def test_a_result_that_comes_when_it_is_a_member_again_says_nothing():
+    trainer, _ = left_out()
+    third = record_of("a b c", epoch=3)
+    trainer.leader(m.Epoch(third))
+    assert trainer.core.mode is Mode.REPORTED
+    trainer.do(io.Probed(("b",)))
+    assert trainer.core.links.silent == {"b"}, "what it knew before stays until links are made"
+    trainer.do(io.Linked(3))
+    assert not trainer.core.links.silent
+
+
+def test_of_thousands_only_those_are_probed_that_could_not_be_reached():
+    roster = record_of(" ".join(f"r{i:03}" for i in range(200)), epoch=2)
+    trainer = Trainer("a")
+    trainer.leader(m.Epoch(roster))
+    assert trainer.core.mode is Mode.OUTSIDE and not trainer.found(io.Probe)
+    trainer.core.links.silent = {"r007", "gone"}
+    trainer.do(io.Tick())
+    assert [[x.replica for x in e.members] for e in trainer.found(io.Probe)] == [["r007"]]
+
+
+def test_a_member_says_that_its_links_are_still_to_be_made():
+    trainer = running(linked=False)
+    trainer.now += 5.0
+    trainer.do(io.Tick())
+    beat = trainer.said(m.Beat)[-1]
+    assert beat.is_linking and beat.phase == "run, linking"
+    trainer.do(io.Computed(0, (0, 1), 2.0))
+    trainer.now += 5.0
+    trainer.do(io.Tick())
+    assert trainer.said(m.Beat)[-1].waits and trainer.said(m.Beat)[-1].is_linking
+    trainer.do(io.Linked(1))
+    trainer.now += 5.0
+    trainer.do(io.Tick())
+    assert not trainer.said(m.Beat)[-1].is_linking
+
+
+def test_nobody_waits_for_itself():
+    """The data plane of a ring of one names the member itself as the neighbour whose bytes are due."""
+    alone = record_of("a", epoch=1)
+    trainer = Trainer(exchange_s=10.0)
+    trainer.leader(m.Epoch(alone), m.Resume(alone.fence, 0, (m.Assignment("a", (0, 1, 2, 3)),)))
+    trainer.do(io.Linked(1), io.Computed(0, (0, 1, 2, 3), 4.0))
+    trainer.core.ring_waits_for = "a"
+    trainer.now += 11.0
+    trainer.do(io.Tick())
+    (aborted,) = trainer.said(m.Aborted)
+    assert aborted.waiting_for == () and aborted.about == ""
+    assert "and I wait for nobody in particular" in aborted.why
+
+
+def test_a_beat_of_an_older_version_misses_nobody():
+    beat = m.Beat(1, 2, 1, 5)
+    old = wire.encode(beat).replace(b',"unreachable":[]', b"")
+    assert old != wire.encode(beat) and wire.decode(old) == beat
+    named = replace(beat, unreachable=("b",))
+    assert wire.decode(wire.encode(named)) == named

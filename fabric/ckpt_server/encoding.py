@@ -286,6 +286,9 @@ def _encode_defaultdict(value: "defaultdict[Any, Any]", path: Path, blobs: Blobs
     )
 
 
+_MOST_ALIKE = 64  # keys of one set with the same hash
+
+
 def _encode_set(value: set[Any] | frozenset[Any], path: Path) -> list[Any]:
     return sorted((_encode_key(item, path) for item in value), key=canonical_json)
 
@@ -351,6 +354,7 @@ class Decoder:
     def pairs(self, items: Any, depth: int) -> list[tuple[Any, Any]]:
         """Key-value pairs with every key once."""
         decoded = [(self.decode(key, depth), self.decode(item, depth)) for key, item in items]
+        _spread([key for key, _ in decoded])
         if len({key for key, _ in decoded}) != len(decoded):
             raise ValueError("a key occurs twice")
         return decoded
@@ -363,6 +367,15 @@ class Decoder:
             self.seen[name] = self.tensor(name)
             self.unused.discard(name)
         return self.seen[name]
+
+
+def _spread(keys: list[Any]) -> list[Any]:
+    """``keys``, of which only a few have the same hash. Raises ValueError: a set of thousands of
+    integers that collide takes minutes to make."""
+    hashes = sorted(map(hash, keys))
+    if any(first == last for first, last in zip(hashes, hashes[_MOST_ALIKE:], strict=False)):
+        raise ValueError(f"more than {_MOST_ALIKE} keys have the same hash")
+    return keys
 
 
 def _decode_tensor(decoder: Decoder, node: Any, depth: int) -> torch.Tensor:
@@ -427,8 +440,8 @@ _DECODERS: dict[str, Callable[[Decoder, Any, int], Any]] = {
     "$defaultdict": lambda d, n, depth: defaultdict(_FACTORIES[n[0]], d.pairs(n[1], depth)),
     "$tuple": lambda d, n, depth: tuple(d.decode(list(n), depth)),
     "$deque": lambda d, n, depth: deque(d.decode(list(n[1]), depth), n[0]),
-    "$set": lambda d, n, depth: set(d.decode(list(n), depth)),
-    "$frozenset": lambda d, n, depth: frozenset(d.decode(list(n), depth)),
+    "$set": lambda d, n, depth: set(_spread(d.decode(list(n), depth))),
+    "$frozenset": lambda d, n, depth: frozenset(_spread(d.decode(list(n), depth))),
     "$bytes": lambda d, n, depth: base64.b64decode(n, validate=True),
     "$bytearray": lambda d, n, depth: bytearray(base64.b64decode(n, validate=True)),
     "$complex": lambda d, n, depth: complex(_double(n[0]), _double(n[1])),

@@ -25,7 +25,8 @@ from fabric.ckpt_server.deaths import Deaths
 from fabric.ckpt_server.durable.dispatch import Dispatch
 from fabric.ckpt_server.insight import Insight
 from fabric.ckpt_server.lifetime import Lifetime
-from fabric.ckpt_server.lines import LOCK_NAME, SOCKET_NAME, socket_path
+from fabric.ckpt_server.lines import LOCK_NAME, LOG_NAME, SOCKET_NAME, socket_path
+from fabric.ckpt_server.log_file import keep_bounded
 from fabric.ckpt_server.memory import Memory
 from fabric.ckpt_server.metrics import Metrics
 from fabric.ckpt_server.news import News
@@ -140,6 +141,8 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
                     lifetime.trainer_left()
                     async with door, asyncio.TaskGroup() as group:
                         tasks = [group.create_task(channel.accept(listener))]
+                        log_file = settings.run_dir / LOG_NAME
+                        tasks.append(group.create_task(keep_bounded(log_file)))
                         if settings.lighthouse:
                             tasks.append(group.create_task(trainer.watch()))
                             inside = (memory, trainer, durable)

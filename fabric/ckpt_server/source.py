@@ -28,6 +28,7 @@ CONNECT_S = 5.0
 LEAST_BYTES_PER_S = 20e3
 _MOST_IDLE = 32
 _MAX_ERROR_BYTES = 64 << 10
+_FEW_CONTAINERS, _BYTES_PER_CONTAINER = 64, 24
 _MAX_ERROR_CHARACTERS = 300
 # What a source that died, stalled or talks nonsense makes the HTTP client raise.
 TRANSIENT = (OSError, http.client.HTTPException)
@@ -352,6 +353,9 @@ def read_json(response: http.client.HTTPResponse, most: int) -> Any:
     tag = response.getheader("ETag")
     if tag is not None and tag != etag(bytes_digest(memoryview(body))):
         raise IntegrityError("its answer is not what its ETag says")
+    # A parsed list takes dozens of bytes, an empty one three in the text. What is asked for has few.
+    if body.count(b"[") + body.count(b"{") > _FEW_CONTAINERS + len(body) // _BYTES_PER_CONTAINER:
+        raise SourceRefused("its answer is made of too many lists and objects")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -13,7 +13,9 @@ and nobody ever sees what it made of that.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import BoundedSemaphore
 from typing import TypeVar
 
 from aiohttp import web
@@ -23,7 +25,7 @@ from fabric.ckpt_server.conditions import check_if_match, etag, is_unchanged, wa
 from fabric.ckpt_server.layout import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.memory import Slot
 from fabric.ckpt_server.metrics import Metrics
-from fabric.ckpt_server.packing import IDENTITY, Packer, choose
+from fabric.ckpt_server.packing import IDENTITY, ZSTD, Packer, choose
 from fabric.ckpt_server.packing import PIECE_BYTES as WORK_BYTES
 from fabric.ckpt_server.slices import Box, contiguous_from, elements, gather, show
 from fabric.runtime.priority import lower_priority
@@ -33,6 +35,7 @@ PIECE_BYTES = 4 * 1024 * 1024
 # The web framework waits for the transport after more than this, and joins the first piece to the
 # response's head.
 _COPY_BYTES = 64 * 1024
+_STREAMS = BoundedSemaphore(8)
 _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
 
 
@@ -88,11 +91,29 @@ async def send(
     Raises ConnectionResetError when the connection ended early (the slot was withdrawn, the reader left
     or stalled), PreconditionFailed, Unsatisfiable and ProtocolError for what the headers ask.
     """
+    whole = request.method == "GET" and "Range" not in request.headers
+    wanted = choose(request.headers.get("Accept-Encoding")) if whole else IDENTITY
+    with _room_for(wanted) as coding:
+        return await _send(request, slot, metrics, excerpt, coding)
+
+
+@contextmanager
+def _room_for(coding: str) -> Iterator[str]:
+    """The coding to use: a stream of ZSTD keeps some MiB for as long as its reader likes, so few have one."""
+    streams = coding == ZSTD and _STREAMS.acquire(blocking=False)
+    try:
+        yield coding if streams or coding != ZSTD else IDENTITY
+    finally:
+        if streams:
+            _STREAMS.release()
+
+
+async def _send(
+    request: web.Request, slot: Slot, metrics: Metrics, excerpt: Excerpt | None, coding: str
+) -> web.StreamResponse:
     content, asked = slot.content, request.headers
     assert content is not None
     excerpt = excerpt or Excerpt(0, content.nbytes)
-    whole = request.method == "GET" and "Range" not in asked
-    coding = choose(asked.get("Accept-Encoding")) if whole else IDENTITY
     tag = etag(content.digest + excerpt.tag + ("" if coding == IDENTITY else f"-{coding}"))
     check_if_match(asked.get("If-Match"), tag)
     if is_unchanged(asked.get("If-None-Match"), tag):

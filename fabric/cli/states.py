@@ -187,9 +187,10 @@ class DurableState(BlockState):
 
     @property
     def digest(self) -> str:
-        """Of all of it, which is read and verified for that."""
+        """Of all of it, which is read and verified for that, and so is every file that it lies in."""
         for _ in self.blocks(0, len(self.manifest["blocks"])):
             pass
+        self._lane.verify_files()
         return super().digest
 
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:

@@ -279,6 +279,18 @@ class TestCommands:
             assert "__0_0.distcp" in str(result.exception) and "damaged" in str(result.exception)
         assert not (root / "x.safetensors").exists()
 
+    @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+    def test_inspect_names_a_file_that_torch_could_not_load_though_the_state_in_it_is_whole(
+        self, written, name
+    ):
+        _, folders, _ = written
+        data = bytearray((folders[0] / name).read_bytes())
+        data[0] ^= 1  # the head of a pickle, or of a zip archive
+        (folders[0] / name).write_bytes(data)
+        result = self.call(inspect_state, folders[0])
+        assert isinstance(result.exception, StateError)
+        assert f"{folders[0] / name} does not match the digest in manifest.json" in str(result.exception)
+
     def test_what_is_no_checkpoint_is_refused(self, written):
         root, folders, _ = written
         (folders[1] / MARKER).unlink()

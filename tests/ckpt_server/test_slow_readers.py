@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from aiohttp import web
 from server_support import DEADLINE_S, manifest_of
 
+from fabric.ckpt_server import transfer
 from fabric.ckpt_server.content import snapshot_content
 from fabric.ckpt_server.durable.dispatch import Dispatch
 from fabric.ckpt_server.insight import Insight
@@ -119,3 +121,20 @@ def test_names_that_are_near_are_found_among_very_many():
     known = [f"model/layers.{n}.attention.weight" for n in range(100_000)]
     assert "model/layers.77.attention.weight" in _near("model/layers.77.attention.weigth", known)
     assert _near("nothing like it", known) == []
+
+
+async def test_only_a_few_readers_have_a_packer_of_their_own(served, monkeypatch):
+    streams = threading.BoundedSemaphore(2)
+    monkeypatch.setattr(transfer, "_STREAMS", streams)
+    readers, heads = [Reader(served.port) for _ in range(4)], []
+    for reader in readers:
+        await reader.ask(DATA, "Accept-Encoding: zstd\r\n")
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += await asyncio.get_running_loop().sock_recv(reader.line, 1)
+        heads.append(b"content-encoding: zstd" in head.lower())
+    assert heads == [True, True, False, False]
+    for reader in readers:
+        reader.line.close()
+    await cut_off(served)
+    assert [streams.acquire(blocking=False) for _ in range(3)] == [True, True, False]

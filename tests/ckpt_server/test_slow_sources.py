@@ -204,3 +204,13 @@ def test_a_state_comes_from_the_source_that_can_be_reached(origins, monkeypatch)
         done = fetcher(timeout_s=FOREVER_S).fetch_state([far.url, near.url], ref(near), allocate)
     assert memory.buffer == near.file and set(done.sources) == {far.url, near.url}
     assert done.sources[near.url] == len(near.file)
+
+
+def test_a_manifest_that_is_mostly_empty_lists_is_refused_before_it_is_parsed(origins, monkeypatch):  # noqa: F811
+    (only,) = origins(1)
+    only.manifest = {**only.manifest, "more": [[]] * 10_000}
+    parsed = []
+    monkeypatch.setattr(source.json, "loads", parsed.append)
+    with pytest.raises(StateError, match="made of too many lists and objects"):
+        fetcher().fetch_state([only.url], ref(only), Memory())
+    assert not parsed

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.ckpt_server.encoding import FILE_DTYPE, RAW_DTYPE, Blobs, Path, encode
+from fabric.ckpt_server.encoding import FILE_DTYPE, RAW_DTYPE, Blobs, Decoder, Path, encode
 from fabric.ckpt_server.layout import parse_json, read_header
 from fabric.ckpt_server.state import capture, host_bytes, restore
 from fabric.errors import StateError
@@ -223,3 +223,15 @@ def _file(keys: list[tuple[str, str]]) -> bytes:
     entry = ",".join(f'"{key}":{value}' for key, value in keys)
     text = f'{{"__metadata__":{{"fabric":"{{}}"}},"x":{{{entry}}}}}'.encode()
     return len(text).to_bytes(8, "little") + text + bytes(24)
+
+
+@pytest.mark.parametrize("word", ["$set", "$frozenset", "$map", "$counter"])
+def test_keys_that_were_chosen_to_collide_are_refused_before_a_set_is_made_of_them(word: str) -> None:
+    prime = (1 << 61) - 1  # all its multiples have the hash 0
+    keys = [prime * number for number in range(1, 201)]
+    node = {word: keys if "set" in word else [[key, 1] for key in keys]}
+    with pytest.raises(StateError, match="more than 64 keys have the same hash"):
+        Decoder(lambda name: torch.zeros(0), set()).decode(node)
+    spread = [number << 40 for number in range(200)]
+    node = {word: spread if "set" in word else [[key, 1] for key in spread]}
+    assert set(Decoder(lambda name: torch.zeros(0), set()).decode(node)) == set(spread)

@@ -17,6 +17,7 @@ from fabric.ckpt_server.durable.manifest import (
     MANIFEST,
     MARKER,
     MAX_JSON_BYTES,
+    METADATA,
     Attempt,
     Lane,
     lane_name,
@@ -158,6 +159,22 @@ class LaneFile:
                 raise IntegrityError(
                     f"{names} is damaged: block {index} of the state does not match its digest"
                 )
+
+    def verify_files(self) -> None:
+        """Read every file of this part, and torch's index, whole: what lies between the state's bytes is what
+        torch needs. Raises IntegrityError that names those which do not match the manifest."""
+        own = {segment.file for segment in self._lane.segments} | {METADATA} & set(self._listed)
+        wrong = [
+            self.storage.where(name)
+            for name in sorted(own)
+            if self.storage.size(name) != self._listed[name]["nbytes"] or not self._is_whole(name)
+        ]
+        if wrong:
+            verb = "does" if len(wrong) == 1 else "do"
+            raise IntegrityError(
+                f"{' and '.join(wrong)} {verb} not match the digest in {MANIFEST}; torch cannot load the"
+                " checkpoint"
+            )
 
     def _is_whole(self, name: str) -> bool:
         """Whether all of a file matches the manifest; reads it, to name the one that is to blame."""

@@ -6,7 +6,7 @@ Everything lives in a registry of its own, so that nothing of the process or of 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -60,6 +60,12 @@ class Metrics:
         self._writes = Counter(
             _PREFIX + "store_writes", "Writes to the store.", ["what", "outcome"], registry=registry
         )
+        self._takes_writes = Gauge(
+            _PREFIX + "store_takes_writes",
+            "0 while the store refuses writes, as a full one.",
+            registry=registry,
+        )
+        self._takes_writes.set(1.0)
         self._write_seconds = Histogram(
             _PREFIX + "store_write_seconds",
             "How long the store took for a write.",
@@ -79,6 +85,10 @@ class Metrics:
     def observe(self, is_leader: Callable[[], bool], jobs: Callable[[], Iterable[JobGauges]]) -> None:
         """Name, once, whom to ask at every scrape."""
         self._registry.register(_Gauges(is_leader, jobs))
+
+    def watch_writes(self, are_taken: Callable[[], bool]) -> None:
+        """Name, once, whom to ask whether the store takes writes."""
+        self._takes_writes.set_function(lambda: float(are_taken()))
 
     def event(self, job: str, kind: str) -> None:
         self._events.labels(job, kind).inc()

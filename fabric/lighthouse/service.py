@@ -27,6 +27,7 @@ from fabric.lighthouse.metrics import Metrics
 from fabric.lighthouse.routes import Parts, StoreProbe, make_app
 from fabric.lighthouse.tokens import Tokens
 from fabric.lighthouse.traces import Traces
+from fabric.lighthouse.write_probe import WriteProbe
 from fabric.lighthouse.writer import Commit, Writer
 from fabric.protocol.leader import LeaderConfig
 from fabric.runtime.config import supervisor
@@ -192,8 +193,11 @@ def _assemble(
     hooks = Hooks(elected=elected, lost=jobs.end, followed=followed, written=metrics.election_write)
     lease_store = _handle(settings)
     election = Election(store, settings.namespace, settings.lease_s, hooks, lease_store=lease_store)
+    writes = WriteProbe(store, f"{election.prefix}probe")
+    tasks.start("write probe", writes.watch())
     parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix))
     metrics.observe(lambda: parts.leads, jobs.gauges)
+    metrics.watch_writes(lambda: not writes.refusal)
     return parts, settled
 
 

@@ -1,0 +1,52 @@
+"""Whether the store takes writes: one that is full answers every read, and refuses all that an epoch needs.
+
+It is asked for a write whose guard can never hold. A store that takes writes says that the guard failed, and
+changes nothing. A full one refuses, for it looks at its room first.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
+from fabric.store import Compare, Put, Store
+
+log = logging.getLogger(__name__)
+
+# A key that nobody has has revision 0, and no store gets as far as this one.
+_NEVER = (1 << 62) - 1
+
+
+@dataclass(slots=True)
+class WriteProbe:
+    """``refusal``: the store's own sentence when it refused last; empty while it takes writes, or where
+    nobody knows because it cannot be reached."""
+
+    store: Store
+    key: str
+    every_s: float = 10.0
+    answer_s: float = 5.0
+    refusal: str = ""
+
+    async def watch(self) -> None:
+        """Ask again and again, until cancelled."""
+        while True:
+            await self.ask()
+            await asyncio.sleep(self.every_s)
+
+    async def ask(self) -> str:
+        """Ask once; returns the refusal."""
+        said = self.refusal
+        try:
+            async with asyncio.timeout(self.answer_s):
+                await self.store.commit([Compare(self.key, create_revision=_NEVER)], [Put(self.key, b"")])
+            self.refusal = ""
+        except (StoreUnavailable, StoreIndefinite, TimeoutError):
+            pass  # whether it can be reached is asked elsewhere, more often
+        except StoreError as error:
+            self.refusal = str(error)
+        if bool(self.refusal) != bool(said):
+            log.warning(
+                "the store takes writes again" if said else f"the store refuses writes: {self.refusal}"
+            )
+        return self.refusal

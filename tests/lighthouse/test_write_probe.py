@@ -1,0 +1,104 @@
+"""A store that is full answers reads and refuses writes: a lighthouse says so before an epoch needs one."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from etcd_process import EtcdMember, free_ports, require_etcd, wait_until
+
+from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
+from fabric.lighthouse.write_probe import WriteProbe
+from fabric.store import Delete, Put, Store, open_store
+
+KEY = "/fabric/ns/probe"
+
+
+@pytest.mark.parametrize("url", ["memory:", "sqlite"])
+async def test_a_store_with_room_is_asked_and_nothing_is_written(url, tmp_path):
+    store = open_store(f"sqlite://{tmp_path}/store.db" if url == "sqlite" else url)
+    await store.connect()
+    before = await store.list("/")
+    assert await WriteProbe(store, KEY).ask() == ""
+    assert await store.list("/") == before, "not even its revision has changed"
+    await store.close()
+
+
+class Moody:
+    """A store whose answer to a write is given; None: it takes it."""
+
+    def __init__(self) -> None:
+        self.answer: Exception | None = None
+
+    async def commit(self, compares: object, operations: object) -> None:
+        if self.answer is not None:
+            raise self.answer
+
+
+async def test_only_a_refusal_counts_and_it_is_logged_once(caplog):
+    store = Moody()
+    probe = WriteProbe(store, KEY)
+    for answer in (StoreUnavailable("away"), StoreIndefinite("lost"), TimeoutError()):
+        store.answer = answer
+        assert await probe.ask() == ""
+    store.answer = StoreError("database space exceeded")
+    for _ in range(3):
+        assert await probe.ask() == "database space exceeded"
+    store.answer = StoreUnavailable("away")
+    assert await probe.ask() == "database space exceeded", "nothing has said otherwise"
+    store.answer = None
+    assert await probe.ask() == await probe.ask() == ""
+    assert caplog.messages == [
+        "the store refuses writes: database space exceeded",
+        "the store takes writes again",
+    ]
+
+
+@pytest.mark.etcd
+async def test_a_full_etcd_says_so_and_is_asked_again(tmp_path: Path):
+    require_etcd()
+    ports = free_ports(2)
+    quota = ("--quota-backend-bytes", "1000000")
+    member = EtcdMember(tmp_path / "etcd", *ports, extra=quota)
+    try:
+        member.launch()
+        await asyncio.to_thread(wait_until, member.is_healthy, "etcd to be healthy")
+        store = open_store(member.url)
+        await store.connect()
+        probe = WriteProbe(store, KEY)
+        assert await probe.ask() == ""
+        with pytest.raises(StoreError, match="space"):
+            await fill(store)
+        assert "space" in await probe.ask()
+        assert await store.get("/fill/0") is not None, "reads say nothing of it"
+        await make_room(member, store)
+        assert await probe.ask() == ""
+        await store.close()
+    finally:
+        member.stop()
+
+
+async def fill(store: Store) -> None:
+    """Write until the store refuses."""
+    for number in range(100):
+        await store.commit([], [Put(f"/fill/{number}", bytes(100_000))])
+
+
+async def make_room(member: EtcdMember, store: Store) -> None:
+    """What the runbook says."""
+    found, revision = await store.list("/fill/")
+    deleted = await store.commit([], [Delete(each.key) for each in found])
+    assert deleted is not None and deleted > revision
+    async with aiohttp.ClientSession(f"http://{member.address}") as http:
+
+        async def ask(path: str, body: dict[str, object]) -> dict[str, Any]:
+            async with http.post(path, json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                found: dict[str, Any] = await answer.json()
+                return found
+
+        await ask("/v3/kv/compaction", {"revision": str(deleted), "physical": True})
+        await ask("/v3/maintenance/defragment", {})
+        for alarm in (await ask("/v3/maintenance/alarm", {"action": "GET"}))["alarms"]:
+            await ask("/v3/maintenance/alarm", {"action": "DEACTIVATE", **alarm})

@@ -12,7 +12,6 @@ import click
 
 from fabric import __version__
 from fabric.cli.tls import tls_options
-from fabric.cli.words import printable
 from fabric.errors import FabricError
 from fabric.runtime.tls import Tls
 
@@ -83,7 +82,8 @@ def main() -> None:
     try:
         cli(prog_name="fabric")
     except FabricError as error:
-        sys.stderr.write(f"error: {printable(str(error))}\n")
+        words = importlib.import_module("fabric.cli.words")
+        sys.stderr.write(f"error: {words.printable(str(error))}\n")
         raise SystemExit(1) from None
 
 

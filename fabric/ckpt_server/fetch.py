@@ -36,6 +36,7 @@ from fabric.ckpt_server.source import (
 from fabric.ckpt_server.striping import Progress, Source, Striping, all_failed, said
 from fabric.errors import ConfigError, IntegrityError, StateError
 from fabric.model import SnapshotRef
+from fabric.runtime.token_file import TokenFile
 
 __all__ = ["Fetched", "GradientMeta", "StateFetcher"]
 
@@ -69,7 +70,7 @@ class StateFetcher:
 
     def __init__(
         self,
-        token: str = "",
+        token: TokenFile | str = "",
         *,
         streams_per_source: int = 2,
         range_bytes: int = 64 << 20,
@@ -83,9 +84,10 @@ class StateFetcher:
             raise ConfigError(
                 "A fetch needs at least one stream per source, a range size and a timeout above 0."
             )
-        if not token.isascii() or not token.isprintable():
+        tokens = TokenFile.of(token)
+        if not (shown := tokens.shown()).isascii() or not shown.isprintable():
             raise ConfigError("The token contains characters that cannot be sent; check the token file.")
-        self._access = Access(token, timeout_s, ssl_context)
+        self._access = Access(tokens, timeout_s, ssl_context)
         self._streams = streams_per_source
         self._range_bytes = range_bytes
         self._progress = progress

@@ -10,6 +10,12 @@ _STEP = {
     "schema": {"type": "string", "pattern": "^([0-9]{1,18}|latest)$"},
     "description": "A committed step, or latest.",
 }
+_LAST = {
+    "name": "last",
+    "in": "query",
+    "schema": {"type": "integer", "minimum": 1},
+    "description": "So many entries at most, the newest.",
+}
 _GENERATION = {
     "name": "generation",
     "in": "query",
@@ -155,7 +161,7 @@ DOCUMENT: dict[str, Any] = {
             _get("The stacks of all threads of the trainer, and what the kernel says of them.", _JSON)
         ),
         "/debug/flight": _of_the_trainer(
-            _get("Torch's recording of the trainer's collectives.", _JSON),
+            _get("Torch's recording of the trainer's collectives.", _JSON, _LAST),
             {"404": "The trainer has no recording.", "504": "The trainer did not answer in time."},
         ),
         "/v1/snapshots": _get("The snapshots held, oldest first.", _JSON),

@@ -24,6 +24,7 @@ from fabric.errors import ProtocolError
 from fabric.protocol.messages import Notice, Pulse
 from fabric.protocol.wire import decode, encode
 from fabric.runtime.tls import Tls
+from fabric.runtime.token_file import TokenFile
 from fabric.runtime.web import come_back_s
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class PulseSender:
         urls: Sequence[str],
         job: str,
         replica: str,
-        token: str | None,
+        token: TokenFile | str | None,
         vitals: Vitals,
         chance: random.Random,
         timing: Timing | None = None,
@@ -75,7 +76,7 @@ class PulseSender:
     ) -> None:
         query = f"/v1/jobs/{quote(job, safe='')}/pulse?replica={quote(replica, safe='')}"
         self._targets = [URL(url.rstrip("/") + query, encoded=True) for url in urls]
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._tokens = TokenFile.of(token)
         self._vitals = vitals
         self._chance = chance
         self._timing = timing or Timing()
@@ -126,11 +127,14 @@ class PulseSender:
                 pause_s = min(2 * pause_s, self._timing.most_pause_s)
 
     async def _connect(self, client: aiohttp.ClientSession, target: URL) -> aiohttp.ClientWebSocketResponse:
+        # Read at every connection: the file may have got another token since.
+        token = self._tokens.shown()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         for _ in range(_MAX_REDIRECTS):
             try:
                 return await client.ws_connect(
                     target,
-                    headers=self._headers,
+                    headers=headers,
                     heartbeat=self._timing.heartbeat_s,
                     max_msg_size=_MAX_REPLY_BYTES,
                 )

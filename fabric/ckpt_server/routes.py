@@ -35,6 +35,8 @@ from fabric.ckpt_server.slices import in_whole, local_part, parse_slice, show
 from fabric.ckpt_server.trainer import Trainer
 from fabric.ckpt_server.transfer import Excerpt, send, work
 from fabric.errors import ProtocolError, Refused
+from fabric.runtime.browsers import pages_kept_out
+from fabric.runtime.token_file import TokenFile
 from fabric.runtime.web import bearer_required, errors_as_json, json_error, query_integer, query_seconds
 
 OPEN_PATHS = frozenset({"/healthz", "/metrics"})
@@ -59,10 +61,16 @@ class Parts:
     insight: Insight
 
 
-def make_app(parts: Parts, token: str | None) -> web.Application:
-    """The application, with everything but OPEN_PATHS behind ``token`` (None: open)."""
+def make_app(parts: Parts, token: TokenFile | str | None, names: Iterable[str] = ()) -> web.Application:
+    """The application, with everything but OPEN_PATHS behind ``token`` (None: open). ``names``: the hosts
+    that it is known by besides loopback."""
+    tokens = TokenFile.of(token)
     app = web.Application(
-        middlewares=[errors_as_json, bearer_required(token, OPEN_PATHS)],
+        middlewares=[
+            errors_as_json,
+            *([pages_kept_out(names)] if tokens.is_open else []),
+            bearer_required(tokens, OPEN_PATHS),
+        ],
         client_max_size=64 * 1024,
     )
     routes = Routes(parts)
@@ -236,7 +244,8 @@ class Routes:
         return web.json_response(await self._parts.insight.stacks())
 
     async def flight(self, request: web.Request) -> web.Response:
-        """Torch's recording of the trainer's collectives."""
+        """Torch's recording of the trainer's collectives; with ``last`` so many of them, the newest."""
+        last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
         self._parts.insight.require_process()
         try:
             answer = await self._parts.insight.ask("flight")
@@ -244,7 +253,10 @@ class Routes:
             return json_error(504, str(error))
         except Refused as error:
             return json_error(404, str(error))
-        return web.json_response(await asyncio.to_thread(parse_flight, answer.get("recording")))
+        flight = await asyncio.to_thread(parse_flight, answer.get("recording"))
+        if last is not None and isinstance(flight, dict) and isinstance(flight.get("entries"), list):
+            flight = {**flight, "entries": flight["entries"][-last:]}
+        return web.json_response(flight)
 
     def find(self, request: web.Request) -> Slot | web.Response:
         """The slot that holds the snapshot which the path names, or the answer that it is not held."""

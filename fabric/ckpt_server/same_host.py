@@ -28,6 +28,7 @@ from fabric.ckpt_server.memory import SNAPSHOT, Memory
 from fabric.errors import FabricError, Gone, Refused
 from fabric.model import SnapshotRef
 from fabric.protocol.wire import decode_as
+from fabric.runtime.token_file import TokenFile
 from fabric.runtime.web import check_bearer
 
 log = logging.getLogger(__name__)
@@ -58,9 +59,9 @@ def name_of(place: str) -> str:
 class Door:
     """The server's side."""
 
-    def __init__(self, memory: Memory, token: str | None, stall_s: float = STALL_S) -> None:
+    def __init__(self, memory: Memory, token: TokenFile | str | None, stall_s: float = STALL_S) -> None:
         self._memory = memory
-        self._token = token
+        self._tokens = TokenFile.of(token)
         self._stall_s = stall_s
 
     @asynccontextmanager
@@ -100,8 +101,8 @@ class Door:
         _, uid = connection.peer()
         if uid != os.geteuid():
             raise Refused("this is another user's memory: ask over HTTP")
-        if self._token is not None:
-            check_bearer(f"Bearer {look.token}", self._token)
+        if not self._tokens.is_open:
+            check_bearer(f"Bearer {look.token}", self._tokens)
         slot = self._memory.find(SNAPSHOT, look.step, look.generation)
         if slot is None or slot.region is None or slot.content is None or slot.content.digest != look.digest:
             raise Gone(f"step {look.step} of generation {look.generation} with that digest is not held here")

@@ -39,7 +39,8 @@ from fabric.errors import ConfigError, Refused
 from fabric.protocol.messages import Notice, Pulse
 from fabric.runtime.private_folder import make_private, open_private
 from fabric.runtime.tls import Tls
-from fabric.runtime.web import check_exposure, read_token, serve
+from fabric.runtime.token_file import TokenFile
+from fabric.runtime.web import check_exposure, serve
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +125,8 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
     When ``ready_fd`` is given, one JSON line is written to it once trainers can attach. Raises
     FabricError where serving cannot begin.
     """
-    token = None if settings.token_file is None else read_token(settings.token_file)
-    check_exposure(settings.bind, token)
+    token = TokenFile(settings.token_file)
+    check_exposure(settings.bind, token.shown() or None)
     lifetime = Lifetime(settings.orphan_s)
     memory, trainer = Memory(), Trainer()
     durable = Dispatch(settings.job, settings.replica, memory)
@@ -172,12 +173,12 @@ def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
 
 @asynccontextmanager
 async def _http(
-    settings: ServerSettings, token: str | None, state: _State, insight: Insight
+    settings: ServerSettings, token: TokenFile, state: _State, insight: Insight
 ) -> AsyncIterator[Identity]:
     memory, trainer, durable = state
     name = {"job": settings.job, "replica": settings.replica, "instance": secrets.token_hex(8)}
     metrics = Metrics(memory, trainer, durable)
-    app = make_app(Parts(name, memory, trainer, metrics, insight), token)
+    app = make_app(Parts(name, memory, trainer, metrics, insight), token, (settings.advertise, settings.bind))
     runner, port = await serve(
         app,
         settings.bind,
@@ -213,7 +214,7 @@ def _hear(news: News, trainer: Trainer, lifetime: Lifetime) -> Callable[[Notice]
 
 def _pulse(
     settings: ServerSettings,
-    token: str | None,
+    token: TokenFile,
     identity: Identity,
     state: _State,
     hear: Callable[[Notice], None],

@@ -22,6 +22,7 @@ from fabric.ckpt_server.conditions import etag
 from fabric.ckpt_server.digest import bytes_digest
 from fabric.ckpt_server.packing import IDENTITY
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
+from fabric.runtime.token_file import TokenFile
 
 CONNECT_S = 5.0
 # Less is no link that a job can use: what comes more slowly is not waited for.
@@ -79,10 +80,15 @@ def abort(sock: socket.socket) -> None:
 class Access:
     """How every source is reached. ``token`` empty means none, ``timeout_s`` bounds one read."""
 
-    token: str
+    tokens: TokenFile
     timeout_s: float
     ssl_context: ssl.SSLContext | None
     sockets: Sockets = field(default_factory=Sockets)
+
+    @property
+    def token(self) -> str:
+        """What to show now: the token may be replaced while this process runs."""
+        return self.tokens.shown()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,11 @@ _LIVENESS = LivenessConfig()
 @click.option("--advertise", default="", help="Base URL that others reach this one by.")
 @click.option("--token-file", type=_FILE, help="File with the token that everybody must show.")
 @click.option("--job-tokens", type=_FILE, help="Folder with a file per job: that job's own token.")
+@click.option(
+    "--ckpt-networks",
+    default="",
+    help="Networks (10.1.0.0/16,...) in which checkpoint servers may be asked besides where they come from.",
+)
 @click.option("--max-jobs", default=Quotas().jobs, show_default=True, help="Jobs that are not complete.")
 @click.option("--max-replicas", default=Quotas().replicas, show_default=True, help="Replicas of each job.")
 @click.option(

@@ -28,6 +28,7 @@ from fabric.cli.tls import current_tls
 from fabric.cli.whole import WholeState
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
 from fabric.runtime.dial_errors import why
+from fabric.runtime.token_file import TokenFile
 
 _TIMEOUT_S = 30.0
 _MAX_MANIFEST_BYTES = 256 << 20
@@ -251,7 +252,9 @@ class RemoteState(BlockState):
         self.name = url
         where = Where.parse(url)
         self._tls = current_tls()
-        self._connection = Connection(where.server, Access(token, _TIMEOUT_S, self._tls.client_context()))
+        self._connection = Connection(
+            where.server, Access(TokenFile.of(token), _TIMEOUT_S, self._tls.client_context())
+        )
         try:
             manifest = check_manifest(self._ask(f"{_SNAPSHOTS}{where.step}/manifest{where.query}"))
             self._path = f"{_SNAPSHOTS}{manifest['step']}/data?generation={manifest['generation']}"

@@ -46,6 +46,7 @@ from fabric.runtime import logs
 from fabric.runtime.config import Settings, parse_replicas, settings
 from fabric.runtime.points import Points
 from fabric.runtime.private_folder import make_private, open_private
+from fabric.runtime.token_file import TokenFile
 from fabric.runtime.web import parse_ports
 from fabric.transport.tcp import Identity
 
@@ -189,7 +190,7 @@ def _parts(
     state: tuple[Describer, SnapshotPolicy],
     records: tuple[Journal, Points],
 ) -> Parts:
-    token, rank = found.token, place.rank
+    token, rank = TokenFile(found.token_file), place.rank
     describer, policy = state
     journal, points = records
     gradients, averaged = model_parts
@@ -241,10 +242,11 @@ def _parts(
 
 
 def _ladder(found: Settings, place: Place, snapshots: Snapshots, durable: Durable, layout: Layout) -> Ladder:
+    tokens = TokenFile(found.token_file)
     tls, size = found.tls.client_context(), place.group.size if place.group is not None else 1
 
     def make_fetcher(rank: int = place.rank) -> StateFetcher:
-        return StateFetcher(found.token.decode(), rank=rank, ssl_context=tls)
+        return StateFetcher(tokens, rank=rank, ssl_context=tls)
 
     return Ladder(snapshots, durable, layout, (place.rank, size), make_fetcher)
 

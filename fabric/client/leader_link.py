@@ -1,8 +1,9 @@
 """The session with the lighthouse: one WebSocket, kept open to whichever instance leads.
 
-Addresses are tried in turn, the last leader first, with attempts under a second and jittered back-off.
-A refusal (wrong token, unknown job) that waiting cannot heal ends the process with its sentence.
-"""
+Addresses are tried in turn, the last leader first, with attempts under a second and jittered back-off. At
+the first contact a refusal (wrong token, unknown job) ends the process with its sentence, where no address
+lets it in. A process that was let in once takes a refusal for a problem like any other: an address may be
+another program's for a while, or a lighthouse may not have the job's new token yet."""
 
 import asyncio
 import logging
@@ -17,6 +18,7 @@ from fabric.protocol import wire
 from fabric.protocol.messages import BeatReply, LeaderMessage, MemberMessage
 from fabric.runtime.config import Settings
 from fabric.runtime.dial_errors import mistake, why
+from fabric.runtime.token_file import TokenFile
 from fabric.runtime.web import come_back_s
 
 log = logging.getLogger(__name__)
@@ -33,17 +35,19 @@ class LeaderLink:
     core says again what matters when a session opens."""
 
     def __init__(self, found: Settings) -> None:
-        token, job, replicas, replica = found.token, found.job, found.replicas, found.replica
+        job, replicas, replica = found.job, found.replicas, found.replica
+        self._tokens = TokenFile(found.token_file)
         self._urls = list(found.lighthouse)
         self._contact_s = found.contact_s
         self._tls = found.tls
         self._path = f"/v1/jobs/{job}/session"
         self._query = {"replicas": replicas, "replica": replica}
-        self._headers = {"Authorization": f"Bearer {token.decode()}"} if token else {}
         self._outbox: asyncio.Queue[bytes] | None = None
         self.waiting_for = ""  # for whom the job waits, as the lighthouse said last
         self._problem = ""
-        self._reached = False
+        self._reached = False  # a lighthouse has answered as one
+        self._let_in = False  # a session has been open
+        self._refused: dict[str, str] = {}  # address -> why it did not let us in, before one has
         self._mistaken: set[str] = set()  # addresses whose TLS and ours cannot go together
         self._told: set[str] = set()
         self._begun = 0.0
@@ -71,34 +75,45 @@ class LeaderLink:
         jitter = random.Random()  # noqa: S311  (back-off, not a secret)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         connector = aiohttp.TCPConnector(ssl=self._tls.client_context() or True)
-        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector) as http:
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
             while True:
                 url = self._urls[0]
                 try:
                     await self._session(http, url, feed)
                 except aiohttp.WSServerHandshakeError as error:
                     if error.history:
-                        self._follow(str(error.request_info.url.origin()))
+                        self._follow(url, str(error.request_info.url.origin()))
                         await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
                         continue
-                    self._problem = f"{url} answered {error.status}"
                     if error.status == 429:
                         # Thousands come back at once: it is there, and says when. Not all at that moment.
                         self._reached = True
                         await asyncio.sleep(come_back_s(error.headers or {}) * jitter.uniform(0.5, 1.0))
                         continue
-                    if error.status in (400, 401, 403, 404):
-                        on_refused(_refusal(url, error.status))
-                        return
+                    self._note_answer(url, error.status)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    self._refused.pop(url, None)
                     self._note_problem(url, error)
                 except FabricError as error:
                     self._problem = str(error)
-                if not self._reached and (gave_up := self._given_up(deadline)):
+                if not self._let_in and (gave_up := self._given_up(deadline)):
                     on_refused(gave_up)
                     return
                 self._urls.append(self._urls.pop(0))
                 await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
+
+    def _note_answer(self, url: str, status: int) -> None:
+        """An address answered, and let nobody in."""
+        self._problem = f"{url} answered {status}"
+        if status not in (400, 401, 403, 404):
+            self._refused.pop(url, None)
+            return
+        self._problem = _refusal(url, status)
+        if not self._let_in:
+            self._refused[url] = self._problem
+        elif self._problem not in self._told:
+            self._told.add(self._problem)
+            log.warning("fabric: %s: trains on meanwhile: %s", self._query["replica"], self._problem)
 
     def _note_problem(self, url: str, error: Exception) -> None:
         """Why ``url`` was not reached; said once where none has been for a while, for that may take long."""
@@ -113,26 +128,37 @@ class LeaderLink:
 
     def _given_up(self, deadline: float) -> str:
         """Why nobody is asked any more, empty while that goes on. A certificate does not heal by waiting."""
+        refused = [self._refused[url] for url in self._urls if url in self._refused]
+        if refused and self._mistaken.issuperset(url for url in self._urls if url not in self._refused):
+            return refused[0]
         if self._mistaken.issuperset(self._urls):
             return f"no lighthouse can be spoken to: {self._problem}"
-        if asyncio.get_running_loop().time() > deadline:
+        if not self._reached and asyncio.get_running_loop().time() > deadline:
             return (
                 f"no lighthouse was found within {self._contact_s:g} s ({self._problem}): "
                 "check FABRIC_LIGHTHOUSE, and that a lighthouse runs there"
             )
         return ""
 
-    def _follow(self, leader: str) -> None:
+    def _follow(self, follower: str, leader: str) -> None:
         """A follower sent us on. The client drops the token on the way to another origin, on purpose, so the
-        leader is asked anew, first."""
+        leader is asked anew, first. Where that has refused us the follower has, too."""
+        if leader in self._refused:
+            self._refused[follower] = self._refused[leader]
         self._urls = [leader, *(url for url in self._urls if url != leader)]
 
     async def _session(self, http: aiohttp.ClientSession, url: str, feed: Callable[[io.Event], None]) -> None:
         async with asyncio.timeout(_CONNECT_S * 3):
+            token = self._tokens.shown()  # the file may have got another one since
             socket = await http.ws_connect(
-                url + self._path, params=self._query, max_msg_size=_MAX_MESSAGE_BYTES
+                url + self._path,
+                params=self._query,
+                headers={"Authorization": f"Bearer {token}"} if token else {},
+                max_msg_size=_MAX_MESSAGE_BYTES,
             )
-        self._reached = True
+        self._reached = self._let_in = True
+        self._refused.clear()
+        self._told.clear()
         self._outbox = asyncio.Queue()
         self._problem = ""
         sender = asyncio.get_running_loop().create_task(self._send_all(socket, self._outbox))

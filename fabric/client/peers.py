@@ -11,7 +11,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fabric.errors import FabricError, ProtocolError, Unconnected
@@ -20,6 +20,7 @@ from fabric.model import Member, Record
 from fabric.protocol import member_io as io
 from fabric.protocol import wire
 from fabric.protocol.messages import Bar, Contribution, Finished, PeerMessage
+from fabric.runtime.token_file import TokenFile
 from fabric.runtime.web import parse_ports
 from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
@@ -53,7 +54,7 @@ class Peers:
     """
 
     def __init__(
-        self, identity: Identity, incarnation: int, token: bytes, plane: DataPlane, link_s: float
+        self, identity: Identity, incarnation: int, token: TokenFile, plane: DataPlane, link_s: float
     ) -> None:
         self._me: Key = (identity.replica, incarnation)
         self._identity = identity
@@ -61,7 +62,7 @@ class Peers:
         self._plane = plane
         self._link_s = link_s
         self._feed: Callable[[io.Event], None] = lambda _: None
-        self._listener = Listener(identity, token, self._on_connection)
+        self._listener = Listener(identity, self._accepted, self._on_connection)
         self._links: dict[Key, Link] = {}
         self._ring_arrivals: dict[tuple[int, Key], socket.socket] = {}
         self._epochs: dict[int, _Linking] = {}
@@ -72,6 +73,9 @@ class Peers:
 
     # Takes the links of this replica's other ranks: set where there are any.
     on_rank: Callable[[Greeting, socket.socket], None] = staticmethod(lambda _, sock: sock.close())
+
+    def _accepted(self) -> Sequence[bytes]:
+        return [token.encode() for token in self._token.accepted()] or [b""]
 
     @property
     def replica(self) -> str:
@@ -268,7 +272,8 @@ class Peers:
         tries, since = 0, time.monotonic()
         while not is_up():
             try:
-                return await dial(member.link, greeting, self._token, _DIAL_S, self._plane.shares_memory)
+                token = self._token.shown().encode()
+                return await dial(member.link, greeting, token, _DIAL_S, self._plane.shares_memory)
             except Unconnected:
                 if time.monotonic() - since >= CONNECT_S:
                     raise
@@ -309,7 +314,9 @@ class Peers:
         """Any answer will do, a refusal too: what is wanted is a way there and back."""
         greeting = self._greeting(self._identity.store_id, member, "probe")
         try:
-            sock = await dial(member.link, greeting, self._token, _DIAL_S, self._plane.shares_memory)
+            sock = await dial(
+                member.link, greeting, self._token.shown().encode(), _DIAL_S, self._plane.shares_memory
+            )
         except Unconnected:
             return member.replica, False
         except FabricError:

@@ -2,6 +2,7 @@
 they are. Rank 0 then speaks for the replica, and the others follow it.
 """
 
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,7 @@ def _identity(
         plane=work.plane,
         spare=settings.spare,
         ended=last_word.find(settings.home),
+        secret=secrets.token_hex(16),
     )
 
 

@@ -88,7 +88,10 @@ class Connection:
     def __init__(self, socket: web.WebSocketResponse, transport: asyncio.Transport | None) -> None:
         self.replica = ""
         self.incarnation = -1
+        self.rank = -1  # of a checkpoint server's connection
         self.packs = False
+        self.address = ""  # from where the other side has connected
+        self.with_own = False  # whether it showed the lighthouse's own token
         self.is_ending = False
         self._socket = socket
         self._transport = transport

@@ -16,15 +16,22 @@ from importlib.resources import files
 
 from aiohttp import web
 
-from fabric.errors import ProtocolError
+from fabric.errors import ProtocolError, Unauthorized
 from fabric.lighthouse.job import Job
+from fabric.lighthouse.login_tries import LoginTries, TooManyTries
 from fabric.lighthouse.tokens import Scope, Tokens
 from fabric.lighthouse.view import job_view
-from fabric.runtime.web import Handler, read_body
+from fabric.runtime.browsers import is_own_page
+from fabric.runtime.token_file import is_same
+from fabric.runtime.web import Handler, json_error, read_body
 
 COOKIE = "fabric-page"
 LOGIN = "/login"
 COOKIE_S = 12 * 3600
+# Lighthouses that take over from each other may differ by so much.
+_CLOCK_S = 300
+# WebSockets of trainers and checkpoint servers: a page has no business there.
+_FOR_PROCESSES = ("/session", "/pulse")
 _KINDS = {"index.html": "text/html", "dashboard.js": "text/javascript", "dashboard.css": "text/css"}
 OPEN_PATHS = frozenset({"/", LOGIN, "/dashboard.js", "/dashboard.css"})
 # The page's own script and style, and nothing from anywhere else.
@@ -56,19 +63,19 @@ def scope_of_cookie(request: web.Request, tokens: Tokens) -> Scope | bool:
     from our own page."""
     expires, _, rest = request.cookies.get(COOKIE, "").partition(".")
     proof, _, job = rest.partition(".")
-    if not expires.isdecimal() or len(expires) > 12 or int(expires) < time.time():
+    # One that lasts longer than any that is made now was made while a clock was wrong.
+    now = time.time()
+    if not expires.isdecimal() or len(expires) > 12 or not now <= int(expires) <= now + COOKIE_S + _CLOCK_S:
         return False
-    origin = request.headers.get("Origin")
-    if origin is not None and origin.partition("://")[2] != request.host:
+    if not is_own_page(request) or request.path.endswith(_FOR_PROCESSES):
         return False
-    token = tokens.key(job)
-    if token is None or not _is_proof(proof, expires, job, token):
+    if not any([_is_proof(proof, expires, job, token) for token in tokens.keys(job)]):  # noqa: C419
         return False
     return frozenset((job,)) if job else None
 
 
 def _is_proof(given: str, expires: str, job: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "replace"), _proof(expires, job, token).encode())
+    return is_same(given, _proof(expires, job, token))
 
 
 def _proof(expires: str, job: str, token: str) -> str:
@@ -86,6 +93,8 @@ def _file(name: str, kind: str) -> Handler:
 
 
 def _login(tokens: Tokens) -> Handler:
+    tries = LoginTries()
+
     async def answer(request: web.Request) -> web.Response:
         """``{"token": ...}`` for a cookie."""
         response = web.json_response({"ok": True})
@@ -99,12 +108,21 @@ def _login(tokens: Tokens) -> Handler:
             given = None
         if not isinstance(given, str):
             raise ProtocolError('send a JSON object such as {"token": "..."}')
-        scope = tokens.scope(given.strip())
+        try:
+            tries.check(request.remote or "")
+        except TooManyTries as error:
+            return json_error(429, str(error), headers={"Retry-After": "10"})
+        await tokens.refresh()
+        try:
+            scope = tokens.scope(given := given.strip())
+        except Unauthorized:
+            tries.failed(request.remote or "")
+            raise
         job = min(scope) if scope is not None else ""
         expires = str(int(time.time()) + COOKIE_S)
         response.set_cookie(
             COOKIE,
-            f"{expires}.{_proof(expires, job, tokens.key(job) or given)}.{job}",
+            f"{expires}.{_proof(expires, job, given)}.{job}",
             max_age=COOKIE_S,
             httponly=True,
             samesite="Strict",

@@ -16,6 +16,7 @@ from fabric.lighthouse import inquiry
 from fabric.lighthouse.diagnosis import UNKNOWN, Case, Diagnosis, judge
 from fabric.lighthouse.inquiry import Access, Where
 from fabric.lighthouse.recovery import Recovery
+from fabric.lighthouse.whereabouts import Whereabouts
 from fabric.model import Record
 from fabric.protocol.leader import Leader
 from fabric.protocol.leader_base import EpochState
@@ -63,23 +64,33 @@ class Scene:
             return "unknown"
         return pulse.trainer if pulse.connected else "silent"
 
-    def places(self, names: tuple[str, ...]) -> list[Where]:
+    def places(self, names: tuple[str, ...], whereabouts: Whereabouts) -> list[Where]:
         """Every rank of these replicas, as many as are asked at most."""
         found = []
         for name in names:
             member = self.record.member(name)
             for rank, url in enumerate(self.core.liveness.ckpts(member) if member is not None else ()):
                 if url:
-                    found.append(Where(name, rank, url))
+                    hosts, with_own = whereabouts.addresses(name, rank), whereabouts.has_shown_own(name)
+                    found.append(Where(name, rank, url, hosts, with_own))
         return found[: inquiry.MAX_RANKS]
 
 
 class Explainer:
-    """One job's. ``observe`` after every event of its core; ``keep`` is called with a record that has got its
-    diagnosis, ``tell`` with an event (kind, about, why, cause)."""
+    """One job's. ``observe`` after every event of its core; ``keep`` is called with a record that has got
+    its diagnosis, ``tell`` with an event (kind, about, why, cause). ``access`` says at the moment of asking
+    what is shown to checkpoint servers, given whether their member showed the lighthouse's own token."""
 
-    def __init__(self, access: Access, tasks: Tasks, tell: Tell, keep: Callable[[Recovery], None]) -> None:
+    def __init__(
+        self,
+        access: Callable[[bool], Access],
+        whereabouts: Whereabouts,
+        tasks: Tasks,
+        tell: Tell,
+        keep: Callable[[Recovery], None],
+    ) -> None:
         self._access = access
+        self._whereabouts = whereabouts
         self._tasks = tasks
         self._tell = tell
         self._keep = keep
@@ -152,7 +163,7 @@ class Explainer:
         if not scene.epoch.condemned and not waited_for:
             await asyncio.sleep(_COMPANIONS_S)
         case = scene.case(waited_for)
-        seen = await inquiry.ask(scene.places(case.concerned()), self._access)
+        seen = await inquiry.ask(scene.places(case.concerned(), self._whereabouts), self._access)
         # Who aborted or was condemned meanwhile, and whose process has turned out to be gone, counts too.
         found = judge(scene.case(waited_for), seen)
         return replace(found, t=time.time(), seconds=time.monotonic() - begun)

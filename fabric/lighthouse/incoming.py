@@ -14,8 +14,18 @@ from fabric.protocol import messages as m
 from fabric.protocol import wire
 from fabric.runtime.config import parse_replicas
 
-MAX_PULSE_BYTES = 1 << 20
+MAX_PULSE_BYTES = 64 * 1024
+# A report may list every micro-batch of a step. A session names all ranks, a beat what each micro-batch took.
+MAX_MESSAGE_BYTES = 64 * 1024
+_MORE_BYTES = {m.Session: 256 * 1024, m.Beat: 256 * 1024, m.Report: wire.MAX_BYTES}
+# Their reasons may be long, a user's exception for instance, and are cut at once.
+_MORE_BYTES |= dict.fromkeys((m.Aborted, m.Failed, m.Fallen, m.NeedState), 1 << 20)
 MAX_ADDRESS = 300
+# Names of peers in one message, where it is no report.
+MAX_NAMES = 256
+MAX_SECRET = 64
+# Longer time budgets than a year mean nothing.
+_MAX_BUDGET_S = 366 * 86400.0
 MAX_DIGEST = 200
 MAX_SENTENCE = 300
 # Names and values of what the data order depends on.
@@ -32,6 +42,9 @@ MOST_REPLICAS = 30_000
 MAX_DEATHS = 64
 
 _NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
+_CKPT = re.compile(
+    r"https?://(\[[0-9A-Fa-f:.%]{2,64}\]|[A-Za-z0-9._-]{1,253}):\d{1,5}/?(#\d{1,6})?", re.ASCII
+)
 _MEMBER_KINDS = get_args(m.MemberMessage)
 _TRAINER_STATES = ("running", "stopped", "gone", "absent")
 
@@ -56,7 +69,7 @@ def parse_policy(text: str, start_wait_s: float) -> Policy:
 
 def decode_session(data: str) -> m.Session:
     """The first message of a session. Raises ProtocolError."""
-    message = wire.decode(data)
+    message = wire.decode(_short(data, m.Session))
     if not isinstance(message, m.Session):
         raise ProtocolError(f"a session begins with a Session, not with a {type(message).__name__}")
     return _checked_session(message)
@@ -65,7 +78,12 @@ def decode_session(data: str) -> m.Session:
 def decode_member(data: str) -> m.MemberMessage:
     """A later message of a session, its sentences cut. Raises ProtocolError."""
     message = wire.decode(data)
+    if len(data) > MAX_MESSAGE_BYTES:
+        _short(data, type(message))
     if type(message) is m.Beat:
+        if message.waiting_for or message.digest:
+            _check_names("waiting_for", message.waiting_for, MAX_NAMES)
+            _check_length("digest", message.digest, MAX_DIGEST)
         if _is_sentence(message.phase) and _is_sentence(message.busy):
             return message  # the usual one, which there are very many of
         return replace(message, phase=_sentence(message.phase), busy=_sentence(message.busy))
@@ -73,6 +91,15 @@ def decode_member(data: str) -> m.MemberMessage:
         raise ProtocolError(f"a {type(message).__name__} is not for the lighthouse")
     if isinstance(message, m.Session):
         return _checked_session(message)
+    if isinstance(message, m.Report):
+        _check_report(message)
+    if isinstance(message, m.Aborted):
+        _check_names("waiting_for", message.waiting_for, MAX_NAMES)
+        _check_length("about", message.about, MAX_ADDRESS)
+    if isinstance(message, m.Taken | m.Missed):
+        _check_length("joiner", message.joiner, MAX_ADDRESS)
+    if isinstance(message, m.Taken):
+        _check_length("digest", message.digest, MAX_DIGEST)
     if isinstance(message, m.Aborted | m.NeedState | m.Fallen | m.Failed):
         return replace(message, why=_sentence(message.why))
     return cast(m.MemberMessage, message)
@@ -84,8 +111,10 @@ def decode_pulse(data: str) -> m.Pulse:
     if not isinstance(message, m.Pulse):
         raise ProtocolError(f"a checkpoint server sends Pulses, not a {type(message).__name__}")
     check_name("replica", message.replica)
-    _check_length("ckpt", message.ckpt, MAX_ADDRESS)
+    _check_ckpt(message.ckpt)
     _check_snapshots(message)
+    if len(message.parts) not in (0, len(message.snapshots)):
+        raise ProtocolError("Pulse.parts must have one number for each of snapshots, or none")
     if len(message.ages_s) not in (0, len(message.snapshots)) or any(age_s < 0 for age_s in message.ages_s):
         raise ProtocolError("Pulse.ages_s must have one number from 0 for each of snapshots, or none")
     if not 0 <= message.rank < MAX_RANKS:
@@ -99,15 +128,25 @@ def decode_pulse(data: str) -> m.Pulse:
             )
     if message.trainer not in _TRAINER_STATES:
         raise ProtocolError(f"Pulse.trainer must be one of {', '.join(_TRAINER_STATES)}")
+    if not _is_sentence(message.durable_error):
+        return replace(message, durable_error=_sentence(message.durable_error))
     return message
 
 
 def _checked_session(session: m.Session) -> m.Session:
     check_name("replica", session.replica)
-    for name in ("link", "ckpt"):
-        _check_length(name, getattr(session, name), MAX_ADDRESS)
-    for name in ("digest", "layout", "roster"):
+    _check_length("link", session.link, MAX_ADDRESS)
+    _check_ckpt(session.ckpt)
+    for name in ("digest", "layout", "roster", "plane"):
         _check_length(name, getattr(session, name), MAX_DIGEST)
+    _check_length("secret", session.secret, MAX_SECRET)
+    if len(session.predecessors) > MAX_NAMES:
+        raise ProtocolError(f"Session.predecessors must be a list of at most {MAX_NAMES}")
+    if not 0 <= session.autonomy_s <= _MAX_BUDGET_S:  # an older version says none
+        raise ProtocolError("Session.autonomy_s must be a number of seconds from 0, and at most a year")
+    for name in ("exchange_s", "user_code_s"):
+        if not 0 < getattr(session, name) <= _MAX_BUDGET_S:
+            raise ProtocolError(f"Session.{name} must be a number of seconds above 0, and at most a year")
     _check_length("data", session.data, MAX_SETTINGS)
     _check_snapshots(session)
     if sum(map(len, session.tensors)) > MAX_DESCRIPTION:
@@ -118,7 +157,7 @@ def _checked_session(session: m.Session) -> m.Session:
         raise ProtocolError(f"Session.ranks must be a list of fewer than {MAX_RANKS}")
     for address in session.ranks:
         _check_length("link", address.link, MAX_ADDRESS)
-        _check_length("ckpt", address.ckpt, MAX_ADDRESS)
+        _check_ckpt(address.ckpt)
     for name, low, high in (
         ("micro_batches", 1, MAX_MICRO_BATCHES),
         ("shares", 0, MAX_MICRO_BATCHES),
@@ -147,10 +186,42 @@ def _check_length(name: str, text: str, most: int) -> None:
 
 
 def _check_snapshots(message: m.Session | m.Pulse) -> None:
-    if len(message.snapshots) > MAX_SNAPSHOTS:
-        raise ProtocolError(f"snapshots must be a list of at most {MAX_SNAPSHOTS}")
-    for ref in message.snapshots:
+    if max(len(message.snapshots), len(message.durable)) > MAX_SNAPSHOTS:
+        raise ProtocolError(f"snapshots and durable must be lists of at most {MAX_SNAPSHOTS}")
+    for ref in (*message.snapshots, *message.durable):
         _check_length("digest", ref.digest, MAX_DIGEST)
+
+
+def _short(data: str, kind: type) -> str:
+    """``data`` itself. Raises ProtocolError where that is long for a message of its kind."""
+    most = _MORE_BYTES.get(kind, MAX_MESSAGE_BYTES)
+    if len(data) > most:
+        raise ProtocolError(
+            f"a {kind.__name__} of {len(data)} characters is over the limit of {most}: say less"
+        )
+    return data
+
+
+def _check_ckpt(url: str) -> None:
+    """An address that the lighthouse may ask by itself: nothing but a scheme, a host and a port."""
+    if url and not (len(url) <= MAX_ADDRESS and _CKPT.fullmatch(url)):
+        raise ProtocolError(f"ckpt is {url[:80]!r}: it must be http://host:port or https://host:port")
+
+
+def _check_names(what: str, names: tuple[str, ...], most: int) -> None:
+    if len(names) > most:
+        raise ProtocolError(f"{what} must be a list of at most {most} names")
+    for name in names:
+        _check_length(what, name, MAX_ADDRESS)
+
+
+def _check_report(report: m.Report) -> None:
+    for name in ("digest", "gradient_digest", "committed_digest"):
+        _check_length(name, getattr(report, name), MAX_DIGEST)
+    _check_names("round_roster", report.round_roster, MOST_REPLICAS)
+    _check_names("round_lacked", report.round_lacked or (), MOST_REPLICAS)
+    if len(report.have) > MAX_MICRO_BATCHES:
+        raise ProtocolError(f"have must be a list of at most {MAX_MICRO_BATCHES}")
 
 
 def _is_sentence(text: str) -> bool:

@@ -9,8 +9,6 @@ anew from the record.
 
 import asyncio
 import logging
-import random
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,7 +30,8 @@ from fabric.lighthouse.recoverable import recoverable
 from fabric.lighthouse.recovery import NAMED, Recoveries, Recovery
 from fabric.lighthouse.retention import Retention
 from fabric.lighthouse.servers import CheckpointServers, PulseSource
-from fabric.lighthouse.surroundings import Surroundings
+from fabric.lighthouse.surroundings import Surroundings, entropy
+from fabric.lighthouse.whereabouts import Whereabouts
 from fabric.model import Policy, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
@@ -78,7 +77,7 @@ class Job:
         self.events = events
         self.recoveries = recoveries
         self.servers = CheckpointServers()
-        self.core = Leader(name, around.config, _entropy(), around.clock())
+        self.core = Leader(name, around.config, entropy(), around.clock())
         self.sessions: dict[str, Connection] = {}
         # By replica and rank for each connection: a second process of an id, which is refused, has one too.
         self.pulses: dict[Connection, dict[tuple[str, int], PulseSource]] = {}
@@ -96,7 +95,9 @@ class Job:
         self._noted = 0.0
         self._waits = Waits()
         self._unkept: dict[int, Recovery] = {}
-        self._explainer = Explainer(around.access_to(name), around.tasks, self._note_cause, self._keep)
+        self.whereabouts = Whereabouts()
+        access = partial(around.access_to, name)
+        self._explainer = Explainer(access, self.whereabouts, around.tasks, self._note_cause, self._keep)
 
     @property
     def now(self) -> float:
@@ -207,7 +208,8 @@ class Job:
         record = self.core.record
         allowed, needed = self._around.max_replicas, policy.min_replicas if record is None else 0
         count = others(session.replica, self.sessions, record, allowed)
-        if reason := no_room(self.name, session.replica, count, needed, allowed):
+        reason = no_room(self.name, session.replica, count, needed, allowed)
+        if reason := reason or self.whereabouts.stranger(session):
             self._note("session refused", session.replica, reason)
             connection.send(self._frames.of(m.Rejected(reason), connection.packs))
             connection.end(codes.REFUSED, reason)
@@ -238,6 +240,7 @@ class Job:
             return False
         older = self.sessions.get(session.replica)
         self.sessions[session.replica] = connection
+        self.whereabouts.session(session, connection.address, with_own=connection.with_own)
         if older is not None and older is not connection:
             older.end(codes.REPLACED, "replaced by a newer session of the same replica")
         return True
@@ -282,6 +285,7 @@ class Job:
         ):
             return
         heard[key] = PulseSource(pulse, now)
+        self.whereabouts.pulse(pulse.replica, pulse.rank, connection.address)
         self._feed(io.PulseSeen(pulse))
 
     def pulse_closed(self, connection: Connection) -> None:
@@ -487,10 +491,5 @@ class Job:
         self._failures = 0
         record = await self._read_stubbornly(None)
         if self._driver is None and self._around.term.in_force():
-            self.core = Leader(self.name, self._around.config, _entropy(), self._around.clock())
+            self.core = Leader(self.name, self._around.config, entropy(), self._around.clock())
             self.begin(record)
-
-
-def _entropy() -> random.Random:
-    # Makes nonces, by which a writer knows its own record: two lighthouses must never draw the same.
-    return random.Random(secrets.randbits(128))  # noqa: S311

@@ -57,7 +57,7 @@ class Jobs:
         config: LeaderConfig,
         metrics: Metrics,
         tasks: Tasks,
-        access_to: Callable[[str], Access] = lambda _job: Access(),
+        access_to: Callable[[str, bool], Access] = lambda _job, _with_own: Access(),
         quotas: Quotas = Quotas(),
         commit: Commit | None = None,
     ) -> None:

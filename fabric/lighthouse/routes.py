@@ -7,6 +7,7 @@ answer is 503 with the time to come back. ``/healthz`` and ``/metrics`` are ever
 import asyncio
 import json
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
@@ -22,11 +23,12 @@ from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
 from fabric.lighthouse.tokens import Tokens, is_in_scope, token_required
 from fabric.lighthouse.view import job_line, job_view
+from fabric.runtime.browsers import pages_kept_out
 from fabric.runtime.web import Handler, errors_as_json, json_error, query_integer
 from fabric.store import Store
 
 # What an instance answers itself, whoever leads, and without the token: nothing there says anything of a job.
-OPEN_PATHS = frozenset({"/healthz", "/metrics"}) | dashboard.OPEN_PATHS
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/metrics"}) | dashboard.OPEN_PATHS
 MAX_BODY_BYTES = 64 * 1024
 # A follower's client comes back within this time; an election takes about a lease.
 RETRY_AFTER_S = 1
@@ -35,26 +37,35 @@ _MAX_ID = 2**62
 
 @dataclass(slots=True)
 class StoreProbe:
-    """Whether the store answers, asked at most once a second however often somebody wants to know."""
+    """Whether the store answers, asked at most once a second however often somebody wants to know. Nobody
+    waits longer than ``patience_s`` for that: kubelets wait for one second; the last answer counts until
+    then."""
 
     store: Store
     key: str
     every_s: float = 1.0
     answer_s: float = 1.0
+    patience_s: float = 0.4
     is_reachable: bool = True
     asked: float = float("-inf")
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    asking: asyncio.Task[None] | None = None
 
     async def ask(self) -> bool:
-        async with self.lock:
-            if time.monotonic() - self.asked >= self.every_s:
-                self.is_reachable = False
-                with suppress(StoreError, TimeoutError):
-                    async with asyncio.timeout(self.answer_s):
-                        await self.store.get(self.key)
-                    self.is_reachable = True
-                self.asked = time.monotonic()
-            return self.is_reachable
+        if self.asking is None and time.monotonic() - self.asked >= self.every_s:
+            self.asking = asyncio.get_running_loop().create_task(self._ask())
+        if self.asking is not None:
+            await asyncio.wait({self.asking}, timeout=self.patience_s)
+        return self.is_reachable
+
+    async def _ask(self) -> None:
+        is_reachable = False
+        try:
+            with suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(self.answer_s):
+                    await self.store.get(self.key)
+                is_reachable = True
+        finally:
+            self.is_reachable, self.asked, self.asking = is_reachable, time.monotonic(), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +92,14 @@ class Parts:
         return self.leads and self.jobs.loaded.is_set()
 
 
-def make_app(parts: Parts, tokens: Tokens | None) -> web.Application:
-    """The application, with everything but OPEN_PATHS behind ``tokens`` (None: open)."""
+def make_app(parts: Parts, tokens: Tokens | None, names: Iterable[str] = ()) -> web.Application:
+    """The application, with everything but OPEN_PATHS behind ``tokens`` (None: open). ``names``: the hosts
+    that it is known by besides loopback."""
     tokens = tokens or Tokens(None)
     app = web.Application(
         middlewares=[
             errors_as_json,
+            *([pages_kept_out(names)] if tokens.is_open else []),
             token_required(tokens, OPEN_PATHS, dashboard.scope_of_cookie),
             _leader_only(parts),
         ],
@@ -94,6 +107,9 @@ def make_app(parts: Parts, tokens: Tokens | None) -> web.Application:
     )
     routes = Routes(parts)
     add = app.router.add_get
+    app.on_response_prepare.append(_keep_no_answer)
+    add("/livez", routes.alive)
+    add("/readyz", routes.ready)
     add("/healthz", routes.health)
     add("/metrics", routes.scrape)
     add("/v1/jobs", routes.list_jobs)
@@ -106,6 +122,12 @@ def make_app(parts: Parts, tokens: Tokens | None) -> web.Application:
     dashboard.add_routes(app, tokens)
     add_commands(app, lambda: parts.jobs)
     return app
+
+
+async def _keep_no_answer(request: web.Request, response: web.StreamResponse) -> None:
+    """What a job's token opened must not stay in a cache on the way."""
+    if request.path.startswith("/v1/"):
+        response.headers.setdefault("Cache-Control", "no-store")
 
 
 def _leader_only(parts: Parts) -> Middleware:
@@ -134,21 +156,31 @@ class Routes:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
+    async def alive(self, request: web.Request) -> web.Response:
+        """200 while the process answers, whatever the store does: a restart would not mend the store."""
+        return web.json_response({"ok": True})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 where it can do its work, else 503."""
+        health = await self._health()
+        return web.json_response(health, status=200 if health["ok"] else 503)
+
     async def health(self, request: web.Request) -> web.Response:
         """200 while the process answers; ``ok`` says whether it can do its work: answer for the jobs, or
         send people to who does."""
+        return web.json_response(await self._health())
+
+    async def _health(self) -> dict[str, object]:
         parts, election = self._parts, self._parts.election
         reachable = await parts.probe.ask()
         leader = election.me if parts.leads else election.other
-        return web.json_response(
-            {
-                "ok": reachable and (parts.serves if parts.leads else leader is not None),
-                "is_leader": parts.leads,
-                "leader": leader.url if leader else None,
-                "store_reachable": reachable,
-                "id": election.me.id,
-            }
-        )
+        return {
+            "ok": reachable and (parts.serves if parts.leads else leader is not None),
+            "is_leader": parts.leads,
+            "leader": leader.url if leader else None,
+            "store_reachable": reachable,
+            "id": election.me.id,
+        }
 
     async def scrape(self, request: web.Request) -> web.Response:
         """Prometheus' text format."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from fabric.errors import ConfigError, FabricError, StoreUnavailable
 from fabric.lighthouse.collector import collect_when_calm
 from fabric.lighthouse.election import Candidate, Election, Hooks, Term
+from fabric.lighthouse.hosts import Hosts
 from fabric.lighthouse.incoming import MOST_REPLICAS, check_name
 from fabric.lighthouse.inquiry import Access
 from fabric.lighthouse.jobs import Jobs, Quotas
@@ -33,7 +34,8 @@ from fabric.protocol.leader import LeaderConfig
 from fabric.runtime.config import supervisor
 from fabric.runtime.tasks import Tasks
 from fabric.runtime.tls import Tls
-from fabric.runtime.web import check_exposure, read_token, serve
+from fabric.runtime.token_file import TokenFile
+from fabric.runtime.web import check_exposure, serve
 from fabric.store import EtcdAccess, Store, open_store
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class LighthouseSettings:
     leader: LeaderConfig = field(default_factory=LeaderConfig)
     quotas: Quotas = field(default_factory=Quotas)
     otlp: str = ""
+    ckpt_networks: str = ""
     store_access: EtcdAccess = field(default_factory=EtcdAccess)
     tls: Tls = field(default_factory=Tls)
 
@@ -71,9 +74,11 @@ class LighthouseSettings:
 async def run(settings: LighthouseSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises FabricError where that cannot begin, or must end."""
     check_settings(settings)
-    token = None if settings.token_file is None else read_token(settings.token_file)
-    check_exposure(settings.bind, token if settings.job_tokens is None else "one for each job")
-    tokens = Tokens(token, settings.job_tokens)
+    own = TokenFile(settings.token_file)
+    check_exposure(
+        settings.bind, (own.shown() or None) if settings.job_tokens is None else "one for each job"
+    )
+    tokens = Tokens(own, settings.job_tokens)
     deaths: list[str] = []
 
     def on_death(name: str, error: BaseException) -> None:
@@ -95,6 +100,7 @@ async def run(settings: LighthouseSettings) -> None:
 def check_settings(settings: LighthouseSettings) -> None:
     """Raises FabricError for settings that cannot be used."""
     check_name("namespace", settings.namespace)
+    Hosts.parse(settings.ckpt_networks)
     if not 1 <= settings.lease_s <= 3600:
         raise ConfigError(f"the lease is {settings.lease_s:g} s: give 1 to 3600 seconds")
     liveness, policy = settings.leader.liveness, settings.leader.policy
@@ -142,7 +148,7 @@ async def _serve(
         parts, settled = _assemble(store, settings, tasks, tokens, _writer(settings, stack))
         parts.jobs.traces = traces
         runner, port = await serve(
-            make_app(parts, tokens),
+            make_app(parts, tokens, (settings.advertise, settings.bind)),
             settings.bind,
             settings.port,
             ssl_context=settings.tls.server_context(),
@@ -171,8 +177,10 @@ def _assemble(
     """The parts, and an event that is set when requests can be answered for the first time."""
     metrics = Metrics()
 
-    def access_to(job: str) -> Access:
-        return Access(tokens.of(job), settings.tls)
+    hosts = Hosts.parse(settings.ckpt_networks)
+
+    def access_to(job: str, with_own: bool) -> Access:
+        return Access(tokens.shown_to_servers(job, with_own=with_own), settings.tls, hosts)
 
     jobs = Jobs(
         store, settings.namespace, settings.leader, metrics, tasks, access_to, settings.quotas, commit

@@ -25,6 +25,7 @@ from fabric.lighthouse.incoming import (
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
 from fabric.lighthouse.reading import UsualFrames
+from fabric.lighthouse.tokens import opened_with_own
 from fabric.protocol import wire
 from fabric.protocol.messages import Rejected, Session
 
@@ -85,7 +86,9 @@ async def pulse(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
         beat = decode_pulse(text)
         if connection.replica not in ("", beat.replica):
             raise ProtocolError("a checkpoint server speaks for one replica: open another connection")
-        connection.replica = beat.replica
+        if connection.rank not in (-1, beat.rank):
+            raise ProtocolError("a checkpoint server speaks for one rank: open another connection")
+        connection.replica, connection.rank = beat.replica, beat.rank
         place.take().pulse(connection, beat)
         return True
 
@@ -150,7 +153,9 @@ async def _accept(
     if raw is not None:
         for option in _KEEP_ALIVE:
             raw.setsockopt(*option)
-    return socket, Connection(socket, transport)
+    connection = Connection(socket, transport)
+    connection.address, connection.with_own = request.remote or "", opened_with_own(request)
+    return socket, connection
 
 
 def _guarded(place: _Place, connection: Connection, on_text: Callable[[str], bool]) -> Callable[[str], bool]:

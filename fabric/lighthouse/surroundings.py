@@ -1,5 +1,7 @@
 """What the jobs of one term share: who leads, by which rules, and who is told."""
 
+import random
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +23,12 @@ class Surroundings:
     config: LeaderConfig
     metrics: Metrics
     tasks: Tasks
-    access_to: Callable[[str], Access] = lambda _job: Access()
+    access_to: Callable[[str, bool], Access] = lambda _job, _with_own: Access()
     traces: Traces | None = None
     clock: Callable[[], float] = time.monotonic
     max_replicas: int = MAX_REPLICAS
+
+
+def entropy() -> random.Random:
+    """Makes nonces, by which a writer knows its own record: two lighthouses must never draw the same."""
+    return random.Random(secrets.randbits(128))  # noqa: S311

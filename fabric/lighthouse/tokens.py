@@ -3,107 +3,181 @@
 A job's token lies in a file that is named like the job, in one folder. The folder is looked at again when a
 request comes, at most once a second: a job is let in, or shut out, without a restart. What is no name of a
 job there is passed over, so a mounted Kubernetes secret will do as it is.
-"""
 
-import hmac
+A folder or file that cannot be read for the moment (too few descriptors, a storage that hangs) shuts nobody
+out: the tokens stay as they were, and a token that is not among them is answered with 503 instead of 401.
+The folder is read in a thread of its own, so that one which hangs stops nothing."""
+
+import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from fabric.errors import ConfigError, ProtocolError, Unauthorized
+from fabric.errors import ConfigError, ProtocolError, StoreUnavailable, Unauthorized
 from fabric.lighthouse.incoming import check_name
-from fabric.runtime.web import Handler, bearer_of, read_token
+from fabric.runtime.token_file import LOOK_S, TokenFile, is_same, read_tokens
+from fabric.runtime.web import Handler, bearer_of
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+# Requests wait so long for a look at the folder; then they are answered from what was read before.
+HANG_S = 1.0
 Scope = frozenset[str] | None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Known:
-    stamp: tuple[int, int]
-    token: str  # empty where the file cannot be used
+    stamp: tuple[int, int, int]
+    tokens: tuple[str, ...]  # empty where the file cannot be used
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The folder as one look found it; ``blind`` says what could not be seen, empty where all was."""
+
+    known: dict[str, _Known]
+    blind: str = ""
 
 
 class Tokens:
     """``own`` opens every job, the files in ``folder`` one each. Neither: everything is open."""
 
-    def __init__(self, own: str | None, folder: Path | None = None) -> None:
-        self._own = own
+    def __init__(self, own: TokenFile | str | None, folder: Path | None = None) -> None:
+        self._own = TokenFile.of(own)
         self._folder = folder
-        self._known: dict[str, _Known] = {}
+        self._look = _Look({}, "has not been read yet") if folder is not None else _Look({})
         self._looked = float("-inf")
+        self._looking: asyncio.Future[_Look] | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether nobody has to show anything."""
-        return self._own is None and self._folder is None
+        return self._own.is_open and self._folder is None
 
     def scope(self, given: str) -> Scope:
-        """What this token opens. Raises Unauthorized where that is nothing."""
-        if self._own is not None and _same(given, self._own):
+        """What this token opens. Raises Unauthorized where that is nothing, and StoreUnavailable where it
+        cannot be known now."""
+        if self._own.accepts(given):
             return None
-        jobs = frozenset(name for name, token in self.of_jobs().items() if _same(given, token))
-        if not jobs:
-            raise Unauthorized(
-                "the token does not match this job's: use the token file that the job was given"
+        known = self._look.known
+        jobs = frozenset(name for name, x in known.items() if any([is_same(given, t) for t in x.tokens]))  # noqa: C419
+        if jobs:
+            return jobs
+        if self._look.blind:
+            raise StoreUnavailable(
+                f"the folder of job tokens {self._look.blind}, so this token cannot be checked: try again"
             )
-        return jobs
+        raise Unauthorized("the token does not match this job's: use the token file that the job was given")
 
-    def key(self, job: str) -> str | None:
-        """The token of ``job``, of the lighthouse where it is empty; None where there is none."""
-        return self.of_jobs().get(job) if job else self._own
+    def keys(self, job: str) -> tuple[str, ...]:
+        """The tokens of ``job``, of the lighthouse where it is empty; the first is the one to show."""
+        if not job:
+            return self._own.accepted()
+        known = self._look.known.get(job)
+        return known.tokens if known is not None else ()
 
-    def of(self, job: str) -> str | None:
-        """What opens the checkpoint servers of ``job``: its own token, else the lighthouse's."""
-        return self.of_jobs().get(job, self._own)
+    def shown_to_servers(self, job: str, *, with_own: bool) -> str | None:
+        """What opens the checkpoint servers of ``job``: its own token. The lighthouse's opens every job, so
+        it is shown only where no job has its own, or to members that showed it themselves
+        (``with_own``)."""
+        if keys := self.keys(job):
+            return keys[0]
+        return (self._own.shown() or None) if self._folder is None or with_own else None
 
-    def of_jobs(self) -> dict[str, str]:
-        """Job -> token, as the files have them now."""
-        if self._folder is not None and time.monotonic() - self._looked >= LOOK_S:
-            self._looked = time.monotonic()
-            self._known = self._look(self._folder)
-        return {name: known.token for name, known in self._known.items() if known.token}
+    async def refresh(self) -> None:
+        """Look at the folder again where the last look is over a second ago; waits for that HANG_S at
+        most."""
+        if self._folder is None:
+            return
+        if self._looking is None:
+            if time.monotonic() - self._looked < LOOK_S:
+                return
+            self._looking = _in_thread(_look_at, self._folder, self._look.known)
+            self._looking.add_done_callback(self._take)
+        elif self._look.blind == _HANGS:
+            return
+        await asyncio.wait({self._looking}, timeout=HANG_S)
+        await asyncio.sleep(0)  # what is done is taken in the next turn
+        if self._looking is not None:
+            self._see(_Look(self._look.known, _HANGS))
 
-    def _look(self, folder: Path) -> dict[str, _Known]:
-        found: dict[str, _Known] = {}
-        try:
-            files = sorted(folder.iterdir())
-        except OSError as error:
-            # Nobody is let in by what cannot be seen; who has a session keeps it.
-            log.error("the folder of job tokens %s cannot be read: %s", folder, error.strerror)
-            return found
-        for file in files:
-            try:
-                check_name("job", file.name)
-                stat = file.stat()
-                if not file.is_file():
-                    continue
-                stamp = (stat.st_mtime_ns, stat.st_ino)
-                known = self._known.get(file.name)
-                found[file.name] = known if known and known.stamp == stamp else _read(file, stamp)
-            except (ProtocolError, OSError):
-                continue
-        return found
+    def _take(self, looking: "asyncio.Future[_Look]") -> None:
+        self._looking, self._looked = None, time.monotonic()
+        self._see(looking.result())
+
+    def _see(self, look: _Look) -> None:
+        before, self._look = self._look.blind, look
+        if look.blind and look.blind != before:
+            log.error("the folder of job tokens %s %s", self._folder, look.blind)
 
 
-def _read(file: Path, stamp: tuple[int, int]) -> _Known:
+_HANGS = f"does not answer within {HANG_S:g} s"
+
+
+def _in_thread(
+    work: Callable[[Path, dict[str, _Known]], _Look], folder: Path, known: dict[str, _Known]
+) -> "asyncio.Future[_Look]":
+    """In a thread that nothing waits for at the end, also where it hangs."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[_Look] = loop.create_future()
+
+    def tell(look: _Look) -> None:
+        if not outcome.done():
+            outcome.set_result(look)
+
+    def run() -> None:
+        look = work(folder, known)
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(tell, look)
+
     try:
-        return _Known(stamp, read_token(file))
+        threading.Thread(target=run, name="fabric-tokens", daemon=True).start()
+    except RuntimeError as error:
+        outcome.set_result(_Look(known, f"cannot be read ({error})"))
+    return outcome
+
+
+def _look_at(folder: Path, before: dict[str, _Known]) -> _Look:
+    try:
+        files = sorted(folder.iterdir())
+    except OSError as error:
+        return _Look(before, f"cannot be read ({error.strerror})")
+    found: dict[str, _Known] = {}
+    blind = ""
+    for file in files:
+        try:
+            check_name("job", file.name)
+            there = file.stat()
+            if not file.is_file():
+                continue
+            stamp = (there.st_mtime_ns, there.st_ino, there.st_size)
+            known = before.get(file.name)
+            found[file.name] = known if known and known.stamp == stamp else _read(file, stamp)
+        except (ProtocolError, FileNotFoundError):
+            continue
+        except OSError as error:
+            blind = f"has a file {file.name} that cannot be read ({error.strerror})"
+            if file.name in before:
+                found[file.name] = before[file.name]
+    return _Look(found, blind)
+
+
+def _read(file: Path, stamp: tuple[int, int, int]) -> _Known:
+    """Raises OSError where the file cannot be read now; one that holds no token counts as none."""
+    try:
+        return _Known(stamp, read_tokens(file))
     except ConfigError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from error
         log.warning("%s", error)
-        return _Known(stamp, "")
-
-
-def _same(given: str, token: str) -> bool:
-    # Bytes that are no UTF-8 come as lone surrogates, which must be refused rather than raise.
-    return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
+        return _Known(stamp, ())
 
 
 def token_required(
@@ -114,6 +188,7 @@ def token_required(
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        await tokens.refresh()
         if tokens.is_open or request.path in open_paths:
             return await handler(request)
         scope = cookie(request, tokens)
@@ -134,3 +209,8 @@ def is_in_scope(request: web.Request, job: str) -> bool:
     """Whether the request may learn of ``job``."""
     scope: Scope = request.get("scope")
     return scope is None or job in scope
+
+
+def opened_with_own(request: web.Request) -> bool:
+    """Whether the request showed the lighthouse's own token."""
+    return "scope" in request and request["scope"] is None

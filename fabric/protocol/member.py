@@ -181,6 +181,7 @@ class Member(Ending):
                     seat=me.seat,
                     ranks=me.ranks,
                     spare=me.spare,
+                    secret=me.secret,
                     replay=self.config.replay,
                     exchange_s=self.config.exchange_s,
                     user_code_s=self.config.user_code_s,

@@ -59,6 +59,7 @@ class Identity:
     storage_unread: bool = False
     spare: bool = False
     ended: Ended | None = None
+    secret: str = ""
 
 
 @dataclass(frozen=True, slots=True)

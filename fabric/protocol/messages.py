@@ -205,6 +205,7 @@ class Session:
     ``plane``: how gradients are exchanged (``host``, ``device``, ``nccl``); empty: not said.
     ``durable``: complete durable checkpoints that it found in storage and could load, oldest first.
     ``ended``: an earlier process here saw the end of the job when no lighthouse could be told.
+    ``secret``: known to this process and the lighthouse alone, so that no other process can speak for it.
     """
 
     replica: str
@@ -234,6 +235,7 @@ class Session:
     plane: str = ""
     durable: tuple[SnapshotRef, ...] = ()
     predecessors: tuple[int, ...] = ()
+    secret: str = ""
     autonomy_s: float = 0.0
     ended: Ended | None = None
 

@@ -8,7 +8,6 @@ traceback. Listening takes a port or a range of ports ("8000-8010") and the firs
 
 import asyncio
 import errno
-import hmac
 import ipaddress
 import logging
 import math
@@ -34,13 +33,13 @@ from fabric.errors import (
 )
 from fabric.runtime.acceptor import Acceptor, Seated
 from fabric.runtime.connection_limit import ConnectionLimit, Seat
+from fabric.runtime.token_file import TokenFile, read_tokens
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-MAX_TOKEN_BYTES = 4096
 # A connection on which no request is under way is closed after so long, also in the middle of a head.
 IDLE_S = 60.0
 # What a request's body may take to arrive: those that are read are small.
@@ -84,29 +83,8 @@ _requests_log.addFilter(_NoBytesOfRequests())
 
 
 def read_token(path: Path) -> str:
-    """The token in the file at ``path``, without surrounding white space.
-
-    Raises ConfigError where the file is missing, empty, too long or not one line of printable ASCII.
-    Warns in the log where others on this machine can read it.
-    """
-    try:
-        with path.open("rb") as file:
-            readable_by_all = bool(path.stat().st_mode & 0o004)
-            data = file.read(MAX_TOKEN_BYTES + 1).strip()
-    except OSError as error:
-        raise ConfigError(
-            f"the token file {path} cannot be read ({error.strerror}): write the job's token there, mode 0600"
-        ) from error
-    if not data:
-        raise ConfigError(f"the token file {path} is empty: write the job's token into it")
-    if len(data) > MAX_TOKEN_BYTES or not all(33 <= byte <= 126 for byte in data):
-        raise ConfigError(
-            f"the token file {path} must hold one line of at most {MAX_TOKEN_BYTES} printable characters"
-            " without spaces: write a new token into it"
-        )
-    if readable_by_all:
-        log.warning("the token file %s can be read by everybody on this machine: chmod 600 it", path)
-    return data.decode("ascii")
+    """The token in the file at ``path`` that is shown to others. Raises ConfigError."""
+    return read_tokens(path)[0]
 
 
 def json_error(
@@ -182,26 +160,25 @@ def _seat_of(request: web.Request) -> Seat | None:
     return protocol.seat if isinstance(protocol, Seated) else None
 
 
-def bearer_required(token: str | None, open_paths: frozenset[str]) -> Middleware:
+def bearer_required(token: TokenFile | str | None, open_paths: frozenset[str]) -> Middleware:
     """A middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``.
 
     Without a token (None) everything is open. The comparison takes the same time for every guess.
     """
+    tokens = TokenFile.of(token)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is not None and request.path not in open_paths:
-            check_bearer(request.headers.get("Authorization", ""), token)
+        if not tokens.is_open and request.path not in open_paths:
+            check_bearer(request.headers.get("Authorization", ""), tokens)
         return await handler(request)
 
     return check
 
 
-def check_bearer(header: str, token: str) -> None:
+def check_bearer(header: str, token: TokenFile | str) -> None:
     """Raises Unauthorized unless ``header`` is a bearer authorization with ``token``."""
-    given = bearer_of(header)
-    # Bytes that are no UTF-8 come as lone surrogates, which must be refused rather than raise.
-    if not hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
+    if not TokenFile.of(token).accepts(bearer_of(header)):
         raise Unauthorized("the token does not match this job's: use the token file that the job was given")
 
 

@@ -11,6 +11,8 @@ import hashlib
 import hmac
 import json
 import secrets
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from fabric.errors import ProtocolError, Refused, Unauthorized
@@ -101,6 +103,14 @@ def read_hello(hello: bytes, challenge: bytes, token: bytes) -> Greeting:
     if max(len(greeting.replica), len(greeting.job), len(greeting.store_id)) > MAX_NAME_CHARACTERS:
         raise ProtocolError(f"a name in the greeting is over {MAX_NAME_CHARACTERS} characters")
     return greeting
+
+
+def read_hello_of_any(hello: bytes, challenge: bytes, tokens: Sequence[bytes]) -> tuple[Greeting, bytes]:
+    """The greeting, and which of ``tokens`` its proof was made with. Raises as ``read_hello`` does."""
+    for token in tokens[:-1]:
+        with suppress(Unauthorized):
+            return read_hello(hello, challenge, token), token
+    return read_hello(hello, challenge, tokens[-1]), tokens[-1]
 
 
 def accept_frame(challenge: bytes, hello: bytes, token: bytes) -> bytes:

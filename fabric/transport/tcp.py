@@ -48,6 +48,8 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCN
 # The head of the kernel's struct tcp_info: eight bytes, then the time to the next try, in microseconds.
 _TCP_INFO = struct.Struct("8xI")
 
+# The tokens that are accepted now: two for as long as one replaces the other.
+Tokens = Callable[[], Sequence[bytes]]
 OnConnection = Callable[[Greeting, socket.socket], None]
 
 
@@ -76,13 +78,13 @@ class Listener:
     def __init__(
         self,
         identity: Identity,
-        token: bytes,
+        token: bytes | Tokens,
         on_connection: OnConnection,
         admit: Callable[[Greeting], str] = admit_everybody,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         self.identity = identity
-        self._token = token
+        self._tokens: Tokens = token if callable(token) else lambda: (token,)
         self._on_connection = on_connection
         self._admit = admit
         self._handshake_s = handshake_s
@@ -170,13 +172,13 @@ class Listener:
         await _send_frame(sock, proof.challenge_frame(challenge))
         hello = await _receive_frame(sock)
         try:
-            greeting = proof.read_hello(hello, challenge, self._token)
+            greeting, token = proof.read_hello_of_any(hello, challenge, self._tokens())
             self._check(greeting)
         except FabricError as error:
             with suppress(OSError):
                 await _send_frame(sock, proof.refuse_frame(error))
             raise
-        await _send_frame(sock, proof.accept_frame(challenge, hello, self._token))
+        await _send_frame(sock, proof.accept_frame(challenge, hello, token))
         return greeting
 
     def _check(self, greeting: Greeting) -> None:

@@ -29,7 +29,15 @@ STEP = 33
 PATHS = openapi.DOCUMENT["paths"]
 BEARER = f"Bearer {TOKEN}"
 # What every operation's parameters are when nothing is wrong with them.
-GOOD = {"step": str(STEP), "tensor": "a", "blocks": "0-0", "generation": "1", "wait_s": "0", "slice": "0:1"}
+GOOD = {
+    "last": "5",
+    "step": str(STEP),
+    "tensor": "a",
+    "blocks": "0-0",
+    "generation": "1",
+    "wait_s": "0",
+    "slice": "0:1",
+}
 GOOD |= {"of": "part", "Range": "bytes=0-0", "If-Match": "*", "If-None-Match": '"x"'}
 GOOD |= {"Accept-Encoding": "zstd", "tensors": "0"}
 # What makes each refusal happen, by the parameter that it is about.

@@ -13,6 +13,7 @@ from fabric.ckpt_server.packing import PLANES
 from fabric.ckpt_server.source import Access, Address, Connection, read_exactly
 from fabric.model import SnapshotRef
 from fabric.runtime.tls import Tls
+from fabric.runtime.token_file import TokenFile
 
 FILE = snapshot_file(21_000_001)
 
@@ -31,7 +32,7 @@ def test_a_state_arrives_whole(attach, tls):
     fetcher = StateFetcher(ssl_context=tls.client_context())
     fetched = fetcher.fetch_state([handle.url], state, lambda _: memoryview(memory))
     assert memory == FILE and not fetched.warnings
-    line = Connection(Address.parse(handle.url), Access("", 30.0, tls.client_context()))
+    line = Connection(Address.parse(handle.url), Access(TokenFile.of(""), 30.0, tls.client_context()))
     for coding in ("zstd", PLANES):
         response = line.get("/v1/snapshots/7/data", coding=coding)
         assert response.getheader("Content-Encoding") == coding
@@ -52,7 +53,7 @@ def test_a_reader_that_stops_reading_does_not_keep_the_slot(attach, tls):
         socket.create_connection((place.hostname, place.port)) as plain,
         context.wrap_socket(plain, server_hostname=place.hostname) as reader,
     ):
-        reader.sendall(b"GET /v1/snapshots/8/data HTTP/1.1\r\nHost: x\r\n\r\n")
+        reader.sendall(b"GET /v1/snapshots/8/data HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert reader.recv(100).startswith(b"HTTP/1.1 200")
         assert handle.begin("snapshot", 0, unless_read=True) is False
         assert handle.begin("snapshot", 0) is True, "it was cut off"

@@ -128,7 +128,8 @@ async def post(
     http: aiohttp.ClientSession, url: str, body: Any, token: str | None = TOKEN
 ) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body)
-    async with http.post(url, data=data, headers=headers(token), allow_redirects=False) as answer:
+    sent = {**headers(token), "Content-Type": "application/json"}
+    async with http.post(url, data=data, headers=sent, allow_redirects=False) as answer:
         return answer.status, await answer.json()
 
 
@@ -148,7 +149,7 @@ class WireMember:
             digest="",
             epoch=0,
             link=f"127.0.0.1:{9000 + len(replica)}",
-            ckpt=f"http://127.0.0.1:9999/{replica}",
+            ckpt=f"http://{replica}.test:9999",
             micro_batches=others.pop("micro_batches", 6),
             **others,
         )
@@ -231,7 +232,7 @@ class WirePulse:
 
     async def beat(self, trainer: str = "running", incarnation: int = 1, **more: object) -> None:
         self.number += 1
-        url = f"http://127.0.0.1:9999/{self.replica}"
+        url = f"http://{self.replica}.test:9999"
         pulse = m.Pulse(self.replica, incarnation, trainer, self.number, url, **more)
         await self.socket.send_str(wire.encode(pulse).decode())
 

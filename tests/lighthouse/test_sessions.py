@@ -376,7 +376,7 @@ async def test_the_job_is_shown_with_everything_that_is_known(lighthouse, http, 
     assert body["waiting_for"] == "nothing: every member runs"
     member = body["members"][0]
     assert (member["phase"], member["step"], member["verdict"]) == ("run", 0, "alive")
-    assert member["ckpt"] == "http://127.0.0.1:9999/r0" and member["pulse"]["trainer"] == "running"
+    assert member["ckpt"] == "http://r0.test:9999" and member["pulse"]["trainer"] == "running"
     assert 0 <= member["session_age_s"] < 30 and 0 <= member["pulse"]["age_s"] < 30
     joiner = await WireMember(http, lighthouse.url, "r2", job=job, replicas="2").open()
     await joiner.epoch(1)

@@ -1,0 +1,97 @@
+"""Which addresses the lighthouse may ask: those from which a job's processes came, and networks it was
+given."""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
+
+from fabric.errors import ConfigError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class NotThere(OSError):
+    """A name leads to no address that may be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """``networks`` may be asked whatever a process has connected from."""
+
+    networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Hosts":
+        """Of networks and addresses that are separated by commas. Raises ConfigError."""
+        try:
+            return cls(tuple(ipaddress.ip_network(part.strip()) for part in text.split(",") if part.strip()))
+        except ValueError as error:
+            raise ConfigError(
+                f"ckpt-networks is {text[:200]!r} ({error}): give networks such as 10.1.0.0/16,fd00::/8"
+            ) from error
+
+    def allow(self, address: str, sources: Iterable[str]) -> bool:
+        """Whether ``address`` may be asked for processes that have connected from ``sources``."""
+        asked = _address(address)
+        if asked is None:
+            return False
+        if any(asked in network for network in self.networks):
+            return True
+        came = [_address(source) for source in sources]
+        # Who came over loopback is on this very host, and may be known there by any of its addresses.
+        return asked in came or (any(x is not None and x.is_loopback for x in came) and _is_this_host(asked))
+
+
+class ConfinedResolver(AbstractResolver):
+    """Resolves names to addresses that may be asked, and to no others: what was checked is what is
+    dialled."""
+
+    def __init__(self, hosts: Hosts, sources: Iterable[str]) -> None:
+        self._hosts = hosts
+        self._sources = tuple(sources)
+        self._names = ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Raises NotThere where the name leads elsewhere."""
+        found = await self._names.resolve(host, port, family)
+        may = [x for x in found if await asyncio.to_thread(self._hosts.allow, x["host"], self._sources)]
+        if not may:
+            raise NotThere(host)
+        return may
+
+    async def close(self) -> None:
+        """Nothing is kept open."""
+        await self._names.close()
+
+
+def is_address(text: str) -> bool:
+    """Whether it is an address, and no name."""
+    return _address(text) is not None
+
+
+def _address(text: str) -> Address | None:
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return mapped if mapped is not None else address
+
+
+def _is_this_host(address: Address) -> bool:
+    if address.is_loopback:
+        return True
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((str(address), 0))  # only an address of this host can be bound
+        except OSError:
+            return False
+    return not address.is_unspecified

@@ -1,0 +1,125 @@
+"""A token in a file, which may be replaced while everything runs.
+
+A file holds one token on one line, or two tokens on two lines for as long as one replaces the other. Both are
+accepted then, and the first is shown to others. So a job changes its token in three steps: everywhere the new
+one goes below the old one, then above it, then the old one goes.
+"""
+
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fabric.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_TOKEN_BYTES = 4096
+MOST_TOKENS = 2
+# How often an acceptor looks whether the file has changed.
+LOOK_S = 1.0
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """The tokens in the file at ``path``, without surrounding white space: one, or two.
+
+    Raises ConfigError where the file is missing, empty, too long or not lines of printable ASCII.
+    Warns in the log where others on this machine can read it.
+    """
+    try:
+        with path.open("rb") as file:
+            readable_by_all = bool(path.stat().st_mode & 0o004)
+            data = file.read(MOST_TOKENS * (MAX_TOKEN_BYTES + 2) + 1).strip()
+    except OSError as error:
+        raise ConfigError(
+            f"the token file {path} cannot be read ({error.strerror}): write the job's token there, mode 0600"
+        ) from error
+    if not data:
+        raise ConfigError(f"the token file {path} is empty: write the job's token into it")
+    lines = [line.strip() for line in data.split(b"\n")]
+    if len(lines) > MOST_TOKENS or not all(map(_is_token, lines)):
+        raise ConfigError(
+            f"the token file {path} must hold one line of at most {MAX_TOKEN_BYTES} printable characters"
+            " without spaces, and a second one while a token is replaced: write a new token into it"
+        )
+    if readable_by_all:
+        log.warning("the token file %s can be read by everybody on this machine: chmod 600 it", path)
+    return tuple(line.decode() for line in lines)
+
+
+def is_same(given: str, token: str) -> bool:
+    """Whether the two are equal, in the same time for every guess."""
+    # Bytes that are no UTF-8 come as lone surrogates, which must be refused rather than raise.
+    return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
+
+
+class TokenFile:
+    """The tokens of one file as it is now. A file that can be read no more leaves the tokens as they were."""
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError where ``path`` holds no token. Without a path nobody has to show anything."""
+        self._path = path
+        self._clock = clock
+        self._stamp = None if path is None else _stamp(path)
+        self._tokens = () if path is None else read_tokens(path)
+        self._looked = clock()
+        self._said = ""
+
+    @classmethod
+    def of(cls, token: "TokenFile | str | None") -> "TokenFile":
+        """``token`` itself, or one that never changes."""
+        if isinstance(token, TokenFile):
+            return token
+        fixed = cls(None)
+        fixed._tokens = (token,) if token else ()
+        return fixed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has to show anything."""
+        return not self._tokens
+
+    def shown(self) -> str:
+        """What to show to others, read again where the file has changed; empty without a token."""
+        self._look()
+        return self._tokens[0] if self._tokens else ""
+
+    def accepted(self) -> tuple[str, ...]:
+        """What others may show, looked up at most once in LOOK_S."""
+        if self._clock() - self._looked >= LOOK_S:
+            self._look()
+        return self._tokens
+
+    def accepts(self, given: str) -> bool:
+        """Whether ``given`` is one of them."""
+        matches = [is_same(given, token) for token in self.accepted()]
+        return any(matches)
+
+    def _look(self) -> None:
+        if self._path is None:
+            return
+        self._looked = self._clock()
+        try:
+            stamp = _stamp(self._path)
+            if stamp != self._stamp or self._said:
+                self._tokens, self._stamp = read_tokens(self._path), stamp
+                self._said = ""
+        except ConfigError as error:
+            if str(error) != self._said:
+                self._said = str(error)
+                log.warning("%s; the token that was read before stays in use", error)
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        there = path.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"the token file {path} cannot be read ({error.strerror}): write the job's token there, mode 0600"
+        ) from error
+    return there.st_mtime_ns, there.st_ino, there.st_size
+
+
+def _is_token(line: bytes) -> bool:
+    return 0 < len(line) <= MAX_TOKEN_BYTES and all(33 <= byte <= 126 for byte in line)

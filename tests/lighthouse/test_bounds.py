@@ -1,0 +1,137 @@
+"""What a job's token may say to the lighthouse of all jobs: every list, text and number has a bound."""
+
+from dataclasses import replace
+
+import pytest
+
+from fabric.errors import ConfigError, ProtocolError
+from fabric.lighthouse import incoming
+from fabric.lighthouse.incoming import decode_member, decode_pulse, decode_session, parse_policy
+from fabric.model import Address, Fence, SnapshotRef, StepTimes
+from fabric.protocol import messages as m
+from fabric.protocol import wire
+
+SESSION = m.Session("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
+PULSE = m.Pulse("r0", 1, "running", 1, "http://127.0.0.1:1")
+BEAT = m.Beat(1, 1, 1, 1)
+FENCE = Fence("store", 1, 1)
+STATE = SnapshotRef(1, 2, "d")
+
+
+def text(message: m.Message) -> str:
+    return wire.encode(message).decode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"durable": (STATE,) * (incoming.MAX_SNAPSHOTS + 1)},
+        {"durable": (SnapshotRef(1, 2, "d" * 1000),)},
+        {"snapshots": (STATE,) * (incoming.MAX_SNAPSHOTS + 1)},
+        {"plane": "p" * 1000},
+        {"plane": "host\n"},
+        {"secret": "s" * 1000},
+        {"predecessors": tuple(range(1000))},
+        {"exchange_s": -1.0},
+        {"exchange_s": 0.0},
+        {"exchange_s": 1e308},
+        {"user_code_s": 0.0},
+        {"autonomy_s": -1.0},
+        {"tensors": ("t" * 1000,) * 1000},
+        {"ranks": (Address("127.0.0.1:1", "http://127.0.0.1:1/x?y="),)},
+        {"ranks": (Address("127.0.0.1:1", "http://127.0.0.1:1"),) * 20_000},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_session_is_bounded(change):
+    decode_session(text(SESSION))
+    with pytest.raises(ProtocolError):
+        decode_session(text(replace(SESSION, **change)))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://10.0.0.1:1/any/path?x=",
+        "http://10.0.0.1:1?x=",
+        "http://user:word@10.0.0.1:1",
+        "http://10.0.0.1",
+        "ftp://10.0.0.1:1",
+        "http://10.0.0.1:1#x",
+        "http://10.0.0.1:1\n",
+        "http://h\u00f6st:1",
+        "http://:1",
+        "10.0.0.1:1",
+    ],
+)
+def test_the_address_of_a_checkpoint_server_is_a_scheme_a_host_and_a_port(url):
+    """A path or a query in it chose what the lighthouse asked, with the job's token."""
+    for good in ("http://10.0.0.1:1", "https://[fd00::1]:65535#3", "http://a-b.example:1/", ""):
+        assert decode_session(text(replace(SESSION, ckpt=good))).ckpt == good
+        assert decode_pulse(text(replace(PULSE, ckpt=good))).ckpt == good
+    for decode, message in ((decode_session, SESSION), (decode_pulse, PULSE)):
+        with pytest.raises(ProtocolError, match="ckpt"):
+            decode(text(replace(message, ckpt=url)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"waiting_for": tuple(f"r{i}" for i in range(incoming.MAX_NAMES + 1))},
+        {"waiting_for": ("r" * 1000,)},
+        {"digest": "d" * 1000},
+        {"times": StepTimes(work=dict.fromkeys(range(20_000), 0.125))},
+    ],
+    ids=str,
+)
+def test_a_beat_is_bounded(change):
+    """Beats of 2.7 million names cost the lighthouse of all jobs 50 MiB each."""
+    assert decode_member(text(BEAT)) == BEAT
+    with pytest.raises(ProtocolError):
+        decode_member(text(replace(BEAT, **change)))
+
+
+def test_sentences_are_cut_and_cleaned_and_not_refused():
+    forged = "x\n2026-11-22 10:00:00 INFO fabric: forged \x1b[2J" + "y" * 1000
+    pulse = decode_pulse(text(replace(PULSE, durable_error=forged)))
+    beat = decode_member(text(replace(BEAT, phase=forged, busy=forged)))
+    for sentence in (pulse.durable_error, beat.phase, beat.busy):
+        assert sentence.isprintable() and len(sentence) == incoming.MAX_SENTENCE and "forged" in sentence
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"durable": (STATE,) * (incoming.MAX_SNAPSHOTS + 1)},
+        {"durable": (SnapshotRef(1, 2, "d" * 1000),)},
+        {"parts": (1,) * 1000},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_pulse_is_bounded(change):
+    decode_pulse(text(PULSE))
+    with pytest.raises(ProtocolError):
+        decode_pulse(text(replace(PULSE, **change)))
+
+
+def test_only_a_report_may_be_long():
+    padding = " " * incoming.MAX_MESSAGE_BYTES
+    for message in (m.Running(FENCE), m.Finished(FENCE, 1), m.Taken(FENCE, "r1", 1, "")):
+        assert decode_member(text(message)) == message
+        with pytest.raises(ProtocolError, match="over the limit"):
+            decode_member(text(message) + padding)
+    report = m.Report(FENCE, 1, 1, "d", 1, 1, ("r0",), True, "g", tuple(range(50_000)))
+    assert len(text(report)) > incoming.MAX_MESSAGE_BYTES and decode_member(text(report)) == report
+    for change in ({"digest": "d" * 1000}, {"round_roster": ("r" * 1000,)}, {"round_lacked": ("r\n",)}):
+        with pytest.raises(ProtocolError):
+            decode_member(text(replace(report, **change)))
+    aborted = m.Aborted(FENCE, 1, "why")
+    for change in ({"waiting_for": ("r",) * 1000}, {"about": "r" * 1000}):
+        with pytest.raises(ProtocolError):
+            decode_member(text(replace(aborted, **change)))
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "2:" + "9" * 5000, "\u0663", "1_0", " 3"])
+def test_a_count_of_replicas_is_bounded_before_it_is_read(digits):
+    with pytest.raises(ConfigError, match="give a count"):
+        parse_policy(digits, 1.0)

@@ -1,0 +1,155 @@
+"""Asking checkpoint servers: only where their processes have connected from, and with bounded memory."""
+
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from fabric.errors import ConfigError
+from fabric.lighthouse import inquiry
+from fabric.lighthouse.hosts import Hosts
+from fabric.lighthouse.inquiry import Access, Where, ask
+from fabric.lighthouse.whereabouts import Whereabouts
+from fabric.protocol.messages import Session
+
+HERE = frozenset({"127.0.0.1"})
+
+
+@asynccontextmanager
+async def server(
+    body: bytes = b'{"trainer": {"state": "running", "pid": 7}}',
+) -> AsyncIterator[tuple[str, list]]:
+    """Its port, and what it was asked: path and authorization."""
+    asked: list[tuple[str, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append((request.path_qs, request.headers.get("Authorization", "")))
+        return web.Response(body=body, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield str(runner.addresses[0][1]), asked
+    finally:
+        await runner.cleanup()
+
+
+def shown(token: str | None, hosts: Hosts = Hosts()):  # noqa: B008
+    return lambda _with_own: Access(token, hosts=hosts)
+
+
+async def test_a_checkpoint_server_is_asked_where_its_process_has_connected_from():
+    async with server() as (port, asked):
+        (seen,) = await ask([Where("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown("of-the-job"))
+        assert seen.pid == 7 and not seen.problem
+        assert {token for _, token in asked} == {"Bearer of-the-job"}
+        assert sorted(path.partition("?")[0] for path, _ in asked) == [
+            "/debug/flight",
+            "/debug/stacks",
+            "/debug/state",
+        ]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("came_from", [frozenset(), frozenset({"192.0.2.7"}), frozenset({"no address"})])
+async def test_nobody_else_is_asked_or_shown_the_token(host, came_from):
+    """A tenant named any address of the lighthouse's network as its checkpoint server."""
+    async with server() as (port, asked):
+        (seen,) = await ask([Where("r0", 0, f"http://{host}:{port}", came_from)], shown("of-the-job"))
+        assert not asked
+        assert f"at {host} is not where it has connected from" in seen.problem
+        assert "--ckpt-networks" in seen.problem
+
+
+async def test_networks_that_the_lighthouse_was_given_may_be_asked():
+    async with server() as (port, asked):
+        hosts = Hosts.parse("10.0.0.0/8, 127.0.0.0/8")
+        (seen,) = await ask([Where("r0", 0, f"http://localhost:{port}", frozenset())], shown("t", hosts))
+        assert asked and seen.pid == 7
+
+
+def test_networks_are_checked():
+    assert Hosts.parse("").networks == ()
+    for text in ("10.0.0.0/99", "everything", "10.0.0.1/8"):
+        with pytest.raises(ConfigError, match="ckpt-networks"):
+            Hosts.parse(text)
+
+
+def test_who_came_over_loopback_may_be_at_any_address_of_this_host_and_nowhere_else():
+    hosts = Hosts()
+    assert hosts.allow("127.0.0.1", HERE) and hosts.allow("::1", HERE) and hosts.allow("127.0.0.1", ["::1"])
+    assert hosts.allow("10.0.0.7", ["::ffff:10.0.0.7"]) and hosts.allow("::ffff:10.0.0.7", ["10.0.0.7"])
+    assert not hosts.allow("192.0.2.1", HERE) and not hosts.allow("0.0.0.0", HERE)
+    assert not hosts.allow("127.0.0.1", ["10.0.0.7"]) and not hosts.allow("", [""])
+    own = socket.gethostbyname("localhost")
+    assert hosts.allow(own, HERE)
+
+
+async def test_the_token_is_asked_for_at_the_moment_of_asking_and_per_member():
+    asked_for: list[bool] = []
+
+    def access(with_own: bool) -> Access:
+        asked_for.append(with_own)
+        return Access("own" if with_own else None)
+
+    async with server() as (port, asked):
+        url = f"http://127.0.0.1:{port}"
+        await ask([Where("r0", 0, url, HERE), Where("r1", 0, url + "#1", HERE, with_own=True)], access)
+    assert asked_for == [False, True]
+    assert sorted({token for _, token in asked}) == ["", "Bearer own"]
+
+
+@pytest.mark.parametrize("depth", [False, True])
+async def test_an_answer_is_bounded_in_bytes_and_in_what_is_kept_of_it(monkeypatch, depth):
+    """Nine answers of 4 MiB of empty lists took a gigabyte."""
+    kept: list[object] = []
+    parse = inquiry._parse
+    monkeypatch.setattr(inquiry, "_parse", lambda data: kept.append(parse(data)) or kept[-1])
+    inner = b"[" * 900 + b"]" * 900 if depth else b",".join([b"[]"] * 80_000)
+    body = b'{"trainer":{"state":"running","pid":7},"rest":[' + inner + b"]}"
+    assert len(body) < inquiry.MAX_ANSWER_BYTES == 256 * 1024
+    async with server(body) as (port, _):
+        (seen,) = await ask([Where("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown(None))
+    assert seen.pid == 7 and len(kept) == 3
+    assert all(json.dumps(value).count("[") <= 20_000 for value in kept)
+
+
+async def test_a_longer_answer_is_not_read():
+    async with server(b'{"x":"' + b"y" * inquiry.MAX_ANSWER_BYTES + b'"}') as (port, _):
+        (seen,) = await ask([Where("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown(None))
+    assert f"more than {inquiry.MAX_ANSWER_BYTES} bytes" in seen.problem
+
+
+def session(replica: str, incarnation: int = 1, secret: str = "") -> Session:
+    return Session(replica, incarnation, 0, 0, "", 0, "", "", 1, secret=secret)
+
+
+def test_whereabouts_are_those_of_the_newest_session_and_pulse():
+    found = Whereabouts()
+    assert found.addresses("r0", 0) == frozenset() and not found.has_shown_own("r0")
+    found.session(session("r0"), "10.0.0.1", with_own=True)
+    found.pulse("r0", 1, "10.0.0.2")
+    assert found.addresses("r0", 0) == {"10.0.0.1"} and found.addresses("r0", 1) == {"10.0.0.1", "10.0.0.2"}
+    assert found.has_shown_own("r0")
+    found.session(session("r0"), "10.0.0.3", with_own=False)
+    found.pulse("r0", 1, "10.0.0.4")
+    assert found.addresses("r0", 1) == {"10.0.0.3", "10.0.0.4"} and not found.has_shown_own("r0")
+    assert found.addresses("r1", 0) == frozenset()
+
+
+def test_a_process_is_known_by_its_secret():
+    found = Whereabouts()
+    assert not found.stranger(session("r0", 1, "mine"))
+    found.session(session("r0", 1, "mine"), "10.0.0.1", with_own=False)
+    assert not found.stranger(session("r0", 1, "mine"))
+    for secret in ("", "other", "\udcff"):
+        assert "another process speaks for r0" in found.stranger(session("r0", 1, secret))
+    assert not found.stranger(session("r0", 2, "other")), "a later process; the core decides about that"
+    found.session(session("r1", 1), "10.0.0.1", with_own=False)
+    assert not found.stranger(session("r1", 1, "any")), "an older version, which says none"

@@ -17,8 +17,9 @@ STOPPED = "stopped process"
 ABSENT = "absent rank"
 MISMATCH = "mismatched operation or sizes"
 SLOW_LINK = "slow link"
+CUT_LINK = "cut link"
 UNKNOWN = "unknown"
-VERDICTS = (STOPPED, ABSENT, MISMATCH, SLOW_LINK, UNKNOWN)
+VERDICTS = (STOPPED, ABSENT, MISMATCH, SLOW_LINK, CUT_LINK, UNKNOWN)
 
 # What is kept of each rank: a recovery record stays small however much there was to see.
 _FRAMES = 10
@@ -133,7 +134,16 @@ class Diagnosis:
 
 def judge(case: Case, seen: Sequence[Seen]) -> Diagnosis:
     """The first verdict that what was seen supports, the most certain ones first."""
-    for rule in (_stopped, _mismatched, _gone, _behind_in_collectives, _slow_link, _did_not_come, _silent):
+    for rule in (
+        _stopped,
+        _mismatched,
+        _gone,
+        _cut_link,
+        _behind_in_collectives,
+        _slow_link,
+        _did_not_come,
+        _silent,
+    ):
         found = rule(case, seen)
         if found is not None:
             verdict, about, why = found
@@ -180,6 +190,21 @@ def _gone(case: Case, seen: Sequence[Seen]) -> Finding | None:
     if gone:
         return ABSENT, tuple(gone), f"the process of {', '.join(gone)} has ended"
     return None
+
+
+def _cut_link(case: Case, seen: Sequence[Seen]) -> Finding | None:
+    """Members said to which others nothing gets through, and those are not dead or silent themselves."""
+    pairs = {
+        (min(name, other), max(name, other))
+        for name, a in case.aborted.items()
+        for other in a.unreachable
+        if case.processes.get(other, "running") == "running"
+    }
+    if not pairs:
+        return None
+    links = ", ".join(f"{a} and {b}" for a, b in sorted(pairs)[:_FRAMES])
+    ends = tuple(sorted({name for pair in pairs for name in pair}))
+    return CUT_LINK, ends, f"every process runs, and nothing gets through between {links}"
 
 
 def _behind_in_collectives(case: Case, seen: Sequence[Seen]) -> Finding | None:

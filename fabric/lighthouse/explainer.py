@@ -49,7 +49,11 @@ class Scene:
         condemned, aborted = dict(self.epoch.condemned), dict(self.epoch.aborted)
         if waited_for and waited_for not in condemned:
             condemned[waited_for] = "the others wait for it"
-        named = {*condemned, *aborted, *(x for a in aborted.values() for x in (a.about, *a.waiting_for))}
+        named = {
+            *condemned,
+            *aborted,
+            *(x for a in aborted.values() for x in (a.about, *a.waiting_for, *a.unreachable)),
+        }
         members = [x for x in self.record.roster if x.replica in named]
         processes = {x.replica: self._process(x.replica, x.incarnation) for x in members}
         return Case(condemned, aborted, self.record.names, processes)
@@ -102,8 +106,8 @@ class Explainer:
     def observe(self, core: Leader, changed: list[Recovery], now: float) -> None:
         """``changed``: records that are new or have changed. ``now``: the core's clock, seconds."""
         record = core.record
-        if record is None:
-            return
+        if record is None or record.complete:
+            return  # members that end their links have finished: nobody waits for anybody
         for recovery in changed:
             if recovery.id in self._begun or recovery.diagnosis is not None:
                 continue

@@ -10,11 +10,14 @@ from fabric.lighthouse.servers import silence
 from fabric.model import Policy, Record, counted
 from fabric.protocol import leader_io as io
 from fabric.protocol.leader import Leader
-from fabric.protocol.messages import BeatReply, LeaderMessage
+from fabric.protocol.liveness import Peer
+from fabric.protocol.messages import Beat, BeatReply, LeaderMessage
 
 _NAMED = 8  # that many replicas are named in a sentence, the rest counted
 # Others are waited for in every step; what lasts longer is worth a sentence.
 _WORTH_S = 1.0
+# Nothing was committed for so long: then every wait is worth a sentence.
+_LONG_S = 3.0
 # So often members are told anew what their job waits for: to find it out one looks at everybody.
 _LOOK_S = 1.0
 
@@ -121,45 +124,90 @@ def _waiting_to_start(core: Leader, now: float) -> str:
 
 
 def _waiting_in_epoch(core: Leader, record: Record, now: float) -> str:
+    """The first of what may be outstanding, in the order in which one depends on the other."""
+    for look in (
+        _waiting_to_evict,
+        _waiting_to_form_again,
+        _waiting_for_reports,
+        _waiting_for_members,
+        _waiting_to_enter,
+        _waiting_for_snapshots,
+        _waiting_to_end,
+        _waiting_to_link,
+        _waiting_in_step,
+        _waiting_in_exchange,
+    ):
+        text = look(core, record, now)
+        if text:
+            return text
+    return "nothing: every member runs"
+
+
+def _waiting_to_evict(core: Leader, record: Record, now: float) -> str:
     epoch = core.epoch
+    if not epoch.condemned:
+        return ""
     left = [x for x in record.roster if x.replica not in epoch.condemned]
-    if epoch.condemned and not any(not x.fresh or x.replica in epoch.running for x in left):
-        unsure = [x for x in record.roster if not core.liveness.confirmed(x)]
-        limit_s = core.out_of_sight_s
-        if unsure:
-            until = max(core.liveness.last_contact(x, now) for x in unsure) + limit_s
-            return (
-                f"certainty before a cold start: {_some([x.replica for x in unsure])} must be seen to have "
-                f"ended, or be out of contact for {limit_s:g} s, which is until {time_of_day(until, now)}"
-            )
-        return f"replicas for a cold start: {_waiting_to_start(core, now)}"
-    if epoch.condemned:
+    if any(not x.fresh or x.replica in epoch.running for x in left):
         return f"further deaths within {core.config.coalesce_s:g} s, to evict them together"
-    if epoch.aborted:
-        due = time_of_day(max(core.reform_due, now), now)
-        who = _some(sorted(epoch.aborted))
-        return f"a death that explains why {who} aborted, before forming again at {due}"
-    if record.is_forced and epoch.decision is None:
-        silent = [x.replica for x in record.roster if x.replica not in epoch.reports]
-        if silent:
-            begun = max(epoch.since, core.liveness.elected)
-            return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(core, silent, begun, now)}"
+    unsure = [x for x in record.roster if not core.liveness.confirmed(x)]
+    if not unsure:
+        return f"replicas for a cold start: {_waiting_to_start(core, now)}"
+    limit_s = core.out_of_sight_s
+    until = max(core.liveness.last_contact(x, now) for x in unsure) + limit_s
+    return (
+        f"certainty before a cold start: {_some([x.replica for x in unsure])} must be seen to have "
+        f"ended, or be out of contact for {limit_s:g} s, which is until {time_of_day(until, now)}"
+    )
+
+
+def _waiting_to_form_again(core: Leader, _: Record, now: float) -> str:
+    epoch = core.epoch
+    if not epoch.aborted:
+        return ""
+    due = time_of_day(max(core.reform_due, now), now)
+    if epoch.unreachable:
+        links = [f"{name} to {other}" for name, to in sorted(epoch.unreachable.items()) for other in to]
+        return f"all complaints of missing links (so far {_some(links)}), to leave some out at {due}"
+    who = _some(sorted(epoch.aborted))
+    return f"a death that explains why {who} aborted, before forming again at {due}"
+
+
+def _waiting_for_reports(core: Leader, record: Record, now: float) -> str:
+    epoch = core.epoch
+    if not record.is_forced or epoch.decision is not None:
+        return ""
+    silent = [x.replica for x in record.roster if x.replica not in epoch.reports]
+    if not silent:
         return "a decision of a person: the reports contradict each other, see the events"
-    if len(record.roster) < core.least:
-        paused = f"; joins are paused {record.orders.paused}" if record.orders.paused else ""
-        return f"replicas: {len(record.roster)} of at least {core.least} are members{paused}"
-    away = [x.replica for x in record.roster if x.replica not in epoch.running]
-    if away:
-        return (
-            f"{_some(away)} to enter the first round of epoch {record.epoch}{_heard(core, away, None, now)}"
-        )
+    begun = max(epoch.since, core.liveness.elected)
+    return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(core, silent, begun, now)}"
+
+
+def _waiting_for_members(core: Leader, record: Record, _: float) -> str:
+    if len(record.roster) >= core.least:
+        return ""
+    text = f"replicas: {len(record.roster)} of at least {core.least} are members"
+    if record.orders.paused:
+        return f"{text}; joins are paused {record.orders.paused}"
+    outside = sorted(core.held.items())[:_NAMED]
+    return text + "".join(f"; {name} is outside: {why}" for name, why in outside)
+
+
+def _waiting_to_enter(core: Leader, record: Record, now: float) -> str:
+    away = [x.replica for x in record.roster if x.replica not in core.epoch.running]
+    if not away:
+        return ""
+    return f"{_some(away)} to enter the first round of epoch {record.epoch}{_heard(core, away, None, now)}"
+
+
+def _waiting_for_snapshots(core: Leader, _: Record, now: float) -> str:
     for joiner, serving in sorted(core.serving.items()):
-        if not serving.told:
-            late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
+        late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
+        if not serving.told and late:
             said = _heard(core, late, None, now)
             return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{said}"
-    ends = _waiting_to_end(core, record, now)
-    return ends or _waiting_in_step(core, record, now) or "nothing: every member runs"
+    return ""
 
 
 def _waiting_to_end(core: Leader, record: Record, now: float) -> str:
@@ -168,6 +216,38 @@ def _waiting_to_end(core: Leader, record: Record, now: float) -> str:
     if not core.finished or not late:
         return ""
     return f"{_some(late)} to finish as {_some(sorted(core.finished))} did{_heard(core, late, None, now)}"
+
+
+def _beats(core: Leader, record: Record) -> dict[str, Beat]:
+    """What the members of this epoch said last, of those that have said anything in it."""
+    found = {}
+    for member in record.roster:
+        peer = core.liveness.peers.get(member.replica)
+        if peer is not None and peer.connected and peer.incarnation == member.incarnation and peer.beat:
+            found[member.replica] = peer.beat
+    return {name: beat for name, beat in found.items() if beat.epoch == record.epoch}
+
+
+def _waiting_to_link(core: Leader, record: Record, now: float) -> str:
+    """Whose links of this epoch do not stand, and have not for long: they contribute nothing before."""
+    since = max(core.epoch.since, core.epoch.decided_at)
+    if now - since < _WORTH_S:
+        return ""
+    linking = [name for name, beat in _beats(core, record).items() if beat.is_linking]
+    if not linking:
+        return ""
+    return f"the links of {_some(linking)} in epoch {record.epoch}, for {now - since:.1f} s now"
+
+
+def _waiting_in_exchange(core: Leader, record: Record, now: float) -> str:
+    """Everybody is in the same step and waits for nobody in particular, but for the bytes."""
+    beats = _beats(core, record)
+    if now - core.stepped < _LONG_S or len(beats) < len(record.roster):
+        return ""
+    steps = {beat.step for beat in beats.values()}
+    if len(steps) > 1 or not all(beat.waits for beat in beats.values()):
+        return ""
+    return f"the exchange of step {steps.pop()}, in which every member is, for {now - core.stepped:.1f} s now"
 
 
 def _waiting_in_step(core: Leader, record: Record, now: float) -> str:
@@ -185,6 +265,11 @@ def _waiting_in_step(core: Leader, record: Record, now: float) -> str:
     found = [(since, name, step) for since, name, step in found if (name, step) in named]
     if not found:
         return ""
+    # Somebody in user code explains more than a link does.
+    absent = [x for x in found if not _is_back(core.liveness.peers[x[1]], x[2])]
+    if not absent:
+        return _waiting_for_words(core, found, now)
+    found = absent
     since, name, step = min(found)
     peer = core.liveness.peers[name]
     busy = f"busy with {peer.beat.busy}" if peer.beat is not None and peer.beat.busy else "in user code"
@@ -194,6 +279,28 @@ def _waiting_in_step(core: Leader, record: Record, now: float) -> str:
     if member is not None and (trouble := silence(core.liveness, member, now)):
         said += f"; {trouble}"
     return f"{name}{others}, {busy} in step {step}, for {now - since:.1f} s now{said}"
+
+
+def _is_back(peer: Peer, step: int) -> bool:
+    """Whether its main thread has come back from the user's code in this step, and waits."""
+    return peer.beat is not None and peer.beat.step == step and peer.beat.waits and not peer.beat.busy
+
+
+def _waiting_for_words(core: Leader, found: list[tuple[float, str, int]], now: float) -> str:
+    """Those who are missed have come, and wait too: what they said has not arrived."""
+    since, _, step = min(found)
+    missed = {name for _, name, _ in found}
+    links = [
+        f"{name} to {by}"
+        for by, peer in sorted(core.liveness.peers.items())
+        if peer.beat is not None and peer.beat.step == step
+        for name in peer.beat.waiting_for
+        if name in missed and name != by
+    ]
+    return (
+        f"what was sent in step {step} from {_some(links)}, for {now - since:.1f} s now: all of these have "
+        "come and wait, so the links between them may be slow or cut"
+    )
 
 
 def _heard(core: Leader, names: list[str], since: float | None, now: float) -> str:

@@ -250,6 +250,8 @@ class Leader(Reforming):
 
     def on_beat(self, peer: Peer, beat: m.Beat) -> None:
         went_on = peer.beat is not None and beat.step > peer.beat.step
+        if went_on and self._in_force(peer):
+            self.stepped = self._now
         if went_on and self.reforms.tries and self._in_force(peer):
             self.reforms = Reforms()
         if peer.beat is not None and beat.busy != peer.beat.busy:

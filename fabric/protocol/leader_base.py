@@ -157,6 +157,7 @@ class LeaderBase:
         self.lateness = Lateness()
         self.setbacks: dict[tuple[str, int], Setback] = {}
         self.healing = Healing()
+        self.stepped = now  # when a member last told of a further step
         # (replica, incarnation) that was evicted for its user code -> the step that it stood at. Until it has
         # come back from there it would only be waited for again.
         self.absent: dict[tuple[str, int], int] = {}

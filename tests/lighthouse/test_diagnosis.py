@@ -1,4 +1,4 @@
-"""The five verdicts, from what a leader may know and what ranks may show; and that little is kept of much."""
+"""The six verdicts, from what a leader may know and what ranks may show; and that little is kept of much."""
 
 import json
 
@@ -6,6 +6,7 @@ import pytest
 
 from fabric.lighthouse.diagnosis import (
     ABSENT,
+    CUT_LINK,
     MISMATCH,
     SLOW_LINK,
     STOPPED,
@@ -30,6 +31,10 @@ def case(condemned=None, aborted=None, **processes):
 
 def aborted(about="", waiting_for=(), stalled=False, mismatch=False, why="the round ended"):
     return Aborted(FENCE, 7, why, about, tuple(waiting_for), stalled, mismatch)
+
+
+def cut(*unreachable):
+    return Aborted(FENCE, 7, "timed out", unreachable[0], unreachable=unreachable)
 
 
 def op(number, name="gloo:all_reduce", sizes=((4,),), done=False, **more):
@@ -133,6 +138,20 @@ CIRCLE = {
             "bytes are late on the way from b to a, b to c",
         ),
         ("a b", case(aborted={"a": aborted("b")}), [], SLOW_LINK, "the link from b to a broke"),
+        (
+            "a b",
+            case({"b": "it and a cannot reach each other"}, {"a": cut("b"), "c": aborted("b", ["b"])}),
+            [Seen("b", process="running", how="interpreter", main=("patience.py:41 wait",))],
+            CUT_LINK,
+            "every process runs, and nothing gets through between a and b",
+        ),
+        (
+            "b",
+            case({"b": "its host has been silent"}, {"a": cut("b")}, b="silent"),
+            [Seen("b", problem="none")],
+            ABSENT,
+            "nothing is heard of b",
+        ),
         ("b", case({"b": "evicted by me: hot"}), [], UNKNOWN, "b: evicted by me: hot"),
         ("", case(), [], UNKNOWN, "nothing that was seen explains it"),
         ("", case(aborted={"a": aborted("nobody we know")}), [], UNKNOWN, "nothing that was seen"),

@@ -1,0 +1,86 @@
+"""The links of one process, over real sockets: whom a failure names, and what a probe finds out."""
+
+import asyncio
+import socket
+
+import pytest
+from protocol.makers import record_of
+
+from fabric.client import peers as shell
+from fabric.client.peers import Peers
+from fabric.ftar.cpu_ring import CpuRing
+from fabric.model import Member
+from fabric.protocol import member_io as io
+from fabric.transport.tcp import Identity
+
+
+class Party:
+    """One process's links; what they feed lies in ``events``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.plane = CpuRing(shared_memory=False)
+        self.peers = Peers(Identity("job", name), 1, b"token", self.plane, link_s=1.0)
+        self.events: asyncio.Queue = asyncio.Queue()
+        self.member = Member(name, 1, "", "")
+
+    async def __aenter__(self) -> "Party":
+        port = await self.peers.start("127.0.0.1", "0", self.events.put_nowait)
+        self.member = Member(self.name, 1, f"127.0.0.1:{port}", "")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.peers.close()
+        self.plane.close()
+
+    async def event(self):
+        return await asyncio.wait_for(self.events.get(), 60)
+
+
+def of(*members):
+    found = record_of(" ".join(x.replica for x in members), epoch=1)
+    return type(found)(**{**{f: getattr(found, f) for f in found.__dataclass_fields__}, "roster": members})
+
+
+@pytest.fixture
+def nobody():
+    """An address at which nobody listens, and nobody else will meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+async def test_a_link_that_is_not_made_names_the_next_member_of_the_ring():
+    """It answers no greeting: it was reached, and is late for other reasons."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        async with Party("b") as b:
+            silent = Member("a", 1, f"127.0.0.1:{mute.getsockname()[1]}", "")
+            b.peers.link_up(of(silent, b.member))
+            failed = await b.event()
+    assert isinstance(failed, io.LinkFailed)
+    assert (failed.about, failed.why, failed.unreachable) == ("a", "no link to a within 1 s", ())
+
+
+async def test_whoever_cannot_be_connected_to_is_told_apart(nobody, monkeypatch):
+    monkeypatch.setattr(shell, "CONNECT_S", 0.2)
+    async with Party("a") as a:
+        a.peers.link_up(of(a.member, Member("b", 1, nobody, "")))
+        failed = await a.event()
+    assert (failed.about, failed.unreachable) == ("b", ("b",))
+    assert "b at 127.0.0.1:" in failed.why and "cannot be reached" in failed.why
+
+
+async def test_a_probe_finds_who_can_be_reached_and_leaves_no_link(nobody):
+    async with Party("a") as a, Party("b") as b:
+        a.peers.probe((a.member, b.member, Member("c", 1, nobody, "")))
+        assert await a.event() == io.Probed(("c",))
+        assert a.peers.linked == b.peers.linked == [] and b.events.empty()
+
+
+async def test_two_that_reach_each_other_are_linked():
+    async with Party("a") as a, Party("b") as b:
+        record = of(a.member, b.member)
+        for party in (a, b):
+            party.peers.link_up(record)
+        assert [await a.event(), await b.event()] == [io.Linked(1), io.Linked(1)]
+        assert (a.peers.linked, b.peers.linked) == (["b"], ["a"])

@@ -173,6 +173,18 @@ class Failure:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class HostHistory:
+    """What is remembered of a host for days: how many ``times`` replicas on it failed, when last (``at``,
+    Unix seconds) and ``why``. ``score``: what its failures came to then, the older the less."""
+
+    host: str
+    times: int
+    score: float
+    at: float
+    why: str = ""
+
+
 @dataclass(frozen=True)
 class Record:
     """The membership epoch: one key in the store, replaced by guarded compare-and-set only.
@@ -184,8 +196,9 @@ class Record:
     forced records alone. ``failed``: why the job has stopped for a person to mend, or empty. ``cause``: what
     this epoch answers (``cause_of`` its number, or the loss of the replica that it lets in again); empty
     where the writer was of an older release. ``min_replicas``: how many members this epoch needs to step (0:
-    as each member's own setting says). ``orders`` and ``failures`` (the newest of the last while) concern
-    those to come; they may change within an epoch. ``ended``: when the job was complete, in Unix seconds (0:
+    as each member's own setting says). ``orders``, ``failures`` (the newest of the last while) and ``hosts``
+    (those that failed in the last days) concern those to come; they may change within an epoch. ``ended``:
+    when the job was complete, in Unix seconds (0:
     not known). ``autonomy_s``: the longest for which any member may commit without a lighthouse (0: none has
     said it).
     """
@@ -209,6 +222,7 @@ class Record:
     failures: tuple[Failure, ...] = ()
     ended: float = 0.0
     autonomy_s: float = 0.0
+    hosts: tuple[HostHistory, ...] = ()
 
     # Asked for with every message, so found once. They are no fields: not compared, stored or sent.
 

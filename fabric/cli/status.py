@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ _SPENT = ("training", "degraded", "recovering", "stalled")
 _WIDE = 120
 # A table of more rows than this is not seen as a whole.
 _LONG = 20
+# So many hosts that failed are named.
+_HOSTS = 5
 
 
 @click.command()
@@ -164,7 +167,19 @@ def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
             f"{penalty['kind']} {penalty['about']} failed {penalty['times']} times, last: {penalty['why']}; "
             f"kept out until {until}"
         )
-    return found
+    return [*found, *_hosts(job.get("hosts", ()))]
+
+
+def _hosts(hosts: Sequence[dict[str, Any]]) -> list[str]:
+    """Those that failed in the last days, the most suspect first."""
+    found = [
+        f"host {x['host']} ({', '.join(x['replicas']) or 'nobody is there'}) failed "
+        f"{counted(x['times'], 'time')}, last {time.strftime('%d %b %H:%M', time.localtime(x['at']))}: "
+        f"{x['why']}"
+        + ("; suspect: who comes back there stands by while the job has its members" if x["suspect"] else "")
+        for x in hosts[:_HOSTS]
+    ]
+    return found + ([f"and {len(hosts) - _HOSTS} more hosts that failed"] if len(hosts) > _HOSTS else [])
 
 
 def _trouble(job: dict[str, Any], rows: list[tuple[dict[str, Any], str]]) -> list[str]:

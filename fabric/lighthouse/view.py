@@ -47,6 +47,7 @@ def job_view(job: Job) -> dict[str, Any]:
             "max_replicas": core.most,
         },
         "penalties": [asdict(penalty) for penalty in core.penalties()],
+        "hosts": core.hosts_that_failed(),
         "members": [_member_view(core, member, now) for member in roster],
         "joiners": [_joiner_view(core, peer, now) for peer in outside if peer.connected],
         "checkpoint_servers": [

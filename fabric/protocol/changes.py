@@ -13,7 +13,7 @@ from fabric.protocol import messages as m
 
 def for_members(record: Record) -> Record:
     """Without what concerns only the leaders: evidence against those who failed."""
-    return replace(record, failures=())
+    return replace(record, failures=(), hosts=())
 
 
 def change(before: Record, after: Record) -> m.Change:

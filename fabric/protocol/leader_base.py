@@ -12,6 +12,7 @@ from fabric.model import (
     Death,
     Failure,
     Fence,
+    HostHistory,
     Member,
     Orders,
     Poison,
@@ -60,6 +61,7 @@ class LeaderConfig:
     autonomy_margin_s: float = 60.0
     failures: int = 3  # so many within ``failures_s`` keep a replica or a host out (0: never)
     failures_s: float = 1800.0
+    half_life_s: float = 86400.0  # after so long a failure makes its host half as suspect
 
 
 @dataclass(slots=True)
@@ -178,6 +180,7 @@ class LeaderBase:
         self.loaded = 0  # the newest generation whose base somebody has loaded
         self.orders = Orders()  # as operators want them: the record has them with the next write
         self.failures: tuple[Failure, ...] = ()  # likewise
+        self.hosts: tuple[HostHistory, ...] = ()  # likewise
         self.autonomy_s = 0.0  # the longest that any session has named
         self.held: dict[str, str] = {}  # newcomer -> why it is not let in, as it was told
         self._plan_at = math.inf  # when what came since the last plan is looked at, at the latest
@@ -248,7 +251,12 @@ class LeaderBase:
             nonce = self._nonce()
         autonomy_s = max(self.autonomy_s, record.autonomy_s)
         record = replace(
-            record, nonce=nonce, orders=self.orders, failures=self.failures, autonomy_s=autonomy_s
+            record,
+            nonce=nonce,
+            orders=self.orders,
+            failures=self.failures,
+            hosts=self.hosts,
+            autonomy_s=autonomy_s,
         )
         self.writing = record
         self._do(io.WriteRecord(record, self.record))

@@ -189,8 +189,8 @@ class Joins(Failures):
             return self._admit_awaited(record)
         ready.sort(key=lambda p: p.session.replica)
         # Spares come last, and only as many as are missing.
-        wanted = [p for p in ready if not p.session.spare][:room]
-        spares = [p for p in ready if p.session.spare]
+        wanted = [p for p in ready if not self.stands_by(p)][:room]
+        spares = [p for p in ready if self.stands_by(p)]
         ready = wanted + spares[: max(0, self.full - len(record.roster) - len(wanted))]
         since = record.epoch + 1
         newcomers = tuple(replace(as_member(p.session), fresh=True, since=since) for p in ready)

@@ -5,13 +5,15 @@ the epoch that answers the failure, by the time of day; a time that lies ahead o
 the time of its election.
 """
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
-from fabric.model import Failure, Member, Orders, Record, counted
+from fabric.model import Failure, HostHistory, Member, Orders, Record, counted
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
+from fabric.protocol import suspicion
 from fabric.protocol.leader_base import LeaderBase, Setback
 from fabric.protocol.liveness import Peer, as_member
 
@@ -51,6 +53,7 @@ class Admission(LeaderBase):
         now = self._now + self._unix
         self.orders = record.orders
         self.failures = tuple(x if x.at <= now else replace(x, at=now) for x in record.failures)
+        self.hosts = suspicion.by_this_clock(record.hosts, now)
 
     # --- orders ------------------------------------------------------------------------------------------
 
@@ -115,11 +118,19 @@ class Admission(LeaderBase):
         elif event.action == "scale":
             orders = self._scaled(event, said)
         elif event.action == "admit":
-            self.failures = tuple(x for x in self.failures if event.replica not in (x.replica, x.host))
+            self._pardon_past(event.replica)
             for key in [k for k in self.setbacks if k[0] == event.replica]:
                 del self.setbacks[key]
             self.healing.forget(event.replica)
         self.orders = orders
+
+    def _pardon_past(self, about: str) -> None:
+        """Of a host, or of a replica and so of the hosts that it failed on and is on now."""
+        peer = self.liveness.peers.get(about)
+        hosts = {about, *(x.host for x in self.failures if x.replica == about)}
+        hosts |= {_host(as_member(peer.session))} if peer is not None else set()
+        self.failures = tuple(x for x in self.failures if about not in (x.replica, x.host))
+        self.hosts = tuple(x for x in self.hosts if x.host not in hosts)
 
     def _scaled(self, event: io.Operator, said: str) -> Orders:
         old = self.orders
@@ -131,7 +142,7 @@ class Admission(LeaderBase):
 
     def _write_orders(self, record: Record) -> bool:
         """What concerns those to come is written within the epoch: its members need not notice."""
-        if (self.orders, self.failures) == (record.orders, record.failures):
+        if not self.has_unwritten_orders:
             return False
         self._write(record)
         return True
@@ -139,9 +150,11 @@ class Admission(LeaderBase):
     @property
     def has_unwritten_orders(self) -> bool:
         """Whether a leader that followed now would not know them."""
-        return self.record is None or (self.orders, self.failures) != (
-            self.record.orders,
-            self.record.failures,
+        record = self.record
+        return record is None or (self.orders, self.failures, self.hosts) != (
+            record.orders,
+            record.failures,
+            record.hosts,
         )
 
     @property
@@ -191,6 +204,11 @@ class Admission(LeaderBase):
         ]
         recent = [x for x in self.failures if self._age_s(x) < self.config.failures_s]
         self.failures = (*recent, *found)[-MAX_FAILURES:] if self.config.failures else ()
+        # What failed together on one host is one failure of it.
+        already = {x.host for x in self.failures if x.epoch == record.epoch and x not in found}
+        failed = {x.host: x.why for x in found if x.host and x.host not in already}
+        if failed and self.config.failures:
+            self.hosts = suspicion.with_failures(self.hosts, failed, now, self.config.half_life_s)
 
     def _age_s(self, failure: Failure) -> float:
         return self._now + self._unix - failure.at
@@ -238,7 +256,7 @@ class Admission(LeaderBase):
         """Whether a replica or a host of this name was ever heard of here."""
         members = [as_member(x.session) for x in self.liveness.peers.values()]
         members += self.record.roster if self.record is not None else ()
-        accused = {y for x in self.failures for y in (x.replica, x.host)}
+        accused = {y for x in self.failures for y in (x.replica, x.host)} | {x.host for x in self.hosts}
         return about in accused or any(about in (x.replica, _host(x)) for x in members)
 
     # --- who may come ------------------------------------------------------------------------------------
@@ -256,16 +274,57 @@ class Admission(LeaderBase):
         # A penalty that would keep the whole job standing is none.
         if penalty is not None and len(record.roster) >= self.least:
             return penalty.sentence
-        cut = self._cut_off(record, peer)
-        if cut:
-            return cut
-        enough = self.full if peer.session.spare else self.most
-        if len(record.roster) >= enough:
-            return (
-                f"the job has its {counted(enough, 'member')}: this one stands by, to take the place of one "
-                "that dies"
+        return self._cut_off(record, peer) or self._surplus(record, peer)
+
+    def _surplus(self, record: Record, peer: Peer) -> str:
+        """Why the job does not need this newcomer now, in a sentence, or empty."""
+        enough = self.full if self.stands_by(peer) else self.most
+        if len(record.roster) < enough:
+            return ""
+        why = (
+            f"the job has its {counted(enough, 'member')}: this one stands by, to take the place of one "
+            "that dies"
+        )
+        suspect = self.suspect_host(peer) if not peer.session.spare else None
+        if suspect is not None and len(record.roster) < self.most:
+            why += (
+                f"; its host {suspect.host} failed {counted(suspect.times, 'time')} in the last days, last: "
+                f"{suspect.why}; `fabric admit {suspect.host}` lets it in at once"
             )
-        return ""
+        return why
+
+    def suspect_host(self, peer: Peer) -> HostHistory | None:
+        """Its host, where that has failed so often in the last days that it is likely to fail again."""
+        host, now = _host(as_member(peer.session)), self._now + self._unix
+        if not self.config.failures or not self.hosts or not self._has_other_host(host):
+            return None
+        found = (x for x in self.hosts if x.host == host)
+        return next((x for x in found if self.suspicion(x, now) >= suspicion.SUSPECT), None)
+
+    def hosts_that_failed(self) -> list[dict[str, Any]]:
+        """For people, the most suspect first: what is remembered, what it comes to now, and who is there."""
+        now = self._now + self._unix
+        there = defaultdict[str, set[str]](set)
+        for member in (*(self.record.roster if self.record else ()), *map(as_member, self._sessions())):
+            there[_host(member)].add(member.replica)
+        found = [
+            {**asdict(x), "score": round(value, 3), "replicas": sorted(there.get(x.host, ()))}
+            | {"suspect": value >= suspicion.SUSPECT and self._has_other_host(x.host)}
+            for x in self.hosts
+            if (value := self.suspicion(x, now)) >= suspicion.FORGOTTEN
+        ]
+        return sorted(found, key=lambda x: (-x["score"], x["host"]))
+
+    def _sessions(self) -> list[m.Session]:
+        return [x.session for x in self.liveness.peers.values() if x.connected]
+
+    def suspicion(self, host: HostHistory, unix_s: float) -> float:
+        """What its failures come to at that time."""
+        return suspicion.score(host, unix_s, self.config.half_life_s)
+
+    def stands_by(self, peer: Peer) -> bool:
+        """Whether it takes part only while members are missing: it asked to, or its host is suspect."""
+        return peer.session.spare or self.suspect_host(peer) is not None
 
     def _cut_off(self, record: Record, peer: Peer) -> str:
         """Why this newcomer would only be left out again for its links, in a sentence, or empty. A job that

@@ -228,7 +228,12 @@ async def test_who_fails_again_and_again_is_told_why_it_waits_until_a_person_let
             (penalty,) = body["penalties"]
             assert (penalty["kind"], penalty["about"], penalty["times"]) == ("replica", "r2", 2)
             assert body["joiners"][0]["verdict"] == reason
-            assert "replica r2 failed 2 times" in fabric("status", *common(lighthouse, job)).stdout
+            (host,) = body["hosts"]  # all replicas of a test are on one host, which is then not to blame
+            assert (host["times"], host["suspect"]) == (2, False) and host["score"] > 1.99
+            assert host["replicas"] == ["r0", "r1", "r2"] and host["why"] == "its process is gone"
+            shown = fabric("status", *common(lighthouse, job)).stdout
+            assert "replica r2 failed 2 times" in shown
+            assert f"host {host['host']} (r0, r1, r2) failed 2 times" in " ".join(shown.split())
             done = fabric("admit", "r2", *common(lighthouse, job), "--why", "new memory")
             assert done.returncode == 0 and "nothing against r2" in done.stdout, done.stderr
             await say_outside(members[-1])

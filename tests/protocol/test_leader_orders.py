@@ -200,14 +200,14 @@ def test_back_to_what_the_replicas_ask_for_is_said_as_that():
 
 
 def penalised(names="a b c", who="c"):
-    lighthouse = started(names)
+    lighthouse = started(names, start_replicas=len(names.split()))
     for _ in range(3):
         fail(lighthouse, who)
     return lighthouse
 
 
 def test_who_failed_three_times_in_half_an_hour_is_kept_out_and_told_until_when():
-    lighthouse = started("a b c")
+    lighthouse = started("a b c", start_replicas=3)
     fail(lighthouse, "c")
     assert "c" in lighthouse.record.names
     fail(lighthouse, "c")
@@ -318,7 +318,7 @@ def test_the_next_leader_goes_by_its_own_time_of_day_and_no_penalty_grows_by_it(
 
 
 def test_a_penalty_that_would_keep_the_whole_job_standing_is_none():
-    lighthouse = started("a b", min_replicas=2)
+    lighthouse = started("a b", min_replicas=2, start_replicas=2)
     for _ in range(4):
         fail(lighthouse, "b")
     assert len(lighthouse.record.failures) == 4 and lighthouse.record.names == ("a", "b")

@@ -49,6 +49,10 @@ def begin_again_with_the_penalised(patch: Patch) -> None:
     )
 
 
+def let_a_suspect_in_beside_a_full_job(patch: Patch) -> None:
+    patch.setattr(Admission, "stands_by", lambda leader, peer: peer.session.spare)
+
+
 def let_in_while_joins_are_paused(patch: Patch) -> None:
     kept_out = Admission.kept_out
 
@@ -71,13 +75,17 @@ def let_nobody_into_a_job_that_is_parked(patch: Patch) -> None:
 # The leader dies once it has left somebody out.
 AFTER_AN_EVICTION: Aims = (("commit", "kill trainer"), ("decided", "lighthouse crash"))
 
+# All die once somebody was left out.
+ALL_AFTER_AN_EVICTION: Aims = (("commit", "kill trainer"), ("decided", "kill everybody"))
+
 ORDERS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
     mutation.__name__: (mutation, aims)
     for mutation, aims in (
         (let_the_penalised_in, ()),
         (forget_the_evidence_of_the_last_leader, AFTER_AN_EVICTION),
+        (let_a_suspect_in_beside_a_full_job, ()),
         (one_failure_is_forgiven, ()),
-        (begin_again_with_the_penalised, ()),
+        (begin_again_with_the_penalised, ALL_AFTER_AN_EVICTION),
         (let_in_while_joins_are_paused, ()),
         (let_nobody_into_a_job_that_is_parked, ()),
     )

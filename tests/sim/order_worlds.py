@@ -23,6 +23,7 @@ REASONS = {
     "nobody is admitted: paused": "orders: kept out by a pause",
     "it is not admitted before": "orders: kept out by a penalty",
     "this one stands by": "orders: stood by",
+    "in the last days": "orders: stood by on a suspect host",
 }
 
 # What a hunt over these worlds must have met.
@@ -36,6 +37,7 @@ REQUIRED = (
     "orders: known to the next leader",
     "orders: sent away, then started again",
     *(f"{name}, then joined" for name in REASONS.values()),
+    "orders: a suspect was needed",
 )
 
 
@@ -49,11 +51,17 @@ class OrderWorld(World):
         if seed % 3 == 0:
             most = max(policy.min_replicas, self.settings.replicas - 1)
             policy = replace(policy, max_replicas=most, start_replicas=most)
+        elif seed % 6 == 4:
+            # All may be members, and the job needs one fewer: who is suspect stands by.
+            policy = replace(policy, start_replicas=max(1, self.settings.replicas - 1))
+            for when in (1.0, 2.5):
+                self.clockwork.at(when, lambda: self.kill_trainer("r1", 0.2) and None)
         self.settings.leader = replace(
             self.settings.leader,
             policy=policy,
-            failures=random.choice((1, 2, 3)),
+            failures=3 if seed % 6 == 4 else random.choice((1, 2, 3)),
             failures_s=random.choice((1.0, 3.0, 8.0)),
+            half_life_s=60.0,
         )
         for lighthouse in self.lighthouses.values():
             lighthouse.config = self.settings.leader
@@ -61,7 +69,13 @@ class OrderWorld(World):
         error_s = 0.5 + 6.0 * self._errs + 60.0 * self.clockwork.skew
         leader = self.settings.leader
         self.checks.penalties = Penalties(
-            lambda: self.clockwork.now, leader.failures, leader.failures_s, policy.min_replicas, error_s
+            lambda: self.clockwork.now,
+            leader.failures,
+            leader.failures_s,
+            policy.min_replicas,
+            error_s,
+            full=policy.start_replicas,
+            half_life_s=leader.half_life_s,
         )
         for _ in range(random.choice((1, 2, 3))):
             kind = random.choice(STRIKES)
@@ -89,6 +103,8 @@ class OrderWorld(World):
             there = [h for h in self.hosts.values() if h.trainer is not None and h.trainer.alive]
             members = [h for h in there if record.lists(h.name, h.incarnation)]
             wanted = min(len(self.hosts), self.settings.leader.policy.max_replicas)
+            if record.hosts and len(members) < wanted:
+                self._admit_hosts(record)
             if len(members) < wanted or len(record.roster) != len(members):
                 return False
             first = start.setdefault(record.epoch, min(h.trainer.main.step for h in members))
@@ -124,13 +140,25 @@ class OrderWorld(World):
                 self.start_trainer(host.name)
         return True
 
+    def _admit_hosts(self, record: Record) -> None:
+        """The operator has had the hosts mended."""
+        if self.clockwork.now - self.asked > 0.5:
+            self.asked = self.clockwork.now
+            self.clockwork.counts["orders: hosts admitted"] += 1
+            for host in record.hosts:
+                self.ordered("admit", host.host)
+            self._say(*(io.Operator("admit", x.host, "operator", "mended") for x in record.hosts))
+
     def _take_back(self) -> None:
+        self._say(
+            io.Operator("resume", "", "operator", "the end"),
+            io.Operator("scale", "", "operator", "the end", 0, 0),
+        )
+
+    def _say(self, *events: io.Operator) -> None:
         for lighthouse in self.lighthouses.values():
             if lighthouse.leads and not lighthouse.paused:
-                for event in (
-                    io.Operator("resume", "", "operator", "the end"),
-                    io.Operator("scale", "", "operator", "the end", 0, 0),
-                ):
+                for event in events:
                     lighthouse.run(lambda e=event, x=lighthouse: x.feed(e) if x.core is not None else None)
 
     def told(self, effect: io.Tell) -> None:
@@ -155,7 +183,9 @@ class OrderWorld(World):
             super().run()
         finally:
             assert self.checks.penalties is not None
-            self.clockwork.counts["orders: written while somebody was penalised"] += self.checks.penalties.met
+            met, suspects = self.checks.penalties.met, self.checks.penalties.suspects
+            self.clockwork.counts["orders: written while somebody was penalised"] += met
+            self.clockwork.counts["orders: a suspect was needed"] += suspects
 
 
 def play(seed: int, aims: Aims = ()) -> None:

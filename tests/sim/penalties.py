@@ -16,10 +16,18 @@ NO_FAILURE = ("evicted by ", "it cannot go on: ")
 class Penalties:
     """``limit`` failures within ``window_s`` keep a replica out (each host has one replica here, so that its
     penalty is the same); ``least`` members are needed where nobody has ordered otherwise. ``error_s`` is how
-    far two leaders may be apart about when something was."""
+    far two leaders may be apart about when something was. Who failed twice within ``half_life_s`` comes in
+    only where the job has fewer than ``full`` members."""
 
     def __init__(
-        self, now: Callable[[], float], limit: int, window_s: float, least: int, error_s: float
+        self,
+        now: Callable[[], float],
+        limit: int,
+        window_s: float,
+        least: int,
+        error_s: float,
+        full: int,
+        half_life_s: float,
     ) -> None:
         self._now = now
         self._limit = limit
@@ -29,7 +37,10 @@ class Penalties:
         self._asked: dict[str, float] = {}  # nonce -> when a leader first wanted to write that record
         self._failures: dict[str, list[float]] = defaultdict(list)
         self._perhaps: dict[str, list[float]] = defaultdict(list)  # also those that need not count
+        self._full = full
+        self._half_life_s = half_life_s
         self._excused: set[tuple[str, int]] = set()  # processes whose end is perhaps no failure
+        self.suspects = 0  # records that let in somebody on a suspect host, for members were missing
         self.met = 0  # records that were written while somebody was kept out
 
     def asked(self, record: Record) -> None:
@@ -58,6 +69,12 @@ class Penalties:
             # Whoever may be kept out by the leader's clock is none of those that it could begin with.
             enough = sum(not self._may_be_kept_out(name, at) for name in after.names) >= least
         wrong = sorted(kept_out & set(came))
+        suspects = {name for name in came if self._is_suspect(name, at)} - kept_out
+        self.suspects += bool(suspects)
+        room = (after.orders.max_replicas or self._full) - len(before.roster)
+        others = len(set(came) - suspects)
+        if after.generation == before.generation and suspects and len(suspects) > max(0, room - others):
+            return f"{sorted(suspects)} came in with epoch {after.epoch} although the job had its members"
         if after.is_forced and after.epoch > before.epoch and after.generation == before.generation:
             self._count(before, after, at)
         if not wrong or not enough:
@@ -78,6 +95,11 @@ class Penalties:
         """Whether it failed so often so short a time ago that every leader must know and agree."""
         recent = [x for x in self._failures[name] if 1.1 * (at - x) + self._error_s < self._window_s]
         return 0 < self._limit <= len(recent)
+
+    def _is_suspect(self, name: str, at: float) -> bool:
+        """Whether it failed twice so short a time ago that every leader must know and agree."""
+        recent = [x for x in self._failures[name] if 1.1 * (at - x) + self._error_s < self._half_life_s]
+        return self._limit > 0 and len(recent) >= 2
 
     def _may_be_kept_out(self, name: str, at: float) -> bool:
         """Whether it failed so often so short a time ago that a leader may say so."""

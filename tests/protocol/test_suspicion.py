@@ -1,0 +1,176 @@
+"""What is remembered of hosts for days, and what it changes."""
+
+from dataclasses import replace
+
+import pytest
+from protocol.makers import record_of
+from protocol.test_leader import Lighthouse
+from protocol.test_leader_orders import UNIX_S, led, newcomer, on_hosts, order
+
+from fabric.protocol import leader_io as io
+from fabric.protocol import suspicion
+from fabric.protocol.changes import for_members
+
+DAY_S = 86400.0
+
+
+def failed(*ages_days, host="h3", now=UNIX_S):
+    """The history of a host that failed so many days ago, newest last."""
+    known = ()
+    for age in ages_days:
+        known = suspicion.with_failures(known, {host: "a test"}, now - age * DAY_S, DAY_S)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("ages_days", "suspect"),
+    [((0,), False), ((1, 0), True), ((1.2, 0), False), ((2, 1, 0), True), ((4, 3, 2), False)],
+)
+def test_two_failures_within_a_day_make_a_host_suspect_and_days_take_it_back(ages_days, suspect):
+    (history,) = failed(*ages_days)
+    assert history.times == len(ages_days)
+    assert (suspicion.score(history, UNIX_S, DAY_S) >= suspicion.SUSPECT) == suspect
+
+
+def test_a_failure_is_remembered_for_days_and_forgotten_after_a_week():
+    known = failed(6)
+    assert [x.host for x in suspicion.with_failures(known, {"h1": "why"}, UNIX_S, DAY_S)] == ["h1", "h3"]
+    known = failed(8)
+    assert [x.host for x in suspicion.with_failures(known, {"h1": "why"}, UNIX_S, DAY_S)] == ["h1"]
+
+
+def test_the_history_is_bounded_and_the_least_suspect_are_forgotten():
+    known = failed(1, 0, host="bad")
+    for n in range(suspicion.MAX_HOSTS + 50):
+        known = suspicion.with_failures(known, {f"h{n:03}": "why"}, UNIX_S + n, DAY_S)
+    assert len(known) == suspicion.MAX_HOSTS
+    names = {x.host for x in known}
+    assert "bad" in names and "h000" not in names and f"h{suspicion.MAX_HOSTS + 49:03}" in names
+
+
+def test_a_clock_that_goes_back_makes_no_host_more_suspect():
+    (history,) = failed(1, 0)
+    assert suspicion.score(history, UNIX_S - 1000.0, DAY_S) == history.score
+    (again,) = suspicion.by_this_clock((history,), UNIX_S - 1000.0)
+    assert again.at == UNIX_S - 1000.0 and again.score == history.score
+
+
+# --- what the leader makes of it --------------------------------------------------------------------------
+
+
+def with_a_suspect(**policy):
+    """r0 to r2 run on good hosts; h3 has failed twice today."""
+    record = replace(on_hosts(a="h1", b="h2", c="h4"), hosts=failed(0.5, 0.1))
+    return led(record, **{"start_replicas": 3, **policy})
+
+
+def comes_from(lighthouse, name, host):
+    newcomer(lighthouse, name)
+    peer = lighthouse.core.liveness.peers[name]
+    peer.session = replace(peer.session, link=f"{host}:1")
+    lighthouse.wait(0.5)
+    return peer
+
+
+def test_a_replica_on_a_suspect_host_stands_by_where_the_job_has_its_members():
+    lighthouse = with_a_suspect()
+    lighthouse.open("d", incarnation=2, generation=1, step=5)
+    peer = lighthouse.core.liveness.peers["d"]
+    peer.session = replace(peer.session, link="h3:1")
+    lighthouse.pulse("d", incarnation=2)
+    lighthouse.beat("d", 5)
+    lighthouse.wait(0.5)
+    assert "d" not in lighthouse.record.names
+    sentence = lighthouse.core.kept_out(peer)
+    assert "its host h3 failed 2 times in the last days, last: a test" in sentence
+    assert "`fabric admit h3` lets it in at once" in sentence
+    assert lighthouse.core.held["d"] == sentence, "it was told"
+
+
+def test_it_comes_in_where_a_member_is_missing():
+    lighthouse = with_a_suspect(start_replicas=4)
+    comes_from(lighthouse, "d", "h3")
+    assert "d" in lighthouse.record.names
+
+
+def test_an_operator_lets_the_host_in():
+    lighthouse = with_a_suspect()
+    lighthouse.open("d", incarnation=2, generation=1, step=5)
+    peer = lighthouse.core.liveness.peers["d"]
+    peer.session = replace(peer.session, link="h3:1")
+    assert lighthouse.core.knows_of("h3")
+    order(lighthouse, "admit", "h3")
+    assert not lighthouse.record.hosts, "it is written"
+    assert lighthouse.core.kept_out(peer) == ""
+
+
+def test_an_admitted_replica_takes_its_host_along():
+    lighthouse = with_a_suspect()
+    lighthouse.open("d", incarnation=2, generation=1, step=5)
+    peer = lighthouse.core.liveness.peers["d"]
+    peer.session = replace(peer.session, link="h3:1")
+    order(lighthouse, "admit", "d")
+    assert lighthouse.core.kept_out(peer) == ""
+
+
+def test_after_days_it_is_a_member_like_any_other():
+    lighthouse = with_a_suspect()
+    lighthouse.open("d", incarnation=2, generation=1, step=5)
+    peer = lighthouse.core.liveness.peers["d"]
+    peer.session = replace(peer.session, link="h3:1")
+    assert lighthouse.core.stands_by(peer)
+    lighthouse.core._now += DAY_S
+    assert not lighthouse.core.stands_by(peer)
+
+
+def test_no_host_is_suspect_where_the_job_has_no_other_or_failures_do_not_count():
+    record = replace(on_hosts(a="h3", b="h3"), hosts=failed(0.5, 0.1))
+    lighthouse = led(record, start_replicas=2)
+    peer = lighthouse.core.liveness.peers["a"]
+    peer.session = replace(peer.session, link="h3:1")
+    assert lighthouse.core.suspect_host(peer) is None
+    lighthouse = with_a_suspect()
+    peer = lighthouse.core.liveness.peers["a"]
+    peer.session = replace(peer.session, link="h3:1")
+    assert lighthouse.core.suspect_host(peer) is not None
+    lighthouse.core.config = replace(lighthouse.core.config, failures=0)
+    assert lighthouse.core.suspect_host(peer) is None
+
+
+def test_what_fails_is_written_with_its_host_and_the_next_leader_knows_it():
+    lighthouse = Lighthouse(start_replicas=2)
+    record = on_hosts(a="h1", b="h2")
+    lighthouse = led(record, start_replicas=2)
+    lighthouse.pulse("b", "gone")
+    lighthouse.wait(0.1)
+    (history,) = lighthouse.record.hosts
+    assert (history.host, history.times, history.score) == ("h2", 1, 1.0)
+    assert history.why == "its process is gone"
+    following = Lighthouse(start_replicas=2)
+    following.do(io.Elected("s", lighthouse.record, UNIX_S - 5000.0))
+    assert [(x.host, x.at) for x in following.core.hosts] == [("h2", UNIX_S - 5000.0)], "by its own clock"
+
+
+def test_replicas_that_fail_together_on_one_host_are_one_failure_of_it():
+    lighthouse = led(on_hosts(a="h1", b="h2", c="h2"), start_replicas=3)
+    for name in "bc":
+        lighthouse.pulse(name, "gone")
+    lighthouse.wait(0.1)
+    (history,) = lighthouse.record.hosts
+    assert (history.host, history.times) == ("h2", 1)
+
+
+def test_members_are_not_told_of_it():
+    assert not for_members(replace(record_of("a b"), hosts=failed(0))).hosts
+
+
+def test_a_cold_start_keeps_what_is_known_of_hosts():
+    record = replace(record_of("a b", epoch=9), hosts=failed(0))
+    lighthouse = Lighthouse(start_replicas=2)
+    lighthouse.do(io.Elected("s", record, UNIX_S + 60.0))
+    for name in "ab":
+        lighthouse.open(name, incarnation=2, predecessors=(1,))
+        lighthouse.pulse(name, incarnation=2)
+    lighthouse.wait(10.0)
+    assert lighthouse.record.generation == 2
+    assert {x.host for x in lighthouse.record.hosts} >= {"h3"}

@@ -39,7 +39,7 @@ from fabric.client.solo import SoloSession
 from fabric.client.transfer import Transfer
 from fabric.client.unshared import UNSHARED, UnsharedWatch
 from fabric.client.worker import Worker
-from fabric.errors import ConfigError, FabricError
+from fabric.errors import ConfigError, FabricError, ServerLost
 from fabric.ftar.buckets import FlatGradients
 from fabric.protocol.budget import Budget
 from fabric.runtime import logs
@@ -109,7 +109,8 @@ def attach(
         return _attach(model, optimizer, dict(state or {}), choices, arguments)
     except FabricError as error:
         sys.stderr.write(f"fabric: {error}\n")
-        raise SystemExit(1) from None
+        # A checkpoint server that is stopped, or that has no room now, may answer the next process.
+        raise SystemExit(75 if isinstance(error, ServerLost) else 1) from None
 
 
 def _attach(

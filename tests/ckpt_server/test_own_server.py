@@ -12,6 +12,7 @@ import torch
 from ckpt_server.test_durable_format import objects, write_one
 from server_support import alive, fetch, publish, snapshot_file, wait_for
 
+import fabric.client
 from fabric.ckpt_server.fetch import StateFetcher
 from fabric.ckpt_server.handle import ServerHandle
 from fabric.ckpt_server.relayout import Layout
@@ -214,7 +215,9 @@ class TestAServerThatIsStopped:
         with pytest.raises(ServerLost):
             handle.begin("snapshot", 1)
         kill_server(handle)
-        assert handle.ensure() is True and handle.pid != before and not handle.hangs
+        # The kernel closes the channel when the last thread of the dead process is gone.
+        wait_for(handle.ensure, "another server")
+        assert handle.pid != before and not handle.hangs
         handle.begin("snapshot", 1)
 
     def test_the_trainer_goes_on_without_a_snapshot_and_has_the_next_one_when_the_server_goes_on(
@@ -288,7 +291,7 @@ class TestAServerThatIsStopped:
         shared = [bytes(slot.buffer.numpy()) for slot in slots._slots]
         held = [slot.buffer for slot in slots._slots]
         for step in range(8, 20):
-            slots.for_round(step).buffer[:] = step
+            slots.for_round(1, step).buffer[:] = step
             with contextlib.suppress(FabricError):
                 slots.publish(1, hold(step))
         # One was withdrawn already, for the round that came next.
@@ -310,7 +313,7 @@ def hold(step: int) -> io.Hold:
 
 def run_rounds(slots: GradientSlots, first: int, last: int) -> None:
     for step in range(first, last):
-        slots.for_round(step).buffer[:] = step
+        slots.for_round(1, step).buffer[:] = step
         slots.publish(1, hold(step))
         slots.prepare()
 
@@ -322,3 +325,28 @@ def raise_(error: BaseException) -> None:
 def descriptors() -> int:
     """How many this process has open."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_trainer_that_finds_its_server_stopped_is_to_be_started_again(
+    attach, run_dir, stop, tmp_path, monkeypatch, capsys
+):
+    handle = attach(job="job", replica="r0")
+    handle.close()
+    stop(handle)
+    monkeypatch.setattr("fabric.ckpt_server.handle.ATTACH_S", 0.2)
+    token = tmp_path / "token"
+    token.write_text("a-token")
+    token.chmod(0o600)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(SystemExit) as ended:
+        fabric.client.attach(
+            model,
+            torch.optim.SGD(model.parameters()),
+            job="job",
+            replica="r0",
+            lighthouse=("http://127.0.0.1:9",),
+            token_file=token,
+            run_dir=run_dir,
+        )
+    assert ended.value.code == 75
+    assert "could not be attached to within" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import random
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +80,7 @@ async def run(settings: LighthouseSettings) -> None:
     )
     tokens = Tokens(own, settings.job_tokens)
     deaths: list[str] = []
+    _forget_ready(settings.ready_file)
 
     def on_death(name: str, error: BaseException) -> None:
         deaths.append(f"the task {name} died ({type(error).__name__}: {error})")
@@ -94,6 +95,8 @@ async def run(settings: LighthouseSettings) -> None:
                 raise FabricError(
                     f"the lighthouse met a defect of its own, {deaths[0]}: see its log"
                 ) from None
+        finally:
+            _forget_ready(settings.ready_file)
     log.info("the lighthouse has ended")
 
 
@@ -257,6 +260,13 @@ def _tell_ready(path: Path | None, url: str, me: Candidate) -> None:
         raise ConfigError(
             f"the ready file {path} cannot be written ({error.strerror}): name one in a folder of this user"
         ) from error
+
+
+def _forget_ready(path: Path | None) -> None:
+    """What an earlier process wrote there, or this one, says nothing of now."""
+    if path is not None:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _url_host(bind: str) -> str:

@@ -59,6 +59,13 @@ def known_fields(record: logging.LogRecord) -> dict[str, Any]:
     return {name: found[name] for name in FIELDS if found.get(name) not in (None, "")}
 
 
+def printable(text: str) -> str:
+    """``text`` with an escape for each character that is not printable."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class JsonLines(logging.Formatter):
     """One JSON object per line: ``t`` is Unix time in seconds, ``error`` a traceback where there is one."""
 
@@ -84,4 +91,5 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of logging's own hook
         where = " ".join(f"{name}={value}" for name, value in known_fields(record).items())
-        return super().formatMessage(record) + (f" [{where}]" if where else "")
+        # Others wrote some of it: it stays one line, and steers no terminal.
+        return printable(super().formatMessage(record) + (f" [{where}]" if where else ""))

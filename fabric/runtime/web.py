@@ -103,6 +103,11 @@ def status_of(error: FabricError) -> int:
     return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
 
 
+async def _name_no_versions(_: web.Request, response: web.StreamResponse) -> None:
+    """The library names itself, Python and their versions, which tells an attacker what to try."""
+    response.headers["Server"] = "fabric"
+
+
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every error as JSON. Put it first, so that it also speaks for the other middlewares."""
@@ -277,6 +282,7 @@ async def serve(
     listening = bind_first_free(host, parse_ports(str(port)))
     taken = int(listening.getsockname()[1])
     app.middlewares[:0] = [_keep_seat, _cut_off_stuck]
+    app.on_response_prepare.append(_name_no_versions)
     accepting: list[Acceptor] = []
 
     async def accept_no_more(_: web.Application) -> None:

@@ -43,6 +43,7 @@ class SqliteStore:
         self._path = path
         self._attempt_timeout_s = attempt_timeout_s
         self._file: SqliteFile | None = None
+        self._problem = ""
         self._thread: ThreadPoolExecutor | None = None
         self._wake = asyncio.Event()
 
@@ -52,10 +53,12 @@ class SqliteStore:
             loop = asyncio.get_running_loop()
             try:
                 self._file = await loop.run_in_executor(thread, self._opened)
-            except BaseException:
+            except BaseException as error:
+                self._problem = str(error) if isinstance(error, StoreError) else ""
                 thread.shutdown(wait=False)
                 raise
-            self._thread = thread
+            self._thread, self._problem = thread, ""
+            self.warnings = self._file.warnings
         return await settle_store_id(self)
 
     async def get(self, key: str) -> KeyValue | None:
@@ -118,7 +121,9 @@ class SqliteStore:
     async def _call(self, operation: Callable[[SqliteFile], Answer]) -> Answer:
         file, thread = self._file, self._thread
         if file is None or thread is None:
-            raise StoreError(f"The store {self._path} is not connected: call connect() first.")
+            # Where the last attempt to connect failed, that is what is wrong.
+            unasked = f"The store {self._path} is not connected: call connect() first."
+            raise StoreError(self._problem or unasked)
         return await asyncio.get_running_loop().run_in_executor(thread, operation, file)
 
     def _wake_watches(self) -> None:

@@ -14,6 +14,7 @@ A file that was removed or replaced while in use would silently split the store 
 the unlinked one), so its identity is checked before each transaction.
 """
 
+import os
 import secrets
 import sqlite3
 import time
@@ -88,6 +89,7 @@ class SqliteFile:
         self._boot = boot or boot_id()
         self._busy_timeout_s = busy_timeout_s
         self._identity = (0, 0)
+        self.warnings: list[str] = []
         self._connection = self._opened()
 
     def get(self, key: str) -> KeyValue | None:
@@ -175,6 +177,7 @@ class SqliteFile:
             )
         connection = None
         try:
+            self._make_private()
             connection = sqlite3.connect(self._path, timeout=self._busy_timeout_s, isolation_level=None)
             self._connection = connection
             self._prepare(connection)
@@ -188,7 +191,18 @@ class SqliteFile:
                 connection.close()
             raise
         self._identity = (status.st_dev, status.st_ino)
+        if status.st_mode & 0o077:
+            self.warnings.append(
+                f"others on this machine can open the store {self._path}, and stop every lighthouse on it"
+                f" by a lock: chmod 600 {self._path}*"
+            )
         return connection
+
+    def _make_private(self) -> None:
+        """Make the file, closed to other users; SQLite gives the files beside it the same mode. Another user
+        that can read one of them can hold a lock on it, for which a lighthouse waits."""
+        with suppress(OSError):  # it is there already, or SQLite will say why it cannot be
+            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         # Before anything is changed: is this file ours, new, or somebody else's?

@@ -287,3 +287,11 @@ async def test_brackets_in_what_others_wrote_are_no_markup(lighthouse, http, job
     shown = fabric("status", *common, "--job", job)
     assert shown.returncode == 0 and "[red]run[/nothing]" in shown.stdout
     await close_all(members)
+
+
+def test_the_ready_file_ends_with_the_lighthouse(tmp_path):
+    """One that was left said that a lighthouse was ready at an address of yesterday."""
+    with LighthouseProcess(tmp_path, "memory:") as lighthouse:
+        assert lighthouse.ready_file.exists()
+        lighthouse.end()
+        assert not lighthouse.ready_file.exists()

@@ -5,7 +5,7 @@ import subprocess
 
 import aiohttp
 import pytest
-from lighthouse_support import TOKEN, WirePulse, close_all, eventually, get, post, start_job
+from lighthouse_support import TOKEN, WirePulse, close_all, eventually, get, headers, post, start_job
 
 from fabric.model import SnapshotRef, StepTimes
 from fabric.protocol import messages as m
@@ -19,6 +19,20 @@ async def test_health_and_metrics_are_open(lighthouse, http):
         text = await answer.text()
         assert answer.status == 200 and answer.content_type == "text/plain"
     assert "fabric_lighthouse_is_leader 1.0" in text
+
+
+async def test_answers_name_no_versions_and_stay_in_no_cache(lighthouse, http, job):
+    for path in ("/healthz", "/livez", "/v1/jobs", "/v1/jobs/nobody"):
+        async with http.get(lighthouse.url + path, headers=headers()) as answer:
+            assert answer.headers["Server"] == "fabric"
+            assert (answer.headers.get("Cache-Control") == "no-store") == path.startswith("/v1/")
+
+
+async def test_liveness_asks_nobody_and_readiness_says_what_health_says(lighthouse, http, job):
+    assert await get(http, f"{lighthouse.url}/livez", token=None) == (200, {"ok": True})
+    assert await get(http, f"{lighthouse.url}/readyz", token=None) == await get(
+        http, f"{lighthouse.url}/healthz", token=None
+    )
 
 
 async def test_metrics_of_a_job(lighthouse, http, job):

@@ -223,7 +223,7 @@ def test_services_are_probed_with_time_to_answer():
             probed[container["name"]] = {k: v["httpGet"]["path"] for k, v in found.items()}
     assert probed == {
         "etcd": {"startupProbe": "/livez", "livenessProbe": "/livez", "readinessProbe": "/health"},
-        "lighthouse": {"livenessProbe": "/healthz", "readinessProbe": "/healthz"},
+        "lighthouse": {"livenessProbe": "/livez", "readinessProbe": "/readyz"},
         "ckpt-server": {"startupProbe": "/healthz", "livenessProbe": "/healthz"},
         # The job itself watches it.
         "trainer": {},
@@ -231,7 +231,7 @@ def test_services_are_probed_with_time_to_answer():
 
 
 def test_the_lighthouse_has_the_paths_that_are_probed():
-    assert {"/healthz"} <= OPEN_PATHS
+    assert {"/healthz", "/livez", "/readyz"} <= OPEN_PATHS
 
 
 def test_a_mistake_ends_one_replica_and_a_lost_pod_none():

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from fabric.runtime import logs
+from fabric.runtime.logs import TextLines
 
 
 @pytest.fixture
@@ -60,6 +61,19 @@ def test_text_has_the_same_fields_in_brackets(fabric_logger):
     text = "\n".join(lines("text"))
     assert "INFO fabric.somewhere: abort: r2: the ring broke" in text
     assert "[job=gpt replica=r1 incarnation=7 epoch=3 step=12 cause=e4]" in text
+
+
+def test_a_line_of_text_is_one_line_whatever_others_wrote(fabric_logger):
+    """A sentence of a tenant was a line of its own in the lighthouse's log, with a time and a level."""
+    forged = "x\n2026-11-22 10:00:00 INFO fabric: forged \x1b[2J\r\u2028\x9b"
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(TextLines())
+    record = logging.LogRecord("fabric.x", logging.INFO, "x.py", 1, "%s", (forged,), None)
+    record.fabric = {"replica": forged}
+    handler.emit(record)
+    written = stream.getvalue()
+    assert written.endswith("\n") and written[:-1].isprintable() and written.count("\\x1b[2J") == 2
 
 
 PROGRAM = """

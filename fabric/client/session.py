@@ -25,6 +25,7 @@ from fabric.client.data import Loader, Slice, describe_sharing, make_loader, par
 from fabric.client.durable import StorageAway, writer_of
 from fabric.client.empty_steps import EmptySteps
 from fabric.client.engine import Parts
+from fabric.client.entries import small_entries
 from fabric.client.failure import name_samples
 from fabric.client.learning_rate import PresenceFactor
 from fabric.client.metrics import finite, restored
@@ -348,7 +349,8 @@ class Session(CatchingUp):
             self._snapshots.begin_digest(self._state_step, copied)
         self._digest_begun = later
         self._note_state(digest)
-        return io.Ready(self._state_step, digest, self._times(), later)
+        entries = small_entries(self._state.objects) if digest else ()
+        return io.Ready(self._state_step, digest, self._times(), later, entries)
 
     _digest_wanted = True
     _sampler: StepSampler | None = None
@@ -402,7 +404,7 @@ class Session(CatchingUp):
             digest = self._snapshots.take_digest(order.step) or self.digest()
             self._digest_begun = False
             self._note_state(digest)
-            self._engine.post(io.Digested(order.step, digest))
+            self._engine.post(io.Digested(order.step, digest, small_entries(self._state.objects)))
         elif isinstance(order, io.TakeSnapshot):
             self._snapshot(order.generation)
         elif isinstance(order, io.Install):

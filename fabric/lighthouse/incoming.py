@@ -93,6 +93,7 @@ def decode_member(data: str) -> m.MemberMessage:
         return _checked_session(message)
     if isinstance(message, m.Report):
         _check_report(message)
+        return replace(message, parted=_sentence(message.parted))
     if isinstance(message, m.Aborted):
         _check_names("waiting_for", message.waiting_for, MAX_NAMES)
         _check_length("about", message.about, MAX_ADDRESS)

@@ -177,6 +177,8 @@ def _digest_split(record: Record, reports: Mapping[str, Report]) -> Evict | Unde
     for step, digests in sorted(by_step.items()):
         split = _minority(record, reports, digests, f"the state at step {step}")
         if split is not None:
+            parted = next((x.parted for x in reports.values() if x.parted and x.step == step), "")
+            split = replace(split, reason=f"{split.reason}; {parted}") if parted else split
             return replace(split, state=True) if isinstance(split, Evict) else split
     return None
 

@@ -366,6 +366,7 @@ class Member(Ending):
             gradient_digest=hold.gradient_digest if hold is not None else "",
             disputed=self.disputed == (epoch, step),
             outvoted=self.state.outvoted,
+            parted=self.state.parted,
             unconfirmed=entry is not None and self.agreed < entry.since,
             # What the main thread is computing is promised: it is finished before I contribute again.
             have=() if self.kept.stale else tuple(sorted(self.kept.have)),

@@ -7,6 +7,7 @@ snapshot, install) end in exactly one event each, success or failure.
 from dataclasses import dataclass
 
 from fabric.model import Ended, Fence, Member, Poison, Record, SnapshotRef, StepTimes
+from fabric.protocol.hold import Hold as Hold
 from fabric.protocol.messages import LeaderMessage, MemberMessage, PeerMessage
 
 # --- events: the trainer's main thread ------------------------------------------------------------
@@ -15,12 +16,14 @@ from fabric.protocol.messages import LeaderMessage, MemberMessage, PeerMessage
 @dataclass(frozen=True, slots=True)
 class Ready:
     """The state at ``step`` is complete and the main thread waits. ``digest`` is empty when not taken;
-    ``later``: it is being taken, and told when TellDigest asks for it."""
+    ``later``: it is being taken, and told when TellDigest asks for it. ``entries``: small ones of that state,
+    see ``parted``."""
 
     step: int
     digest: str = ""
     times: StepTimes | None = None
     later: bool = False
+    entries: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Digested:
 
     step: int
     digest: str
+    entries: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,23 +342,6 @@ class Compute:
 @dataclass(frozen=True, slots=True)
 class DropGradient:
     """Forget the kept gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """A fully reduced round: what its commit will apply and say.
-
-    ``contributions`` are the micro-batches by member in roster order, ``metrics`` their sums.
-    ``nonfinite`` names a tensor of it that is not finite: such a step is committed without an update.
-    """
-
-    epoch: int
-    step: int
-    gradient_digest: str
-    weight: float
-    contributions: tuple[tuple[str, tuple[int, ...]], ...]
-    metrics: tuple[tuple[str, float], ...] = ()
-    nonfinite: str = ""
 
 
 @dataclass(frozen=True, slots=True)

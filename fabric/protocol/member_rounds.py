@@ -15,6 +15,7 @@ from fabric.protocol.member_state import (
     Mode,
     State,
 )
+from fabric.protocol.parted import bounded
 from fabric.protocol.round import Round
 
 # At most this often is a step told while nothing is going on; a newcomer's request ends that for a while.
@@ -31,6 +32,7 @@ class Rounds(CatchingUp):
         if event.step != self.state.step:
             raise IllegalTransition(f"ready for step {event.step} with the state at {self.state.step}")
         self.state.digest, self.state.later = event.digest, event.later
+        self.state.entries = bounded(event.entries)
         self.waiting = True
         self._last_times = event.times
         # A step that nobody waits to hear of need not cost a message: the next beat tells it.
@@ -41,6 +43,7 @@ class Rounds(CatchingUp):
     def on_digested(self, event: io.Digested) -> None:
         if self.state.later and event.step == self.state.step:
             self.state.digest, self.state.later, self.state.asked = event.digest, False, False
+            self.state.entries = bounded(event.entries)
             self.contact.next_beat = self._now
 
     def _lacks_digest(self) -> bool:
@@ -293,6 +296,7 @@ class Rounds(CatchingUp):
             gradient_digest=hold.gradient_digest,
             state_digest=self.state.digest,
             nonfinite=round_.mine,
+            entries=self.state.entries if self.state.digest else (),
         )
         round_.bars[self.identity.replica] = bar
         self._to_roster(bar)
@@ -304,6 +308,7 @@ class Rounds(CatchingUp):
             return
         disagreement = round_.disagreement()
         if disagreement:
+            self.state.parted = round_.parted()
             self._abort(disagreement, "")
             # Evicted for this, I would not trust my own state either.
             self.links.suspect = True

@@ -85,7 +85,7 @@ class MemberConfig:
 class State:
     """What my memory holds: ``generation`` 0 is a state that nobody vouches for. ``later``: its digest is
     being taken, and ``asked`` for once it is needed. ``outvoted``: most members of a round have called it
-    wrong."""
+    wrong. ``entries``: small ones of it, known with the digest. ``parted``: where it differs from others'."""
 
     generation: int = 0
     step: int = 0
@@ -94,6 +94,8 @@ class State:
     later: bool = False
     asked: bool = False
     outvoted: bool = False
+    entries: tuple[tuple[str, str], ...] = ()
+    parted: str = ""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,8 @@ class Bar:
     """I hold round (epoch, step), and am ready for epoch ``ready`` (>= epoch).
 
     ``state_digest`` is of the shared state at ``step``, empty where it was not computed. ``nonfinite`` names
-    a tensor of what I put in that is not finite, where that was asked for and the sum is not.
+    a tensor of what I put in that is not finite, where that was asked for and the sum is not. ``entries``:
+    small ones of that state, said with its digest, see ``parted``.
     """
 
     fence: Fence
@@ -55,6 +56,7 @@ class Bar:
     gradient_digest: str
     state_digest: str = ""
     nonfinite: str = ""
+    entries: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +311,7 @@ class Report:
     ``step`` in my kept gradient; ``committed_digest`` is of the gradient that led to ``step``, empty where
     there was none.
     ``outvoted``: most members of a round that I was in said that the state at ``step`` is another than mine.
+    ``parted``: where the states of the members differed in that round, for people.
     ``unconfirmed``: since the epoch that let me in no digest of a state of mine has agreed with another
     member's, but for that of a state as I loaded it.
     ``round_lacked`` stands for ``round_roster`` where it is not None: the members of this epoch that were not
@@ -330,6 +333,7 @@ class Report:
     disputed: bool = False
     outvoted: bool = False
     unconfirmed: bool = False
+    parted: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fabric.model import Record
 from fabric.protocol.member_io import Hold
 from fabric.protocol.messages import Bar, Contribution
+from fabric.protocol.parted import differences
 
 
 @dataclass(slots=True)
@@ -68,8 +69,16 @@ class Round:
             ("the state", {n: b.state_digest for n, b in self.bars.items() if b.state_digest}),
         ):
             if len(set(digests.values())) > 1:
-                return f"digests of {what} at step {self.step} differ: {_by_member(digests)}"
+                parted = self.parted() if what == "the state" else ""
+                found = f"digests of {what} at step {self.step} differ: {_by_member(digests)}"
+                return f"{found}; {parted}" if parted else found
         return ""
+
+    def parted(self) -> str:
+        """Where the states under this round differ, as far as they say; empty where their digests agree."""
+        said = {name: bar.entries for name, bar in self.bars.items() if bar.state_digest}
+        digests = {self.bars[name].state_digest for name in said}
+        return differences(said) if len(digests) > 1 else ""
 
     def is_disputed(self, name: str) -> bool:
         """Whether a bar names another result than the bar of ``name``, and at most half of the roster name

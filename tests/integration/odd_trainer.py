@@ -215,6 +215,22 @@ def resumed() -> None:
     session.close()
 
 
+def scheduler_apart() -> None:
+    """On purpose, and wrongly: who joins has a learning rate of its own."""
+    model, optimizer, scheduler = build(64)
+    session = fabric.client.attach(model, optimizer, unshared="ignore")
+    data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3)
+    until = int(os.environ["TINY_STEPS"])
+    for step in session.steps(data, until=until):
+        leave_time(session, until - step.number, 0.01)
+        for x, y in step:
+            step.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    session.close()
+
+
 def empty_step() -> None:
     """Step 2 has no data: momentum must not move the model there."""
     model = torch.nn.Linear(4, 1)
@@ -270,6 +286,7 @@ ODDITIES: dict[str, Callable[[], None]] = {
     "losses": print_losses,
     "resumed": resumed,
     "an empty step": empty_step,
+    "a scheduler apart": scheduler_apart,
     "a scheduler outside the state": with_scheduler_outside,
     "another word for unshared": lambda: with_scheduler_outside(unshared="warn"),
     "a negative step": lambda: with_scheduler_outside(step=-1),

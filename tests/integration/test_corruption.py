@@ -1,6 +1,8 @@
 """Silent corruption with real processes: digests are compared in the barrier, the minority is named,
 evicted and healed; where nobody can tell who is right the job stops."""
 
+import re
+
 from job import Job
 
 from fabric.cli.demo.journal import read_run
@@ -41,7 +43,32 @@ def test_two_that_disagree_stop_with_a_clear_sentence(zygote, tmp_path):
             said = (job.folder / f"{replica}.log").read_text()
             assert "disagree about the state at step 7 and nobody else can tell who is right" in said
             assert "restart the job from a checkpoint and check these hosts' memory" in said
+            assert "; their learning rates and other numbers are equal, so a tensor differs" in said
             assert not [e for e in job.events(replica, "commit") if e["step"] > 7], "nothing after it"
+
+
+def test_of_two_the_newcomer_goes_and_the_entry_that_differs_is_named(zygote, tmp_path):
+    """Its scheduler is not shared, so it joins with another learning rate: the other one goes on."""
+    environment = {"TEST_TRAINER": "odd_trainer", "ODD": "a scheduler apart", "TINY_STEPS": "4000"}
+    with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start("r0")
+        job.start("r1", "before-ring@10=kill")
+        job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
+        job.start("r1")
+
+        def verdicts() -> list[str]:
+            return [e["why"] for e in job.told("epoch") if "r1 disagrees with r0 about the state" in e["why"]]
+
+        job.wait_for(verdicts, "the verdict on r1")
+        assert re.search(
+            r"r1 evicted: r1 disagrees with r0 about the state at step \d+, and was let in last, in epoch "
+            r"\d+, and has not agreed with anybody since; they differ in optimizer/param_groups/0/lr: "
+            r"0\.\d+ on r0, 0\.\d+ on r1",
+            verdicts()[0],
+        ), verdicts()
+        steps = len(job.events("r0", "commit"))
+        job.wait_for(lambda: len(job.events("r0", "commit")) > steps + 5, "more steps of r0")
+        assert job.ended("r0") is None
 
 
 def test_whom_two_outvoted_does_not_go_on_when_they_are_killed(zygote, tmp_path):

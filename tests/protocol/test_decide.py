@@ -226,6 +226,18 @@ def test_of_two_nobody_is_guessed_who_came_with_the_other_or_has_agreed_since(a,
     assert isinstance(decide(record, reports, M), Undecidable)
 
 
+def test_the_verdict_says_where_the_states_differ():
+    record = record_of("a b", a={"since": 1}, b={"since": 9})
+    reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y"}.items()}
+    reports["a"] = replace(reports["a"], parted="they differ in lr: 1 on a, 2 on b")
+    undecidable = decide(record, reports, M)
+    assert isinstance(undecidable, Undecidable)
+    assert undecidable.reason.endswith("check these hosts' memory; they differ in lr: 1 on a, 2 on b")
+    reports["b"] = replace(reports["b"], unconfirmed=True)
+    evicted = decide(record, reports, M)
+    assert isinstance(evicted, Evict) and evicted.reason.endswith("; they differ in lr: 1 on a, 2 on b")
+
+
 def test_two_of_three_that_have_a_digest_are_judged_as_two():
     record = record_of("a b c", a={"since": 1}, b={"since": 9}, c={"since": 4})
     reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y", "c": ""}.items()}

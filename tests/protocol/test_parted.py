@@ -1,0 +1,62 @@
+"""What is said of states that part: the first entries that differ, bounded whatever a peer says."""
+
+from dataclasses import replace
+
+from protocol.makers import record_of
+from protocol.test_member import FIRST, bar, contribution
+from protocol.test_member_digests import at_step_1
+
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.parted import MAX_ENTRIES, bounded, differences
+
+LR = "optimizer/param_groups/0/lr"
+
+
+def test_the_first_entries_that_differ_are_named_with_every_value_and_whose_it_is():
+    said = {
+        "r0": ((LR, "0.0003"), ("scaler/scale", "64.0")),
+        "r1": ((LR, "0.00029"), ("scaler/scale", "64.0"), ("ema/step", "3")),
+        "r2": ((LR, "0.0003"), ("scaler/scale", "64.0")),
+    }
+    assert differences(said) == (
+        f"they differ in {LR}: 0.0003 on r0, r2, 0.00029 on r1; ema/step: nothing on r0, r2, 3 on r1"
+    )
+
+
+def test_equal_entries_leave_a_tensor():
+    said = {"r0": ((LR, "0.1"),), "r1": ((LR, "0.1"),), "r2": ()}
+    assert differences(said) == "their learning rates and other numbers are equal, so a tensor differs"
+    assert differences({"r0": ((LR, "0.1"),), "r1": ()}) == "", "of an older release, which says nothing"
+
+
+def test_it_is_bounded_and_printable_whatever_a_peer_says():
+    hostile = tuple((f"{i}\n\x1b[31m" + "x" * 1000, "y" * 1000) for i in range(1000))
+    assert len(bounded(hostile)) == MAX_ENTRIES
+    said = differences({"r0": hostile, **{f"r{i}": ((LR, str(i)),) for i in range(1, 200)}})
+    assert said.isprintable() and len(said) < 3000
+    assert said.endswith(f"and {MAX_ENTRIES + 1 - 3} more")
+
+
+def test_a_member_says_it_when_it_aborts_and_in_its_report():
+    trainer = at_step_1()
+    trainer.do(io.Computed(1, (0, 1), 2.0), io.Digested(1, "mine", ((LR, "0.1"),)))
+    trainer.peer("b", contribution(FIRST, 1, (2, 3)))
+    trainer.do(io.Exchanged(1, 1, "g1"))
+    (said,) = trainer.told_peers(m.Bar)
+    assert said.entries == ((LR, "0.1"),)
+    theirs = bar(FIRST, 1, gradient="g1", state="theirs")
+    trainer.peer("b", replace(theirs, entries=((LR, "0.2"),)))
+    (aborted,) = trainer.said(m.Aborted)
+    parted = f"they differ in {LR}: 0.1 on a, 0.2 on b"
+    assert aborted.why == f"digests of the state at step 1 differ: a mine, b theirs; {parted}"
+    trainer.leader(m.Epoch(record_of("a b", epoch=2)))
+    assert [x.parted for x in trainer.said(m.Report)] == [parted]
+
+
+def test_a_bar_without_a_digest_says_nothing_of_the_state():
+    trainer = at_step_1(later=False)
+    trainer.do(io.Computed(1, (0, 1), 2.0))
+    trainer.peer("b", contribution(FIRST, 1, (2, 3)))
+    trainer.do(io.Exchanged(1, 1, "g1"))
+    assert [x.entries for x in trainer.told_peers(m.Bar)] == [()]

@@ -100,7 +100,7 @@ class Member(Ending):
         self._send_aborted(m.Aborted(fence, step, why, about, unreachable=self._unreachable()))
 
     def on_link_lost(self, event: io.LinkLost) -> None:
-        if self._has_finished(event.replica, event.incarnation):
+        if self._has_said_all(event.replica, event.incarnation):
             return  # it leaves, and no round needs it any more; a death is the leader's to tell
         if event.silent:
             self.links.silent.add(event.replica)
@@ -110,7 +110,8 @@ class Member(Ending):
                 self.end.told.discard(record.epoch)
         running = self.mode in (Mode.RUN, Mode.CATCH_UP)
         if running and self.current is not None and self.current.lists(event.replica, event.incarnation):
-            self._abort(f"the link to {event.replica} ended: {event.why}", event.replica)
+            if not self.contact.finished:  # else I am in no round
+                self._abort(f"the link to {event.replica} ended: {event.why}", event.replica)
             return
         newest = self.newest if self.mode is not Mode.OUTSIDE else None
         if newest is None or not newest.lists(event.replica, event.incarnation):

@@ -66,6 +66,17 @@ class Ending(Rounds):
         heard = self.end.peers.get((replica, incarnation))
         return heard is not None and heard[0] == self.state.generation
 
+    def _has_said_all(self, replica: str, incarnation: int) -> bool:
+        """Whether no round needs this process any more: it has finished, or it is being drained and holds the
+        last round before it goes, as I do. It may have heard everybody's bar before me."""
+        if self._has_finished(replica, incarnation):
+            return True
+        round_, current = self.round, self.current
+        member = current.member(replica) if current is not None else None
+        if round_ is None or member is None or member.incarnation != incarnation or not member.leaving:
+            return False
+        return replica in round_.bars and self.identity.replica in round_.bars
+
     def _end_when_due(self) -> None:
         if self.stopped:
             return

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 from protocol.makers import record_of
-from protocol.test_leader import started
+from protocol.test_leader import Lighthouse, started
 
+from fabric.model import Ended
+from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 
 
@@ -53,3 +55,63 @@ def test_a_newcomer_that_takes_part_is_waited_for():
     finished(lighthouse, "a").wait(100.0)
     assert not lighthouse.record.complete
     assert finished(lighthouse, "b").record.complete
+
+
+def test_whose_loop_ended_outside_while_the_job_goes_on_is_refused():
+    lighthouse = started("a b")
+    lighthouse.open("c", generation=1, step=4, epoch=1)
+    finished(lighthouse, "c", step=5)
+    assert not lighthouse.sent(m.Rejected), "the others may end there, too"
+    lighthouse.beat("a", 6)
+    [(name, refusal)] = lighthouse.sent(m.Rejected)
+    assert name == "c" and not refusal.retry
+    assert (
+        "this loop ended at step 5, before it had caught up with the job, which is at step 6"
+        in refusal.reason
+    )
+    finished(lighthouse, "a", "b")
+    assert lighthouse.record.complete and lighthouse.record.base.step == 9
+
+
+def test_who_waits_in_close_is_not_evicted_for_its_user_code():
+    lighthouse = finished(started("a b"), "a", step=5)
+    for _ in range(8):
+        lighthouse.say("b", m.Beat(1, 1, 1, 5, waiting_for=("a",)))
+        lighthouse.beat("a", 5)
+        lighthouse.wait(600.0)
+    assert lighthouse.record.names == ("a", "b")
+
+
+def test_the_word_of_a_checkpoint_server_marks_a_job_that_ended_alone():
+    lighthouse = Lighthouse(record_of("a b", epoch=3))
+    ended = Ended(lighthouse.record.fence, 7, 1)
+    lighthouse.do(io.PulseSeen(m.Pulse("b", 1, "gone", 1, "http://b", ended=ended)))
+    assert lighthouse.record.complete and lighthouse.record.base.step == 7
+
+
+def test_so_does_the_next_process_of_a_member():
+    lighthouse = Lighthouse(record_of("a b", epoch=3))
+    lighthouse.open("b", incarnation=2, ended=Ended(lighthouse.record.fence, 7, 1))
+    assert lighthouse.record.complete and lighthouse.record.base.step == 7
+    assert lighthouse.sent(m.Complete)
+
+
+def test_word_of_another_end_counts_for_nothing():
+    """Of an earlier job of this name, of a generation that was given up, and of an end that others passed."""
+    lighthouse = started("a b")
+    fence = lighthouse.record.fence
+    for ended in (
+        Ended(replace(fence, store_id="another"), 7, 1),
+        Ended(replace(fence, generation=2), 7, 1),
+        Ended(fence, 7, 99),
+        Ended(fence, 4, 1),
+    ):
+        lighthouse.do(io.PulseSeen(m.Pulse("b", 1, "running", 1, "http://b", ended=ended)))
+        assert not lighthouse.record.complete
+
+
+def test_links_that_end_with_the_job_are_no_abort():
+    lighthouse = finished(started("a b"), "a", "b")
+    assert lighthouse.record.complete
+    lighthouse.say("a", m.Aborted(lighthouse.record.fence, 9, "the link to b ended: b closed the link", "b"))
+    assert not lighthouse.told("aborted")

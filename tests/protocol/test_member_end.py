@@ -1,0 +1,201 @@
+"""How a member's loop ends: what it tells the others, when it may go alone, and when it is wrong to end."""
+
+from dataclasses import replace
+
+from protocol.makers import record_of
+from protocol.test_member import FIRST, Trainer, contribution, holding, resume_of, running
+
+from fabric.model import Ended
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.member_end import LEADER_S, NO_LEADER_S
+from fabric.protocol.member_state import Mode
+
+
+def finished(step=1, epoch=1, why=""):
+    return m.Finished(replace(FIRST.fence, epoch=epoch), step, why)
+
+
+def closed():
+    """Has committed step 0 with the other one, and its loop has ended at step 1."""
+    trainer = holding()
+    trainer.peer("b", m.Bar(FIRST.fence, 0, 1, "g0", "start"))
+    trainer.do(io.Closing())
+    return trainer
+
+
+def test_the_end_of_a_loop_is_told_to_the_leader_and_to_all_members_once():
+    trainer = closed()
+    assert trainer.said(m.Finished) == trainer.told_peers(m.Finished) == [finished()]
+    assert trainer.core.phase == "run, finished", "it waits in close, and is not in user code"
+    trainer.do(io.Tick())
+    assert not trainer.told_peers(m.Finished)
+
+
+def test_members_are_told_again_in_an_epoch_whose_links_are_new():
+    trainer = closed()
+    second = record_of("a b", epoch=2)
+    trainer.leader(m.Epoch(second), resume_of(second, 1))
+    assert not trainer.told_peers(m.Finished), "what is sent before the links stand is lost"
+    trainer.do(io.Linked(2))
+    assert trainer.told_peers(m.Finished) == [finished(epoch=2)]
+
+
+def test_with_all_loops_ended_no_lighthouse_is_needed():
+    trainer = closed()
+    trainer.do(io.LeaderLost())
+    trainer.peer("b", finished())
+    assert not trainer.found(io.Finish), "a lighthouse that comes back at once marks the job itself"
+    assert trainer.core.next_deadline() == trainer.now + NO_LEADER_S
+    trainer.now += NO_LEADER_S
+    [end] = trainer.do(io.Tick())
+    assert (end.step, end.ended) == (1, Ended(FIRST.fence, 1, 1))
+    assert "all members (a, b) have finished at step 1" in end.alone
+
+
+def test_a_leader_that_answers_and_cannot_write_has_longer():
+    trainer = closed()
+    trainer.peer("b", finished())
+    trainer.now += LEADER_S - 0.1
+    trainer.do(io.Tick())
+    assert not trainer.found(io.Finish)
+    trainer.now += 0.1
+    trainer.do(io.Tick())
+    assert trainer.found(io.Finish)
+
+
+def test_close_returns_after_the_autonomy_whatever_the_others_do():
+    trainer = closed()
+    trainer.do(io.LeaderLost())
+    trainer.now = trainer.core.next_deadline()
+    assert trainer.now == 100.0 + trainer.core.config.autonomy_s
+    [end] = [e for e in trainer.do(io.Tick()) if isinstance(e, io.Finish)]
+    assert end.step == 1 and "not all members have said that they finished" in end.alone
+    assert end.ended == Ended(FIRST.fence, 1, 1), "the first loop that ends is the end of the job"
+
+
+def test_a_link_that_ends_after_its_member_has_finished_is_no_abort():
+    trainer = closed()
+    trainer.peer("b", finished())
+    trainer.do(io.LinkLost("b", 1, "b closed the link"))
+    assert trainer.core.mode is Mode.RUN and not trainer.said(m.Aborted)
+    assert not trainer.found(io.Note)
+
+
+def test_a_loop_that_wants_more_ends_where_another_has_finished():
+    trainer = holding()
+    trainer.peer("b", m.Bar(FIRST.fence, 0, 1, "g0", "start"))
+    trainer.peer("b", finished())
+    assert not trainer.found(io.Stop), "its own loop may end there as well"
+    trainer.do(io.Ready(1, "d1"))
+    [stop] = trainer.found(io.Stop)
+    assert stop.code == 1
+    assert stop.reason.startswith("b finished at step 1, and this loop wants more: let it count session.")
+    why = "b finished at step 1, and this loop wants more"
+    assert trainer.said(m.Finished) == trainer.told_peers(m.Finished) == [finished(why=why)]
+
+
+def test_a_member_in_the_middle_of_the_next_step_is_told_at_once():
+    trainer = holding()
+    trainer.peer("b", m.Bar(FIRST.fence, 0, 1, "g0", "start"))
+    trainer.do(io.Ready(1, "d1"))
+    trainer.peer("b", finished())
+    assert [s.code for s in trainer.found(io.Stop)] == [1]
+
+
+def test_who_has_finished_is_told_that_others_wanted_more():
+    trainer = closed()
+    trainer.peer("b", finished(why="a finished at step 1, and this loop wants more"))
+    [note] = trainer.found(io.Note)
+    assert (note.kind, note.about) == ("loops differ", "b") and "b wanted more" in note.why
+
+
+def test_an_end_in_another_generation_says_nothing():
+    trainer = holding()
+    trainer.peer("b", m.Bar(FIRST.fence, 0, 1, "g0", "start"))
+    trainer.peer("b", m.Finished(replace(FIRST.fence, generation=7), 1))
+    trainer.do(io.Ready(1, "d1"))
+    assert not trainer.found(io.Stop) and trainer.found(io.Compute)
+
+
+def joining():
+    """A newcomer with the state of step 0, admitted in epoch 2 and linked."""
+    trainer = Trainer("c")
+    trainer.core.state.generation = 1
+    second = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    trainer.leader(m.Epoch(second))
+    trainer.do(io.Linked(2))
+    return trainer, second
+
+
+def test_a_newcomer_ends_the_job_for_nobody():
+    """It has been admitted, and its own loop ends at the step of the round that the others have entered."""
+    trainer, second = joining()
+    trainer.do(io.Closing())
+    assert not trainer.told_peers(m.Finished)
+    trainer.peer("a", contribution(second, 0, (0, 1)))
+    [stop] = trainer.found(io.Stop)
+    assert stop.code == 1 and "its loop ended at step 0, before it had caught up" in stop.reason
+    assert trainer.said(m.Fallen), "nobody waits for it until its user code has had its time"
+
+
+def test_a_newcomer_at_the_end_follows_the_others():
+    trainer, _ = joining()
+    trainer.do(io.Closing())
+    trainer.peer("a", finished(step=0, epoch=2))
+    assert trainer.told_peers(m.Finished) == [finished(step=0, epoch=2)] * 2
+    assert not trainer.found(io.Stop)
+
+
+def test_a_newcomer_behind_the_end_whose_loop_has_ended_goes():
+    trainer, _ = joining()
+    trainer.do(io.Closing())
+    trainer.peer("a", finished(step=4, epoch=2))
+    [stop] = trainer.found(io.Stop)
+    assert stop.code == 1 and "the job, which is at step 4" in stop.reason
+
+
+def test_close_ends_the_process_where_the_job_ended_elsewhere():
+    for generation, step, code in ((1, 5, 1), (2, 1, 0)):
+        trainer = closed()
+        trainer.leader(m.Complete(replace(FIRST.fence, generation=generation), step))
+        [stop] = trainer.found(io.Stop)
+        assert stop.code == code and f"the job is complete at step {step}" in stop.reason
+    trainer = closed()
+    trainer.leader(m.Complete(FIRST.fence, 1))
+    assert trainer.found(io.Finish) == [io.Finish(1)]
+
+
+def test_a_loop_that_still_runs_when_the_job_is_complete_is_told_as_ever():
+    trainer = running()
+    trainer.leader(m.Complete(FIRST.fence, 5))
+    assert trainer.found(io.Finish) == [io.Finish(5)]
+
+
+def leaving(hold=True):
+    """Of three, b is drained: in the last round with it, of which c's bar is still on its way."""
+    trainer = Trainer()
+    first = record_of("a b c", epoch=1, b={"leaving": True})
+    trainer.leader(m.Epoch(first), resume_of(first, 0, a=(0, 1), b=(2,), c=(3,)))
+    trainer.do(io.Linked(1), io.Computed(0, (0, 1), 2.0))
+    trainer.peer("b", contribution(first, 0, (2,)))
+    trainer.peer("c", contribution(first, 0, (3,)))
+    trainer.leader(m.Epoch(record_of("a c", epoch=2, forced=1)))
+    if hold:
+        trainer.do(io.Linked(2), io.Exchanged(1, 0, "g0"))
+    trainer.peer("b", m.Bar(first.fence, 0, 2, "g0", "start"))
+    trainer.do(io.LinkLost("b", 1, "b closed the link"))
+    return trainer, first
+
+
+def test_a_drained_member_that_goes_with_the_last_bar_aborts_nobody():
+    """Found in simulation: it had heard everybody's bar, and was gone before the others had."""
+    trainer, first = leaving()
+    assert trainer.core.mode is Mode.RUN
+    trainer.peer("c", m.Bar(first.fence, 0, 2, "g0", "start"))
+    assert trainer.found(io.Apply) and trainer.core.current.epoch == 2
+
+
+def test_a_drained_member_that_dies_before_that_aborts_the_round():
+    trainer, _ = leaving(hold=False)
+    assert trainer.core.mode is Mode.ABORTED

@@ -113,7 +113,9 @@ class EndWorld(World):
             self._judge_unequal()
 
     def _is_nobody_closing(self) -> bool:
-        return all(t.core.mode is Mode.ABORTED and not t.main.closing for t in self.living())
+        return self.store.down and all(
+            t.core.mode is Mode.ABORTED and not t.main.closing for t in self.living()
+        )
 
     # --- no lighthouse -------------------------------------------------------------------------------
 

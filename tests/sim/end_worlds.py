@@ -46,6 +46,7 @@ class EndWorld(World):
         self.wrong: set[str] = set()
         self.commits: list[float] = []  # when the others committed
         self.closed: list[float] = []  # when loops ended
+        self.lost = False  # whether the lighthouses are gone
         self.joined = False  # whether the newcomer has committed a round with them
         super().__init__(seed, tracing, faultless=self.alone)
         self.kind = KINDS[seed // 2 % len(KINDS)]
@@ -63,6 +64,7 @@ class EndWorld(World):
         return self.own_until.get(trainer.host, self.until)
 
     def exited(self, trainer: Trainer, code: int, reason: str) -> None:
+        self._say_goodbye(trainer)
         if code != 1 or ADVICE not in reason:
             super().exited(trainer, code, reason)
             return
@@ -74,6 +76,13 @@ class EndWorld(World):
         self.clockwork.counts[
             "end: a loop that wants more" if more else "end: a loop that ended too early"
         ] += 1
+
+    def _say_goodbye(self, trainer: Trainer) -> None:
+        """Who ends by itself closes its links: what it said before arrives."""
+        for connection in list(self.network.connections):
+            for side, end in enumerate(connection.ends):
+                if end.process is trainer:
+                    connection.close(side, "goodbye")
 
     def happened(self, what: str, host: str) -> None:
         super().happened(what, host)
@@ -113,16 +122,14 @@ class EndWorld(World):
             self._judge_unequal()
 
     def _is_nobody_closing(self) -> bool:
-        return self.store.down and all(
-            t.core.mode is Mode.ABORTED and not t.main.closing for t in self.living()
-        )
+        return self.lost and all(t.core.mode is Mode.ABORTED and not t.main.closing for t in self.living())
 
     # --- no lighthouse -------------------------------------------------------------------------------
 
     def _lose_lighthouses(self) -> None:
         for name in self.lighthouses:
             self.kill_lighthouse(name)
-        self.store.down = True
+        self.store.down = self.lost = True
         if self.clockwork.chance(0.3):
             # The others have finished long before this one has come to its end.
             slow = self.clockwork.random.choice(sorted(self.hosts))

@@ -1,11 +1,30 @@
-"""Ranks whose digests of the state arrive late: the core does not wait for them, and may go on meanwhile."""
+"""Ranks whose outcomes cross: digests of the state that arrive late, links that fail at one rank only."""
 
 from protocol.makers import record_of
-from protocol.test_rank_orders import M, addresses, computing
+from protocol.test_rank_orders import M, Replica, addresses, computing
 
+from fabric.model import SnapshotRef
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
 from fabric.protocol.rank_orders import replica_digest
+from fabric.protocol.ranks import ToRank
+
+
+def newcomer_of_two_ranks():
+    """It waits outside of the first epoch for a state of the others."""
+    replica = Replica()
+    replica.both(io.Ready(0, "d"))
+    replica.do(io.FromLeader(m.Epoch(record_of("b", epoch=1, b={"ranks": addresses("b")}))))
+    return replica
+
+
+def fetching(replica):
+    """It is told where the state is; the number of the order to fetch it."""
+    fence = replica.core.member.newest.fence
+    replica.do(io.FromLeader(m.Sources(fence, SnapshotRef(1, 50, "s50"), ("http://b",))))
+    numbers = {e.order.number for e in replica.effects if isinstance(e, ToRank)}
+    assert len(replica.orders(io.FetchState)) == 2 and len(numbers) == 1
+    return numbers.pop()
 
 
 def telling():
@@ -57,3 +76,23 @@ def test_ranks_that_tell_the_digests_of_different_steps_end_the_replica():
     replica.rank(1, io.Digested(1, "one"))
     (stop, _) = replica.orders(io.Stop)
     assert stop.code == 1 and "the ranks of a replica must run the same loop" in stop.reason
+
+
+def test_a_rank_whose_links_failed_is_not_linked_when_the_other_rank_is():
+    replica, _ = computing()
+    replica.rank(0, io.Linked(1))
+    replica.rank(0, io.LinkFailed(1, "b", "b does not answer"))
+    replica.rank(1, io.Linked(1))
+    assert 1 not in replica.core.member.links.up, "rank 0 has no link of it"
+    replica.rank(0, io.Linked(1))
+    assert 1 in replica.core.member.links.up, "now both have"
+
+
+def test_a_fetch_ends_when_every_rank_has_ended_its_own_however_the_first_one_ended():
+    """Who still writes into its memory must not be given the next state to write."""
+    replica = newcomer_of_two_ranks()
+    number = fetching(replica)
+    replica.rank(0, io.FetchFailed("no source delivered it"), number)
+    assert replica.core.member.fetch.doing == "state"
+    replica.rank(1, io.StateFetched(50, "s50"), number)
+    assert replica.core.member.fetch.doing != "state"

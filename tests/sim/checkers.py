@@ -160,6 +160,8 @@ class Checks:
         """No lighthouse has marked the job complete: then everybody's loop must have ended where this one
         did, or no lighthouse has answered for the autonomy."""
         self.ended_alone = True
+        if self.rank:
+            return  # its rank 0 says that the loop has ended, and decides for all ranks
         mine, ended, core = self.ends.get(trainer.name), order.ended, trainer.core
         if ended is None or not order.alone:
             raise Violation(f"{trainer.name} ends at step {order.step}, and the job is not complete")

@@ -280,6 +280,12 @@ class Election:
         """Renew the lease in time until it is gone; returns the sentence of that."""
         said, connected = "", store is self._store
         renew = sent + lease.ttl_s / 3
+        # At once: at the first renewal there may be no descriptor left for it.
+        with suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(max(0.0, renew - self._clock())):
+                if not connected:
+                    await store.connect()
+                    connected = True
         # Not for ever, also where a cancellation got lost among timeouts that ended at the same moment.
         while not term.is_over:
             await asyncio.sleep(max(0.0, renew - self._clock()))

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import threading
 import time
 from contextlib import asynccontextmanager, suppress
 
@@ -470,3 +471,20 @@ async def test_renewals_end_with_their_term():
 
 def test_the_clock_goes_on_while_the_machine_sleeps():
     assert boot_time() >= time.monotonic() - 1
+
+
+async def test_the_handle_that_renews_the_lease_connects_before_the_first_renewal(tmp_path, monkeypatch):
+    """At the first renewal a crowd may have taken every descriptor, which cost the lead."""
+    url = f"sqlite://{tmp_path}/store.db"
+    handle, connected = open_store(url), threading.Event()
+    connect = handle.connect
+
+    async def watched() -> str:
+        store_id = await connect()
+        connected.set()
+        return store_id
+
+    monkeypatch.setattr(handle, "connect", watched)
+    async with lighthouse_on(open_store(url), lease_store=handle, lease_s=3600) as instance:
+        await eventually(leads(instance), "it to lead")
+        assert await asyncio.to_thread(connected.wait, 60.0), "the first renewal is due in 20 minutes"

@@ -82,6 +82,7 @@ class Member(Ending):
 
     def on_linked(self, event: io.Linked) -> None:
         self.links.up.add(event.epoch)
+        self.links.flaps = False
         for record in (self.current, self.newest):
             if record is not None and record.epoch == event.epoch:
                 self.links.silent.difference_update(record.names)
@@ -140,7 +141,9 @@ class Member(Ending):
     def on_probed(self, event: io.Probed) -> None:
         links = self.links
         links.probing = False
-        links.next_probe = self._now + (PROBE_AGAIN_S if event.unreachable else PROBE_S)
+        # A link that was cut may flap: it is looked at often until all links of an epoch have stood.
+        links.flaps = links.flaps or bool(links.silent or event.unreachable)
+        links.next_probe = self._now + (PROBE_AGAIN_S if links.flaps else PROBE_S)
         if self.mode is not Mode.OUTSIDE:
             return
         if links.silent != set(event.unreachable):

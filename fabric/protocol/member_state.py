@@ -166,11 +166,13 @@ class End:
 class Links:
     """Epochs whose links are up, and messages of rounds that I have not entered yet (bounded). ``silent``:
     members to which nothing gets through, as far as I know. From outside the roster all members are probed:
-    ``probing`` while that is under way, and the next time at ``next_probe``."""
+    ``probing`` while that is under way, and the next time at ``next_probe``. ``flaps``: one of them could not
+    be reached since I was linked last."""
 
     up: set[int] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
     probing: bool = False
+    flaps: bool = False
     next_probe: float = -math.inf
     early: dict[tuple[int, int], list[io.FromPeer]] = field(default_factory=dict)
     first_step: int = -1

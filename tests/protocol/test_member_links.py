@@ -171,3 +171,17 @@ def test_a_beat_of_an_older_version_misses_nobody():
     assert old != wire.encode(beat) and wire.decode(old) == beat
     named = replace(beat, unreachable=("b",))
     assert wire.decode(wire.encode(named)) == named
+
+
+def test_a_link_that_was_cut_is_looked_at_often_until_links_have_stood():
+    """It may flap: who looks seldom misses that it is cut again."""
+    trainer, _ = left_out()
+    for _ in range(3):
+        trainer.do(io.Probed(()))
+        assert trainer.core.links.next_probe == trainer.now + PROBE_AGAIN_S
+        trainer.now += PROBE_AGAIN_S
+        trainer.do(io.Tick())
+        assert trainer.found(io.Probe)
+    trainer.leader(m.Epoch(record_of("a b c", epoch=3)))
+    trainer.do(io.Linked(3))
+    assert not trainer.core.links.flaps

@@ -84,14 +84,17 @@ class Sharing:
 
     ``policy``: "constant" (the members compute everything, whoever is away) or "shrink" (the part of a seat
     that nobody sits on is skipped). ``seats``: into how many parts the batch is divided where seats matter.
-    ``readers``: on how many seats, from a part's own on, its data can be read; 0: on all. ``on_poison``:
-    "stop" the job at a micro-batch that killed two processes, or "skip" it.
+    ``readers``: on how many seats the data of a part can be read, by SPARe's layout; 0: on all.
+    ``on_poison``: "stop" the job at a micro-batch that killed two processes, or "skip" it. ``on_loss``:
+    what follows when no member can read a part: "wait" for one, "shrink" (the part is skipped) or "stop"
+    the job.
     """
 
     policy: str = "constant"
     seats: int = 1
     readers: int = 0
     on_poison: str = "stop"
+    on_loss: str = "wait"
 
 
 # Everybody can compute everything, and does.

@@ -26,6 +26,9 @@ from fabric.client.stream import Stream
 from fabric.errors import ConfigError
 from fabric.model import EVERYTHING, Sharing
 from fabric.protocol.assignment import cut
+from fabric.protocol.spare import best_offsets, has_distinct_differences, stack_of
+
+ON_LOSS = ("wait", "shrink", "stop")
 
 
 @lru_cache(maxsize=32)
@@ -128,8 +131,9 @@ class Options:
 
     ``policy``: "constant" or "shrink". ``redundancy``: on how many replicas each part of the data can be
     read; 0: on all. ``seat``: which part of them is this replica's (default: the number at the end of its
-    id), where ``redundancy`` is given. ``on_poison``: "stop" or "skip". ``scale_lr``: under "shrink", the
-    learning rate of a step times sqrt(present / all).
+    id), where ``redundancy`` is given. ``on_poison``: "stop" or "skip". ``on_loss``: what follows when no
+    member can read a shard: "wait" for one, "shrink" (its part is skipped) or "stop" the job. ``scale_lr``:
+    under "shrink", the learning rate of a step times sqrt(present / all).
     """
 
     policy: str = "constant"
@@ -137,12 +141,17 @@ class Options:
     seat: int | None = None
     on_poison: str = "stop"
     scale_lr: bool = False
+    on_loss: str = "wait"
 
     def __post_init__(self) -> None:
         if self.policy not in ("constant", "shrink"):
             raise ConfigError(f'policy is "{self.policy}": it must be "constant" or "shrink"')
         if self.on_poison not in ("stop", "skip"):
             raise ConfigError(f'on_poison is "{self.on_poison}": it must be "stop" or "skip"')
+        if self.on_loss not in ON_LOSS:
+            raise ConfigError(f'on_loss is "{self.on_loss}": it must be "wait", "shrink" or "stop"')
+        if self.on_loss != "wait" and self.redundancy == 0:
+            raise ConfigError("on_loss goes with redundancy: without it every replica can read every shard")
         if self.redundancy < 0 or (self.seat is not None and self.redundancy == 0):
             raise ConfigError(
                 "redundancy must be 0 (all replicas can read all data) or a number of replicas; a seat goes "
@@ -153,7 +162,7 @@ class Options:
         """As the protocol has it, in a job that starts with ``replicas``."""
         if self.redundancy > replicas:
             raise ConfigError(f"redundancy is {self.redundancy}, the job has {replicas} replicas")
-        return Sharing(self.policy, replicas, self.redundancy, self.on_poison)
+        return Sharing(self.policy, replicas, self.redundancy, self.on_poison, self.on_loss)
 
 
 def parse_options(given: dict[str, Any]) -> Options:
@@ -170,6 +179,8 @@ def describe_sharing(sharing: Sharing) -> dict[str, Any]:
     body: dict[str, Any] = {}
     if sharing.policy != "constant" or sharing.readers:
         body |= {"policy": sharing.policy, "seats": sharing.seats, "redundancy": sharing.readers}
+    if sharing.readers:
+        body["on_loss"] = sharing.on_loss
     return body
 
 
@@ -259,8 +270,17 @@ class Loader:
         """The index ranges [begin, end) that this replica must be able to read."""
         if not self.plan.shards:
             return [(0, self.plan.dataset_size)]
-        numbers = ((self.seat - i) % self.plan.shards for i in range(self.sharing.readers))
-        return [self.plan.shard(number) for number in numbers]
+        stack = stack_of(self.seat, self.plan.shards, self.sharing.readers)
+        return [self.plan.shard(number) for number in stack]
+
+    @property
+    def layout(self) -> str:
+        """How the shards lie on the replicas: "all" (everybody reads everything), "golomb" (two shards
+        share at most one reader) or "consecutive" (too few replicas for that)."""
+        if not self.plan.shards:
+            return "all"
+        offsets = best_offsets(self.plan.shards, self.sharing.readers)
+        return "golomb" if has_distinct_differences(self.plan.shards, offsets) else "consecutive"
 
     def expect(self, step: int, micro_batches: Iterable[int]) -> None:
         """Begin to read the micro-batches that will come next if nothing changes."""

@@ -175,6 +175,8 @@ def _checked_session(session: m.Session) -> m.Session:
 
 
 def _check_sharing(sharing: Sharing) -> None:
+    if sharing.on_loss not in ("wait", "shrink", "stop"):
+        raise ProtocolError("Session.sharing has an on_loss that nobody knows")
     if sharing.policy not in ("constant", "shrink") or sharing.on_poison not in ("stop", "skip"):
         raise ProtocolError("Session.sharing has a policy or an on_poison that nobody knows")
     if not (1 <= sharing.seats <= MOST_REPLICAS and 0 <= sharing.readers <= sharing.seats):

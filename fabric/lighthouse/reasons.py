@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from fabric.lighthouse.servers import silence
 from fabric.model import Policy, Record, counted
 from fabric.protocol import leader_io as io
+from fabric.protocol.assignment import lost_parts, readers_of, waits_for_data
 from fabric.protocol.leader import Leader
 from fabric.protocol.liveness import Peer
 from fabric.protocol.messages import Beat, BeatReply, LeaderMessage
@@ -130,6 +131,7 @@ def _waiting_in_epoch(core: Leader, record: Record, now: float) -> str:
         _waiting_to_form_again,
         _waiting_for_reports,
         _waiting_for_members,
+        _waiting_for_data,
         _waiting_to_enter,
         _waiting_for_snapshots,
         _waiting_to_end,
@@ -208,6 +210,14 @@ def _waiting_for_snapshots(core: Leader, _: Record, now: float) -> str:
             said = _heard(core, late, None, now)
             return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{said}"
     return ""
+
+
+def _waiting_for_data(_: Leader, record: Record, _now: float) -> str:
+    if not waits_for_data(record.sharing, record.roster):
+        return ""
+    shard = lost_parts(record.sharing, record.roster)[0]
+    seats = ", ".join(str(seat) for seat in readers_of(shard, record.sharing))
+    return f"a replica that can read shard {shard}: none of the members can, those on the seats {seats} could"
 
 
 def _waiting_to_end(core: Leader, record: Record, now: float) -> str:

@@ -63,6 +63,7 @@ def _settings(session: Session) -> dict[str, str]:
         "seats": str(sharing.seats),
         "redundancy": str(sharing.readers),
         "on_poison": sharing.on_poison,
+        "on_loss": sharing.on_loss,
     }
 
 

@@ -9,9 +9,10 @@ go to the earlier member).
 Policy ``shrink``: the list is cut into one part per *seat*, and a member computes the part of its seat. A
 part on whose seat nobody sits is skipped. With equal shares a part never changes, whoever comes or goes.
 
-Data that only some replicas can read (``Sharing.readers`` above 0) lie by seats too: part p can be read on
-seats p, p + 1, ... p + readers - 1, around the end. The member on seat p computes it, else another reader of
-it; where no reader is there it is skipped.
+Data that only some replicas can read (``Sharing.readers`` above 0) lie by seats too, in SPARe's layout
+(`fabric.protocol.spare`). The member on seat p computes part p. While it is away another host of the part
+does, so that the busiest member has as few parts as possible. A part whose hosts are all away is lost: see
+``Sharing.on_loss``.
 """
 
 import heapq
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from fabric.model import EVERYTHING, Member, Sharing
+from fabric.protocol.spare import hosts_of, settle
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +90,6 @@ def spread(
     return {replica: tuple(ids) for replica, ids in given.items()}
 
 
-def _lightest(members: Sequence[Member], load: Mapping[str, int], given: Mapping[str, list[int]]) -> str:
-    # Compared as fractions over a common denominator would be exact too; cross-multiplied
-    # integers would not order a list, and these floats are small integers' quotients.
-    return min(
-        members,
-        key=lambda m: (load.get(m.replica, 0) + len(given[m.replica]) + 1) / max(m.shares, 1),
-    ).replica
-
-
 # --- parts and seats --------------------------------------------------------------------------------
 
 
@@ -122,9 +115,23 @@ def seat_shares(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
     return [seated.get(seat, mean) for seat in range(seats)]
 
 
-def readers_of(part: int, sharing: Sharing) -> list[int]:
+def readers_of(part: int, sharing: Sharing) -> tuple[int, ...]:
     """The seats on which the data of ``part`` can be read, its own first."""
-    return [(part + i) % sharing.seats for i in range(min(sharing.readers, sharing.seats))]
+    return hosts_of(part, sharing.seats, min(sharing.readers, sharing.seats))
+
+
+def lost_parts(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
+    """The parts that no member of ``roster`` can read, where others than their own seat may compute them."""
+    if not sharing.readers or sharing.policy != "constant":
+        return []
+    present = frozenset(m.seat for m in roster if 0 <= m.seat < sharing.seats)
+    owner = settle(sharing.seats, min(sharing.readers, sharing.seats), present).owner
+    return [part for part, seat in enumerate(owner) if seat < 0]
+
+
+def waits_for_data(sharing: Sharing, roster: Sequence[Member]) -> bool:
+    """Whether these members wait for one that can read a lost part."""
+    return sharing.on_loss == "wait" and bool(lost_parts(sharing, roster))
 
 
 def share_out(
@@ -141,7 +148,7 @@ def share_out(
         return assign(wanted, able)
     if not able:
         raise ValueError("nobody is left to compute the micro-batches")
-    return _by_seat(work, roster, able, wanted, {})
+    return _by_seat(work, roster, able, wanted)
 
 
 def hand_round(
@@ -152,32 +159,30 @@ def hand_round(
     load: Mapping[str, int],
 ) -> dict[str, tuple[int, ...]]:
     """A redone step's further work: who of the ``able`` computes what of ``missing``, by ``load`` (how
-    many each one has already). Under ``shrink`` that is what is missing of a member's own part."""
-    if work.sharing.policy == "constant" and not work.sharing.readers:
+    many each one has already). Under ``shrink`` that is what is missing of a member's own part. A part that
+    can only be read by a member that is not able yet goes to it: the others wait until it has caught up."""
+    sharing = work.sharing
+    if sharing.policy == "constant" and not sharing.readers:
         return spread(missing, able, load)
-    return _by_seat(work, roster, able, sorted(missing), load)
+    if not waits_for_data(sharing, roster) and waits_for_data(sharing, able):
+        able = roster
+    return _by_seat(work, roster, able, sorted(missing))
 
 
 def _by_seat(
-    work: Work,
-    roster: Sequence[Member],
-    able: Sequence[Member],
-    wanted: Sequence[int],
-    load: Mapping[str, int],
+    work: Work, roster: Sequence[Member], able: Sequence[Member], wanted: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
     sharing, on_seat = work.sharing, {m.seat: m for m in able if m.seat >= 0}
     given: dict[str, list[int]] = {m.replica: [] for m in able}
-    orphans: list[tuple[int, list[Member]]] = []
+    parts = cut(work.micro_batches, seat_shares(sharing, roster))
+    owner: Sequence[int] = range(len(parts))
+    if sharing.policy == "constant":
+        present = frozenset(seat for seat in on_seat if seat < sharing.seats)
+        owner = settle(sharing.seats, min(sharing.readers, sharing.seats), present).owner
     todo = frozenset(wanted)
-    for part, ids in enumerate(cut(work.micro_batches, seat_shares(sharing, roster))):
-        mine = [i for i in ids if i in todo]
-        if part in on_seat:
-            given[on_seat[part].replica] += mine
-        elif sharing.policy == "constant":
-            others = [on_seat[s] for s in readers_of(part, sharing) if s in on_seat]
-            orphans += [(i, others) for i in mine if others]
-    for micro_batch, others in orphans:
-        given[_lightest(others, load, given)].append(micro_batch)
+    for part, ids in enumerate(parts):
+        if owner[part] in on_seat:
+            given[on_seat[owner[part]].replica] += [i for i in ids if i in todo]
     return {replica: tuple(ids) for replica, ids in given.items()}
 
 

@@ -24,7 +24,7 @@ from fabric.model import (
 from fabric.protocol import changes, poison
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
-from fabric.protocol.assignment import seated
+from fabric.protocol.assignment import seated, waits_for_data
 from fabric.protocol.link_graph import Healing
 from fabric.protocol.liveness import Liveness, LivenessConfig, Peer
 from fabric.protocol.waits import Lateness, Reforms
@@ -436,8 +436,16 @@ class LeaderBase:
         return record.forced <= fence.epoch <= record.epoch
 
     def _is_parked(self, record: Record) -> bool:
-        decided = not record.is_forced or self.epoch.decision is not None
-        return decided and len(record.roster) < (record.min_replicas or self.config.policy.min_replicas)
+        """Whether its members stand still: they are too few, or none of them can read a part of the data."""
+        if not self._is_decided(record):
+            return False
+        return self._is_short(record) or waits_for_data(record.sharing, record.roster)
+
+    def _is_short(self, record: Record) -> bool:
+        return len(record.roster) < (record.min_replicas or self.config.policy.min_replicas)
+
+    def _is_decided(self, record: Record) -> bool:
+        return not record.is_forced or self.epoch.decision is not None
 
     def _doubt(self, peer: Peer) -> str:
         """Why this process would be evicted at once if it were in a roster, or empty."""

@@ -13,6 +13,7 @@ from fabric.model import Ended, Record
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol import poison
+from fabric.protocol.assignment import lost_parts
 from fabric.protocol.leader_base import MAX_REASON_CHARACTERS
 from fabric.protocol.leader_orders import Admission
 from fabric.protocol.liveness import Peer
@@ -103,8 +104,15 @@ class Failures(Admission):
             return True
         found = poison.proven(self._deaths(), self.excused)
         known = poison.merged(record.poison, found)
+        lost = lost_parts(record.sharing, record.roster) if record.sharing.on_loss == "stop" else []
         if found and record.sharing.on_poison == "stop":
             self.failure = self.failure or poison.sentence(found)
+        elif lost and record.roster:
+            self.failure = self.failure or (
+                f"no member can read shard {lost[0]}: bring back one of the replicas that can, and start"
+                f" the job "
+                'again, or let it wait for one with on_loss="wait"'
+            )
         elif poison.size(known) > poison.MOST:
             self.failure = (
                 f"more than {poison.MOST} micro-batches killed {poison.ENOUGH} processes each: that is no "

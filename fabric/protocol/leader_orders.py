@@ -6,6 +6,7 @@ the time of its election.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -14,6 +15,7 @@ from fabric.model import Failure, HostHistory, Member, Orders, Record, counted
 from fabric.protocol import leader_io as io
 from fabric.protocol import messages as m
 from fabric.protocol import suspicion
+from fabric.protocol.assignment import lost_parts, readers_of, waits_for_data
 from fabric.protocol.leader_base import LeaderBase, Setback
 from fabric.protocol.liveness import Peer, as_member
 
@@ -106,7 +108,23 @@ class Admission(LeaderBase):
         others = [x for x in record.roster if not x.leaving and x.replica not in (name, *self.draining)]
         if member is not None and not member.leaving and not others:
             return "nobody else would stay, and a job needs a member: to stop it, end its processes"
+        shard = self._shard_that_only(name, record, others)
+        if shard is not None:
+            return (
+                f"no other member can read shard {shard}, and the job would wait for one that can: bring"
+                f" one back "
+                "first, or end the process"
+            )
         return ""
+
+    def _shard_that_only(self, name: str, record: Record, others: Sequence[Member]) -> int | None:
+        """A shard that the replica ``name`` can read and none of ``others`` can, where the job would wait."""
+        if not waits_for_data(record.sharing, others):
+            return None
+        peer, member = self.liveness.peers.get(name), record.member(name)
+        seat = member.seat if member is not None else peer.session.seat if peer is not None else -1
+        lost = lost_parts(record.sharing, others)
+        return next((part for part in lost if seat in readers_of(part, record.sharing)), None)
 
     def order(self, event: io.Operator) -> None:
         """Pause, resume, scale or admit; saying it again changes nothing."""
@@ -174,7 +192,7 @@ class Admission(LeaderBase):
 
     def _rescale(self, record: Record) -> bool:
         """Members learn how many are needed from their epoch: a forced one, as it parks or wakes them all."""
-        if (len(record.roster) < self.least) == self._is_parked(record):
+        if (len(record.roster) < self.least) == (self._is_decided(record) and self._is_short(record)):
             return False
         said = f"scaled {self.orders.scaled}" if self.orders.min_replicas else "as its replicas ask for"
         why = f"the job needs {counted(self.least, 'replica')}: {said}"
@@ -188,6 +206,9 @@ class Admission(LeaderBase):
         staying = [x for x in record.roster if not x.leaving and x.replica not in self.draining]
         staying.sort(key=lambda x: (x.since, x.seat, x.replica))
         for member in staying[self.most :]:
+            others = [x for x in staying if x is not member and x.replica not in self.draining]
+            if self._shard_that_only(member.replica, record, others) is not None:
+                continue
             self.draining[member.replica] = f"no longer wanted: scaled {self.orders.scaled}"
 
     # --- evidence ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from fabric.errors import IllegalTransition
 from fabric.model import Record
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
-from fabric.protocol.assignment import Work, share_out
+from fabric.protocol.assignment import Work, share_out, waits_for_data
 from fabric.protocol.member_catch_up import CatchingUp
 from fabric.protocol.member_state import (
     Kept,
@@ -165,6 +165,8 @@ class Rounds(CatchingUp):
         record = self.current
         assert record is not None
         if self.contact.finished or len(record.roster) < (record.min_replicas or self.config.min_replicas):
+            return
+        if waits_for_data(record.sharing, record.roster):
             return
         if self._is_on_its_own_for_too_long():
             return

@@ -18,6 +18,7 @@ input.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 _FAR = 1 << 30  # more than any path costs
 
@@ -162,23 +163,18 @@ class StackedShards:
         Raises ValueError where a stack repeats a type, names one that does not exist, or a type has no host.
         """
         self._stacks = [list(stack) for stack in stacks]
-        types = len(self._stacks)
-        self._hosts: list[list[int]] = [[] for _ in range(types)]
-        for group, stack in enumerate(self._stacks):
-            if len(set(stack)) != len(stack) or not all(0 <= type_ < types for type_ in stack):
-                raise ValueError(
-                    f"the stack of group {group} repeats a type, or names one outside 0 to {types - 1}"
-                )
-            for type_ in stack:
-                self._hosts[type_].append(group)
-        orphan = next((type_ for type_, hosts in enumerate(self._hosts) if not hosts), None)
+        self._owners = _Owners(stacks)
+        orphan = next((type_ for type_, hosts in enumerate(self._owners.hosts) if not hosts), None)
         if orphan is not None:
             raise ValueError(f"no group hosts type {orphan}: the layout is not complete")
-        self.alive = set(range(types))
+        self.alive = set(range(len(stacks)))
         self.depth = 0
-        self.owner = [-1] * types
-        self._owned: list[set[int]] = [set() for _ in range(types)]
-        self._plan(range(types))
+        self._plan(range(len(stacks)))
+
+    @property
+    def owner(self) -> list[int]:
+        """Per type the group whose copy is summed."""
+        return self._owners.owner
 
     def stack(self, group: int) -> tuple[int, ...]:
         """The types of ``group`` in the order in which it computes them; it computes the first ``depth``."""
@@ -195,71 +191,42 @@ class StackedShards:
         """
         lost = self.alive.intersection(groups)
         remaining = self.alive - lost
-        if any(remaining.isdisjoint(self._hosts[type_]) for group in lost for type_ in self._stacks[group]):
+        hosts = self._owners.hosts
+        if any(remaining.isdisjoint(hosts[type_]) for group in lost for type_ in self._stacks[group]):
             return None
         self.alive = remaining
-        orphans = sorted(type_ for group in lost for type_ in self._owned[group])
-        for group in lost:
-            self._owned[group].clear()
+        orphans = sorted(type_ for group in lost for type_ in self._owners.owned[group])
         for type_ in orphans:
-            self.owner[type_] = -1
+            self._owners.give(type_, -1)
         before = self.depth
         return Patch(self._plan(orphans), self.depth, self.depth > before)
 
     def restore(self, groups: Iterable[int]) -> None:
-        """Bring ``groups`` back at a step boundary: all stacks return to the layout's order of the alive
-        groups at the smallest feasible depth."""
+        """Bring ``groups`` back at a step boundary: all types find owners afresh, at the smallest depth."""
         self.alive |= set(groups)
-        for group in range(len(self._stacks)):
-            self._owned[group].clear()
-        self.owner = [-1] * len(self.owner)
+        for type_ in range(len(self.owner)):
+            self._owners.give(type_, -1)
         self.depth = 0
         self._plan(range(len(self.owner)))
 
     # --- planning ------------------------------------------------------------------------------------
 
     def _plan(self, orphans: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """Give every orphan an owner, deepen the stacks only where needed, and reorder: the types to
-        compute now."""
+        """Give every orphan an owner, deepen the stacks only where needed, and reorder: what to compute
+        now."""
         computed = {group: set(self._stacks[group][: self.depth]) for group in self.alive}
         homeless = []
         for type_ in orphans:
-            host = next((g for g in self._hosts[type_] if g in computed and type_ in computed[g]), None)
+            hosts = self._owners.hosts[type_]
+            host = next((g for g in hosts if g in computed and type_ in computed[g]), None)
             if host is None:
                 homeless.append(type_)
             else:
-                self._own(type_, host)
-        if self.depth == 0:
-            self.depth = -(-len(self.owner) // len(self.alive))
-        depth_before, owners_before = self.depth, tuple(self.owner)
-        while not self._assign_all(homeless, computed):
-            for type_, owner in enumerate(owners_before):
-                self._own(type_, owner)
-            self.depth += 1
-        return self._reorder(computed, depth_before)
-
-    def _assign_all(self, homeless: Sequence[int], computed: dict[int, set[int]]) -> bool:
-        """Give all of ``homeless`` an owner at the present depth and at minimum cost; False where that is not
-        feasible."""
-        cheap = True  # so far every type cost 1, the least that it can
-        for type_ in homeless:
-            search = _PathSearch(self._hosts, self._owned, computed, self.depth, cheap)
-            search.run(type_)
-            if search.goal < 0:
-                return False
-            for moved, group in search.path():
-                self._own(moved, group)
-            cheap = cheap and search.cost == 1
-        return True
-
-    def _own(self, type_: int, group: int) -> None:
-        """Make ``group`` the owner of ``type_``; -1 leaves it without one."""
-        previous = self.owner[type_]
-        if previous >= 0:
-            self._owned[previous].discard(type_)
-        self.owner[type_] = group
-        if group >= 0:
-            self._owned[group].add(type_)
+                self._owners.give(type_, host)
+        before = self.depth
+        least = before or -(-len(self.owner) // len(self.alive))
+        self.depth = self._owners.settle(homeless, computed, least)
+        return self._reorder(computed, before)
 
     def _reorder(self, computed: dict[int, set[int]], depth_before: int) -> dict[int, tuple[int, ...]]:
         """Put what a group owns into its first ``depth`` slots, and say what each must compute now.
@@ -268,19 +235,109 @@ class StackedShards:
         """
         patch: dict[int, tuple[int, ...]] = {}
         for group, done in computed.items():
-            stack, owned = self._stacks[group], self._owned[group]
+            stack, owned = self._stacks[group], self._owners.owned[group]
             if self.depth == depth_before and owned <= done and depth_before:
                 continue
             free = self.depth - len(owned)
-            fill = [t for t in stack if t not in owned and t in done] + [
-                t for t in stack if t not in owned and t not in done
-            ]
+            fill = [t for t in stack if t not in owned and t in done]
+            fill += [t for t in stack if t not in owned and t not in done]
             first = owned.union(fill[:free])
             self._stacks[group] = [t for t in stack if t in first] + [t for t in stack if t not in first]
             missing = tuple(sorted(first - done))
             if missing:
                 patch[group] = missing
         return patch
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """Which group computes each type with some groups absent. ``owner``: per type, -1 where no host is there.
+    ``depth``: the most types that one group computes."""
+
+    owner: tuple[int, ...]
+    depth: int
+
+
+@lru_cache(maxsize=256)
+def settle(groups: int, redundancy: int, present: frozenset[int]) -> Settlement:
+    """The owners of all types while only the groups in ``present`` are there: a pure function of them.
+
+    Every type stays with its own group where that is present. The others go to present hosts at the smallest
+    feasible depth, and as few types as possible leave their own group. Nothing is computed twice.
+    """
+    stacks = ring_layout(groups, best_offsets(groups, redundancy))
+    owners = _Owners(stacks)
+    computed = {group: {group} for group in sorted(present)}
+    for group in computed:
+        owners.give(group, group)
+    homeless = [t for t in range(groups) if t not in present and not present.isdisjoint(owners.hosts[t])]
+    if not present:
+        return Settlement(tuple(owners.owner), 0)
+    least = -(-(len(homeless) + len(present)) // len(present))
+    depth = owners.settle(homeless, computed, least)
+    return Settlement(tuple(owners.owner), depth)
+
+
+@lru_cache(maxsize=256)
+def hosts_of(type_: int, groups: int, redundancy: int) -> tuple[int, ...]:
+    """The groups that host ``type_``, its own first: (type - o) mod N for every offset o."""
+    return tuple((type_ - offset) % groups for offset in best_offsets(groups, redundancy))
+
+
+def stack_of(group: int, groups: int, redundancy: int) -> tuple[int, ...]:
+    """The types that ``group`` hosts, its own first: (group + o) mod N for every offset o."""
+    return tuple((group + offset) % groups for offset in best_offsets(groups, redundancy))
+
+
+class _Owners:
+    """Which group owns each type, and the assignment of types to hosts with a limit per group."""
+
+    def __init__(self, stacks: Sequence[Sequence[int]]) -> None:
+        types = len(stacks)
+        self.hosts: list[list[int]] = [[] for _ in range(types)]
+        for group, stack in enumerate(stacks):
+            if len(set(stack)) != len(stack) or not all(0 <= type_ < types for type_ in stack):
+                raise ValueError(
+                    f"the stack of group {group} repeats a type, or names one outside 0 to {types - 1}"
+                )
+            for type_ in stack:
+                self.hosts[type_].append(group)
+        self.owner = [-1] * types
+        self.owned: list[set[int]] = [set() for _ in range(types)]
+
+    def give(self, type_: int, group: int) -> None:
+        """Make ``group`` the owner of ``type_``; -1 leaves it without one."""
+        previous = self.owner[type_]
+        if previous >= 0:
+            self.owned[previous].discard(type_)
+        self.owner[type_] = group
+        if group >= 0:
+            self.owned[group].add(type_)
+
+    def settle(self, homeless: Sequence[int], computed: dict[int, set[int]], depth: int) -> int:
+        """Give all of ``homeless`` an owner at minimum cost: the smallest feasible depth from ``depth`` on.
+
+        ``computed``: per present group what it has computed already. Every homeless type must have a present
+        host.
+        """
+        before = tuple(self.owner)
+        while not self._assign(homeless, computed, depth):
+            for type_, owner in enumerate(before):
+                self.give(type_, owner)
+            depth += 1
+        return depth
+
+    def _assign(self, homeless: Sequence[int], computed: dict[int, set[int]], depth: int) -> bool:
+        cheap = True  # so far every type cost 1, the least that it can
+        for type_ in homeless:
+            search = _PathSearch(self.hosts, self.owned, computed, depth, cheap)
+            search.run(type_)
+            if search.goal < 0:
+                return False
+            for moved, group in search.path():
+                self.give(moved, group)
+            cheap = cheap and search.cost == 1
+        return True
 
 
 class _PathSearch:

@@ -42,6 +42,17 @@ class Lines(torch.utils.data.IterableDataset):
             yield self._samples[i]
 
 
+class OnSomeHosts(Samples):
+    """Samples of which this process can read the shards of its loader alone."""
+
+    ranges: list[tuple[int, int]] | None = None
+
+    def __getitem__(self, index: int):
+        if self.ranges is not None and not any(begin <= index < end for begin, end in self.ranges):
+            raise ValueError(f"sample {index} is on other hosts")
+        return super().__getitem__(index)
+
+
 def model_with_statistics():
     torch.manual_seed(1)
     layers = torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
@@ -55,7 +66,11 @@ def train(dataset: object, after: Callable[[object], None] = lambda step: None, 
     state = {} if scheduler is None else {"scheduler": scheduler}
     session = fabric.client.attach(model, optimizer, state=state, **attaching)
     options = json.loads(os.environ.get(OPTIONS, "{}"))
-    data = session.loader(dataset, global_batch_size=24, micro_batch_size=2, seed=3, **options)
+    sizes = int(os.environ.get("DATA_GLOBAL", "24")), int(os.environ.get("DATA_MICRO", "2"))
+    data = session.loader(dataset, global_batch_size=sizes[0], micro_batch_size=sizes[1], seed=3, **options)
+    if isinstance(dataset, OnSomeHosts):
+        dataset.ranges = data.shards
+        model.eval()  # without dropout, so that one process can repeat the steps
     until = int(os.environ.get("TINY_STEPS", "30"))
     for step in session.steps(data, until):
         leave_time(session, until - step.number, PAUSE_S)
@@ -68,7 +83,11 @@ def train(dataset: object, after: Callable[[object], None] = lambda step: None, 
         optimizer.zero_grad()
         after(step)
     buffers = {name: b.double().sum().item() for name, b in model.named_buffers()}
-    print(json.dumps({"buffers": buffers, "lr": [g["lr"] for g in optimizer.param_groups]}), flush=True)
+    values = [p.detach().double().abs().sum().item() for p in model.parameters()]
+    print(
+        json.dumps({"values": values, "buffers": buffers, "lr": [g["lr"] for g in optimizer.param_groups]}),
+        flush=True,
+    )
     session.close()
 
 
@@ -101,6 +120,7 @@ LOOPS = {
     "stream": lambda: train(Lines(50)),
     "buffers": lambda: train(Samples(100), buffers="average"),
     "sampler": sampled,
+    "local": lambda: train(OnSomeHosts(98)),
 }
 
 

@@ -147,7 +147,7 @@ def test_a_redone_step_gives_what_is_missing_once_to_who_may_compute_it(count, s
     have = {m.replica: set(whole[m.replica]) for m in left}
     missing = set(range(count)) - set().union(*have.values())
     load = {name: len(ids) for name, ids in have.items()}
-    extra = hand_round(Work(count, sharing), members, left, missing, load)
+    extra = hand_round(Work(count, sharing), left if sharing.readers else members, left, missing, load)
     ids = flat(extra)
     assert len(ids) == len(set(ids)) and set(ids) <= missing
     if sharing.policy == "shrink":

@@ -163,6 +163,26 @@ def test_groups_that_come_back_lower_the_depth_again():
     assert sorted(shards.owner) == list(range(7))
 
 
+def test_owners_with_some_groups_absent_are_a_pure_function_of_who_is_present():
+    rng = random.Random(2)
+    for groups, redundancy in ((7, 3), (13, 4), (6, 3), (12, 2)):
+        stacks = spare.ring_layout(groups, spare.best_offsets(groups, redundancy))
+        for _ in range(60):
+            present = frozenset(rng.sample(range(groups), rng.randint(1, groups)))
+            settled = spare.settle(groups, redundancy, present)
+            loads = [settled.owner.count(group) for group in range(groups)]
+            for type_, owner in enumerate(settled.owner):
+                hosts = {g for g, stack in enumerate(stacks) if type_ in stack}
+                assert set(spare.hosts_of(type_, groups, redundancy)) == hosts
+                assert owner in (hosts & present if hosts & present else {-1})
+                assert owner == type_ or type_ not in present or max(loads) == settled.depth
+            assert max(loads) == settled.depth
+            whole = spare.StackedShards(stacks)
+            if whole.fail(set(range(groups)) - present) is not None:
+                assert settled.depth == whole.depth
+    assert spare.settle(5, 2, frozenset()).owner == (-1,) * 5
+
+
 def test_the_same_failures_give_the_same_stacks_everywhere():
     def play(order):
         shards = spare.StackedShards(spare.ring_layout(13, (0, 1, 3, 9)))

@@ -11,6 +11,7 @@ from sim.server import FLIPPED
 from fabric.model import EVERYTHING, Member, Record, Sharing
 from fabric.protocol import member_io as io
 from fabric.protocol import messages as m
+from fabric.protocol.assignment import readers_of, waits_for_data
 from fabric.protocol.changes import for_members
 from fabric.protocol.rank_orders import seen_by_rank
 
@@ -190,6 +191,8 @@ class Checks:
         found = []
         if len(after.roster) < self._needed(after) and not after.complete:
             found.append("path: parked")
+        if waits_for_data(after.sharing, after.roster) and not after.complete:
+            found.append("path: waits for data")
         if before is not None and after.fence == before.fence and not (after.complete or after.failed):
             found.append("orders: written within an epoch")
         if before is not None and after.is_forced and after.generation == before.generation:
@@ -408,15 +411,17 @@ class Checks:
         self.skipped.update((step, i) for i in missing)
         left = [i for i in missing if i not in poisoned]
         sharing, seats = self.sharing, max(self.sharing.seats, *(x.seat + 1 for x in record.roster))
-        if sharing.policy == "constant" and not sharing.readers:
+        if sharing.policy == "constant" and (not sharing.readers or sharing.on_loss != "shrink"):
             return left
         contributing = {name for name, ids in gradient.parts if ids}
         there = {x.seat for x in record.roster if x.replica in contributing}
         sizes = [self.micro_batches // seats + (n < self.micro_batches % seats) for n in range(seats)]
         bounds = [sum(sizes[:n]) for n in range(seats + 1)]
         parts = {i: n for n in range(seats) for i in range(bounds[n], bounds[n + 1])}
-        able = range(sharing.readers or 1)
-        return [i for i in left if any((parts[i] + n) % seats in there for n in able)]
+        hosts = [{n} for n in range(seats)]
+        if sharing.policy == "constant":
+            hosts = [set(readers_of(n, sharing)) for n in range(seats)]
+        return [i for i in left if hosts[parts[i]] & there]
 
     def _is_of_one_roster(self, who: str, order: io.Apply, gradient: "Gradient") -> None:
         """Fencing: a round is made by the members of its epoch's roster, and nobody else."""

@@ -26,6 +26,7 @@ class SharingWorld(World):
         self.poisons = poisons
         self.victims: dict[tuple[int, int], list[str]] = {}
         self.gave_up: dict[str, str] = {}
+        self.stops_at_a_loss = False
         super().__init__(seed, faultless=faultless, aims=aims)
         if poisons:
             self.blackout = False  # without a lighthouse nobody goes on after a death
@@ -41,7 +42,7 @@ class SharingWorld(World):
 
     @property
     def stops(self) -> bool:
-        return bool(self.poisons) and self.wanted.on_poison == "stop"
+        return self.stops_at_a_loss or (bool(self.poisons) and self.wanted.on_poison == "stop")
 
     def run(self) -> None:
         if self.stops:

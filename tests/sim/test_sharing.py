@@ -3,9 +3,12 @@ of a committed gradient is explained by the record, and a micro-batch that kille
 """
 
 import pytest
+from sim.noticing import find
 from sim.sharing import SharingWorld
 
-from fabric.model import Sharing
+from fabric.model import Member, Sharing
+from fabric.protocol import assignment, decide, member_rounds
+from fabric.protocol.assignment import cut, readers_of
 
 SHRINK = Sharing("shrink")
 
@@ -33,7 +36,7 @@ def test_shrink_leaves_out_the_share_of_the_absent_alone():
 
 @pytest.mark.parametrize("readers", [1, 2])
 def test_data_that_some_can_read_are_computed_while_one_of_them_is_there(readers):
-    sharing = Sharing(readers=readers)
+    sharing = Sharing(readers=readers, on_loss="shrink")
     left_out = sum(len(play(seed, sharing).checks.skipped) for seed in range(40))
     assert left_out > (15 if readers == 1 else 0)
 
@@ -67,3 +70,69 @@ def test_poison_stops_the_job_which_names_it():
         assert f"micro-batch {place[1]} of step {place[0]}" in world.store.record.failed
         # Those that died were started again, and were told too.
         assert {name.split(".")[0] for name in world.gave_up} == set(world.hosts)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_a_job_waits_for_a_member_that_can_read_lost_data_and_leaves_nothing_out(readers):
+    waited = 0
+    for seed in range(30):
+        world = play(seed, Sharing(readers=readers))
+        assert not world.checks.skipped
+        waited += world.clockwork.counts["path: waits for data"]
+    assert waited > (20 if readers == 1 else 0)
+
+
+def go_on_without_a_part(patch):
+    patch.setattr(member_rounds, "waits_for_data", lambda sharing, roster: False)
+
+
+def compute_a_part_on_each_host_that_is_there(patch):
+    by_seat = assignment._by_seat
+
+    def twice(work, roster, able, wanted):
+        given = by_seat(work, roster, able, wanted)
+        lost = [n for n in range(work.sharing.seats) if n not in {m.seat for m in able}]
+        for part in lost:
+            for member in able:
+                if member.seat in readers_of(part, work.sharing):
+                    ids = cut(work.micro_batches, [1] * work.sharing.seats)[part]
+                    given[member.replica] += tuple(i for i in ids if i in wanted)
+        return {name: tuple(dict.fromkeys(ids)) for name, ids in given.items()}
+
+    patch.setattr(assignment, "_by_seat", twice)
+
+
+def give_the_patch_by_the_layout_of_the_epoch_before(patch):
+    """What the dead computed goes to whom the full roster would have given it: partly to the dead."""
+    hand_round = assignment.hand_round
+
+    def stale(work, roster, able, missing, load):
+        everybody = tuple(Member(f"r{n}", 0, "", "", seat=n) for n in range(work.sharing.seats))
+        given = hand_round(work, everybody, everybody, missing, load)
+        return {m.replica: given.get(m.replica, ()) for m in able}
+
+    patch.setattr(decide, "hand_round", stale)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "readers"),
+    [
+        (go_on_without_a_part, 1),
+        (compute_a_part_on_each_host_that_is_there, 3),
+        (give_the_patch_by_the_layout_of_the_epoch_before, 3),
+    ],
+)
+def test_a_deliberate_bug_in_redundancy_is_noticed(mutate, readers):
+    find(mutate, lambda seed: SharingWorld(seed, Sharing(readers=readers)).run(), 40)
+
+
+def test_a_job_that_is_to_stop_at_a_loss_stops_with_a_sentence_or_leaves_nothing_out():
+    stopped = 0
+    for seed in range(20):
+        world = SharingWorld(seed, Sharing(readers=1, on_loss="stop"), faultless=True)
+        world.clockwork.at(3.0, lambda world=world: world.kill_trainer("r0", 0.3))
+        world.stops_at_a_loss = True
+        world.run()
+        assert "no member can read shard" in world.store.record.failed, seed
+        stopped += 1
+    assert stopped

@@ -9,6 +9,7 @@ must be listed by the commit itself.
 from collections.abc import Iterable, Mapping
 
 from fabric.cli.demo.journal import Line, Run, lines_of
+from fabric.protocol.spare import hosts_of
 
 
 class Skips:
@@ -19,6 +20,7 @@ class Skips:
         self._seats: dict[int, Mapping[str, int]] = {}  # epoch -> seat by replica
         self._policy = data.get("policy", "constant")
         self._readers = _integer(data, "redundancy")
+        self._waits = data.get("on_loss", "shrink") != "shrink"
         self._count = _integer(data, "seats")
         self._micro_batches = _integer(data, "micro_batches")
         for journal in run.journals.values():
@@ -46,14 +48,14 @@ class Skips:
 
     def _nobody_there(self, commit: Line, micro_batch: int) -> bool:
         """Whether none of those who may compute it contributed to this commit."""
-        if self._policy != "shrink" and not self._readers:
+        if self._policy != "shrink" and (not self._readers or self._waits):
             return False
         seats = self._seats.get(commit.integer("epoch"), {})
         there = {seats.get(name, -1) for name, ids in commit.fields["contributions"].items() if ids}
         count = max(self._count, *(seat + 1 for seat in seats.values()), 1)
         home = _part_of(micro_batch, self._micro_batches, count)
-        may = range(self._readers) if self._policy == "constant" else range(1)
-        return not any((home + i) % count in there for i in may)
+        hosts = hosts_of(home, count, self._readers) if self._policy == "constant" else (home,)
+        return there.isdisjoint(hosts)
 
 
 def _part_of(micro_batch: int, total: int, parts: int) -> int:

@@ -264,7 +264,9 @@ class Leader(Reforming):
             peer.times = beat.times
         self._note_step(peer)
         self._note_loaded(beat.generation)
-        self._send(peer.session.replica, m.BeatReply(beat.number))
+        if self.writing is None or self.record is None or self.writing.generation == self.record.generation:
+            # Else whoever is answered might go on in a generation that is over when the store has that.
+            self._send(peer.session.replica, m.BeatReply(beat.number))
         self._expire_late(peer, beat)
 
     def _expire_late(self, peer: Peer, beat: m.Beat) -> None:

@@ -220,6 +220,9 @@ class Member(Ending):
         if sent is not None:
             self.contact.last = max(self.contact.last, sent)
             self.contact.sent = {n: t for n, t in self.contact.sent.items() if n > message.number}
+            unheeded, self.contact.unheeded = self.contact.unheeded, None
+            if unheeded is not None:
+                self.on_resume(unheeded)
 
     # --- epochs ----------------------------------------------------------------------------------------
 
@@ -240,6 +243,8 @@ class Member(Ending):
     def _hear_of(self, record: Record) -> None:
         if not self._is_news(record):
             return
+        if self.newest is not None and record.generation != self.newest.generation:
+            self._want(None)  # what is on its way is a state of a generation that is over
         self.newest = record
         if self._is_leaving(record):
             self._do(io.LinkUp(record))
@@ -393,6 +398,11 @@ class Member(Ending):
         if self.mode is not Mode.REPORTED or record is None or message.fence != record.fence:
             return
         assert record.is_forced
+        if self._now - self.contact.last > self.config.autonomy_s:
+            # It may be of long ago, and a new generation have begun since: an answered beat tells.
+            self.contact.unheeded = message
+            self.contact.next_beat = self._now
+            return
         self.resume = message
         self._go_to(record)
         self._do(io.Note("resume", record.epoch, message.step, message.reason))

@@ -136,6 +136,9 @@ class CatchingUp(MemberBase):
         self.fetch.doing = ""
         self.state = State(self.fetch.generation, event.step, event.digest)
         self.loaded = event.step
+        if event.last and self.newest is not None and self.fetch.generation != self.newest.generation:
+            self._stop(75, "the end of the loop was loaded from a generation that is over: it starts again")
+            return
         if event.last:
             self.on_closing(io.Closing())
         self._do(io.Note("installed", self._epoch(), event.step))
@@ -218,10 +221,9 @@ class CatchingUp(MemberBase):
     def _catch_up_main(self) -> None:
         fetch = self.fetch
         if fetch.state is not None:
-            assert self.newest is not None
             self._drop_kept()
             self._do(io.Install(fetch.state.step, fetch.state.digest))
-            self.fetch = Fetch(doing="install", generation=self.newest.generation, urls=fetch.urls)
+            self.fetch = Fetch(doing="install", generation=fetch.generation, urls=fetch.urls)
             self.waiting = False
         elif fetch.gradient is not None:
             self._drop_kept()

@@ -132,7 +132,8 @@ class Contact:
     """The session with the leader: ``last`` is when the newest answered beat was sent, ``beaten`` when any
     was, and ``beaten_epoch`` what it said of the newest epoch. ``asked`` is when a newcomer last needed to
     know my step. ``changes``: this leader understands short reports, see ``messages.Epoch``. ``unsaid``:
-    there was no session when ``aborted`` had to be said."""
+    there was no session when ``aborted`` had to be said. ``unheeded``: a decision that came after the end of
+    my autonomy, and waits for an answered beat."""
 
     last: float
     next_beat: float
@@ -148,6 +149,7 @@ class Contact:
     fallen: m.Fallen | None = None
     failed: m.Failed | None = None
     finished: bool = False
+    unheeded: m.Resume | None = None
 
 
 @dataclass(slots=True)

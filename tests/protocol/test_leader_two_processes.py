@@ -283,3 +283,23 @@ def test_a_job_that_has_run_does_not_wait_long_for_its_full_roster():
     lighthouse.wait(1.0)
     assert (lighthouse.record.generation, lighthouse.record.names) == (2, ("a", "b", "c"))
     assert lighthouse.record.base.step == 5
+
+
+# --- while the store commits -----------------------------------------------------------------------------
+
+
+def test_nobody_is_answered_while_a_new_generation_is_being_written():
+    """Whoever is answered counts its autonomy from then on, in a generation that may be over."""
+    lighthouse = for_a_minute("a b")
+    lighthouse.lose("a"), lighthouse.lose("b")
+    lighthouse.open("c", incarnation=2)
+    lighthouse.pulse("c", incarnation=2)
+    lighthouse.commits = False
+    lighthouse.wait(AUTONOMY_AND_MARGIN_S + 6.0)
+    assert lighthouse.core.writing.generation == 2
+    lighthouse.open("a", incarnation=1, generation=1, step=6, epoch=1)
+    lighthouse.beat("a", 6)
+    assert not lighthouse.sent(m.BeatReply)
+    lighthouse.do(lio.RecordWritten(lighthouse.records[-1].nonce))
+    lighthouse.beat("a", 6)
+    assert lighthouse.sent(m.BeatReply)

@@ -1,0 +1,111 @@
+"""A member around a cold start: what was on its way in the last generation, and what it hears too late."""
+
+from protocol.makers import record_of
+from protocol.test_member import Trainer, holding, resume_of
+
+from fabric.model import Base, SnapshotRef
+from fabric.protocol import member_io as io
+from fabric.protocol import messages as m
+from fabric.protocol.member_state import Mode
+
+
+def outside_fetching(name="d"):
+    """A newcomer of generation 1 that fetches (1, 50)."""
+    trainer = Trainer(name)
+    first = record_of("a b", epoch=1)
+    trainer.leader(m.Epoch(first))
+    assert trainer.said(m.NeedState)
+    trainer.leader(m.Sources(first.fence, SnapshotRef(1, 50, "s50"), ("http://a",)))
+    assert trainer.found(io.FetchState)
+    return trainer
+
+
+def second(names):
+    """All members have died; generation 2 begins from step 40."""
+    return record_of(names, epoch=2, generation=2, cold=2, base=Base(1, 40, "s40", ("http://a",)))
+
+
+def test_a_state_fetched_in_a_generation_that_is_over_is_not_the_new_ones_while_outside():
+    trainer = outside_fetching()
+    trainer.leader(m.Epoch(second("a b")))
+    trainer.do(io.StateFetched(50, "s50"))
+    assert not trainer.found(io.Install)
+    assert trainer.core.state.generation != 2
+    assert trainer.said(m.NeedState), "it asks in the new generation"
+
+
+def test_a_state_loaded_in_a_generation_that_is_over_is_not_the_new_ones_while_outside():
+    trainer = outside_fetching()
+    trainer.do(io.StateFetched(50, "s50"))
+    trainer.leader(m.Epoch(second("a b")))
+    trainer.do(io.Installed(50, "s50"))
+    assert trainer.core.state.generation != 2 and trainer.said(m.NeedState)
+
+
+def test_a_fetch_under_way_is_void_when_the_base_is_the_state_in_memory():
+    trainer = Trainer("d")
+    trainer.core.state.step, trainer.core.state.digest = 40, "s40"
+    first = record_of("a b", epoch=1)
+    trainer.leader(m.Epoch(first))
+    trainer.leader(m.Sources(first.fence, SnapshotRef(1, 50, "s50"), ("http://a",)))
+    assert trainer.found(io.FetchState)
+    cold = second("a b d")
+    trainer.leader(m.Epoch(cold), resume_of(cold, 40, a=(0, 1), b=(2,), d=(3,)))
+    assert trainer.core.mode is Mode.RUN and trainer.core.state.generation == 2
+    trainer.do(io.StateFetched(50, "s50"))
+    trainer.do(io.Linked(2), io.Computed(40, (3,), 1.0))
+    # A round is lost. The others held it, so this one must replay it.
+    third = record_of("a b d", epoch=3, generation=2, cold=2, base=cold.base)
+    trainer.leader(m.Epoch(third))
+    trainer.leader(m.Resume(third.fence, 41, (), "g40"))
+    assert not trainer.found(io.Install), "the state of step 50 of generation 1 is loaded"
+
+
+def test_who_loaded_the_end_of_the_loop_from_a_generation_that_is_over_starts_again():
+    """Its main thread has left the loop, and the others would wait for it without end."""
+    trainer = outside_fetching()
+    trainer.do(io.StateFetched(50, "s50"))
+    assert trainer.found(io.Install)
+    cold = second("a b d")
+    trainer.leader(m.Epoch(cold), resume_of(cold, 40, a=(0, 1), b=(2,), d=(3,)))
+    trainer.do(io.Installed(50, "s50", last=True))
+    assert [stop.code for stop in trainer.found(io.Stop)] == [75]
+    assert not trainer.said(m.Finished)
+
+
+def test_who_loads_the_end_of_the_loop_in_its_own_generation_has_finished():
+    trainer = outside_fetching()
+    trainer.do(io.StateFetched(50, "s50"))
+    trainer.do(io.Installed(50, "s50", last=True))
+    assert trainer.said(m.Finished)
+
+
+def late_decision():
+    """A decision that lay unread for longer than the autonomy, as in a process that was stopped."""
+    trainer = holding()
+    trainer.do(io.LinkLost("b", 1, "it died"))
+    record = record_of("a", epoch=2)
+    trainer.leader(m.Epoch(record))
+    assert trainer.said(m.Report)[0].holds
+    trainer.now += trainer.core.config.autonomy_s + 61.0
+    trainer.leader(m.Resume(record.fence, 1, (m.Assignment("a", (0, 1, 2, 3)),), "g0"))
+    return trainer
+
+
+def test_a_decision_that_is_heard_after_the_autonomy_commits_nothing():
+    trainer = late_decision()
+    assert not trainer.found(io.Apply) and not trainer.found(io.Publish)
+    assert trainer.said(m.Beat), "an answer tells whether it still holds"
+
+
+def test_it_commits_once_a_lighthouse_has_answered():
+    trainer = late_decision()
+    (beat,) = trainer.said(m.Beat)
+    trainer.leader(m.BeatReply(beat.number))
+    assert trainer.found(io.Apply)
+
+
+def test_an_answer_to_an_old_beat_does_not_let_it_commit():
+    trainer = late_decision()
+    trainer.leader(m.BeatReply(0))
+    assert not trainer.found(io.Apply)

@@ -232,6 +232,25 @@ def test_a_server_that_has_just_lost_its_connection_is_waited_for():
     assert (lighthouse.record.generation, lighthouse.record.base.step) == (2, 5)
 
 
+def test_a_state_that_only_a_session_names_is_tried_once():
+    """Its server is dead, and nothing but the trainer's word of long ago says what it had."""
+    lighthouse = Lighthouse(record_of("a b", epoch=3, cold=1))
+    lighthouse.pulse("b", incarnation=2, snapshots=[SnapshotRef(1, 50, "s50")])
+    for name in "ab":
+        held = (SnapshotRef(1, 60, "s60"),) if name == "a" else ()
+        lighthouse.open(name, incarnation=2, predecessors=(1,), snapshots=held)
+    lighthouse.wait(4.0)
+    assert lighthouse.record.base.step == 60
+    for name in "ab":
+        lighthouse.say(name, m.Fallen(lighthouse.record.fence, "no source delivered it"))
+    lighthouse.wait(6.0)
+    for name in "ab":
+        held = (SnapshotRef(1, 60, "s60"),) if name == "a" else ()
+        lighthouse.open(name, incarnation=2, predecessors=(1,), snapshots=held)
+    lighthouse.wait(6.0)
+    assert lighthouse.record.generation > 2 and lighthouse.record.base.step == 50
+
+
 # --- autonomy --------------------------------------------------------------------------------------------
 
 

@@ -80,6 +80,18 @@ def test_who_loads_the_end_of_the_loop_in_its_own_generation_has_finished():
     assert trainer.said(m.Finished)
 
 
+def test_sources_of_a_generation_that_is_over_are_not_heeded():
+    trainer = outside_fetching()
+    first = trainer.core.newest.fence
+    trainer.do(io.FetchFailed("nobody has it"))
+    trainer.leader(m.Epoch(second("a b")))
+    assert trainer.said(m.NeedState)
+    trainer.leader(m.Sources(first, SnapshotRef(1, 50, "s50"), ("http://a",)))
+    assert not trainer.found(io.FetchState)
+    trainer.leader(m.Sources(second("a b").fence, SnapshotRef(2, 41, "s41"), ("http://a",)))
+    assert trainer.found(io.FetchState)
+
+
 def late_decision():
     """A decision that lay unread for longer than the autonomy, as in a process that was stopped."""
     trainer = holding()

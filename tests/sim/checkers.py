@@ -16,6 +16,7 @@ from fabric.protocol.changes import for_members
 from fabric.protocol.rank_orders import seen_by_rank
 
 if TYPE_CHECKING:
+    from sim.cold_checks import ColdStarts
     from sim.penalties import Penalties
     from sim.server import Gradient
     from sim.trainer import Trainer
@@ -58,6 +59,7 @@ class Checks:
         self.newest = (0, 0)  # (generation, step) committed last
         self.leader = 0  # the newest election
         self.penalties: Penalties | None = None  # where failures are remembered
+        self.cold_starts: ColdStarts | None = None
         self.late: set[str] = set()  # processes that committed in a generation that was over
         self.decisions: dict[int, m.Resume] = {}
         self.grounds: dict[
@@ -94,9 +96,7 @@ class Checks:
         if before is not None and before.complete:
             raise Violation("a record was written after the job was complete")
         if before is not None and after.generation != before.generation:
-            begins = after.generation == before.generation + 1 and after.cold == after.epoch
-            if not begins or not after.is_forced:
-                raise Violation(f"generation {after.generation} does not begin with a cold forced epoch")
+            self._begins_again(before, after, revision)
         self._is_a_roster(after)
         if before is not None and after.generation == before.generation:
             self._follows(before, after)
@@ -123,6 +123,13 @@ class Checks:
     def closed(self, trainer: "Trainer", generation: int) -> None:
         """The user's loop has ended there."""
         self.ends[trainer.name] = (generation, trainer.main.step)
+
+    def _begins_again(self, before: Record, after: Record, revision: int) -> None:
+        begins = after.generation == before.generation + 1 and after.cold == after.epoch
+        if not begins or not after.is_forced:
+            raise Violation(f"generation {after.generation} does not begin with a cold forced epoch")
+        if self.cold_starts is not None:
+            self.cold_starts.began(before, after, revision)
 
     def over(self, trainer: "Trainer", order: io.Finish) -> None:
         """A process ends as finished only once the job is complete, and with the final state in its memory if
@@ -255,6 +262,11 @@ class Checks:
         generation, step = self.newest
         if resume.fence.generation == generation and resume.step < step:
             raise Violation(f"epoch {resume.fence.epoch} goes on at {resume.step}, but {step} was committed")
+        reached = self.records[-1].base.step
+        while (resume.fence.generation, reached) in self.gradients:
+            reached += 1
+        if resume.step > reached + 1:
+            raise Violation(f"epoch {epoch} goes on at {resume.step}, but nobody came further than {reached}")
 
     # --- rounds ------------------------------------------------------------------------------------
 

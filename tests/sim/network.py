@@ -153,6 +153,7 @@ class Network:
         self.clockwork = clockwork
         self.connections: dict[Connection, None] = {}
         self.blocked: dict[tuple[str, str], None] = {}
+        self.healed: dict[frozenset[str], float] = {}  # hosts that were cut off from each other -> until when
         self.flips: dict[str, bool] = {}  # hosts whose next chunk is damaged on the way
         self.unheard: dict[str, bool] = {}  # hosts that do not hear of the next epoch
         self.slow = 0.03  # how often a packet takes long
@@ -167,6 +168,11 @@ class Network:
     def can_talk(self, a: str, b: str) -> bool:
         return (a, b) not in self.blocked and (b, a) not in self.blocked
 
+    def could_talk(self, a: str, b: str, seconds: float) -> bool:
+        """Whether they could for so long, until now."""
+        healed = self.healed.get(frozenset((a, b)), -seconds)
+        return self.can_talk(a, b) and self.clockwork.now - healed >= seconds
+
     def block(self, a: str, b: str) -> None:
         """From now on nothing gets from ``a`` to ``b``; a connection needs both directions to live."""
         self.blocked[a, b] = None
@@ -175,6 +181,7 @@ class Network:
                 self.clockwork.at(self.clockwork.between(*GIVE_UP_S), connection.give_up)
 
     def heal(self) -> None:
+        self.healed |= {frozenset(pair): self.clockwork.now for pair in self.blocked}
         self.blocked.clear()
         for connection in list(self.connections):
             connection.flush()

@@ -309,6 +309,7 @@ class RankWorld(World):
     """Replicas of two or three ranks."""
 
     trainer_class = Heading
+    has_one_lane = False
     patience = 3  # every operation goes to rank 0 and back, over links that are slow at times
 
     def __init__(self, seed: int, tracing: bool = False, faultless: bool = False, aims: Aims = ()) -> None:

@@ -14,6 +14,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from sim import coverage
+from sim.cold_worlds import cold_world
 from sim.durable_worlds import DurableWorld
 from sim.end_worlds import EndWorld
 from sim.late_worlds import late_world
@@ -38,6 +39,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "parted": PartedWorld,
     "end": EndWorld,
     "mixed": MixedWorld,
+    "cold": cold_world,
 }
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection, End, encode
@@ -54,6 +54,7 @@ class Server(Process):
         self.url = self.ckpt = f"http://{host}/{number}"
         self.rank = 0
         self.memory = Memory()
+        self.held_since: dict[SnapshotRef, float] = {}
         self.trainer: Trainer | None = None
         self.deaths: list[Death] = []
         self.ended: Ended | None = None  # what the trainer that was here knew of the job's end
@@ -83,6 +84,7 @@ class Server(Process):
 
     def publish_snapshot(self, ref: SnapshotRef) -> None:
         self.memory.snapshots.append(ref)
+        self.held_since[ref] = self.clockwork.now
         self.world.published(self, ref)
 
     def publish_gradient(self, generation: int, gradient: Gradient, listening: bool) -> None:
@@ -120,6 +122,12 @@ class Server(Process):
                     )
                 ),
             )
+
+    def reach(self, world: Any) -> None:
+        """From now on this process sees the world so; its connection ends."""
+        self.world = world
+        if self._connection is not None:
+            self._connection.reset("timed out")
 
     def _connect(self) -> None:
         leader = self.world.find_leader(self.host)

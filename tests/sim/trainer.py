@@ -65,6 +65,9 @@ class Trainer(Process):
         self.main = self.main_class(self)
         self.pending_dials: dict[tuple[str, int], None] = {}
         self.listening = False
+        self.answered = self.clock()  # when the newest beat was sent that a lighthouse has answered
+        self.fallen = False  # whether it has said that it cannot go on
+        self._beats: dict[int, float] = {}
         self._session: Connection | None = None
         self._missed = False
         self._armed: float | None = None
@@ -191,6 +194,7 @@ class Trainer(Process):
         elif note.kind == "abort":
             self.world.checks.aborted(self, note.epoch, note.step)
         elif note.kind == "installed":
+            self.fallen = False
             self.world.checks.healed(self)
         self.world.happened(note.kind, self.host)
 
@@ -201,8 +205,12 @@ class Trainer(Process):
             self.world.checks.reported(self, message)
             self.world.happened("report", self.host)
         if isinstance(message, m.Fallen):
+            self.fallen = True
             self.world.ended_by_wish(self.host)
+        if isinstance(message, m.Beat):
+            self._beats[message.number] = self.clock()
         if isinstance(message, m.Running):
+            self.fallen = False
             self.world.checks.running(self, message)
         if self._session is not None:
             self._session.send(0, encode(message))
@@ -234,6 +242,8 @@ class Trainer(Process):
 
     def _from_leader(self, data: object) -> None:
         message = cast(m.LeaderMessage, decode(data))
+        if isinstance(message, m.BeatReply):
+            self.answered = max(self.answered, self._beats.pop(message.number, 0.0))
         if isinstance(message, m.Epoch | m.Change):
             self._missed = self.world.network.unheard.pop(self.host, False)
             if self._missed:
@@ -254,6 +264,17 @@ class Trainer(Process):
             self.world.hosts[self.host].ended = self.server.ended = order.ended
         self.world.checks.over(self, order)
         self.exit(0, "finished")
+
+    @staticmethod
+    def is_answer(data: object) -> bool:
+        """Whether this answers a beat."""
+        return isinstance(decode(data), m.BeatReply)
+
+    def reach(self, world: Any) -> None:
+        """From now on this process sees the world so; its session ends."""
+        self.world = world
+        if self._session is not None:
+            self._session.reset("timed out")
 
     def exit(self, code: int, reason: str) -> None:
         """The process ends by itself."""

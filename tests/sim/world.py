@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from sim import coverage
 from sim.checkers import Checks, Violation
 from sim.clockwork import Clockwork
+from sim.cold_checks import ColdStarts
 from sim.faults import Aims, Faults
 from sim.lighthouse import Lighthouse
 from sim.network import Network
@@ -78,6 +79,7 @@ class World:
     """Built from a seed; ``run`` plays it to the end or raises."""
 
     trainer_class = Trainer
+    has_one_lane = True  # whether a snapshot of one server is a whole state
     patience = 1  # how much longer than usual a step may take here
 
     def __init__(
@@ -95,6 +97,7 @@ class World:
         self.halted = False  # stopped for good rather than guess whose state is right
         self.settings = self.choose()
         self.checks = Checks(self.settings.micro_batches, self.settings.min_replicas, self.settings.sharing)
+        self.checks.cold_starts = ColdStarts(self)
         self.network = Network(self.clockwork)
         self.store = Store(self.clockwork, self.checks)
         # Some jobs end while things go wrong; the others end when everything is well again.

@@ -1,0 +1,79 @@
+"""What a cold start must fulfil, seen from outside: nobody who may still commit is passed over, and it begins
+from the newest state that memory holds within reach.
+"""
+
+from typing import TYPE_CHECKING
+
+from sim.checkers import demand
+from sim.server import FLIPPED
+
+from fabric.model import Member, Record
+
+if TYPE_CHECKING:
+    from sim.server import Server
+    from sim.trainer import Trainer
+    from sim.world import World
+
+# Seconds for which a server must have held a state, and been within reach, before a leader must know of it.
+KNOWN_S = 1.0
+
+
+class ColdStarts:
+    """Asked for every record that begins a generation after another one."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+
+    def began(self, before: Record, after: Record, revision: int) -> None:
+        """The record in the store is replaced by one of a new generation."""
+        self.world.clockwork.counts["cold: generation begun again"] += 1
+        if not before.failed:
+            for member in before.roster:
+                self._is_justified(member, after)
+        self._has_the_newest_base(after, revision)
+
+    def _is_justified(self, member: Member, after: Record) -> None:
+        """This member is dead, or must have stopped by itself, or has said that it holds nothing of worth."""
+        trainer = self.world.by_key.get((member.replica, member.incarnation))
+        if member.fresh or trainer is None or not trainer.alive or self._is_worthless(trainer):
+            return
+        silent_s = trainer.clock() - trainer.answered
+        demand(
+            silent_s > self.world.settings.member.autonomy_s,
+            f"generation {after.generation} begins while {trainer.name} lives, and was answered "
+            f"{silent_s:.2f} s ago: {after.reason}",
+        )
+
+    def _is_worthless(self, trainer: "Trainer") -> bool:
+        return trainer.fallen or trainer.name in self.world.checks.outvoted
+
+    def _has_the_newest_base(self, after: Record, revision: int) -> None:
+        leader = next((x for x in self.world.lighthouses.values() if x.revision == revision), None)
+        passed = "could not be loaded" in after.reason or "is not trusted" in after.reason
+        if leader is None or not leader.leads or passed or not self.world.has_one_lane:
+            return
+        base = (after.base.generation, after.base.step)
+        for server in self.world.servers.values():
+            newest = max(self._known(server, leader.name), default=base)
+            demand(
+                newest <= base,
+                f"generation {after.generation} begins from {base} while {server.url} holds {newest}: "
+                f"{after.reason}",
+            )
+
+    def _known(self, server: "Server", leader: str) -> list[tuple[int, int]]:
+        """States there that this leader can know of."""
+        world = self.world
+        if not server.alive or server.paused or server.trainer is None:
+            return []
+        if server.world.find_leader(server.host) is None:
+            return []
+        if not world.network.could_talk(server.host, leader, KNOWN_S):
+            return []
+        return [
+            (ref.generation, ref.step)
+            for ref, since in server.held_since.items()
+            if ref in server.memory.snapshots
+            and FLIPPED not in ref.digest
+            and world.clockwork.now - since > KNOWN_S
+        ]

@@ -1,0 +1,432 @@
+"""Worlds around the cold start: processes that nobody sees go on committing, others come in their place, and
+the leader must neither pass over who may still commit, nor go back behind what memory holds.
+
+Each world has one scripted fault and no other, so that nothing hides what it is about.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sim.checkers import demand
+from sim.clockwork import Process
+from sim.server import FLIPPED
+from sim.trainer import Trainer
+from sim.world import Settings, World
+
+from fabric.model import Member as Entry
+from fabric.protocol import decide as deciding
+from fabric.protocol import leader_base, refusal
+from fabric.protocol import leader_io as lio
+from fabric.protocol import messages as m
+from fabric.protocol.leader import Leader
+from fabric.protocol.liveness import Liveness
+from fabric.protocol.member import Member
+
+# What a hunt over these worlds must have met.
+REQUIRED = (
+    "cold: hosts cut off, replicas started elsewhere",
+    "cold: started on a host that ran it before",
+    "cold: suspended",
+    "cold: all members stopped",
+    "cold: a second process refused",
+    "cold: a tie of digests",
+    "cold: rounds of a generation before",
+    "cold: generation begun again",
+    "path: stopped by itself without a lighthouse",
+)
+
+
+class Cut:
+    """The world as a process sees it that reaches no lighthouse."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
+
+    def find_leader(self, host: str) -> None:
+        return None
+
+
+class ColdWorld(World):
+    """``strikes`` is when the scripted fault comes, ``lasts`` how long nothing is healed."""
+
+    strikes, lasts = 2.0, 14.0
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, faultless=True)
+        self.faults.not_before, self.faults.over = self.lasts, False
+        self.clockwork.at(self.strikes, self.strike)
+
+    def strike(self) -> None:
+        raise NotImplementedError
+
+    def cut_off(self, host: str) -> None:
+        """From and to all lighthouses."""
+        for name in self.lighthouses:
+            self.network.block(host, name)
+            self.network.block(name, host)
+
+
+def of(settings: Settings, replicas: int, least: int = 1) -> Settings:
+    """The same job with so many replicas."""
+    policy = replace(settings.leader.policy, min_replicas=least, start_replicas=replicas)
+    return replace(
+        settings,
+        replicas=replicas,
+        min_replicas=least,
+        lighthouses=1,
+        micro_batches=max(replicas, 2),
+        leader=replace(settings.leader, policy=policy),
+        member=replace(settings.member, min_replicas=least),
+    )
+
+
+class Ghosts(ColdWorld):
+    """All hosts are cut off from the lighthouses and go on by themselves. The scheduler starts every replica
+    elsewhere, at times on hosts that have run an older process of it."""
+
+    def __init__(self, seed: int) -> None:
+        self.ghosts: set[Trainer] = set()
+        # The lighthouse has led for longer, or for less, than a cold start waits.
+        self.strikes = 6.0 if seed % 2 else 2.0
+        self.remembered = (7,) if seed // 2 % 2 else ()
+        super().__init__(seed)
+
+    def strike(self) -> None:
+        self.clockwork.counts["cold: hosts cut off, replicas started elsewhere"] += 1
+        for host in self.hosts.values():
+            trainer, server = host.trainer, host.server
+            assert trainer is not None
+            self.ghosts.add(trainer)
+            trainer.reach(Cut(self))
+            server.reach(Cut(self))
+            host.trainer = None
+        self.clockwork.at(0.5, self.start_elsewhere)
+
+    def start_elsewhere(self) -> None:
+        for host in self.hosts.values():
+            host.servers += 1
+            host.server = self._start_server(host.name, host.servers)
+            host.before = self.remembered
+            self.clockwork.counts["cold: started on a host that ran it before"] += bool(self.remembered)
+            self.start_trainer(host.name)
+
+    def exited(self, trainer: Trainer, code: int, reason: str) -> None:
+        if trainer not in self.ghosts:
+            super().exited(trainer, code, reason)
+            return
+        self.clockwork.counts["path: stopped by itself without a lighthouse"] += code == 75
+        trainer.kill()
+        del self.by_key[trainer.host, trainer.incarnation]
+        self.network.death(trainer)
+
+
+class Suspended(ColdWorld):
+    """The only member's host is cut off and suspended for longer than its autonomy. The answer to its last
+    beat lies unread in its socket. Meanwhile the other replica comes back and begins alone."""
+
+    def choose(self) -> Settings:
+        return of(super().choose(), 2)
+
+    def __init__(self, seed: int) -> None:
+        self.armed = False
+        super().__init__(seed)
+        self.clockwork.at(1.0, lambda: self.kill_trainer("r1", 60.0) and None)
+
+    def strike(self) -> None:
+        self.armed = True
+        trainer = self.hosts["r0"].trainer
+        assert trainer is not None
+        hear = trainer._from_leader
+
+        def hear_or_suspend(data: object) -> None:
+            if self.armed and trainer.is_answer(data):
+                self.armed = False
+                self.suspend()
+            trainer.run(lambda: hear(data))
+
+        trainer._session.ends[0].on_message = hear_or_suspend  # type: ignore[union-attr]
+
+    def suspend(self) -> None:
+        self.clockwork.counts["cold: suspended"] += 1
+        self.cut_off("r0")
+        host = self.hosts["r0"]
+        for process in (host.trainer, host.server):
+            assert process is not None
+            process.pause()
+            self.clockwork.at(9.0, process.resume)
+        self.clockwork.at(0.5, lambda: self.start_trainer("r1"))
+        self.clockwork.at(9.2, self.network.heal)
+
+
+class Stopped(ColdWorld):
+    """All members are stopped for less than their autonomy, as their servers say, while a newcomer comes."""
+
+    def choose(self) -> Settings:
+        return of(super().choose(), 3)
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.clockwork.at(1.0, lambda: self.kill_trainer("r2", 1.2) and None)
+
+    def strike(self) -> None:
+        self.clockwork.counts["cold: all members stopped"] += 1
+        for name in ("r0", "r1"):
+            trainer = self.hosts[name].trainer
+            assert trainer is not None
+            trainer.pause()
+            self.clockwork.at(3.5, trainer.resume)
+
+
+class Twins(ColdWorld):
+    """A second process of a living replica is started on another host, at times just when the first one's
+    session has ended. It must be refused, and the first one must not be disturbed."""
+
+    lasts = 6.0
+
+    def __init__(self, seed: int) -> None:
+        self.second: Trainer | None = None
+        self.at_a_reset = seed % 2 == 1
+        super().__init__(seed)
+
+    def strike(self) -> None:
+        if self.at_a_reset:
+            for lighthouse in self.lighthouses:
+                self.network.reset_between("r0", lighthouse)
+        server = self._start_server("r0", 100)
+        incarnation = self.hosts["r0"].incarnation + 1000
+        self.second = self.trainer_class(self.clockwork, self, "r0", incarnation, server)
+        self.by_key["r0", incarnation] = self.second
+
+    def exited(self, trainer: Trainer, code: int, reason: str) -> None:
+        if trainer is self.second:
+            taken = "taken by a living process" in reason
+            demand(taken, f"the second process ends with {code}: {reason}")
+            self.clockwork.counts["cold: a second process refused"] += 1
+            trainer.kill()
+            trainer.server.kill()
+            del self.by_key[trainer.host, trainer.incarnation]
+            self.network.death(trainer)
+            self.network.death(trainer.server)
+            return
+        demand("newer process" not in reason, f"{trainer.name} is ended by a second process: {reason}")
+        super().exited(trainer, code, reason)
+
+    def told(self, effect: lio.Tell) -> None:
+        super().told(effect)
+        demand(effect.kind != "condemned", f"{effect.about} is condemned for a second process: {effect.why}")
+
+
+class Tie(ColdWorld):
+    """Two of four replicas came later, and a bit of the state that these two have is wrong. Nobody is in the
+    majority: those go that have been here for less long."""
+
+    strikes, lasts = 5.0, 9.0
+
+    def choose(self) -> Settings:
+        return of(super().choose(), 4)
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        for name in ("r2", "r3"):
+            self.clockwork.at(1.0, lambda name=name: self.kill_trainer(name, 0.2) and None)
+        self.wrong: set[tuple[str, int]] = set()
+
+    def strike(self) -> None:
+        """Where all stand at the same step between two rounds; else in a moment."""
+        found = [self.hosts[name].trainer for name in ("r2", "r3")]
+        record = self.store.record
+        there = record is not None and len(record.roster) == 4 and not any(x.fresh for x in record.roster)
+        states = {t.main.digest for t in found if t is not None}
+        if not there or len(states) != 1:
+            self.clockwork.at(0.003, self.strike)
+            return
+        self.flipped = True
+        self.clockwork.counts["cold: a tie of digests"] += 1
+        for trainer in found:
+            assert trainer is not None
+            trainer.main.digest += FLIPPED
+            self.wrong.add((trainer.host, trainer.incarnation))
+
+    def told(self, effect: lio.Tell) -> None:
+        super().told(effect)
+        if self.wrong and effect.kind == "condemned" and "disagree" in effect.why:
+            late = effect.about in ("r2", "r3")
+            demand(late, f"{effect.about} has been here for longest and goes: {effect.why}")
+
+
+class Outsider(ColdWorld):
+    """A process that was in rounds of the last generation begins the next one, below them. It waits there for
+    another member before it enters a round."""
+
+    lasts = 12.0
+
+    def choose(self) -> Settings:
+        return of(super().choose(), 3, least=2)
+
+    def __init__(self, seed: int) -> None:
+        self.stage = 0
+        super().__init__(seed)
+
+    def strike(self) -> None:
+        self.stage = 1
+        self.faults._operate("evict", "r0")
+
+    def happened(self, what: str, host: str) -> None:
+        super().happened(what, host)
+        if (self.stage, what, host) == (1, "outside", "r0"):
+            self.stage = 2
+            self.clockwork.at(0.0, self.lose_the_others)
+        elif self.stage == 2 and what == "cold start":
+            self.stage = 3
+            self.clockwork.counts["cold: rounds of a generation before"] += 1
+            self.clockwork.at(0.0, lambda: self.kill_trainer("r1", 1.0) and None)
+
+    def lose_the_others(self) -> None:
+        for name, back_s in (("r1", 0.3), ("r2", 9.0)):
+            self.kill_server(name)
+            self.kill_trainer(name, back_s)
+
+
+KINDS: tuple[Callable[[int], World], ...] = (Ghosts, Suspended, Stopped, Twins, Tie, Outsider)
+
+
+def cold_world(seed: int) -> World:
+    """One of the kinds after the other; within a kind the variants follow each other."""
+    return KINDS[seed % len(KINDS)](seed // len(KINDS))
+
+
+def play(seed: int) -> None:
+    """Play one; raises what it finds."""
+    cold_world(seed).run()
+
+
+# --- deliberate bugs -----------------------------------------------------------------------------------
+
+Patch = pytest.MonkeyPatch
+
+
+def forget_who_was_replaced(patch: Patch) -> None:
+    """Contact is known by the replica's name alone."""
+    opened, hear = Liveness.opened, Liveness.hear
+
+    def heard(live: Liveness, pulse: m.Pulse, member: Entry | None, now: float) -> Any:
+        known = hear(live, pulse, member, now)
+        live.elsewhere.clear()
+        return known
+
+    patch.setattr(Liveness, "opened", lambda live, session, now, is_named: opened(live, session, now, False))
+    patch.setattr(Liveness, "hear", heard)
+
+
+def believe_whoever_vouches(patch: Patch) -> None:
+    """A host that ran any process of the replica vouches for all of them."""
+
+    def vouches(session: m.Session, member: Entry) -> bool:
+        return bool(session.predecessors)
+
+    patch.setattr("fabric.protocol.liveness.vouches", vouches)
+    patch.setattr(refusal, "vouches", vouches)
+
+
+def start_cold_after_half_the_autonomy(patch: Patch) -> None:
+    limit = leader_base.LeaderBase.out_of_sight_s.fget
+    assert limit is not None
+    patch.setattr(leader_base.LeaderBase, "out_of_sight_s", property(lambda leader: limit(leader) / 2))
+
+
+def date_contact_from_the_answer(patch: Patch) -> None:
+    def on_beat_reply(member: Member, message: m.BeatReply) -> None:
+        if member.contact.sent.pop(message.number, None) is not None:
+            member.contact.last = member._now
+
+    patch.setitem(member_handlers(), m.BeatReply, on_beat_reply)
+
+
+def member_handlers() -> dict[type, Any]:
+    from fabric.protocol import member as core
+
+    return core._FROM_LEADER
+
+
+def let_the_clock_stand_still_while_suspended(patch: Patch) -> None:
+    """As CLOCK_MONOTONIC does."""
+    lost: dict[Process, float] = {}
+    since: dict[Process, float] = {}
+    clock, pause, resume = Process.clock, Process.pause, Process.resume
+
+    def standing(process: Process) -> float:
+        return clock(process) - lost.get(process, 0.0) * process._rate
+
+    def paused(process: Process) -> None:
+        if process.alive and not process.paused:
+            since[process] = process.clockwork.now
+        pause(process)
+
+    def resumed(process: Process) -> None:
+        if process.paused:
+            lost[process] = lost.get(process, 0.0) + process.clockwork.now - since.pop(process)
+        resume(process)
+
+    patch.setattr(Process, "clock", standing)
+    patch.setattr(Process, "pause", paused)
+    patch.setattr(Process, "resume", resumed)
+
+
+def take_the_stopped_for_dead(patch: Patch) -> None:
+    confirmed = Liveness.confirmed
+
+    def ended(live: Liveness, member: Entry) -> str:
+        pulse = live._pulse(member)
+        stopped = pulse is not None and pulse.trainer == "stopped"
+        return confirmed(live, member) or ("it is stopped" if stopped else "")
+
+    patch.setattr(Liveness, "confirmed", ended)
+
+
+def believe_a_second_process(patch: Patch) -> None:
+    patch.setattr(refusal, "taken", lambda session, liveness, record, now: "")
+
+
+def let_the_longer_tenure_lose(patch: Patch) -> None:
+    tenure = deciding._tenure
+
+    def shorter(record: Any, digests: Mapping[str, str], digest: str) -> tuple[int, ...]:
+        return tuple(-epoch for epoch in tenure(record, digests, digest))
+
+    patch.setattr(deciding, "_tenure", shorter)
+
+
+def count_rounds_of_older_generations(patch: Patch) -> None:
+    patch.setattr(deciding, "_counts", lambda report, record: bool(report.round_epoch))
+
+
+def begin_before_all_servers_are_heard(patch: Patch) -> None:
+    """Nor by what the sessions say of them."""
+    patch.setattr(Liveness, "servers_to_hear", lambda live, roster, now: {})
+    held = Leader._held_states
+
+    def by_pulses_alone(leader: Leader, peers: list[Any]) -> Any:
+        return leader.liveness.whole(1 + len(peers[0].session.ranks)) or held(leader, peers)
+
+    patch.setattr(Leader, "_held_states", by_pulses_alone)
+
+
+MUTATIONS: dict[str, Callable[[Patch], None]] = {
+    f.__name__: f
+    for f in (
+        forget_who_was_replaced,
+        believe_whoever_vouches,
+        start_cold_after_half_the_autonomy,
+        date_contact_from_the_answer,
+        let_the_clock_stand_still_while_suspended,
+        take_the_stopped_for_dead,
+        believe_a_second_process,
+        let_the_longer_tenure_lose,
+        count_rounds_of_older_generations,
+    )
+}

@@ -1,0 +1,30 @@
+"""Worlds around the cold start: nobody who may still commit is passed over, and no held state is lost."""
+
+import pytest
+from sim import cold_worlds, noticing
+from sim.run import hunt
+from sim.world import run_seed
+
+SEEDS = 72
+MUTATION_SEEDS = 24
+# Plain worlds in which a cold start once went back behind a state that was held within reach.
+BASE_SEEDS = (230, 753, 985, 8000253, 8001949, 8003351)
+
+
+def test_no_cold_start_passes_anybody_over_or_loses_what_is_held():
+    counts, failures = hunt(0, SEEDS, "cold")
+    for name, number in sorted(counts.items()):
+        print(f"{number:9} {name}")
+    assert not failures, "\n".join(failures)
+    missing = [name for name in cold_worlds.REQUIRED if not counts[name]]
+    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+
+
+@pytest.mark.parametrize("name", sorted(cold_worlds.MUTATIONS))
+def test_the_simulator_notices(name):
+    noticing.find(cold_worlds.MUTATIONS[name], cold_worlds.play, MUTATION_SEEDS)
+
+
+@pytest.mark.parametrize("seed", BASE_SEEDS)
+def test_worlds_that_once_began_from_an_older_state_do_not(seed):
+    run_seed(seed)

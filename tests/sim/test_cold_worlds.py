@@ -5,7 +5,7 @@ from sim import cold_worlds, noticing
 from sim.run import hunt
 from sim.world import run_seed
 
-SEEDS = 72
+SEEDS = 48
 MUTATION_SEEDS = 24
 # Plain worlds in which a cold start once went back behind a state that was held within reach.
 BASE_SEEDS = (230, 753, 985, 8000253, 8001949, 8003351)

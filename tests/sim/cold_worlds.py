@@ -4,7 +4,7 @@ the leader must neither pass over who may still commit, nor go back behind what 
 Each world has one scripted fault and no other, so that nothing hides what it is about.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -392,15 +392,6 @@ def believe_a_second_process(patch: Patch) -> None:
     patch.setattr(refusal, "taken", lambda session, liveness, record, now: "")
 
 
-def let_the_longer_tenure_lose(patch: Patch) -> None:
-    tenure = deciding._tenure
-
-    def shorter(record: Any, digests: Mapping[str, str], digest: str) -> tuple[int, ...]:
-        return tuple(-epoch for epoch in tenure(record, digests, digest))
-
-    patch.setattr(deciding, "_tenure", shorter)
-
-
 def count_rounds_of_older_generations(patch: Patch) -> None:
     patch.setattr(deciding, "_counts", lambda report, record: bool(report.round_epoch))
 
@@ -426,7 +417,6 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
         let_the_clock_stand_still_while_suspended,
         take_the_stopped_for_dead,
         believe_a_second_process,
-        let_the_longer_tenure_lose,
         count_rounds_of_older_generations,
     )
 }

@@ -23,6 +23,7 @@ from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
 from fabric.lighthouse.tokens import Tokens, is_in_scope, token_required
 from fabric.lighthouse.view import job_line, job_view
+from fabric.lighthouse.write_probe import WriteProbe
 from fabric.runtime.browsers import pages_kept_out
 from fabric.runtime.web import Handler, errors_as_json, json_error, query_integer
 from fabric.store import Store
@@ -77,6 +78,7 @@ class Parts:
     metrics: metrics.Metrics
     probe: StoreProbe
     door: Door = field(default_factory=Door)
+    writes: WriteProbe | None = None
 
     def __post_init__(self) -> None:
         self.door.on_crowd = self.jobs.crowd
@@ -174,11 +176,13 @@ class Routes:
         parts, election = self._parts, self._parts.election
         reachable = await parts.probe.ask()
         leader = election.me if parts.leads else election.other
+        refusal = parts.writes.refusal if parts.writes is not None else ""
         return {
-            "ok": reachable and (parts.serves if parts.leads else leader is not None),
+            "ok": reachable and not refusal and (parts.serves if parts.leads else leader is not None),
             "is_leader": parts.leads,
             "leader": leader.url if leader else None,
             "store_reachable": reachable,
+            "store_takes_writes": not refusal,
             "id": election.me.id,
         }
 

@@ -206,7 +206,7 @@ def _assemble(
     election = Election(store, settings.namespace, settings.lease_s, hooks, lease_store=lease_store)
     writes = WriteProbe(store, f"{election.prefix}probe")
     tasks.start("write probe", writes.watch())
-    parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix))
+    parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix), writes=writes)
     metrics.observe(lambda: parts.leads, jobs.gauges)
     metrics.watch_writes(lambda: not writes.refusal)
     return parts, settled

@@ -11,6 +11,7 @@ from fabric.lighthouse.jobs import Jobs
 from fabric.lighthouse.metrics import Metrics
 from fabric.lighthouse.routes import Parts, StoreProbe, make_app
 from fabric.lighthouse.tokens import Tokens
+from fabric.lighthouse.write_probe import WriteProbe
 from fabric.protocol.leader import LeaderConfig
 from fabric.protocol.liveness import LivenessConfig
 from fabric.runtime.tasks import Tasks
@@ -121,7 +122,9 @@ async def lighthouse_on(
 
     hooks = Hooks(jobs.begin, end, followed.append, metrics.election_write)
     election = Election(store, "ns", lease_s, hooks, lease_store=lease_store, clock=clock)
-    parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix, every_s=0.0), door or Door())
+    writes = WriteProbe(store, f"{election.prefix}probe")
+    probe = StoreProbe(store, election.prefix, every_s=0.0)
+    parts = Parts(election, jobs, metrics, probe, door or Door(), writes)
     metrics.observe(lambda: parts.leads, jobs.gauges)
     app = make_app(parts, tokens)
     runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.5, cancel_abandoned=True)

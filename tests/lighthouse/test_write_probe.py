@@ -7,10 +7,13 @@ from typing import Any
 import aiohttp
 import pytest
 from etcd_process import EtcdMember, free_ports, require_etcd, wait_until
+from in_process import lighthouse_on
+from lighthouse_support import eventually
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.write_probe import WriteProbe
 from fabric.store import Delete, Put, Store, open_store
+from fabric.store.memory import MemorySpace, MemoryStore
 
 KEY = "/fabric/ns/probe"
 
@@ -102,3 +105,23 @@ async def make_room(member: EtcdMember, store: Store) -> None:
         await ask("/v3/maintenance/defragment", {})
         for alarm in (await ask("/v3/maintenance/alarm", {"action": "GET"}))["alarms"]:
             await ask("/v3/maintenance/alarm", {"action": "DEACTIVATE", **alarm})
+
+
+async def test_a_lighthouse_whose_store_refuses_writes_is_not_ready():
+    async with lighthouse_on(MemoryStore(MemorySpace())) as lighthouse, aiohttp.ClientSession() as http:
+
+        async def says(path: str) -> tuple[int, dict[str, Any]]:
+            async with http.get(lighthouse.url + path) as answer:
+                return answer.status, await answer.json()
+
+        async def is_ready() -> bool:
+            return (await says("/readyz"))[0] == 200
+
+        await eventually(is_ready, "the lighthouse to be ready")
+        assert (await says("/readyz"))[1]["store_takes_writes"] is True
+        assert lighthouse.parts.writes is not None
+        lighthouse.parts.writes.refusal = "database space exceeded"
+        status, body = await says("/readyz")
+        assert status == 503 and body["store_reachable"] and not body["store_takes_writes"]
+        assert (await says("/healthz"))[1]["ok"] is False
+        assert (await says("/livez"))[0] == 200, "a restart would not mend the store"

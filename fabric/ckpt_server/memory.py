@@ -76,9 +76,13 @@ class Slot:
         return bool(self.readers) or now - self.last_read < READ_PAUSE_S
 
     @contextmanager
-    def reading(self, abort: Callable[[], None]) -> Iterator[memoryview]:
+    def reading(self, abort: Callable[[], None], content: Content | None = None) -> Iterator[memoryview]:
         """The published bytes, for one transfer: it must hold no reference to them after the block. Raises
-        ConnectionResetError, and aborts it, where the trainer withdraws them at this moment."""
+        ConnectionResetError, and aborts it, where the trainer withdraws them at this moment, or has withdrawn
+        ``content``, which the reader came for (None: what is there now)."""
+        if content is not None and self.content is not content:
+            abort()
+            raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was read")
         content = self.content
         assert content is not None and self.region is not None
         reader = Reader(abort)

@@ -4,8 +4,11 @@ The transitions among them are logged too, whether there is a journal or not.
 
 Each line is one ``write`` on a file opened for appending, so that a SIGKILL loses at most the line being
 written; every incarnation of the replica appends to the same file. Written only where FABRIC_JOURNAL says.
+A disk that is full ends no trainer: what could not be written is counted, and the count is the first line
+(event ``lost``) when there is room again.
 """
 
+import errno
 import json
 import logging
 import os
@@ -34,6 +37,8 @@ class Journal:
         self._who = {"replica": replica, "incarnation": incarnation}
         self._descriptor = -1
         self._lock = threading.Lock()
+        self._path = path
+        self._torn, self._lost = False, 0
         if path is None:
             return
         try:
@@ -43,9 +48,11 @@ class Journal:
             if path.stat().st_size:
                 with path.open("rb") as file:
                     file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":
-                        os.write(self._descriptor, b"\n")
+                    self._torn = file.read(1) != b"\n"
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                log.warning("fabric: %s: there is no room for the journal %s: none is written", replica, path)
+                return
             raise ConfigError(f"the journal {path} cannot be written: {error.strerror}") from error
 
     @property
@@ -64,7 +71,32 @@ class Journal:
             return
         with self._lock:  # the clock is read and the line written as one, or lines go back in time
             body = {"event": event, "t": time.time(), "mono": time.monotonic(), **self._who, **values}
-            os.write(self._descriptor, json.dumps(body, separators=(",", ":")).encode() + b"\n")
+            try:
+                if self._lost:
+                    self._put({**body, "event": "lost", "lines": self._lost})
+                    self._lost = 0
+                self._put(body)
+            except OSError as error:
+                if not self._lost:
+                    log.warning(
+                        "fabric: %s: the journal %s cannot be written (%s): training goes on without it;"
+                        " make room, or mend that disk",
+                        self._who["replica"],
+                        self._path,
+                        error.strerror,
+                    )
+                self._lost += 1
+
+    def _put(self, body: Mapping[str, Any]) -> None:
+        """Write one line, whole. Raises OSError; what there is of a line then ends at the next one."""
+        line = json.dumps(body, separators=(",", ":")).encode() + b"\n"
+        if self._torn:
+            os.write(self._descriptor, b"\n")
+            self._torn = False
+        while line:
+            written = os.write(self._descriptor, line)
+            line = line[written:]
+            self._torn = bool(line)
 
     def commit(
         self, held: Hold, micro_batches: int, how: tuple[int, bool, bool], times: Mapping[str, float]

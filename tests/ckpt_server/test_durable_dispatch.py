@@ -1,5 +1,6 @@
 """The checkpoint server has durable checkpoints written: one at a time, never at the trainer's expense."""
 
+import asyncio
 import json
 import os
 import signal
@@ -14,8 +15,11 @@ from ckpt_server.test_durable_format import manifest_for, objects
 from ckpt_server.test_state import to_bytes
 from server_support import TOKEN, alive
 
+from fabric.ckpt_server.content import snapshot_content
+from fabric.ckpt_server.durable.dispatch import Dispatch, Persist
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.memory import SNAPSHOT, Memory
 from fabric.ckpt_server.state import capture
 from fabric.errors import Refused
 
@@ -131,3 +135,43 @@ def test_a_server_that_is_done_lets_its_writer_finish_and_one_that_is_killed_tak
     os.kill(other.pid, signal.SIGKILL)
     wait_for(lambda: not alive(writer), "the writer's end")
     assert steps(url) == [5]
+
+
+async def published(memory: Memory, step: int) -> None:
+    """Slot 0 holds the snapshot of this step."""
+    slot, file = memory.slot(SNAPSHOT, 0), bytes(to_bytes(capture(objects(step), step)))
+    await slot.withdraw()
+    region = await memory.allocate(slot, len(file))
+    os.pwrite(region.fd, file, 0)
+    memory.publish(slot, snapshot_content(manifest_for(file, step), region.view, "job", "http://here"))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_writer_that_comes_after_its_snapshot_was_withdrawn_gets_no_other_state(
+    tmp_path, monkeypatch, again
+):
+    start = asyncio.create_subprocess_exec
+    started = []
+
+    async def main() -> Dispatch:
+        memory = Memory()
+        await published(memory, 3)
+        dispatch = Dispatch("job", "r0", memory)
+
+        async def withdraw_first(*arguments, **options):
+            await memory.slot(SNAPSHOT, 0).withdraw()
+            if again:
+                await published(memory, 4)
+            started.append(await start("sleep", "600", **options))
+            return started[-1]
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", withdraw_first)
+        dispatch.start(Persist(1, 3, str(tmp_path), 1, 3))
+        await dispatch.finish()
+        memory.close()
+        return dispatch
+
+    dispatch = asyncio.run(main())
+    assert dispatch.failures == 1 and "its memory was needed for another snapshot" in dispatch.error
+    [process] = started
+    assert process.returncode == -signal.SIGKILL and not list(tmp_path.iterdir())

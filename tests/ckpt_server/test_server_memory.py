@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from server_support import (
@@ -18,7 +19,9 @@ from server_support import (
     wait_for,
 )
 
+from fabric.ckpt_server.same_host import HostMemory
 from fabric.errors import FabricError, ProtocolError, Refused
+from fabric.model import SnapshotRef
 from fabric.runtime.host_memory import available_bytes
 
 NBYTES = 40_000_000
@@ -72,6 +75,25 @@ def test_a_withdrawn_slot_ends_its_readers_and_they_never_see_what_is_written_ne
     assert fetch(handle.url, "/v1/snapshots/1/data").status == 409
     text = fetch(handle.url, "/metrics").body.decode()
     assert 'fabric_ckpt_aborted_transfers_total{kind="snapshot"} 3.0' in text
+
+
+def test_who_comes_after_a_snapshot_was_withdrawn_is_refused_and_not_given_the_older_one(attach):
+    handle = attach()
+    for slot, step in ((0, 1), (1, 2)):
+        publish(handle, slot, snapshot_file(1 << 20, step), step)
+    told = fetch(handle.url, "/v1/snapshots/latest/manifest").json
+    tag = fetch(handle.url, "/v1/snapshots/latest/data").headers["ETag"]
+    place, state = urlsplit(handle.url).netloc, SnapshotRef(told["generation"], 2, told["digest"])
+    near = HostMemory.find(place, state, "", told["nbytes"])
+    assert near is not None
+    near.close()
+    handle.begin("snapshot", 1)
+    path = told["url"].removeprefix(handle.url)
+    for answer in (fetch(handle.url, path), fetch(handle.url, "/v1/snapshots/2/manifest")):
+        assert (answer.status, answer.json["gone"], answer.json["available"]) == (409, True, [1])
+    # Who says only "the latest" says which one it means by its tag, and is refused the older one.
+    assert fetch(handle.url, "/v1/snapshots/latest/data", If_Match=tag).status == 412
+    assert HostMemory.find(place, state, "", told["nbytes"]) is None
 
 
 def test_a_reader_sees_one_step_whole_or_less_while_the_slot_is_rewritten_all_the_time(attach):

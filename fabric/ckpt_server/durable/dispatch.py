@@ -27,6 +27,11 @@ log = logging.getLogger(__name__)
 
 _MAX_REPORT_BYTES = 1 << 20
 _MAX_ERROR_CHARACTERS = 500
+_OVERTAKEN = {
+    "ok": False,
+    "error": "its memory was needed for another snapshot before the one before was written: write them less"
+    " often, or to faster storage",
+}
 # Where this very package is imported from, installed or not.
 _HERE = Path(fabric.__file__).resolve().parent.parent
 
@@ -125,13 +130,10 @@ class Dispatch:
     async def _write(self, request: Persist) -> dict[str, Any]:
         slot = self._memory.find(SNAPSHOT, request.step, request.generation)
         if slot is None:
-            return {
-                "ok": False,
-                "error": "its memory was needed for another snapshot before the one before was written: write"
-                " them less often, or to faster storage",
-            }
-        assert slot.content is not None and slot.region is not None
-        manifest = _manifest(slot.content.manifest)
+            return dict(_OVERTAKEN)
+        content = slot.content
+        assert content is not None and slot.region is not None
+        manifest = _manifest(content.manifest)
         digest = state_digest(manifest)
         order = Order(
             request.url,
@@ -159,18 +161,22 @@ class Dispatch:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
-        with slot.reading(kill):
-            try:
+        try:
+            # While the process was started the slot may have been given to another snapshot.
+            with slot.reading(kill, content):
                 body = {"order": asdict(order), "manifest": manifest}
                 with contextlib.suppress(ConnectionError):
                     process.stdin.write(json.dumps(body).encode() + b"\n")
                     await process.stdin.drain()
                 report = await process.stdout.read(_MAX_REPORT_BYTES)
                 code = await process.wait()
-            except BaseException:
-                kill()
-                await process.wait()
-                raise
+        except ConnectionResetError:
+            await process.wait()
+            return dict(_OVERTAKEN)
+        except BaseException:
+            kill()
+            await process.wait()
+            raise
         return {**_parsed(report, code), "digest": digest}
 
 

@@ -131,6 +131,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "joined": {"epoch": _is_count, "step": _is_count},
     "finish": {"step": _is_count},
+    "lost": {"lines": _is_count},
     "stop": {"code": _is_integer},
 }
 
@@ -234,7 +235,12 @@ def parse_journal(replica: str, content: bytes) -> Journal:
         if line is None:
             broken.append(problem)
             continue
-        if torn is not None and line.event != "start":
+        if line.event == "lost":
+            lost = line.integer("lines")
+            broken.append(
+                f"{line.place} says that {lost} lines before it could not be written: nobody knows them."
+            )
+        if torn is not None and line.event not in ("start", "lost"):
             broken.append(_unreadable(replica, torn))
         if not whole and line.event != "start":
             broken.append(_unreadable(replica, number))

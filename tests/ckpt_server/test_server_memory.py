@@ -36,7 +36,7 @@ class SlowReader:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         self._socket.settimeout(20)
         self._socket.connect((host, int(port)))
-        self._socket.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        self._socket.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
         self.body = b""
         while b"\r\n\r\n" not in self.body:
             self.body += self._socket.recv(4096)

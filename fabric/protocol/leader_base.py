@@ -27,6 +27,7 @@ from fabric.protocol import messages as m
 from fabric.protocol.assignment import seated, waits_for_data
 from fabric.protocol.link_graph import Healing
 from fabric.protocol.liveness import Liveness, LivenessConfig, Peer
+from fabric.protocol.news import News
 from fabric.protocol.waits import Lateness, Reforms
 
 # Seconds without any event, though a deadline is due at least twice in them, after which a leader takes it
@@ -117,23 +118,6 @@ class Setback:
 
     times: int = 0
     until: float = 0.0
-
-
-class News:
-    """The record in force as the messages that tell it, made once: all members get the same objects."""
-
-    def __init__(self, record: Record, before: Record | None) -> None:
-        self.record = record
-        self.whole = m.Epoch(record, changes=True)
-        self._again = changes.change(record, record)
-        self.change = self.whole if before is None else changes.change(before, record)
-
-    def told_to(self, session: m.Session) -> m.Epoch | m.Change:
-        """What a session that begins is told: no more of the roster than it lacks."""
-        for told in (self._again, self.change):
-            if isinstance(told, m.Change) and told.before == session.roster:
-                return told
-        return self.whole
 
 
 class LeaderBase:

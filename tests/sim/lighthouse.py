@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, cast
 
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection, decode, encode
-from sim.store import LEASE_S, Reach
+from sim.store import Reach
 
 from fabric.model import Orders, Record
 from fabric.protocol import leader_io as io
@@ -57,7 +57,7 @@ class Lighthouse(Process):
     def _acquired(self, revision: int, sent: float) -> None:
         if revision == 0 or self.core is not None:
             return
-        self.revision, self.lease_end = revision, sent + LEASE_S * 0.8
+        self.revision, self.lease_end = revision, sent + self.store.lease_s * 0.8
         self.core = Leader(
             "job", self.config, random.Random(f"{self.clockwork.seed}/{revision}"), self.clock()
         )
@@ -78,7 +78,7 @@ class Lighthouse(Process):
         if self.core is None or self.revision != revision:
             return
         if ok:
-            self.lease_end = sent + LEASE_S * 0.8
+            self.lease_end = sent + self.store.lease_s * 0.8
         else:
             self._step_down("its lease has ended")
 

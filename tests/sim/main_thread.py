@@ -40,6 +40,11 @@ class MainThread:
         self.streaming = False  # whether the last backward of an order runs
         self.given: tuple[int, tuple[int, ...]] = (-1, ())  # step and gradient that was reduced where it lay
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is in the user's code, or at work for it."""
+        return self._busy
+
     def start(self) -> None:
         """What ``attach`` and the first ``_ready`` do."""
         if not self.trainer.server.memory.snapshots:

@@ -18,6 +18,7 @@ from sim.cold_worlds import cold_world
 from sim.durable_worlds import DurableWorld
 from sim.end_worlds import EndWorld
 from sim.late_worlds import late_world
+from sim.link_worlds import CalmWorld, LinkWorld
 from sim.mixed_worlds import MixedWorld
 from sim.order_worlds import OrderWorld
 from sim.parted_worlds import PartedWorld
@@ -40,6 +41,8 @@ KINDS: dict[str, Callable[[int], World]] = {
     "end": EndWorld,
     "mixed": MixedWorld,
     "cold": cold_world,
+    "links": LinkWorld,
+    "calm": CalmWorld,
 }
 
 

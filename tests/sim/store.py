@@ -38,6 +38,7 @@ class Store:
         self.cut: set[str] = set()  # lighthouses that do not reach it, while members reach them
         self.before_write: Callable[[int], None] | None = None  # given the writer's election
         self.under_way = 0
+        self.lease_s = LEASE_S
 
     @property
     def record(self) -> Record | None:
@@ -54,7 +55,7 @@ class Store:
     def restart(self) -> None:
         self.down = False
         if self.holder and self.clockwork.now < self.expires:
-            self.expires = self.clockwork.now + LEASE_S
+            self.expires = self.clockwork.now + self.lease_s
 
     def wipe(self, name: str) -> None:
         """An empty store takes its place: its record and the election key are gone."""
@@ -83,7 +84,7 @@ class Store:
                 answer(0)
                 return
             self.revision += 1
-            self.holder, self.expires = name, self.clockwork.now + LEASE_S
+            self.holder, self.expires = name, self.clockwork.now + self.lease_s
             self.clockwork.counts["elections"] += 1
             self.checks.elected(self.revision)
             answer(self.revision)
@@ -98,7 +99,7 @@ class Store:
                 return
             mine = self.revision == revision and self.clockwork.now < self.expires
             if mine:
-                self.expires = self.clockwork.now + LEASE_S
+                self.expires = self.clockwork.now + self.lease_s
             answer(mine)
 
         self._soon(apply, lambda: None)

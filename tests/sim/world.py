@@ -14,7 +14,7 @@ from sim.faults import Aims, Faults
 from sim.lighthouse import Lighthouse
 from sim.network import Network
 from sim.server import Server, digest_of
-from sim.store import Store
+from sim.store import LEASE_S, Store
 from sim.trainer import Trainer
 
 from fabric.model import EVERYTHING, Death, Ended, Policy, Sharing, SnapshotRef
@@ -80,6 +80,7 @@ class World:
 
     trainer_class = Trainer
     has_one_lane = True  # whether a snapshot of one server is a whole state
+    lease_s = LEASE_S  # how long a lighthouse leads that does not renew it
     patience = 1  # how much longer than usual a step may take here
 
     def __init__(
@@ -100,6 +101,7 @@ class World:
         self.checks.cold_starts = ColdStarts(self)
         self.network = Network(self.clockwork)
         self.store = Store(self.clockwork, self.checks)
+        self.store.lease_s = self.lease_s
         # Some jobs end while things go wrong; the others end when everything is well again.
         self.ends_early = not faultless and self.clockwork.chance(0.15)
         self.until = self.clockwork.random.randrange(3, 25) if self.ends_early else 10**9

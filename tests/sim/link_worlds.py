@@ -1,0 +1,184 @@
+"""Worlds whose network is only partly there: link graphs that are not transitive, split, one-way or flapping,
+for long. Nothing else goes wrong, so *availability* is checked: while some set of members that fulfils the
+minimum reaches each other and a lighthouse, steps commit within a bound. The status sentence must be true
+meanwhile, and nobody may be left out who is no end of a cut link.
+
+And calm worlds, in which lighthouses and the store fail and every replica is well: nobody may be evicted.
+"""
+
+import itertools
+import re
+from dataclasses import replace
+
+from sim.checkers import demand
+from sim.world import Settings, World
+
+from fabric.lighthouse.reasons import waiting_for
+from fabric.protocol import leader_io
+
+KINDS = ("pair", "split", "one way", "chain", "star", "flapping")
+REQUIRED = (*(f"links: {kind}" for kind in KINDS), "links: left out")
+CALM_FAULTS = ("lighthouse crash", "lighthouse pause", "store down", "store restart")
+
+FAULT_S = 14.0
+LOOK_S = 0.25
+# An end of a connection gives it up within 2.4 s here, complaints take 0.3 s; another cut may show later.
+BOUND_S = 7.0
+LONG_S = 3.0
+FLAP_S = 2.6
+
+Pair = tuple[str, str]
+
+
+class LinkWorld(World):
+    """One graph of cut links for some time."""
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        self.kind = KINDS[seed % len(KINDS)]
+        self.cut: dict[Pair, float] = {}  # both ends in order -> when it was last cut
+        self.left_out: list[str] = []
+        self.progress = (0, 0.0)  # steps committed, and since when there are so many
+        super().__init__(seed, tracing, faultless=True)
+        self.faults.over, self.faults.not_before = False, FAULT_S + 4.0
+        self.clockwork.at(self.clockwork.between(2.0, 2.5), self._begin)
+
+    def choose(self) -> Settings:
+        found = super().choose()
+        replicas = max(4, found.replicas)
+        policy = replace(found.leader.policy, start_replicas=replicas)
+        leader = replace(found.leader, policy=policy)
+        return replace(
+            found, replicas=replicas, micro_batches=max(replicas, found.micro_batches), leader=leader
+        )
+
+    # --- the graph ---------------------------------------------------------------------------------
+
+    def _ways(self) -> list[Pair]:
+        """(from, to) of what is lost."""
+        names = sorted(self.hosts)
+        self.clockwork.random.shuffle(names)
+        half = len(names) // 2
+        pairs = {
+            "pair": [(names[0], names[1])],
+            "flapping": [(names[0], names[1])],
+            "one way": [(names[0], names[1])],
+            "split": list(itertools.product(names[:half], names[half:])),
+            "chain": list(itertools.pairwise(names)),
+            "star": [(names[0], other) for other in names[1:]],
+        }[self.kind]
+        return pairs if self.kind == "one way" else [way for a, b in pairs for way in ((a, b), (b, a))]
+
+    def _begin(self) -> None:
+        self.clockwork.counts[f"links: {self.kind}"] += 1
+        self.progress = (self._steps_committed(), self.clockwork.now)
+        ways, until = self._ways(), self.clockwork.now + FAULT_S
+        self._block(ways)
+        if self.kind == "flapping":
+            self.clockwork.at(FLAP_S, lambda: self._flap(ways, until, whole=True))
+        self.clockwork.at(LOOK_S, lambda: self._look(until))
+
+    def _block(self, ways: list[Pair]) -> None:
+        for a, b in ways:
+            self.network.block(a, b)
+
+    def _flap(self, ways: list[Pair], until: float, whole: bool) -> None:
+        if self.clockwork.now >= until:
+            return
+        if whole:
+            self.network.heal()
+        else:
+            self._block(ways)
+        self.clockwork.at(FLAP_S, lambda: self._flap(ways, until, not whole))
+
+    # --- what is demanded --------------------------------------------------------------------------
+
+    def _steps_committed(self) -> int:
+        return sum(self.checks.commits.values())
+
+    def _look(self, until: float) -> None:
+        now = self.clockwork.now
+        for a, b in self.network.blocked:
+            self.cut[min(a, b), max(a, b)] = now
+        steps = self._steps_committed()
+        if steps > self.progress[0]:
+            self.progress = (steps, now)
+        stands_s = now - self.progress[1]
+        if stands_s > LONG_S:
+            self._check_sentence(stands_s)
+        if stands_s > BOUND_S and self._most_together(now - BOUND_S) >= self.settings.min_replicas:
+            demand(
+                False, f"availability: nothing committed for {stands_s:.1f} s ({self.kind}), and some could"
+            )
+        if now < until:
+            self.clockwork.at(LOOK_S, lambda: self._look(until))
+        else:
+            self._end()
+
+    def _most_together(self, since: float) -> int:
+        """How many reach each other, and have all the time."""
+        cut = {pair for pair, at in self.cut.items() if at >= since}
+        names = sorted(t.host for t in self.living())
+        for size in range(len(names), 0, -1):
+            for some in itertools.combinations(names, size):
+                if not any(pair in cut for pair in itertools.combinations(some, 2)):
+                    return size
+        return 0
+
+    def _check_sentence(self, stands_s: float) -> None:
+        lighthouse = next((x for x in self.lighthouses.values() if x.leads and x.core is not None), None)
+        if lighthouse is None or lighthouse.core is None:
+            return
+        self.clockwork.counts["links: nothing committed for long"] += 1
+        said = waiting_for(lighthouse.core, lighthouse.clock())
+        demand(
+            not said.startswith("nothing"),
+            f"status says {said!r}, and nothing committed for {stands_s:.1f} s",
+        )
+        named = re.match(r"(\w+)(?: \(and \d+ more\))?, in user code", said)
+        if named is not None:
+            trainer = self.hosts[named[1]].trainer
+            there = trainer is not None and trainer.main.is_busy
+            demand(there, f"status says {said!r}, and {named[1]} is not in user code")
+
+    def told(self, effect: leader_io.Tell) -> None:
+        super().told(effect)
+        if effect.kind == "condemned":
+            ends = {name for pair in self.cut for name in pair}
+            demand(
+                effect.about in ends, f"{effect.about} is left out ({effect.why}), and no link of it is cut"
+            )
+            self.left_out.append(effect.about)
+            self.clockwork.counts["links: left out"] += 1
+
+    def _end(self) -> None:
+        changes = len(self.left_out)
+        if self.kind in ("pair", "one way", "flapping"):
+            demand(changes <= 1, f"one cut link ({self.kind}) cost {changes} changes: {self.left_out}")
+        demand(changes < 2 * len(self.hosts), f"{self.kind}: left out again and again: {self.left_out}")
+        self.network.heal()
+
+
+class CalmWorld(World):
+    """Lighthouses crash and are stopped, the store is away, and every replica is well."""
+
+    lease_s = 4.0  # a leader that was stopped for some seconds still leads then
+
+    def choose(self) -> Settings:
+        """With time enough for every fault: nobody ends for want of a lighthouse."""
+        found = super().choose()
+        member = replace(found.member, autonomy_s=120.0)
+        return replace(found, member=member, leader=replace(found.leader, autonomy_s=120.0))
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        super().__init__(seed, tracing, faultless=True)
+        self.faults.over, self.faults.not_before = False, 16.0
+        at = 1.5
+        while at < 12.0:
+            kind = self.clockwork.random.choice(CALM_FAULTS)
+            self.clockwork.at(at, lambda kind=kind: self.faults.strike(kind))
+            at += self.clockwork.between(1.0, 5.0)
+
+    def told(self, effect: leader_io.Tell) -> None:
+        super().told(effect)
+        if effect.kind == "condemned":
+            demand(False, f"{effect.about} is evicted ({effect.why}), and every replica is well")

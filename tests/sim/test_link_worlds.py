@@ -1,0 +1,73 @@
+"""Whoever can go on goes on while links are cut, status says what is missing, and nobody well is evicted."""
+
+from collections.abc import Callable
+
+import pytest
+from sim import link_worlds, noticing
+from sim.link_worlds import CalmWorld, LinkWorld
+from sim.run import hunt
+
+from fabric.protocol import leader as leader_core
+from fabric.protocol.leader import Leader
+from fabric.protocol.link_graph import Healing
+from fabric.protocol.liveness import Liveness
+
+SEEDS = 24
+CALM_SEEDS = 40
+MUTATION_SEEDS = 40
+Patch = pytest.MonkeyPatch
+
+
+def test_steps_commit_while_some_reach_each_other_and_status_says_what_is_missing():
+    counts, failures = hunt(0, SEEDS, "links")
+    assert not failures, "\n".join(failures)
+    missing = [name for name in link_worlds.REQUIRED if not counts[name]]
+    assert not missing, f"never happened in {SEEDS} seeds: {missing}"
+
+
+def test_nobody_is_evicted_while_only_lighthouses_and_the_store_fail():
+    counts, failures = hunt(0, CALM_SEEDS, "calm")
+    assert not failures, "\n".join(failures)
+    missing = [kind for kind in link_worlds.CALM_FAULTS if not counts[f"fault: {kind}"]]
+    assert not missing, f"never happened in {CALM_SEEDS} seeds: {missing}"
+
+
+def leave_nobody_out_for_a_link(patch: Patch) -> None:
+    patch.setattr(Leader, "_leave_out_unreachable", lambda leader, record: False)
+
+
+def let_in_whoever_asks(patch: Patch) -> None:
+    """Whether it reaches the members or not."""
+    patch.setattr(Leader, "_cut_off", lambda leader, record, peer: "")
+
+
+def let_in_as_soon_as_a_link_is_whole(patch: Patch) -> None:
+    """A link that flaps costs a change every time."""
+    patch.setattr(Healing, "is_calm", lambda healing, process, now: True)
+
+
+def no_credit_after_an_election(patch: Patch) -> None:
+    """All who are not back yet are evicted."""
+    patch.setattr(Liveness, "credit_end", property(lambda liveness: float("-inf")))
+
+
+def a_leader_that_was_away_accuses(patch: Patch) -> None:
+    patch.setattr(leader_core, "DEAF_S", 1e9)
+
+
+LINKS = (
+    leave_nobody_out_for_a_link,
+    let_in_whoever_asks,
+    let_in_as_soon_as_a_link_is_whole,
+)
+CALM = (no_credit_after_an_election, a_leader_that_was_away_accuses)
+
+
+@pytest.mark.parametrize("mutate", LINKS, ids=lambda mutate: mutate.__name__)
+def test_these_worlds_notice_who_is_left_out_or_let_in_wrongly(mutate: Callable[[Patch], None]):
+    noticing.find(mutate, lambda seed: LinkWorld(seed).run(), MUTATION_SEEDS)
+
+
+@pytest.mark.parametrize("mutate", CALM, ids=lambda mutate: mutate.__name__)
+def test_calm_worlds_notice_an_eviction_without_a_cause(mutate: Callable[[Patch], None]):
+    noticing.find(mutate, lambda seed: CalmWorld(seed).run(), MUTATION_SEEDS)

@@ -80,9 +80,8 @@ class Driver(Generic[EventT, EffectT]):
             raise
 
     def close(self) -> None:
-        """Feed nothing more."""
+        """Feed nothing more. The queue stays as it is: a thread that works may be about to take from it."""
         self._closed = True
-        self._queue.clear()
         self._on_loop(self._disarm)
 
     def _take_turns(self) -> None:

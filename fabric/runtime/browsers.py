@@ -53,7 +53,9 @@ def pages_kept_out(names: Iterable[str] = ()) -> Middleware:
             raise web.HTTPForbidden(
                 text="a page of another site may not ask here: use the service's own page, or a token file"
             )
-        if request.method not in _READS and request.content_type != "application/json":
+        # A path or method that does not exist is refused by its own error, with the methods that are allowed.
+        has_body = request.match_info.http_exception is None and request.method not in _READS
+        if has_body and request.content_type != "application/json":
             raise ProtocolError(
                 "without a token a body must say that it is JSON: send the header"
                 " Content-Type: application/json"

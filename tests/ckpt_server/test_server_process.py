@@ -309,7 +309,7 @@ def test_sigterm_ends_it_while_a_reader_hangs(attach):
     publish(handle, 0, file, 3)
     host, port = handle.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as reader:
-        reader.sendall(b"GET /v1/snapshots/3/data HTTP/1.1\r\nHost: x\r\n\r\n")
+        reader.sendall(b"GET /v1/snapshots/3/data HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         reader.recv(1)
         os.kill(handle.pid, signal.SIGTERM)
         _, status = os.waitpid(handle.pid, 0)

@@ -86,7 +86,7 @@ class Reader:
 
     async def ask(self, path: str, head: str = "") -> None:
         await asyncio.get_running_loop().sock_sendall(
-            self.line, f"GET {path} HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode()
+            self.line, f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{head}\r\n".encode()
         )
 
     async def read(self, nbytes: int) -> None:

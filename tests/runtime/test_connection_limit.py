@@ -249,7 +249,7 @@ def test_a_handshake_that_does_not_end_is_idle_too(run, tmp_path):
 @in_every_loop
 async def test_a_body_that_does_not_come_is_no_request_under_way():
     async with service() as found:
-        head = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n12"
+        head = b"POST /body HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n\r\n12"
         with strangers(found.port, 1, head) as (first,):
             await found.asked.wait()
             with strangers(found.port, 4, b""):

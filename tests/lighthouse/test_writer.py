@@ -5,7 +5,7 @@ import threading
 import pytest
 from etcd_process import running_etcd
 
-from fabric.errors import StoreError, StoreUnavailable
+from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.writer import Writer
 from fabric.store import Compare, Put, open_store
 from fabric.store.memory import MemorySpace, MemoryStore
@@ -71,3 +71,37 @@ async def test_a_store_that_was_wiped_is_written_to_again(tmp_path):
             await writer.commit([], [Put("/a", b"2")])
         assert await writer.commit([Compare("/a", create_revision=0)], [Put("/a", b"2")]) is not None
         await writer.close()
+
+
+@pytest.mark.parametrize("is_applied", [False, True])
+@pytest.mark.parametrize(
+    ("error", "connects"), [(StoreUnavailable, 1), (StoreIndefinite, 1), (LeaseGone, 1), (StoreError, 2)]
+)
+async def test_each_failure_reaches_the_caller_once_and_the_next_write_is_made(error, connects, is_applied):
+    """Only an error that may come from another store than before costs the connection."""
+    asked = []
+
+    class Failing(MemoryStore):
+        async def connect(self):
+            asked.append("connect")
+            return await super().connect()
+
+        async def commit(self, compares, operations):
+            if operations[0].key != "/a":
+                return await super().commit(compares, operations)
+            asked.append("commit")
+            if asked.count("commit") > 1:
+                return await super().commit(compares, operations)
+            if is_applied:
+                await super().commit(compares, operations)
+            raise error("as the test wants it")
+
+    space = MemorySpace()
+    writer = Writer(Failing(space))
+    with pytest.raises(error, match="as the test wants it"):
+        await writer.commit([Compare("/a", create_revision=0)], [Put("/a", b"1")])
+    assert (space.get("/a") is not None) == is_applied
+    again = await writer.commit([Compare("/a", create_revision=0)], [Put("/a", b"2")])
+    assert (again is None) == is_applied, "the guard of the caller decides"
+    assert asked.count("connect") == connects and asked.count("commit") == 2
+    await writer.close()

@@ -1,0 +1,343 @@
+"""Two lighthouses, three members and a store of which one operation goes wrong, in a loop whose clock leaps.
+
+Election, records and jobs are the shipping classes; the store is the twin in memory. Nothing waits for real
+time: where nobody has anything to do, the clock goes on to the next timer.
+"""
+
+import asyncio
+import selectors
+from dataclasses import dataclass, field
+
+from fabric.errors import FabricError, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.lighthouse.connection import Connection
+from fabric.lighthouse.election import Election, Hooks, Term
+from fabric.lighthouse.jobs import Jobs
+from fabric.lighthouse.metrics import Metrics
+from fabric.lighthouse.records import record_key
+from fabric.model import Policy, Record
+from fabric.protocol import messages as m
+from fabric.protocol import wire
+from fabric.protocol.leader import LeaderConfig
+from fabric.protocol.liveness import LivenessConfig
+from fabric.runtime.tasks import Tasks
+from fabric.store import Put
+from fabric.store.memory import MemorySpace, MemoryStore
+
+LEASE_S = 5.0
+REPLICAS = ("r0", "r1", "r2")
+RECORD = record_key("ns", "job")
+ELECTION = "/fabric/ns/election/"
+_PERIOD_S = 0.25
+_LATE_S = 12.0
+
+
+class _Selector(selectors.SelectSelector):
+    """Never waits; says how long it was to."""
+
+    leapt = 0.0
+
+    def select(self, timeout: float | None = None) -> list:
+        found = super().select(0)
+        if not found:
+            assert timeout is not None, "nobody has anything left to do"
+            self.leapt += timeout + 1e-6 if timeout > 0 else 0.0
+        return found
+
+
+class LeapingLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._leaping = _Selector()
+        super().__init__(self._leaping)
+
+    def time(self) -> float:
+        return 1000.0 + self._leaping.leapt
+
+
+@dataclass
+class Fault:
+    """What happens to operation ``number`` (from 1), of those named ``of`` where that is given, whichever
+    handle asks for it. ``cut``: that handle
+    reaches the store no more for a while, and what it asked for meanwhile arrives all at once."""
+
+    number: int
+    kind: str
+    of: str = ""
+    seen: list[str] = field(default_factory=list)
+    cut: tuple[object, float] | None = None  # the handle, and until when
+
+
+KINDS = ("refused", "unreachable", "lost answer", "lost", "late", "very late", "slow", "cut")
+
+
+class FaultyStore(MemoryStore):
+    def __init__(self, world: "World", name: str) -> None:
+        super().__init__(world.space)
+        self._world, self.name = world, name
+
+    async def get(self, key):
+        return await self._do(f"get {key}", lambda: self.space.get(key))
+
+    async def list(self, prefix):
+        return await self._do(f"list {prefix}", lambda: self.space.find(prefix))
+
+    async def commit(self, compares, operations):
+        return await self._do(f"commit {operations[0].key}", lambda: self._apply(compares, operations))
+
+    async def grant_lease(self, ttl_s):
+        return await self._do("grant", lambda: self.space.grant(ttl_s))
+
+    async def keep_alive(self, lease_id):
+        return await self._do("keep alive", lambda: self.space.keep_alive(lease_id))
+
+    async def revoke(self, lease_id):
+        return await self._do("revoke", lambda: self.space.end_lease(lease_id))
+
+    def _apply(self, compares, operations):
+        revision = self.space.commit(compares, operations)
+        if revision is not None:
+            self._world.applied(self.name, operations)
+        return revision
+
+    async def _do(self, what, work):
+        fault, loop = self._world.fault, asyncio.get_running_loop()
+        fault.seen.append(what)
+        count = fault.seen.count(fault.of) if fault.of else len(fault.seen)
+        kind = fault.kind if count == fault.number and fault.of in ("", what) else ""
+        if kind == "cut":
+            fault.cut = self, loop.time() + _LATE_S
+        if fault.cut is not None and fault.cut[0] is self and (left := fault.cut[1] - loop.time()) > 0:
+            # It arrives in the end, also where whoever asked has given up by then.
+            return await asyncio.shield(self._world.later(left, work))
+        if kind == "refused":
+            raise StoreError("the disk is full")
+        if kind == "unreachable":
+            raise StoreUnavailable("the store has no leader")
+        if kind == "lost":
+            raise StoreIndefinite("the connection was lost")
+        if kind == "lost answer":
+            work()
+            raise StoreIndefinite("the connection was lost")
+        if kind in ("late", "very late"):
+            self._world.later(0.02 if kind == "late" else _LATE_S, work)
+            raise StoreIndefinite("no answer in time")
+        if kind == "slow":
+            await asyncio.sleep(2.0)
+        return work()
+
+
+class _Socket:
+    """Both ends of a connection: what ``Connection`` writes goes to the member."""
+
+    def __init__(self, member: "Member", lighthouse: "Lighthouse") -> None:
+        self._member, self._lighthouse = member, lighthouse
+
+    def write(self, frame: bytes) -> None:
+        head = {126: 4, 127: 10}.get(frame[1], 2)
+        self._member.told(self._lighthouse, wire.decode(frame[head:]))
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        pass
+
+    async def close(self, code: int, message: bytes) -> None:
+        pass
+
+
+class Member:
+    """Says what a member says until it has entered the first round of an epoch."""
+
+    def __init__(self, world: "World", replica: str) -> None:
+        self._world, self.replica = world, replica
+        self.newest: Record | None = None
+        self.runs_in = 0
+        self.dies = False
+        self._inbox: list[m.LeaderMessage] = []
+
+    def told(self, lighthouse: "Lighthouse", message: m.LeaderMessage) -> None:
+        if isinstance(message, m.Epoch):
+            self._world.announced(lighthouse, message.record)
+        self._inbox.append(message)
+
+    async def live(self) -> None:
+        while not self.dies:
+            lighthouse = next((x for x in self._world.lighthouses if x.serves), None)
+            if lighthouse is not None:
+                await self._speak(lighthouse)
+            await asyncio.sleep(_PERIOD_S)
+
+    async def _speak(self, lighthouse: "Lighthouse") -> None:
+        socket = _Socket(self, lighthouse)
+        connection = Connection(socket, socket)
+        self._inbox = []
+        job = lighthouse.jobs.find_or_make("job")
+        if not job.open(connection, self._session(), Policy(start_replicas=len(REPLICAS))):
+            return
+        beats = 0
+        while not connection.is_ending:
+            for message in self._inbox:
+                self._answer(job, connection, message)
+            self._inbox = []
+            if self.dies and self.newest is not None:
+                job.hear(connection, m.Fallen(self.newest.fence, "its process ends"))
+                job.closed(connection)
+                connection.forget()
+            elif self.newest is not None:
+                beats, fence = beats + 1, self.newest.fence
+                beat = m.Beat(beats, fence.epoch, fence.generation, self.newest.base.step, phase="run")
+                job.hear(connection, beat)
+            await asyncio.sleep(_PERIOD_S)
+        job.closed(connection)
+
+    def _session(self) -> m.Session:
+        held = self.newest.fence if self.newest is not None else None
+        return m.Session(
+            replica=self.replica,
+            incarnation=1,
+            generation=held.generation if held is not None else 0,
+            step=0,
+            digest="",
+            epoch=held.epoch if held is not None else 0,
+            link=f"{self.replica}.test:9000",
+            ckpt=f"http://{self.replica}.test:9999",
+            micro_batches=6,
+        )
+
+    def _answer(self, job, connection, message: m.LeaderMessage) -> None:
+        if isinstance(message, m.Epoch):
+            self.newest = message.record
+            fence = message.record.fence
+            if self.runs_in == fence.epoch:
+                job.hear(connection, m.Running(fence, message.record.base.step))
+            else:
+                report = m.Report(fence, fence.generation, 0, "", 0, 0, (), False, "", ())
+                job.hear(connection, report)
+        elif isinstance(message, m.Resume):
+            self.runs_in = message.fence.epoch
+            job.hear(connection, m.Running(message.fence, message.step))
+
+
+class Lighthouse:
+    def __init__(self, world: "World", name: str) -> None:
+        self.name = name
+        self.store = FaultyStore(world, name)
+        self.tasks = Tasks(lambda task, error: world.violations.append(f"{task} died: {error!r}"))
+        metrics = Metrics()
+
+        def elected(term: Term) -> None:
+            world.terms.append(name)
+            self.jobs.begin(term)
+
+        config = LeaderConfig(liveness=LivenessConfig(silence_s=4.0))
+        self.jobs = Jobs(self.store, "ns", config, metrics, self.tasks)
+        hooks = Hooks(elected, self.jobs.end, lambda _: None, metrics.election_write)
+        clock = asyncio.get_running_loop().time
+        self.election = Election(self.store, "ns", LEASE_S, hooks, clock=clock)
+
+    @property
+    def leads(self) -> bool:
+        return self.election.term is not None and self.election.term.in_force()
+
+    @property
+    def serves(self) -> bool:
+        return self.leads and self.jobs.loaded.is_set()
+
+    def begin(self, store_id: str) -> None:
+        self.tasks.start("election", self.election.run(store_id, f"http://{self.name}.test"))
+
+
+class World:
+    """The run, and what must hold all along."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = Fault(0, "")
+        self._after_start = fault
+        self.space = MemorySpace(clock=asyncio.get_running_loop().time)
+        self.violations: list[str] = []
+        self.records: list[Record] = []  # as they were committed
+        self.terms: list[str] = []  # who led, in order
+        self._late: set[asyncio.Task] = set()
+        self.lighthouses = [Lighthouse(self, name) for name in ("first", "second")]
+        self.members = [Member(self, replica) for replica in REPLICAS]
+
+    def later(self, seconds: float, work) -> "asyncio.Task":
+        async def wait():
+            await asyncio.sleep(seconds)
+            return work()
+
+        def ended(task: asyncio.Task) -> None:
+            self._late.discard(task)
+            if not task.cancelled() and not isinstance(task.exception(), FabricError | None):
+                self.violations.append(f"{task.exception()!r}")
+
+        task = asyncio.get_running_loop().create_task(wait())
+        self._late.add(task)
+        task.add_done_callback(ended)
+        return task
+
+    def applied(self, name: str, operations) -> None:
+        """A transaction of lighthouse ``name`` has been applied."""
+        if operations[0].key.startswith((ELECTION, "/fabric/store-id")):
+            return
+        line = sorted(self.space.find(ELECTION)[0], key=lambda kv: kv.create_revision)
+        writer = next(x for x in self.lighthouses if x.name == name)
+        if not line or writer.election.me.id.encode() not in line[0].value:
+            self.violations.append(f"the {name} lighthouse wrote {operations[0].key} after its term")
+        for operation in operations:
+            if operation.key == RECORD:
+                assert isinstance(operation, Put)
+                record = wire.decode_record(operation.value)
+                if self.records and record.epoch < self.records[-1].epoch:
+                    self.violations.append(f"epoch {record.epoch} follows {self.records[-1].epoch}")
+                self.records.append(record)
+
+    def announced(self, lighthouse: Lighthouse, record: Record) -> None:
+        committed = {(x.fence, x.nonce, x.roster, x.base) for x in self.records}
+        if (record.fence, record.nonce, record.roster, record.base) not in committed:
+            self.violations.append(f"epoch {record.epoch} was announced before it was committed")
+        if not lighthouse.leads:
+            self.violations.append(f"{lighthouse.name} announced epoch {record.epoch} and does not lead")
+        if sum(x.leads for x in self.lighthouses) > 1:
+            self.violations.append("two lighthouses believe to lead at once")
+
+    async def run(self) -> None:
+        """Three members start, r0 falls, and the other two go on."""
+        ids = [await lighthouse.store.connect() for lighthouse in self.lighthouses]
+        self.fault = self._after_start
+        for lighthouse, store_id in zip(self.lighthouses, ids, strict=True):
+            lighthouse.begin(store_id)
+            await asyncio.sleep(0.01)
+        living = [asyncio.create_task(member.live()) for member in self.members]
+        try:
+            await self._script()
+        finally:
+            for task in living:
+                task.cancel()
+            await asyncio.gather(*living, return_exceptions=True)
+            for lighthouse in self.lighthouses:
+                await lighthouse.tasks.close()
+
+    async def _script(self) -> None:
+        await self._until(lambda: self._run_together(REPLICAS), "the start of all three")
+        self.members[0].dies = True
+        await self._until(lambda: self._run_together(REPLICAS[1:]), "the epoch without r0")
+        await asyncio.sleep(2 * _LATE_S)  # what is under way in the store arrives
+        await self._until(lambda: self._run_together(REPLICAS[1:]), "still the epoch without r0")
+
+    def _run_together(self, replicas: tuple[str, ...]) -> bool:
+        """Whether these are the members of the committed record, and run in its epoch."""
+        if not self.records or self.records[-1].names != replicas:
+            return False
+        running = [x for x in self.members if x.replica in replicas]
+        return {x.runs_in for x in running} == {self.records[-1].epoch}
+
+    async def _until(self, holds, what: str) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + 120.0
+        while not holds():
+            assert loop.time() < end, f"{what} never came: {self.violations or 'no violation'}"
+            await asyncio.sleep(_PERIOD_S)

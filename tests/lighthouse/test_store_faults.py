@@ -1,0 +1,85 @@
+"""Each single operation on the store goes wrong in each way. The job starts, loses a member and goes on."""
+
+import logging
+import random
+from contextlib import closing
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from lighthouse.store_script import KINDS, RECORD, REPLICAS, Fault, LeapingLoop, World
+
+from fabric.lighthouse import election, job, jobs
+from fabric.lighthouse.surroundings import Surroundings
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """Plays one run to its end, and returns its world."""
+    logging.disable(logging.CRITICAL)  # thousands of lines, of troubles that the test has made
+    # Jitter spreads attempts; here every run is the same.
+    monkeypatch.setattr(election, "random", SimpleNamespace(Random=partial(random.Random, 0)))
+
+    async def run(fault: Fault) -> World:
+        world = World(fault)
+        await world.run()
+        return world
+
+    def played(fault: Fault) -> World:
+        with closing(LeapingLoop()) as loop:
+            monkeypatch.setattr(jobs, "Surroundings", partial(Surroundings, clock=loop.time))
+            monkeypatch.setattr(job, "time", SimpleNamespace(time=lambda: 1.7e9 + loop.time()))
+            return loop.run_until_complete(run(fault))
+
+    yield played
+    logging.disable(logging.NOTSET)
+
+
+START = f"commit {RECORD}"
+# What one run asks for, before its lighthouses only renew their leases.
+SCRIPT = 16
+
+
+def test_the_run_itself_has_one_term_and_writes_each_epoch_once(play):
+    world = play(Fault(0, ""))
+    assert [(r.epoch, r.names) for r in world.records] == [(1, REPLICAS), (2, REPLICAS[1:])]
+    assert world.terms == ["first"] and not world.violations
+    assert world.fault.seen[:SCRIPT].count(START) == 2 and len(world.fault.seen) > SCRIPT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_announced_before_it_is_committed_and_the_run_goes_on(play, kind):
+    """Elections, the start, the loss, and the first renewals: each operation in its turn. Where a lighthouse
+    steps down the other one leads, and what the first one still has under way is refused."""
+    for number in range(1, SCRIPT + 1):
+        world = play(Fault(number, kind))
+        what = f"operation {number}, {world.fault.seen[number - 1]}, was {kind}"
+        assert not world.violations, what
+        assert [r.names for r in world.records][-1] == REPLICAS[1:], what
+        assert len({r.epoch for r in world.records}) == len(world.records), f"{what}: an epoch twice"
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "writes", "terms"),
+    [
+        ("refused", 2, ["first"]),
+        ("unreachable", 2, ["first"]),
+        ("lost answer", 1, ["first"]),
+        ("lost", 2, ["first"]),
+        ("slow", 1, ["first"]),
+        ("cut", 2, ["first", "second"]),
+    ],
+)
+def test_an_answer_that_is_lost_is_read_again_and_a_deposed_leader_is_refused(play, kind, nth, writes, terms):
+    """``nth``: the write of the start, or of the loss."""
+    world = play(Fault(nth, kind, of=START))
+    assert not world.violations and world.terms == terms
+    assert [r.epoch for r in world.records] == [1, 2]
+    asked = [what for what in world.fault.seen if what.endswith(RECORD)]
+    assert asked.count(START) == 1 + writes
+    # After a failure of any kind the leader looks before it writes again.
+    looked = kind in ("refused", "unreachable", "lost answer", "lost")
+    assert asked.count(f"get {RECORD}") == looked
+    if looked:
+        assert asked[nth] == f"get {RECORD}"

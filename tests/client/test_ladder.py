@@ -1,0 +1,181 @@
+"""Every combination of what the rungs of the ladder do, and what the member is told of it.
+
+The rungs are this host's own memory, one to three other sources, and durable storage. The sources and the
+server's memory are stand-ins; ``Ladder``, ``Transfer`` and ``failed`` are the shipping code.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fabric.ckpt_server.digest import file_digest
+from fabric.ckpt_server.fetch import Fetched
+from fabric.client import transfer as module
+from fabric.client.ladder import Ladder
+from fabric.client.transfer import Transfer
+from fabric.errors import Gone, IntegrityError, ServerLost, StateError
+from fabric.model import DURABLE, SnapshotRef
+from fabric.protocol import member_io as io
+
+STATE = b"the state" * 10
+OTHER = b"something" * 10
+DIGEST = file_digest(memoryview(STATE))
+URLS = ("http://a", "http://b", "http://c")
+OWN = ("none", "good", "flipped", "server lost")
+SOURCE = ("good", "failing", "silent", "gone", "unusable")
+
+
+def manifest() -> dict:
+    return {"nbytes": len(STATE), "digest": DIGEST, "step": 7, "generation": 1}
+
+
+@dataclass
+class Host:
+    """Own memory with one slot, the sources, and what was asked of them."""
+
+    own: str
+    sources: dict[str, str]
+    has_place: bool
+    writes: list[str] = field(default_factory=list)
+    memory: bytearray = field(default_factory=lambda: bytearray(len(STATE)))
+    url = "http://own"
+    who = ("job", "r0")
+
+    # As ``Snapshots``.
+    def held(self, state: SnapshotRef) -> int:
+        return -1 if self.own == "none" else 1
+
+    def look(self, slot: int, nbytes: int) -> memoryview:
+        if self.own == "server lost":
+            raise ServerLost("this host's own server has ended")
+        return memoryview(bytearray(OTHER if self.own == "flipped" else STATE))
+
+    def target(self, nbytes: int, beside: object = None) -> tuple[int, memoryview]:
+        if not self.has_place:
+            raise ServerLost("this host's own server has ended, and no other can be started")
+        return 0, memoryview(self.memory)
+
+    # As ``StateFetcher``.
+    def fetch_manifest(self, url: str, step: int, generation: int) -> dict:
+        assert url == self.url
+        return manifest()
+
+    def fetch_state(self, urls, state: SnapshotRef, allocate, blocks=None) -> Fetched:
+        kinds = [self.sources[url] for url in urls]
+        if "good" in kinds:
+            allocate(len(STATE))[:] = STATE
+            self.writes.append(urls[kinds.index("good")])
+            return Fetched(len(STATE), 0.1, {self.writes[-1]: len(STATE)}, manifest())
+        if "unusable" in kinds and all(x in ("unusable", "gone") for x in kinds):
+            raise IntegrityError("unusable: " + ", ".join(urls))
+        if all(x == "gone" for x in kinds):
+            raise Gone("gone: " + ", ".join(urls))
+        raise StateError("failed: " + ", ".join(urls))
+
+    def cancel(self) -> None:
+        pass
+
+
+@dataclass
+class Storage:
+    """As ``Durable``: it finds nothing; a state that is read from it has tests of its own."""
+
+    asked: int = 0
+
+    def find_state(self, state: SnapshotRef) -> object:
+        self.asked += 1
+        raise StateError("storage holds no such checkpoint")
+
+
+def fetch(host: Host, storage: Storage, monkeypatch, durable: bool) -> tuple[object, Transfer]:
+    """What the member is told, by the transfer thread's own code."""
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(module, "Worker", lambda *_, **__: SimpleNamespace(submit=lambda job: job()))
+    ladder = Ladder(host, storage, SimpleNamespace(), (0, 1), lambda *_: host)
+    points = SimpleNamespace(reach=lambda *_: None)
+    transfer, told = Transfer(ladder, 8, points, pytest.fail), []
+    urls = (*host.sources, *((DURABLE,) if durable else ()))
+    transfer.fetch_state(io.FetchState(SnapshotRef(1, 7, DIGEST), urls), told.append)
+    assert len(told) == 1, "the member is told exactly once"
+    return told[0], transfer
+
+
+def worlds():
+    """Own memory, up to three sources in every order, storage or none, and a place for the state or none."""
+    for count in (0, 1, 2, 3):
+        for kinds in itertools.product(SOURCE, repeat=count):
+            yield from itertools.product(OWN, [kinds], [False, True], [True, False])
+
+
+def test_what_is_loaded_and_what_is_called_unusable_whatever_the_rungs_do(monkeypatch):
+    seen = set()
+    for own, kinds, durable, has_place in worlds():
+        if not kinds and not durable:
+            continue  # the leader names somebody
+        host = Host(own, dict(zip(URLS, kinds, strict=False)), has_place)
+        storage = Storage()
+        told, transfer = fetch(host, storage, monkeypatch, durable)
+        what = f"own {own}, sources {kinds}, storage {durable}, place {has_place}: {told}"
+        seen.add(type(told).__name__)
+        if own == "good":
+            assert told == io.StateFetched(7, DIGEST), what
+            assert host.writes == [] and storage.asked == 0, f"{what}: what is here is not fetched"
+            assert transfer.state.slot == 1 and bytes(transfer.state.file) == STATE, what
+        elif "good" in kinds and has_place:
+            assert told == io.StateFetched(7, DIGEST), what
+            assert len(host.writes) == 1 and storage.asked == 0, f"{what}: loaded twice"
+            assert transfer.state.slot == 0 and bytes(transfer.state.file) == STATE, what
+        else:
+            assert isinstance(told, io.FetchFailed) and not told.misfit, what
+            assert transfer.state is None and host.writes == [], what
+            if "good" in kinds:  # trouble of this host's own says nothing about the state
+                assert not told.unusable and "own server" in told.why and storage.asked == 0, what
+            else:
+                damaged = "unusable" in kinds and set(kinds) <= {"unusable", "gone"}
+                assert told.unusable == (durable or damaged), what
+                assert storage.asked == durable, what
+                # Every rung's reason is in the sentence.
+                assert all(url in told.why for url in host.sources), what
+                assert ("storage holds no such checkpoint" in told.why) == durable, what
+    assert seen == {"StateFetched", "FetchFailed"}
+
+
+def test_a_second_fetch_begins_again_with_nothing_of_the_first(monkeypatch):
+    host = Host("none", {"http://a": "good"}, True)
+    told, transfer = fetch(host, Storage(), monkeypatch, durable=False)
+    assert told == io.StateFetched(7, DIGEST) and transfer.state is not None
+    host.sources["http://a"] = "silent"
+    again: list[object] = []
+    transfer.fetch_state(io.FetchState(SnapshotRef(1, 7, DIGEST), ("http://a",)), again.append)
+    assert isinstance(again[0], io.FetchFailed) and transfer.state is None
+
+
+@pytest.mark.parametrize("ends", ["fetched", "gone", "failed"])
+def test_a_gradient_that_was_cancelled_before_its_turn_is_never_asked_for(monkeypatch, ends):
+    asked, told = [], []
+    jobs = []
+    monkeypatch.setattr(module, "Worker", lambda *_, **__: SimpleNamespace(submit=jobs.append))
+    errors = {"gone": Gone("not held"), "failed": StateError("away")}
+    meta = SimpleNamespace(digest="ab")
+
+    def fetch_gradient(urls, **_):
+        asked.append(urls)
+        if ends in errors:
+            raise errors[ends]
+        return meta
+
+    fetcher = SimpleNamespace(fetch_gradient=fetch_gradient, cancel=lambda: None)
+    ladder = SimpleNamespace(make_fetcher=lambda: fetcher)
+    transfer = Transfer(ladder, 8, SimpleNamespace(reach=lambda *_: None), pytest.fail)
+    transfer.fetch_gradient(io.FetchGradient(1, 3, ("http://a",)), told.append)
+    transfer.cancel()
+    transfer.fetch_gradient(io.FetchGradient(1, 4, ("http://b",)), told.append)
+    for job in jobs:
+        job()
+    assert asked == [("http://b",)] and len(told) == 1 and told[0].step == 4
+    assert isinstance(told[0], io.GradientFetched if ends == "fetched" else io.GradientGone)
+    assert ends == "fetched" or told[0].gone == (ends == "gone")
+    assert isinstance(transfer.buffer, torch.Tensor)

@@ -11,6 +11,7 @@ from fabric.ckpt_server import gradients, source, striping
 from fabric.ckpt_server.ranges import RangeQueue
 from fabric.ckpt_server.source import Access, Address, Connection
 from fabric.errors import StateError
+from fabric.runtime.token_file import TokenFile
 
 FOREVER_S = 600.0
 
@@ -165,7 +166,7 @@ def fill(stack: contextlib.ExitStack, where: tuple[str, int]) -> None:
 @pytest.mark.parametrize("when", ["while it dials", "before"])
 def test_a_stream_that_is_to_give_up_does_so_while_it_is_still_dialled(full_door, monkeypatch, when):
     monkeypatch.setattr(source, "CONNECT_S", FOREVER_S)
-    connection = Connection(Address.parse(full_door), Access("", FOREVER_S, None))
+    connection = Connection(Address.parse(full_door), Access(TokenFile.of(""), FOREVER_S, None))
     raised = []
 
     def get() -> None:
@@ -178,7 +179,7 @@ def test_a_stream_that_is_to_give_up_does_so_while_it_is_still_dialled(full_door
         connection.abort()
     stream = threading.Thread(target=get, daemon=True)
     stream.start()
-    while when != "before" and connection._sock is None:
+    while when != "before" and connection._sock is None and stream.is_alive():
         pass
     connection.abort()
     stream.join(timeout=30)

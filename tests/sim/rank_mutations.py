@@ -44,12 +44,13 @@ def go_on_without_a_lost_rank(patch: Patch) -> None:
 def compute_is_over_when_rank_0_is_done(patch: Patch) -> None:
     on_main = Ranks._on_main
 
-    def impatient(ranks: Ranks, now: float) -> None:
-        said = ranks._main.get(0)
+    def impatient(ranks: Ranks, rank: int, event: ro.RankEvent, now: float) -> None:
+        said = event if rank == 0 else ranks._main.get(0)
         if isinstance(said, io.Computed):
-            for rank in range(ranks.size):
-                ranks._main.setdefault(rank, said)
-        on_main(ranks, now)
+            for other in range(ranks.size):
+                if other != rank:
+                    ranks._main.setdefault(other, said)
+        on_main(ranks, rank, event, now)
 
     patch.setattr(Ranks, "_on_main", impatient)
 

@@ -1,6 +1,7 @@
 """Properties of the source that keep it livable; a limit is lowered when the code has got under it."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,9 @@ def test_no_pickle_and_no_eval():
                 assert node.func.id not in ("eval", "exec"), path
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert (node.value.id, node.attr) != ("torch", "load"), path
+
+
+def test_no_two_test_files_share_a_name():
+    """One run of pytest over several folders takes the second file of a name for the first, and fails."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -8,6 +8,9 @@ clock, from before each renewal was sent and with a margin, and stops by itself.
 makes is guarded by the revision at which its key was created (``Term.guard``), so that a leader that was
 stopped, or whose clock lies, can change nothing once its key is gone; and before that nobody else leads.
 
+A lease outlives its key where somebody deletes the key, or empties the store by hand. So a leader watches its
+own key too. Every candidate reads the store's id when it enters the line: an emptied store has another one.
+
 Thousands of sessions that come back at once keep the loop busy for seconds, just when losing the lead would
 cost most. So the lease is renewed from a thread of its own, over a handle on the store of its own. A loop
 that does not turn any more must not lead for ever: the thread renews only while it has turned lately.
@@ -26,6 +29,7 @@ from dataclasses import dataclass
 from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.runtime.side_loop import SideLoop
 from fabric.store import Compare, KeyValue, Lease, Put, Store
+from fabric.store.base import settle_store_id
 
 log = logging.getLogger(__name__)
 
@@ -131,28 +135,28 @@ class Election:
         self._changed = asyncio.Event()
         self._said = ""
 
-    async def run(self, store_id: str, url: str) -> None:
+    async def run(self, url: str) -> None:
         """Follow or lead, for ever. ``url`` is how others reach this process; the store is connected."""
         self.me = Candidate(self.me.id, url)
         self._side = SideLoop("fabric-lease") if self._lease_store is not None else None
         try:
-            await self._stand_again_and_again(store_id)
+            await self._stand_again_and_again()
         finally:
             if self._side is not None:
                 self._side.close()
 
-    async def _stand_again_and_again(self, store_id: str) -> None:
+    async def _stand_again_and_again(self) -> None:
         jitter = random.Random()  # noqa: S311 - spreads attempts, protects nothing
         pause_s = _RETRY_S[0]
         while True:
             try:
-                await self._stand(store_id)
+                await self._stand()
                 pause_s = _RETRY_S[0]
             except StoreError as error:
                 self._say(str(error))
                 await asyncio.sleep(pause_s * jitter.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, _RETRY_S[1])
-                store_id = await self._reconnect(error, store_id)
+                await self._reconnect(error)
 
     @property
     def other(self) -> Candidate | None:
@@ -164,8 +168,9 @@ class Election:
         leader = self.leader
         return leader if leader and leader.id != self.me.id and leader.url != self.me.url else None
 
-    async def _stand(self, store_id: str) -> None:
+    async def _stand(self) -> None:
         """Enter the queue, wait for the turn, and lead while that lasts."""
+        store_id = await settle_store_id(self._store)
         sent = self._clock()
         lease = await self._store.grant_lease(self._lease_s)
         term: Term | None = None
@@ -203,7 +208,8 @@ class Election:
         self._changed.clear()
         turn = asyncio.get_running_loop().create_task(self._await_turn(term))
         renewals = self._start_renewals(term, lease, sent)
-        for each in (turn, renewals):
+        loss = asyncio.get_running_loop().create_task(self._await_loss(term, turn, lease.ttl_s / 3))
+        for each in (turn, renewals, loss):
             each.add_done_callback(lambda _: self._changed.set())
         try:
             while not term.is_over:
@@ -214,12 +220,14 @@ class Election:
                     self._begin(term)
                 if renewals.done():
                     self._end(term, renewals.result())
+                elif loss.done():
+                    self._end(term, loss.result())
                 elif not term.in_force():
                     self._end(term, "its lease may have ended, for the store did not renew it in time")
         finally:
-            turn.cancel()
-            renewals.cancel()
-            await asyncio.gather(turn, renewals, return_exceptions=True)
+            for each in (turn, renewals, loss):
+                each.cancel()
+            await asyncio.gather(turn, renewals, loss, return_exceptions=True)
 
     def _start_renewals(self, term: Term, lease: Lease, sent: float) -> "asyncio.Future[str]":
         if self._side is None or self._lease_store is None:
@@ -243,6 +251,25 @@ class Election:
                         if self._learn(line, term):
                             return
                 raise StoreUnavailable("the store ended the watch of the election: it is being closed")
+
+    async def _await_loss(self, term: Term, turn: "asyncio.Task[None]", pause_s: float) -> str:
+        """From the turn on: return a sentence once the key of this term is not there any more. A store that
+        does not answer is asked again; how long a leader may do without one is for its lease to say."""
+        await asyncio.wait({turn})
+        gone = (
+            f"its key {term.key} is gone from the store: the lease has ended there, or somebody has deleted "
+            "the key or emptied the store"
+        )
+        while True:
+            with suppress(StoreError):
+                found, revision = await self._store.list(term.key)
+                if all((kv.key, kv.create_revision) != (term.key, term.revision) for kv in found):
+                    return gone
+                async with aclosing(self._store.watch(term.key, revision + 1)) as events:
+                    async for event in events:
+                        if (event.kind, event.key_value.key) == ("delete", term.key):
+                            return gone
+            await asyncio.sleep(pause_s)
 
     def _learn(self, line: Mapping[str, KeyValue], term: Term) -> bool:
         """Who leads, by the line as it stands; whether that is me."""
@@ -332,14 +359,13 @@ class Election:
         log.warning("this lighthouse leads no longer: %s", reason)
         self._hooks.lost(reason)
 
-    async def _reconnect(self, error: StoreError, store_id: str) -> str:
-        """The store's id, read again where the store may be another one now (wiped, or replaced)."""
+    async def _reconnect(self, error: StoreError) -> None:
+        """Where the store may be another one now (wiped, or replaced)."""
         if isinstance(error, StoreUnavailable | StoreIndefinite | LeaseGone):
-            return store_id
+            return
         with suppress(StoreError):
             await self._store.close()
-            return await self._store.connect()
-        return store_id
+            await self._store.connect()
 
     def _say(self, why: str) -> None:
         if why != self._said:

@@ -140,7 +140,7 @@ async def _serve(
 ) -> None:
     store = open_store(settings.store, access=settings.store_access)
     async with AsyncExitStack() as stack:
-        store_id = await _connect(store, settings.store_wait_s)
+        await _connect(store, settings.store_wait_s)
         stack.push_async_callback(store.close)
         for warning in store.warnings:
             log.warning("%s", warning)
@@ -163,7 +163,7 @@ async def _serve(
         # Closed first: the election's end resigns and closes the sessions.
         stack.push_async_callback(tasks.close)
         url = settings.advertise.rstrip("/") or f"{settings.tls.scheme}://{_url_host(settings.bind)}:{port}"
-        tasks.start("election", parts.election.run(store_id, url))
+        tasks.start("election", parts.election.run(url))
         tasks.start("collector", collect_when_calm(lambda: parts.jobs.are_calm))
         log.info("the lighthouse listens at %s", url)
         systemd = supervisor()
@@ -226,8 +226,8 @@ def _writer(settings: LighthouseSettings, stack: AsyncExitStack) -> Commit | Non
     return writer.commit
 
 
-async def _connect(store: Store, wait_s: float) -> str:
-    """The store's id. A store that cannot be reached is tried again for ``wait_s``; what is wrong with
+async def _connect(store: Store, wait_s: float) -> None:
+    """Reach the store. One that cannot be reached is tried again for ``wait_s``; what is wrong with
     it otherwise will not heal by waiting and is raised at once."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
@@ -236,7 +236,8 @@ async def _connect(store: Store, wait_s: float) -> str:
     said = ""
     while True:
         try:
-            return await store.connect()
+            await store.connect()
+            return
         except StoreUnavailable as error:
             if loop.time() + pause_s > deadline:
                 raise

@@ -111,7 +111,7 @@ async def lighthouse_on(
     deaths: list[BaseException] = []
     tasks = Tasks(lambda name, error: deaths.append(error))
     metrics = Metrics()
-    store_id = await store.connect()
+    await store.connect()
     jobs = Jobs(store, "ns", LeaderConfig(liveness=liveness), metrics, tasks)
     lost: list[str] = []
     followed: list[Candidate] = []
@@ -129,7 +129,7 @@ async def lighthouse_on(
     app = make_app(parts, tokens)
     runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.5, cancel_abandoned=True)
     url = f"http://127.0.0.1:{port}"
-    tasks.start("election", election.run(store_id, url))
+    tasks.start("election", election.run(url))
     try:
         yield Instance(url, parts, store, deaths, lost, followed)
     finally:

@@ -246,8 +246,8 @@ class Lighthouse:
     def serves(self) -> bool:
         return self.leads and self.jobs.loaded.is_set()
 
-    def begin(self, store_id: str) -> None:
-        self.tasks.start("election", self.election.run(store_id, f"http://{self.name}.test"))
+    def begin(self) -> None:
+        self.tasks.start("election", self.election.run(f"http://{self.name}.test"))
 
 
 class World:
@@ -306,10 +306,11 @@ class World:
 
     async def run(self) -> None:
         """Three members start, r0 falls, and the other two go on."""
-        ids = [await lighthouse.store.connect() for lighthouse in self.lighthouses]
+        for lighthouse in self.lighthouses:
+            await lighthouse.store.connect()
         self.fault = self._after_start
-        for lighthouse, store_id in zip(self.lighthouses, ids, strict=True):
-            lighthouse.begin(store_id)
+        for lighthouse in self.lighthouses:
+            lighthouse.begin()
             await asyncio.sleep(0.01)
         living = [asyncio.create_task(member.live()) for member in self.members]
         try:

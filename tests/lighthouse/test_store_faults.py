@@ -37,7 +37,7 @@ def play(monkeypatch):
 
 START = f"commit {RECORD}"
 # What one run asks for, before its lighthouses only renew their leases.
-SCRIPT = 16
+SCRIPT = 19
 
 
 def test_the_run_itself_has_one_term_and_writes_each_epoch_once(play):

@@ -1,0 +1,136 @@
+"""Somebody deletes the leader's key, or empties the store by hand: the lease lives on, the lead is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from etcd_process import EtcdMember, free_ports, require_etcd
+from in_process import Instance, lighthouse_on
+from lighthouse_support import close_all, eventually, get, start_job
+
+from fabric.lighthouse.connection import NOT_THE_LEADER
+from fabric.lighthouse.records import record_key
+from fabric.protocol import wire
+from fabric.store import STORE_ID_KEY, Delete, Store, StoreUnavailable, open_store
+from fabric.store.memory import MemorySpace, MemoryStore
+
+# So long that no renewal comes during the test: only the key itself tells the leader.
+LEASE_S = 3600.0
+
+
+@asynccontextmanager
+async def two_handles(kind: str, folder: Path) -> AsyncIterator[tuple[Store, Store]]:
+    """A lighthouse's handle on a store, and a connected one of somebody else."""
+    if kind == "etcd":
+        require_etcd()
+        member = EtcdMember(folder / "etcd", *free_ports(2))
+        try:
+            await asyncio.to_thread(member.start)
+            async with connected(open_store(member.url)) as other:
+                yield open_store(member.url), other
+        finally:
+            member.stop()
+        return
+    space = MemorySpace()
+    url = f"sqlite://{folder}/store.db"
+    handles = [MemoryStore(space) if kind == "memory" else open_store(url) for _ in range(2)]
+    async with connected(handles[1]) as other:
+        yield handles[0], other
+
+
+@asynccontextmanager
+async def connected(store: Store) -> AsyncIterator[Store]:
+    await store.connect()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def leads(instance: Instance, after: str = "") -> None:
+    """Wait until it leads by another key than ``after``."""
+
+    async def check() -> bool:
+        term = instance.election.term
+        return instance.parts.serves and term is not None and term.key != after
+
+    await eventually(check, "it to lead")
+
+
+def key_of(instance: Instance) -> str:
+    assert instance.election.term is not None
+    return instance.election.term.key
+
+
+STORES = pytest.mark.parametrize("kind", ["memory", "sqlite", pytest.param("etcd", marks=pytest.mark.etcd)])
+
+
+@STORES
+async def test_a_leader_whose_key_is_deleted_stands_again_without_any_write(http, kind, tmp_path):
+    async with (
+        two_handles(kind, tmp_path) as (store, other),
+        lighthouse_on(store, lease_s=LEASE_S) as instance,
+    ):
+        await leads(instance)
+        members = await start_job(http, instance.url)
+        key = key_of(instance)
+        await other.commit([], [Delete(key)])
+        for member in members:
+            assert (await member.close_reason())[0] == NOT_THE_LEADER
+        await leads(instance, after=key)
+        assert len(instance.lost) == 1 and "emptied the store" in instance.lost[0]
+        kept = await other.get(record_key("ns", "job"))
+        assert kept is not None and wire.decode_record(kept.value).epoch == 1
+        await close_all(members)
+
+
+@STORES
+async def test_a_leader_whose_store_is_emptied_leads_again_in_a_new_one(http, kind, tmp_path):
+    async with (
+        two_handles(kind, tmp_path) as (store, other),
+        lighthouse_on(store, lease_s=LEASE_S) as instance,
+    ):
+        await leads(instance)
+        members = await start_job(http, instance.url)
+        key, before = key_of(instance), await other.get(STORE_ID_KEY)
+        found, _ = await other.list("")
+        await other.commit([], [Delete(each.key) for each in found])
+        assert (await members[0].close_reason())[0] == NOT_THE_LEADER
+        await leads(instance, after=key)
+        now, term = await other.get(STORE_ID_KEY), instance.election.term
+        assert before is not None and now is not None and now.value != before.value
+        assert term is not None and term.store_id == now.value.decode(), "it is another store from now on"
+        _, health = await get(http, f"{instance.url}/healthz")
+        assert health["ok"] and health["is_leader"]
+        await close_all(members)
+
+
+async def test_a_watch_that_cannot_be_had_costs_nobody_the_lead():
+    """A leader goes on without its watch for as long as its lease is renewed, and asks for it again."""
+
+    class Deaf(MemoryStore):
+        refusals = 3
+
+        async def list(self, prefix):
+            term = instance.election.term
+            if self.refusals and term is not None and prefix == term.key:
+                self.refusals -= 1
+                raise StoreUnavailable("not now")
+            return await super().list(prefix)
+
+    space = MemorySpace()
+    store = Deaf(space)
+    async with lighthouse_on(store, lease_s=1.0) as instance:
+        await leads(instance)
+        key = key_of(instance)
+
+        async def asked() -> bool:
+            return store.refusals == 0
+
+        await eventually(asked, "it to have asked three times")
+        assert not instance.lost
+        space.commit([], [Delete(key)])
+        await leads(instance, after=key)
+        assert "emptied the store" in instance.lost[0]

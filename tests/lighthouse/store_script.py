@@ -31,7 +31,7 @@ _PERIOD_S = 0.25
 _LATE_S = 12.0
 
 
-class _Selector(selectors.SelectSelector):
+class _Selector(selectors.DefaultSelector):
     """Never waits; says how long it was to."""
 
     leapt = 0.0

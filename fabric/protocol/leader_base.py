@@ -143,6 +143,8 @@ class LeaderBase:
         self.lateness = Lateness()
         self.setbacks: dict[tuple[str, int], Setback] = {}
         self.healing = Healing()
+        # (replica, incarnation) that an epoch since the last forced one listed and the record does not: drained.
+        self.departed: set[tuple[str, int]] = set()
         self.stepped = now  # when a member last told of a further step
         # (replica, incarnation) that was evicted for its user code -> the step that it stood at. Until it has
         # come back from there it would only be waited for again.
@@ -256,6 +258,7 @@ class LeaderBase:
             self.finished.clear()
             self.ended = None
         self._note_setbacks(record)
+        self._note_departed(record)
         self.seats.update((x.replica, x.seat) for x in record.roster)
         if record.failed:
             self.finished.clear()
@@ -291,6 +294,14 @@ class LeaderBase:
             if member.replica in self.epoch.too_slow:
                 wait_s = max(wait_s, READMIT_STALLS * self._join_stall_s(member.replica))
             self.setbacks[key] = Setback(times, self._now + wait_s)
+
+    def _note_departed(self, record: Record) -> None:
+        """Those that a planned epoch left out may still stand in a round of an epoch before it."""
+        if record.is_forced:
+            self.departed.clear()
+        elif self.record is not None:
+            listed = ((x.replica, x.incarnation) for x in self.record.roster)
+            self.departed.update(x for x in listed if not record.lists(*x))
 
     def _note_losses(self, record: Record) -> None:
         """What is told of a replica that was left out belongs to that loss, until it is back."""

@@ -18,8 +18,11 @@ class Reforming(Joins):
 
     def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
         """An abort in any epoch since the last forced one ends only with the next forced one: a planned epoch
-        helps nobody who waits in the one before it. A leaving member's abort holds the others up too."""
+        helps nobody who waits in the one before it. A leaving member's abort holds the others up too. A
+        process that no such epoch listed was in no such round, whatever it says."""
         name = peer.session.replica
+        if not self._in_force(peer) and (name, peer.incarnation) not in self.departed:
+            return
         if message.waiting_for or message.stalled:
             # It was in the round that ends: if the others wait for it in the next one, that counts from then.
             self.lateness.came(name)

@@ -388,6 +388,42 @@ def test_an_abort_before_the_last_forced_epoch_is_settled_already():
     assert lighthouse.record.epoch == 2
 
 
+def test_an_abort_of_a_process_that_no_epoch_listed_changes_nothing():
+    """Found by fuzzing: a session outside the roster could have the epoch formed again, as often as it liked."""
+    lighthouse = started()
+    lighthouse.open("x", generation=1, step=0)
+    before = lighthouse.record
+    complaint = m.Aborted(before.fence, 5, "timed out", "a", ("b",), stalled=True, unreachable=("a", "b"))
+    lighthouse.say("x", complaint)
+    lighthouse.wait(1.0)
+    assert lighthouse.record is before and not lighthouse.core.epoch.aborted
+    assert not lighthouse.told("aborted")
+
+
+def test_an_abort_of_another_process_of_a_member_changes_nothing():
+    lighthouse = started()
+    lighthouse.pulse("b", "gone")
+    lighthouse.wait(0.05)
+    assert lighthouse.record.names == ("a",)
+    runs(lighthouse, "a", 5)
+    lighthouse.open("b", incarnation=2, generation=1, step=0)
+    aborted(lighthouse, "b", "a")
+    assert not lighthouse.core.epoch.aborted
+
+
+def test_an_abort_of_a_drained_member_counts_in_the_epoch_that_listed_it():
+    """It holds up those who wait with it in a round of the epoch before the planned one."""
+    lighthouse = started("a b c")
+    lighthouse.do(io.Operator("drain", "c", "me", "a test"))
+    before = lighthouse.record.epoch
+    runs(lighthouse, "a b c", 6)
+    assert lighthouse.record.names == ("a", "b") and not lighthouse.record.is_forced
+    aborted(lighthouse, "c", "a", epoch=before)
+    lighthouse.wait(0.3)
+    assert lighthouse.record.is_forced and lighthouse.record.names == ("a", "b")
+    assert not lighthouse.core.departed
+
+
 def test_whom_the_others_blame_is_left_out_in_the_end():
     lighthouse = started("a b c")
     for _ in range(5):

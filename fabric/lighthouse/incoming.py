@@ -23,6 +23,9 @@ _MORE_BYTES |= dict.fromkeys((m.Aborted, m.Failed, m.Fallen, m.NeedState), 1 << 
 MAX_ADDRESS = 300
 # Names of peers in one message, where it is no report.
 MAX_NAMES = 256
+# Of members that one process cannot reach. A member names fewer.
+MAX_UNREACHABLE = 64
+MAX_NAME = 64
 MAX_SECRET = 64
 # Longer time budgets than a year mean nothing.
 _MAX_BUDGET_S = 366 * 86400.0
@@ -81,12 +84,7 @@ def decode_member(data: str) -> m.MemberMessage:
     if len(data) > MAX_MESSAGE_BYTES:
         _short(data, type(message))
     if type(message) is m.Beat:
-        if message.waiting_for or message.digest:
-            _check_names("waiting_for", message.waiting_for, MAX_NAMES)
-            _check_length("digest", message.digest, MAX_DIGEST)
-        if _is_sentence(message.phase) and _is_sentence(message.busy):
-            return message  # the usual one, which there are very many of
-        return replace(message, phase=_sentence(message.phase), busy=_sentence(message.busy))
+        return _checked_beat(message)
     if not isinstance(message, _MEMBER_KINDS):
         raise ProtocolError(f"a {type(message).__name__} is not for the lighthouse")
     if isinstance(message, m.Session):
@@ -96,6 +94,7 @@ def decode_member(data: str) -> m.MemberMessage:
         return replace(message, parted=_sentence(message.parted))
     if isinstance(message, m.Aborted):
         _check_names("waiting_for", message.waiting_for, MAX_NAMES)
+        _check_names("unreachable", message.unreachable, MAX_UNREACHABLE, MAX_NAME)
         _check_length("about", message.about, MAX_ADDRESS)
     if isinstance(message, m.Taken | m.Missed):
         _check_length("joiner", message.joiner, MAX_ADDRESS)
@@ -132,6 +131,18 @@ def decode_pulse(data: str) -> m.Pulse:
     if not _is_sentence(message.durable_error):
         return replace(message, durable_error=_sentence(message.durable_error))
     return message
+
+
+def _checked_beat(beat: m.Beat) -> m.Beat:
+    """The usual one, of which there are very many, is neither checked for long nor copied."""
+    if beat.waiting_for or beat.digest:
+        _check_names("waiting_for", beat.waiting_for, MAX_NAMES)
+        _check_length("digest", beat.digest, MAX_DIGEST)
+    if beat.unreachable:
+        _check_names("unreachable", beat.unreachable, MAX_UNREACHABLE, MAX_NAME)
+    if _is_sentence(beat.phase) and _is_sentence(beat.busy):
+        return beat
+    return replace(beat, phase=_sentence(beat.phase), busy=_sentence(beat.busy))
 
 
 def _checked_session(session: m.Session) -> m.Session:
@@ -211,11 +222,11 @@ def _check_ckpt(url: str) -> None:
         raise ProtocolError(f"ckpt is {url[:80]!r}: it must be http://host:port or https://host:port")
 
 
-def _check_names(what: str, names: tuple[str, ...], most: int) -> None:
+def _check_names(what: str, names: tuple[str, ...], most: int, longest: int = MAX_ADDRESS) -> None:
     if len(names) > most:
         raise ProtocolError(f"{what} must be a list of at most {most} names")
     for name in names:
-        _check_length(what, name, MAX_ADDRESS)
+        _check_length(what, name, longest)
 
 
 def _check_report(report: m.Report) -> None:

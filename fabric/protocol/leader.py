@@ -28,6 +28,8 @@ MANY = 256
 TOGETHER_S = 0.05
 # What tells nothing new of a member may wait for longer.
 ROUTINE_S = 0.25
+# Seconds between two events of steps that had no data.
+EMPTY_S = 1.0
 _FREQUENT = (io.FromMember, io.PulseSeen, io.SessionOpened, io.SessionClosed, io.PulseClosed, io.Crowded)
 
 
@@ -258,7 +260,7 @@ class Leader(Reforming):
             # What it announced is over, or something else begins: its time counts from now.
             self.lateness.came(peer.session.replica)
         peer.beat = beat
-        self._tell_empty(beat)
+        self._tell_empty(peer, beat)
         self._note_return(peer, beat)
         if beat.times is not None:
             peer.times = beat.times
@@ -268,6 +270,16 @@ class Leader(Reforming):
             # Else whoever is answered might go on in a generation that is over when the store has that.
             self._send(peer.session.replica, m.BeatReply(beat.number))
         self._expire_late(peer, beat)
+
+    def _tell_empty(self, peer: Peer, beat: m.Beat) -> None:
+        """Once per step, by the first member that says so. Of many in a second the newest is told."""
+        newest = (beat.generation, beat.empty)
+        if not 0 <= beat.empty <= beat.step or newest <= self.empty or self._now < self.empty_due:
+            return
+        if self._in_force(peer) and self._is_of_generation(peer):
+            self.empty, self.empty_due = newest, self._now + EMPTY_S
+            why = f"step {beat.empty} was committed with total weight 0: nobody had data for it"
+            self._tell("empty step", "", why)
 
     def _expire_late(self, peer: Peer, beat: m.Beat) -> None:
         """User code is no failure, but the others do not wait for ever: see ``user_code_s`` and ``busy``."""

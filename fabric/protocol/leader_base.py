@@ -143,7 +143,7 @@ class LeaderBase:
         self.lateness = Lateness()
         self.setbacks: dict[tuple[str, int], Setback] = {}
         self.healing = Healing()
-        # (replica, incarnation) that an epoch since the last forced one listed and the record does not: drained.
+        # (replica, incarnation) that an epoch since the last forced one listed, and that the record does not.
         self.departed: set[tuple[str, int]] = set()
         self.stepped = now  # when a member last told of a further step
         # (replica, incarnation) that was evicted for its user code -> the step that it stood at. Until it has
@@ -152,6 +152,7 @@ class LeaderBase:
         self.waiting_since: float | None = None
         self.seats: dict[str, int] = {}  # replica -> where it sits, or sat when it was last a member
         self.empty = (0, -1)  # the generation and number of the newest step of weight 0 that was told of
+        self.empty_due = 0.0  # when the next one may be told of
         self.failure = ""  # why the job must stop, until the record says it
         self.losses: dict[str, str] = {}  # replica that was left out -> the cause; until it is back
         self.told: dict[str, int] = {}  # replica -> the newest incarnation that heard of the failure
@@ -372,14 +373,6 @@ class LeaderBase:
     def _tell(self, kind: str, about: str, why: str, cause: str = "") -> None:
         cause = cause or self.losses.get(about, "")
         self._do(io.Tell(kind, self.record.epoch if self.record else 0, about, why, cause))
-
-    def _tell_empty(self, beat: m.Beat) -> None:
-        """Once per step, whoever says it first."""
-        newest = (beat.generation, beat.empty)
-        if beat.empty >= 0 and newest > self.empty:
-            self.empty = newest
-            why = f"step {beat.empty} was committed with total weight 0: nobody had data for it"
-            self._tell("empty step", "", why)
 
     def _pending(self) -> str:
         """The cause of what no epoch has answered yet."""

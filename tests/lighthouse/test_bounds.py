@@ -10,6 +10,7 @@ from fabric.lighthouse.incoming import decode_member, decode_pulse, decode_sessi
 from fabric.model import Address, Fence, SnapshotRef, StepTimes
 from fabric.protocol import messages as m
 from fabric.protocol import wire
+from fabric.protocol.member_base import MAX_NAMED
 
 SESSION = m.Session("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
 PULSE = m.Pulse("r0", 1, "running", 1, "http://127.0.0.1:1")
@@ -80,6 +81,9 @@ def test_the_address_of_a_checkpoint_server_is_a_scheme_a_host_and_a_port(url):
         {"waiting_for": tuple(f"r{i}" for i in range(incoming.MAX_NAMES + 1))},
         {"waiting_for": ("r" * 1000,)},
         {"digest": "d" * 1000},
+        {"unreachable": ("r",) * (incoming.MAX_UNREACHABLE + 1)},
+        {"unreachable": ("r" * (incoming.MAX_NAME + 1),)},
+        {"unreachable": ("r\n",)},
         {"times": StepTimes(work=dict.fromkeys(range(20_000), 0.125))},
     ],
     ids=str,
@@ -89,6 +93,12 @@ def test_a_beat_is_bounded(change):
     assert decode_member(text(BEAT)) == BEAT
     with pytest.raises(ProtocolError):
         decode_member(text(replace(BEAT, **change)))
+
+
+def test_a_member_may_name_as_many_unreachable_members_as_it_finds():
+    names = tuple(f"{i:064}" for i in range(MAX_NAMED))
+    for message in (replace(BEAT, unreachable=names), m.Aborted(FENCE, 1, "why", unreachable=names)):
+        assert decode_member(text(message)) == message
 
 
 def test_sentences_are_cut_and_cleaned_and_not_refused():
@@ -126,7 +136,8 @@ def test_only_a_report_may_be_long():
         with pytest.raises(ProtocolError):
             decode_member(text(replace(report, **change)))
     aborted = m.Aborted(FENCE, 1, "why")
-    for change in ({"waiting_for": ("r",) * 1000}, {"about": "r" * 1000}):
+    changes = [{"unreachable": ("r",) * 65}, {"unreachable": ("r" * 65,)}, {"unreachable": ("r\x1b",)}]
+    for change in ({"waiting_for": ("r",) * 1000}, {"about": "r" * 1000}, *changes):
         with pytest.raises(ProtocolError):
             decode_member(text(replace(aborted, **change)))
 

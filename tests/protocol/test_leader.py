@@ -389,7 +389,7 @@ def test_an_abort_before_the_last_forced_epoch_is_settled_already():
 
 
 def test_an_abort_of_a_process_that_no_epoch_listed_changes_nothing():
-    """Found by fuzzing: a session outside the roster could have the epoch formed again, as often as it liked."""
+    """Found by fuzzing: a session outside the roster could have the epoch formed again."""
     lighthouse = started()
     lighthouse.open("x", generation=1, step=0)
     before = lighthouse.record
@@ -436,6 +436,43 @@ def test_whom_the_others_blame_is_left_out_in_the_end():
         for name in lighthouse.record.names:
             lighthouse.say(name, report_of(lighthouse.record, 5))
     assert sorted(lighthouse.record.names) == ["a", "c"]
+
+
+# --- steps without data ----------------------------------------------------------------------------------
+
+
+def empty(lighthouse, name, step, said, generation=1):
+    lighthouse.say(name, m.Beat(1, lighthouse.record.epoch, generation, step, phase="run", empty=said))
+    return [x.why for x in lighthouse.told("empty step")]
+
+
+def test_a_step_without_data_is_told_once():
+    lighthouse = started()
+    assert empty(lighthouse, "a", 6, said=5) == [
+        "step 5 was committed with total weight 0: nobody had data for it"
+    ]
+    lighthouse.wait(1.1)
+    assert empty(lighthouse, "b", 6, said=5) == []
+
+
+def test_of_many_steps_without_data_in_a_second_the_newest_is_told():
+    """One process with the job's token filled the list of events with them."""
+    lighthouse = started()
+    told = [why for step in range(6, 206) for why in empty(lighthouse, "a", step, said=step - 1)]
+    assert len(told) == 1
+    lighthouse.wait(1.1)
+    (why,) = empty(lighthouse, "a", 206, said=204)
+    assert why.startswith("step 204 ")
+
+
+def test_only_a_member_tells_of_a_step_without_data_and_only_of_one_that_it_has_passed():
+    """A word of a far generation or step silenced all members that told of one afterwards."""
+    lighthouse = started()
+    lighthouse.open("x", generation=1, step=9)
+    assert empty(lighthouse, "x", 9, said=8) == []
+    assert empty(lighthouse, "a", 6, said=2**60) == []
+    assert empty(lighthouse, "a", 6, said=3, generation=2**60) == []
+    assert len(empty(lighthouse, "b", 6, said=5)) == 1
 
 
 # --- deciding --------------------------------------------------------------------------------------------

@@ -87,6 +87,8 @@ class EpochState:
     too_slow: set[str] = field(default_factory=set)  # held the others up, and did not get in
     fallen: set[str] = field(default_factory=set)  # hold nothing of worth: by their own word, or found wrong
     condemned_at: float = 0.0
+    # (replica, incarnation) that an epoch since the last forced one listed, and that the record does not.
+    departed: frozenset[tuple[str, int]] = frozenset()
     ended_at: float | None = None  # when all had finished but newcomers that take part in no round
 
 
@@ -143,8 +145,6 @@ class LeaderBase:
         self.lateness = Lateness()
         self.setbacks: dict[tuple[str, int], Setback] = {}
         self.healing = Healing()
-        # (replica, incarnation) that an epoch since the last forced one listed, and that the record does not.
-        self.departed: set[tuple[str, int]] = set()
         self.stepped = now  # when a member last told of a further step
         # (replica, incarnation) that was evicted for its user code -> the step that it stood at. Until it has
         # come back from there it would only be waited for again.
@@ -259,14 +259,14 @@ class LeaderBase:
             self.finished.clear()
             self.ended = None
         self._note_setbacks(record)
-        self._note_departed(record)
+        departed = self._departed(record)
         self.seats.update((x.replica, x.seat) for x in record.roster)
         if record.failed:
             self.finished.clear()
         self.failure, self.retried, self.told = "", False, {}
         before, self.record, self.writing = self.record, record, None
         self.liveness.keep(record.roster)
-        self.epoch = EpochState(self._now)
+        self.epoch = EpochState(self._now, departed=departed)
         for serving in self.serving.values():
             if not serving.told:
                 serving.asked.clear()
@@ -296,13 +296,12 @@ class LeaderBase:
                 wait_s = max(wait_s, READMIT_STALLS * self._join_stall_s(member.replica))
             self.setbacks[key] = Setback(times, self._now + wait_s)
 
-    def _note_departed(self, record: Record) -> None:
+    def _departed(self, record: Record) -> frozenset[tuple[str, int]]:
         """Those that a planned epoch left out may still stand in a round of an epoch before it."""
-        if record.is_forced:
-            self.departed.clear()
-        elif self.record is not None:
-            listed = ((x.replica, x.incarnation) for x in self.record.roster)
-            self.departed.update(x for x in listed if not record.lists(*x))
+        if record.is_forced or self.record is None:
+            return frozenset()
+        listed = ((x.replica, x.incarnation) for x in self.record.roster)
+        return self.epoch.departed.union(x for x in listed if not record.lists(*x))
 
     def _note_losses(self, record: Record) -> None:
         """What is told of a replica that was left out belongs to that loss, until it is back."""

@@ -21,7 +21,7 @@ class Reforming(Joins):
         helps nobody who waits in the one before it. A leaving member's abort holds the others up too. A
         process that no such epoch listed was in no such round, whatever it says."""
         name = peer.session.replica
-        if not self._in_force(peer) and (name, peer.incarnation) not in self.departed:
+        if not self._in_force(peer) and (name, peer.incarnation) not in self.epoch.departed:
             return
         if message.waiting_for or message.stalled:
             # It was in the round that ends: if the others wait for it in the next one, that counts from then.

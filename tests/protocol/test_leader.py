@@ -421,7 +421,7 @@ def test_an_abort_of_a_drained_member_counts_in_the_epoch_that_listed_it():
     aborted(lighthouse, "c", "a", epoch=before)
     lighthouse.wait(0.3)
     assert lighthouse.record.is_forced and lighthouse.record.names == ("a", "b")
-    assert not lighthouse.core.departed
+    assert not lighthouse.core.epoch.departed
 
 
 def test_whom_the_others_blame_is_left_out_in_the_end():

@@ -23,6 +23,7 @@ from yarl import URL
 from fabric.errors import ProtocolError
 from fabric.protocol.messages import Notice, Pulse
 from fabric.protocol.wire import decode, encode
+from fabric.runtime import redirects
 from fabric.runtime.tls import Tls
 from fabric.runtime.token_file import TokenFile
 from fabric.runtime.web import come_back_s
@@ -99,7 +100,10 @@ class PulseSender:
         pause_s = self._timing.least_pause_s
         connector = aiohttp.TCPConnector(ssl=self._tls.client_context() or True)
         jar = aiohttp.DummyCookieJar()
-        async with aiohttp.ClientSession(timeout=timeout, cookie_jar=jar, connector=connector) as client:
+        checks = [redirects.only_among([str(url) for url in self._targets])]
+        async with aiohttp.ClientSession(
+            timeout=timeout, cookie_jar=jar, connector=connector, trace_configs=checks
+        ) as client:
             for target in cycle(self._targets):
                 beats = self._number
                 try:

@@ -16,6 +16,7 @@ from fabric.errors import FabricError, ProtocolError
 from fabric.protocol import member_io as io
 from fabric.protocol import wire
 from fabric.protocol.messages import BeatReply, LeaderMessage, MemberMessage
+from fabric.runtime import redirects
 from fabric.runtime.config import Settings
 from fabric.runtime.dial_errors import mistake, why
 from fabric.runtime.token_file import TokenFile
@@ -38,6 +39,7 @@ class LeaderLink:
         job, replicas, replica = found.job, found.replicas, found.replica
         self._tokens = TokenFile(found.token_file)
         self._urls = list(found.lighthouse)
+        self._given = found.lighthouse
         self._contact_s = found.contact_s
         self._tls = found.tls
         self._path = f"/v1/jobs/{job}/session"
@@ -75,7 +77,8 @@ class LeaderLink:
         jitter = random.Random()  # noqa: S311  (back-off, not a secret)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         connector = aiohttp.TCPConnector(ssl=self._tls.client_context() or True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        checks = [redirects.only_among(self._given)]
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, trace_configs=checks) as http:
             while True:
                 url = self._urls[0]
                 try:

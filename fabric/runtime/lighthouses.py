@@ -13,6 +13,7 @@ import aiohttp
 from yarl import URL
 
 from fabric.errors import Refused, Unauthorized, Unreachable
+from fabric.runtime import redirects
 from fabric.runtime.dial_errors import mistake, why
 from fabric.runtime.tls import Tls
 
@@ -107,7 +108,7 @@ class Lighthouses:
             data = await _bounded(answer)
             if answer.status != 307:
                 raise _refusal(answer.status, data)
-            url = URL(answer.headers.get("Location", ""))
+            url = await redirects.check(answer.url, answer.headers.get("Location", ""), self.urls)
         raise Unreachable("the lighthouses redirect in a circle")
 
 

@@ -1,0 +1,93 @@
+"""Which redirects of a lighthouse a client follows: those that lead to another lighthouse of the same job.
+
+A client shows the job's token to the address that it is sent to. So a lighthouse, or whoever answers in its
+place, must not be able to send it anywhere. Every rule begins with the addresses that the client was given.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import aiohttp
+from yarl import URL
+
+
+class RedirectRefused(aiohttp.ClientError):
+    """A redirect that this client does not follow, with the reason."""
+
+
+def only_among(urls: Sequence[str]) -> aiohttp.TraceConfig:
+    """For a ClientSession: its requests follow no redirect that ``check`` refuses."""
+
+    async def look(_: object, __: object, params: aiohttp.TraceRequestRedirectParams) -> None:
+        location = params.response.headers.get("Location", "")
+        await check(params.response.url, location, urls)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(look)
+    return trace
+
+
+async def check(asked: URL, location: str, urls: Sequence[str]) -> URL:
+    """Where ``asked`` sends its client by ``location``. Raises RedirectRefused unless the client may go there
+    that was given ``urls``."""
+    try:
+        target = asked.join(URL(location))
+    except ValueError as error:
+        raise RedirectRefused("it redirects to what is no address") from error
+    shown = f"{target.scheme}://{target.host}"[:200]
+    if target.scheme not in ("http", "https") or not target.host:
+        raise RedirectRefused("it redirects to what is no address of a lighthouse")
+    if asked.scheme == "https" and target.scheme == "http":
+        raise RedirectRefused(f"it redirects from TLS to {shown}: give --advertise an https:// address there")
+    hosts = [host for host in (URL(url).host for url in urls) if host]
+    if not any(_belongs(target.host, host) for host in hosts) and not await _is_at(target.host, hosts):
+        raise RedirectRefused(
+            f"it redirects to {shown}, a host that is none of those given: if a lighthouse runs there,"
+            " name it in FABRIC_LIGHTHOUSE"
+        )
+    return target
+
+
+def _belongs(host: str, given: str) -> bool:
+    """Whether ``host`` is ``given``, a name below it, or beside it in one domain. A domain of one label, such
+    as ``com``, does not count."""
+    host, given = host.lower().rstrip("."), given.lower().rstrip(".")
+    if host == given or (_is_loopback(host) and _is_loopback(given)):
+        return True
+    if _is_address(host) or _is_address(given):
+        return False
+    domain = given.partition(".")[2]
+    return host.endswith(f".{given}") or ("." in domain and host.endswith(f".{domain}"))
+
+
+async def _is_at(host: str, given: Sequence[str]) -> bool:
+    """Whether ``host`` is nowhere but where names that were given lead to."""
+    wanted = await _addresses(host)
+    if not wanted:
+        return False
+    found = await asyncio.gather(*map(_addresses, given))
+    return wanted <= set().union(*found)
+
+
+async def _addresses(host: str) -> set[str]:
+    if _is_address(host):
+        return {host}
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return set()
+    return {str(entry[4][0]) for entry in found}
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

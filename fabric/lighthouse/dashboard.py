@@ -18,9 +18,9 @@ from aiohttp import web
 
 from fabric.errors import ProtocolError, Unauthorized
 from fabric.lighthouse.job import Job
+from fabric.lighthouse.live import Looks
 from fabric.lighthouse.login_tries import LoginTries, TooManyTries
 from fabric.lighthouse.tokens import Scope, Tokens
-from fabric.lighthouse.view import job_view
 from fabric.runtime.browsers import is_own_page
 from fabric.runtime.token_file import is_same
 from fabric.runtime.web import Handler, json_error, read_body
@@ -44,9 +44,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-# How often the stream looks for news (more rarely where members are many), and how long it may be silent.
-_LOOK_S = 0.25
-_ROWS_PER_S = 4000
+# How long the stream may be silent.
 _SILENCE_S = 5.0
 _MAX_LOGIN_BYTES = 8192
 
@@ -134,18 +132,20 @@ def _login(tokens: Tokens) -> Handler:
     return answer
 
 
-async def stream(request: web.Request, job: Job, leads: Callable[[], bool]) -> web.StreamResponse:
+async def stream(
+    request: web.Request, job: Job, looks: Looks, leads: Callable[[], bool]
+) -> web.StreamResponse:
     """Server-sent events about one job: ``job`` (its view, with ages that
     go on), ``events`` and ``recoveries`` as
     they come. ``leads`` says whether this lighthouse still does; the stream ends when not."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     await response.prepare(request)
-    async for kind, body in _news(job, leads):
+    async for kind, body in _news(job, looks, leads):
         await response.write(f"event: {kind}\ndata: {body}\n\n".encode())
     return response
 
 
-async def _news(job: Job, leads: Callable[[], bool]) -> AsyncIterator[tuple[str, str]]:
+async def _news(job: Job, looks: Looks, leads: Callable[[], bool]) -> AsyncIterator[tuple[str, str]]:
     last_event, told, said = 0, {"job": "", "recoveries": ""}, time.monotonic()
     while leads() and job.is_running:
         events = job.events.after(last_event)
@@ -153,8 +153,8 @@ async def _news(job: Job, leads: Callable[[], bool]) -> AsyncIterator[tuple[str,
         if events:
             last_event = events[-1].id
             news.append(("events", json.dumps([asdict(event) for event in events[-200:]])))
-        recoveries = json.dumps([recovery.to_json() for recovery in job.recoveries.kept[-50:]])
-        for kind, body in (("recoveries", recoveries), ("job", json.dumps(job_view(job)))):
+        look = looks.look(job)
+        for kind, body in (("recoveries", look.recoveries), ("job", look.view)):
             if body != told[kind]:
                 told[kind] = body
                 news.append((kind, body))
@@ -163,4 +163,4 @@ async def _news(job: Job, leads: Callable[[], bool]) -> AsyncIterator[tuple[str,
         for item in news:
             said = time.monotonic()
             yield item
-        await asyncio.sleep(max(_LOOK_S, len(job.core.liveness.peers) / _ROWS_PER_S))
+        await asyncio.sleep(looks.period_s(job))

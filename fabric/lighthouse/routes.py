@@ -21,6 +21,7 @@ from fabric.lighthouse.door import Door
 from fabric.lighthouse.election import Election
 from fabric.lighthouse.job import Job
 from fabric.lighthouse.jobs import Jobs
+from fabric.lighthouse.live import Looks
 from fabric.lighthouse.tokens import Tokens, is_in_scope, token_required
 from fabric.lighthouse.view import job_line, job_view
 from fabric.lighthouse.write_probe import WriteProbe
@@ -157,6 +158,7 @@ class Routes:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._looks = Looks()
 
     async def alive(self, request: web.Request) -> web.Response:
         """200 while the process answers, whatever the store does: a restart would not mend the store."""
@@ -245,7 +247,7 @@ class Routes:
         job = self._job(request)
         if isinstance(job, web.Response):
             return job
-        return await dashboard.stream(request, job, lambda: self._parts.leads)
+        return await dashboard.stream(request, job, self._looks, lambda: self._parts.leads)
 
     async def session(self, request: web.Request) -> web.StreamResponse:
         """A trainer's WebSocket."""

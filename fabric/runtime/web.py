@@ -13,6 +13,7 @@ import logging
 import math
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -66,20 +67,34 @@ _STATUSES: tuple[tuple[type[FabricError], int], ...] = (
 )
 
 
-class _NoBytesOfRequests(logging.Filter):
-    """A request that is no HTTP is one line, without aiohttp's traceback, which quotes it, token and all."""
+class NoBytesOfRequests(logging.Filter):
+    """A request that is no HTTP is one line, without aiohttp's traceback, which quotes it, token and all.
+    One in ``every_s`` seconds has a line, which counts those before it: anybody can send them."""
+
+    def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._clock = clock
+        self._due = -math.inf
+        self._unsaid = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
-            record.msg += f": it is malformed ({type(error).__name__})"
-            record.exc_info = record.exc_text = None
-            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            return True
+        if self._clock() < self._due:
+            self._unsaid += 1
+            return False
+        more = f"; so were {self._unsaid} more since the last such line" if self._unsaid else ""
+        self._due, self._unsaid = self._clock() + self._every_s, 0
+        record.msg += f": it is malformed ({type(error).__name__}){more}"
+        record.exc_info = record.exc_text = None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
         return True
 
 
 _requests_log = logging.getLogger(f"{__name__}.requests")
-_requests_log.addFilter(_NoBytesOfRequests())
+_requests_log.addFilter(NoBytesOfRequests())
 
 
 def read_token(path: Path) -> str:

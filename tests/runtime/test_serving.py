@@ -1,12 +1,14 @@
 """Clients that keep a connection and ask nothing are cut off, and the others go on being served."""
 
 import asyncio
+import logging
 
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
-from fabric.runtime.web import errors_as_json, serve
+from fabric.runtime.web import NoBytesOfRequests, errors_as_json, serve
 
 
 async def test_a_client_that_never_ends_its_request_is_cut_off(monkeypatch):
@@ -94,15 +96,49 @@ async def test_what_is_no_request_is_refused_and_leaves_no_bytes_in_the_log(what
 
     app.router.add_route("*", "/", read)
     monkeypatch.setattr("fabric.runtime.web.IDLE_S", 0.2)
+    # One that has had no line of the cases before this one.
+    monkeypatch.setattr(logging.getLogger("fabric.runtime.web.requests"), "filters", [NoBytesOfRequests()])
     runner, port = await serve(app, "127.0.0.1", 0)
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(NO_HTTP[what])
-        async with asyncio.timeout(30):
-            answer = await reader.read()
-        writer.close()
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(NO_HTTP[what])
+            async with asyncio.timeout(30):
+                answer = await reader.read()
+            writer.close()
+            assert b"HTTP/1.1 400 " in answer or b"HTTP/1.0 400 " in answer, answer
     finally:
         await runner.cleanup()
-    assert b"HTTP/1.1 400 " in answer or b"HTTP/1.0 400 " in answer, answer
     assert SECRET not in caplog.text and "Traceback" not in caplog.text
     assert len(caplog.text.splitlines()) <= 1, "a line at most"
+
+
+def test_a_flood_of_what_is_no_request_is_a_line_a_minute_with_a_count():
+    now = [0.0]
+    found = NoBytesOfRequests(clock=lambda: now[0])
+    error = BadHttpMessage(SECRET)
+    lines = []
+    for second in range(200):
+        now[0] = float(second)
+        record = logging.LogRecord(
+            "x",
+            logging.ERROR,
+            "",
+            0,
+            "Error handling request from %s",
+            ("10.0.0.1",),
+            (type(error), error, None),
+        )
+        if found.filter(record):
+            lines.append(record.getMessage())
+    first = "Error handling request from 10.0.0.1: it is malformed (BadHttpMessage)"
+    later = f"{first}; so were 59 more since the last such line"
+    assert lines == [first, later, later, later]
+
+
+def test_what_is_no_malformed_request_keeps_its_line():
+    found = NoBytesOfRequests(clock=lambda: 0.0)
+    for error in (BadHttpMessage("x"), ValueError("x"), ValueError("x")):
+        last = logging.LogRecord("x", logging.ERROR, "", 0, "failed", (), (type(error), error, None))
+        assert found.filter(last)
+    assert last.levelno == logging.ERROR and last.exc_info

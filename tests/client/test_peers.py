@@ -11,6 +11,7 @@ from fabric.client.peers import Peers
 from fabric.ftar.cpu_ring import CpuRing
 from fabric.model import Member
 from fabric.protocol import member_io as io
+from fabric.runtime.token_file import TokenFile
 from fabric.transport.tcp import Identity
 
 
@@ -20,7 +21,7 @@ class Party:
     def __init__(self, name: str) -> None:
         self.name = name
         self.plane = CpuRing(shared_memory=False)
-        self.peers = Peers(Identity("job", name), 1, b"token", self.plane, link_s=1.0)
+        self.peers = Peers(Identity("job", name), 1, TokenFile.of("token"), self.plane, link_s=1.0)
         self.events: asyncio.Queue = asyncio.Queue()
         self.member = Member(name, 1, "", "")
 

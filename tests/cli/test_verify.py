@@ -197,6 +197,23 @@ def test_a_living_process_goes_back_only_into_a_new_generation(generation: int, 
     assert walk(lines) == (expected if is_broken else [])
 
 
+@pytest.mark.parametrize(("aborted", "is_broken"), [(0, True), (1, False)])
+def test_a_commit_of_an_older_epoch_was_decided_before_the_abort(aborted: int, is_broken: bool) -> None:
+    """The thread that decides may abort the next round before the other one writes the commit line."""
+    events = [
+        ("start", {}),
+        ("epoch", {"epoch": 1, "generation": 1, "forced": True}),
+        ("resume", {"epoch": 1, "step": 0}),
+        ("abort", {"epoch": 1, "step": aborted}),
+        ("epoch", {"epoch": 2, "generation": 1, "forced": True}),
+        ("commit", {"generation": 1, "epoch": 1, "step": 0, "replay": False, "live": True}),
+        ("state", {"step": 1}),
+    ]
+    lines = [Line(event, t, t, "r0", 1, t, fields) for t, (event, fields) in enumerate(events, 1)]
+    expected = ["r0 incarnation 1 (line 6) commits step 0 in epoch 1 after 2."]
+    assert walk(lines) == (expected if is_broken else [])
+
+
 def test_time_that_goes_back_is_noticed(honest: SyntheticRun) -> None:
     def change(lines: list[Entry]) -> None:
         lines[5]["mono"] -= 3

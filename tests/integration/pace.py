@@ -7,11 +7,14 @@ import time
 import fabric.client
 
 _PATIENT_S = 4.0
+# So near the end a newcomer that replays is waited for, too: it may be slower than the members.
+_LAST_STEPS = 6
 
 
 def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None:
     """At the beginning of a step, of which ``left`` are to come: nothing where all are there. Else six times
-    ``step_s``, and towards the end until a newcomer needs a step of this one, at most four seconds.
+    ``step_s``, and towards the end until a newcomer needs a step of this one, at most four seconds. At the very
+    end it only needs one that could not join without it: one that replays is given time to come up.
 
     TINY_PATIENT_STEPS says in how many steps before the end; 0: in none, for nobody is to come."""
     patient_steps = int(os.environ.get("TINY_PATIENT_STEPS", "0"))  # not that of the zygote
@@ -19,11 +22,12 @@ def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None
         return
     time.sleep(step_s * 6)
     over = time.monotonic() + _PATIENT_S
-    while left <= patient_steps and time.monotonic() < over and not _is_needed(session):
+    while left <= patient_steps and time.monotonic() < over and not _is_needed(session, left):
         time.sleep(0.01)
 
 
-def _is_needed(session: fabric.client.Session) -> bool:
+def _is_needed(session: fabric.client.Session, left: int) -> bool:
     """Whether somebody follows this member, or waits for an epoch that begins with its next commit."""
     member = session._engine.member
-    return bool(member.serving or member.listeners or member.newest is not member.current)
+    follows = member.listeners and left > _LAST_STEPS
+    return bool(member.serving or follows or member.newest is not member.current)

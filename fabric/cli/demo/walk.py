@@ -101,10 +101,11 @@ def _contribute(state: Walk, line: Line) -> list[str]:
 
 
 def _commit(state: Walk, line: Line) -> list[str]:
-    if state.promised == line.integer("step"):
+    step, generation = line.integer("step"), line.integer("generation")
+    decided = (state.decided, state.promised)  # committed before a later epoch was heard of, written after
+    if state.promised == step:
         state.promised = None
     broken = _settled(state)
-    step, generation = line.integer("step"), line.integer("generation")
     if step != state.next_step:
         broken.append(f"commits step {step} where step {state.next_step} had to follow")
     if generation < state.generation:
@@ -115,7 +116,7 @@ def _commit(state: Walk, line: Line) -> list[str]:
         state.replayed += 1
         if not state.joining:
             broken.append(f"replays step {step} without having been outside of the roster or behind")
-    elif line.integer("epoch") < state.epoch and step != state.decided:
+    elif line.integer("epoch") < state.epoch and step not in decided:
         broken.append(f"commits step {step} in epoch {line.integer('epoch')} after {state.epoch}")
     state.generation = generation
     state.next_step = step + 1

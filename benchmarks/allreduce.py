@@ -113,7 +113,7 @@ def member(world: int, position: int, folder: str, fds: list[int]) -> None:
     import torch
     import torch.distributed as dist
 
-    from fabric.ftar.cpu_ring import CpuRing
+    from fabric.ftar.host.cpu_ring import CpuRing
     from fabric.ftar.plane import Ring
 
     torch.set_num_threads(1)

@@ -13,9 +13,9 @@ import time
 import torch
 from common import begin, describe, finish, interleave, paired, say, table
 
-from fabric.ckpt_server.snapshot import CpuCopier
-from fabric.ckpt_server.state import Describer
-from fabric.client.unchanged import Unchanged
+from fabric.ckpt_server.state.snapshot import CpuCopier
+from fabric.ckpt_server.state.training_state import Describer
+from fabric.client.state.mutation_guard import Unchanged
 from fabric.runtime.config import Settings
 
 GB = 2**30

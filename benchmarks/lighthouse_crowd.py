@@ -27,12 +27,12 @@ from collections import Counter
 import uvloop
 
 from fabric.model import Record
-from fabric.protocol import changes, wire
-from fabric.protocol import messages as m
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import roster_delta, wire
 
 SLICES = 100  # beats of a second are spread over so many instants
 DIALS = 512  # sessions that are opened at a time at the start; after a fail-over all of them are
-CONNECT_S = 2.7  # this and the pauses are those of fabric/client/leader_link.py
+CONNECT_S = 2.7  # this and the pauses are those of fabric/client/control/lighthouse_link.py
 PAUSE_S = (0.05, 0.5)
 
 
@@ -256,13 +256,13 @@ class Session(asyncio.Protocol):
         self.step += self.running > 0
         self.sent = time.monotonic()
         beat = (
-            f'{{"kind":"Beat","version":1,"number":{self.beats},"epoch":{self.epoch},"generation":{generation},'
+            f'{{"kind":"Heartbeat","version":1,"number":{self.beats},"epoch":{self.epoch},"generation":{generation},'
             f'"step":{self.step},"digest":"","phase":"run","waiting_for":[],"busy":"","times":null,"busy_s":0.0}}'
         )
         self.write(beat.encode())
 
     def hear(self, body: bytes) -> None:
-        if body.startswith(b'{"kind":"BeatReply"'):
+        if body.startswith(b'{"kind":"HeartbeatAck"'):
             number = body[body.index(b'"number":') + 9 :].partition(b",")[0]  # words may come after it
             behind = self.beats - int(number.rstrip(b"}"))  # beats since, a second apart
             self.crowd.late[int(10_000 * (time.monotonic() - self.sent + behind))] += 1
@@ -270,14 +270,14 @@ class Session(asyncio.Protocol):
         message = self.crowd.decode(body)
         if isinstance(message, m.Epoch):
             self.enter(message.record)
-        elif isinstance(message, m.Change):
+        elif isinstance(message, m.RosterDelta):
             newest = self.crowd.record
             if newest is not None and newest.fence == message.record.fence:
                 record: Record | None = newest  # another session here has put it together already
             else:
-                record = changes.applied(message, self.record)
+                record = roster_delta.applied(message, self.record)
             if record is None or self.record is None:
-                self.say(m.NeedRoster(message.record.fence))
+                self.say(m.RequestRoster(message.record.fence))
             else:
                 self.enter(record)
         elif isinstance(message, m.Resume):

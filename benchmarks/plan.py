@@ -14,7 +14,7 @@ from common import begin, finish, interleave, table, verdict
 from fabric.plan.engine import simulate
 from fabric.plan.policies import Spare
 from fabric.plan.published import SPARE_RUNS
-from fabric.protocol.spare import StackedShards, golomb_offsets, ring_layout
+from fabric.protocol.rules.spare import StackedShards, golomb_offsets, ring_layout
 
 STEPS = 10_000
 

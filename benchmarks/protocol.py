@@ -22,13 +22,13 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from benchmarks.common import begin, finish, say, table, verdict
-from fabric.lighthouse.collector import THRESHOLDS
+from fabric.lighthouse.gc_tuning import THRESHOLDS
 from fabric.model import Policy, Record
-from fabric.protocol import leader_io, member_io, wire
-from fabric.protocol import messages as m
-from fabric.protocol.leader import Leader, LeaderConfig
-from fabric.protocol.member import Member
-from fabric.protocol.member_state import Identity, MemberConfig, State
+from fabric.protocol.leader.core import LeaderConfig, LeaderCore
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
+from fabric.protocol.messages import leader_events, member_events, wire
+from fabric.protocol.messages import network as m
 from fabric.store.base import MAX_VALUE_BYTES
 
 SEEDS = 10_000
@@ -83,7 +83,7 @@ class Crowd:
         self.names = [f"replica-{i:05d}" for i in range(count)]
         policy = Policy(max_replicas=2 * count, start_replicas=count)
         self.now = 0.0
-        self.leader = Leader("job", LeaderConfig(policy=policy), random.Random(1), self.now)
+        self.leader = LeaderCore("job", LeaderConfig(policy=policy), random.Random(1), self.now)
         self.incarnations = {name: 1_763_717_000_000 + i * 7919 % 10**9 for i, name in enumerate(self.names)}
         self.steps = 0
         self.beats = 0
@@ -92,35 +92,35 @@ class Crowd:
         self.said_bytes: Counter[str] = Counter()
         self.record_bytes = 0
         self._sizes: dict[int, tuple[object, int]] = {}
-        self.feed(leader_io.Elected("store-0123456789", None))
+        self.feed(leader_events.Elected("store-0123456789", None))
 
     @property
     def record(self) -> Record:
         assert self.leader.record is not None
         return self.leader.record
 
-    def feed(self, event: leader_io.Event) -> None:
+    def feed(self, event: leader_events.Event) -> None:
         """One event, as the shell feeds it; the store answers at once."""
         for effect in self.leader.handle(event, self.now):
-            if isinstance(effect, leader_io.WriteRecord):
+            if isinstance(effect, leader_events.WriteRecord):
                 self.record_bytes = len(wire.encode_record(effect.record))
-                self.feed(leader_io.RecordWritten(effect.record.nonce))
-            elif isinstance(effect, leader_io.SendMember):
+                self.feed(leader_events.RecordWritten(effect.record.nonce))
+            elif isinstance(effect, leader_events.SendMember):
                 kind = type(effect.message).__name__
                 self.messages[kind] += 1
                 self.sent_bytes[kind] += self._size(effect.message)
         self.leader.next_deadline()
 
     def _size(self, message: m.LeaderMessage) -> int:
-        if isinstance(message, m.BeatReply):
+        if isinstance(message, m.HeartbeatAck):
             return 60
-        key = id(message.record) if isinstance(message, m.Epoch | m.Change) else id(message)
+        key = id(message.record) if isinstance(message, m.Epoch | m.RosterDelta) else id(message)
         if key not in self._sizes:
             self._sizes[key] = (message, len(wire.encode(message)))
         return self._sizes[key][1]
 
     def say(self, name: str, message: m.MemberMessage) -> None:
-        self.feed(leader_io.FromMember(name, self.incarnations[name], message))
+        self.feed(leader_events.FromMember(name, self.incarnations[name], message))
 
     def wait(self, seconds: float) -> None:
         """Let virtual time pass, with the ticks that the leader asks for."""
@@ -131,13 +131,13 @@ class Crowd:
                 self.now = until
                 return
             self.now = deadline
-            self.feed(leader_io.Tick())
+            self.feed(leader_events.LeaderTick())
 
     def open(self, name: str, number: int) -> None:
         record = self.leader.record
         self.feed(
-            leader_io.SessionOpened(
-                m.Session(
+            leader_events.SessionOpened(
+                m.OpenSession(
                     replica=name,
                     incarnation=self.incarnations[name],
                     generation=0,
@@ -186,8 +186,10 @@ class Crowd:
                 self.wait(1.0 / len(names))
                 self.beats += 1
                 record, incarnation = self.record, self.incarnations[name]
-                self.say(name, m.Beat(self.beats, record.epoch, record.generation, self.steps))
-                self.feed(leader_io.PulseSeen(m.Pulse(name, incarnation, "running", self.beats)))
+                self.say(name, m.Heartbeat(self.beats, record.epoch, record.generation, self.steps))
+                self.feed(
+                    leader_events.TrainerStatusSeen(m.TrainerStatus(name, incarnation, "running", self.beats))
+                )
             self.steps += 1
 
     def settle(self) -> None:
@@ -223,15 +225,17 @@ def lead(count: int) -> dict[str, float]:
 
     def death() -> None:
         name = crowd.record.roster[count // 2].replica
-        crowd.feed(leader_io.PulseSeen(m.Pulse(name, crowd.incarnations[name], "gone", 1)))
+        crowd.feed(
+            leader_events.TrainerStatusSeen(m.TrainerStatus(name, crowd.incarnations[name], "gone", 1))
+        )
         crowd.wait(0.2)
         assert crowd.record.epoch == 2 and len(crowd.record.roster) == count - 1
         crowd.settle()
 
     def fail_over() -> None:
         record, now = crowd.record, crowd.now
-        crowd.leader = Leader("job", crowd.leader.config, random.Random(2), now)
-        crowd.feed(leader_io.Elected("store-0123456789", record))
+        crowd.leader = LeaderCore("job", crowd.leader.config, random.Random(2), now)
+        crowd.feed(leader_events.Elected("store-0123456789", record))
         for number, member in enumerate(record.roster):
             crowd.open(member.replica, number)
         crowd.settle()
@@ -255,30 +259,30 @@ def lead(count: int) -> dict[str, float]:
 def take_part(count: int, record: Record) -> dict[str, float]:
     """One member core through one round among ``count``: their contributions, then their bars."""
     me, digest = record.roster[0], "0123456789abcdef" * 2
-    identity = Identity(me.replica, me.incarnation, me.link, me.ckpt, count, layout=me.layout)
-    member = Member(identity, MemberConfig(), 0.0, State(0, 0, record.base.digest or digest))
+    identity = MemberIdentity(me.replica, me.incarnation, me.link, me.ckpt, count, layout=me.layout)
+    member = MemberCore(identity, MemberConfig(), 0.0, MemberState(0, 0, record.base.digest or digest))
     sent: Counter[str] = Counter()
 
-    def feed(event: member_io.Event) -> None:
+    def feed(event: member_events.Event) -> None:
         for effect in member.handle(event, 0.0):
             sent[type(effect).__name__] += 1
 
     began = time.process_time()
-    feed(member_io.Ready(0, digest))
-    feed(member_io.LeaderConnected())
-    feed(member_io.FromLeader(m.Epoch(record)))
+    feed(member_events.Ready(0, digest))
+    feed(member_events.LeaderConnected())
+    feed(member_events.FromLeader(m.Epoch(record)))
     table_ = tuple(m.Assignment(x.replica, (i,)) for i, x in enumerate(record.roster))
-    feed(member_io.Linked(record.epoch))
-    feed(member_io.FromLeader(m.Resume(record.fence, 0, table_)))
+    feed(member_events.Linked(record.epoch))
+    feed(member_events.FromLeader(m.Resume(record.fence, 0, table_)))
     entered = time.process_time()
-    feed(member_io.Computed(0, (0,), 1.0))
+    feed(member_events.Computed(0, (0,), 1.0))
     for number, x in enumerate(record.roster[1:], 1):
         said = m.Contribution(record.fence, 0, 1.0, (number,), layout=me.layout)
-        feed(member_io.FromPeer(x.replica, x.incarnation, said))
-    feed(member_io.Exchanged(record.epoch, 0, "reduced"))
+        feed(member_events.FromPeer(x.replica, x.incarnation, said))
+    feed(member_events.Exchanged(record.epoch, 0, "reduced"))
     for x in record.roster[1:]:
-        bar = m.Bar(record.fence, 0, record.epoch, "reduced", digest)
-        feed(member_io.FromPeer(x.replica, x.incarnation, bar))
+        bar = m.CommitVote(record.fence, 0, record.epoch, "reduced", digest)
+        feed(member_events.FromPeer(x.replica, x.incarnation, bar))
     done = time.process_time()
     assert member.state.step == 1, "the step was not committed"
     say(f"one member among {count}: {entered - began:.2f} s to enter, {done - entered:.2f} s for the step")

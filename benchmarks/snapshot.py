@@ -37,8 +37,8 @@ from common import ROUNDS, begin, describe, finish, interleave, paired, quantile
 from fleet import Fleet
 from snapshot_trainer import make
 
-from fabric.ckpt_server.snapshot import CpuCopier
-from fabric.ckpt_server.state import StateView, capture
+from fabric.ckpt_server.state.snapshot import CpuCopier
+from fabric.ckpt_server.state.training_state import StateView, capture
 
 HERE = Path(__file__).resolve().parent
 THEIR_COMPUTE_S = 0.3  # async_save's step, longer than staging on a quiet machine

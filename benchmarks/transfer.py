@@ -43,10 +43,15 @@ import common
 import numpy as np
 from transfer_workers import BLOCK, GENERATION, KEEP_HEAP, STEP, Worker
 
-from fabric.ckpt_server.digest import block_digest, file_digest
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.layout import ELEMENT_BYTES, build_preamble, canonical_json, file_order
-from fabric.ckpt_server.manifest import make_manifest
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.format.digest import block_digest, file_digest
+from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.format.safetensors_file import (
+    ELEMENT_BYTES,
+    build_preamble,
+    canonical_json,
+    file_order,
+)
 from fabric.model import SnapshotRef
 
 SIZES = {"256MB": 256 << 20, "1GB": 1 << 30, "4GB": 4 << 30}

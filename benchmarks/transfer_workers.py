@@ -112,8 +112,8 @@ def mapped(fd: int, nbytes: int) -> memoryview:
 
 def tensors_of(file: memoryview) -> dict[str, Any]:
     """Every tensor of a snapshot file, in place."""
-    from fabric.ckpt_server.layout import read_header
-    from fabric.ckpt_server.state import tensors_of as open_tensors
+    from fabric.ckpt_server.format.safetensors_file import read_header
+    from fabric.ckpt_server.state.training_state import tensors_of as open_tensors
 
     return open_tensors(file, read_header(file).tensors)
 
@@ -122,15 +122,15 @@ def source(fd: int, run_dir: str) -> None:
     """A checkpoint server as it is, but for its slots, which are memory that was there before."""
     import uvloop
 
-    from fabric.ckpt_server import memory
-    from fabric.ckpt_server.server import ServerSettings, run
+    from fabric.ckpt_server.server import slots
+    from fabric.ckpt_server.server.process import ServerSettings, run
 
-    class SharedRegion(memory.Region):
+    class SharedRegion(slots.Region):
         def __init__(self, name: str) -> None:
             super().__init__(name)
             os.dup2(fd, self.fd)
 
-    memory.Region = SharedRegion
+    slots.Region = SharedRegion
     settings = ServerSettings(job="job", replica="r0", run_dir=Path(run_dir), orphan_s=3600.0)
     uvloop.run(run(settings, ready_fd=os.dup(sys.stdout.fileno())))
 
@@ -155,7 +155,7 @@ class Receiver:
     """Takes a state into memory of its own that is present before the first byte comes."""
 
     def __init__(self, nbytes: int, manifest: str, tensors: int, streams: int) -> None:
-        from fabric.ckpt_server.fetch import StateFetcher
+        from fabric.ckpt_server.fetch.fetcher import StateFetcher
 
         self._manifest = json.loads(Path(manifest).read_text())
         self._tensors = tensors

@@ -23,7 +23,7 @@ class Fence:
     epoch: int
 
 
-def cause_of(epoch: int) -> str:
+def incident_id_of(epoch: int) -> str:
     """The name of whatever epoch ``epoch`` answers: a failure, a newcomer, a drain. Nobody hands it out:
     a member that aborts and a lighthouse that notices a death name it alike, before there is an answer."""
     return f"e{epoch}"
@@ -35,7 +35,7 @@ def counted(count: int, noun: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class RankAddress:
     """Where one rank of a replica is reached: ``host:port`` of its links, base URL of its checkpoint server
     (whose fragment names the rank: ``http://host:port#1``)."""
 
@@ -49,30 +49,31 @@ class Member:
 
     ``link`` is ``host:port`` where peers dial it, ``ckpt`` the base URL of its checkpoint server; of a
     replica of several ranks these are rank 0's, and ``ranks`` has those of the ranks from 1 on.
-    ``fresh`` says that it has not yet taken part in a round; ``leaving`` that it is being drained.
+    ``joining`` says that it has not yet taken part in a round; ``leaving`` that it is being drained.
     ``shares`` is its relative part of the micro-batches, ``layout`` the hash of its parameters' names,
-    shapes and dtypes. ``since`` is the epoch that let this process in (its tenure; 0: not known). ``seat`` is
+    shapes and dtypes. ``since`` is the epoch that let this process in (its tenure; 0: not known).
+    ``data_slot`` is
     its place in the division of the global batch, kept for it while it is away (-1: none given yet).
-    ``awaited``: it came in by the fallback: the others wait in their round until its state has arrived.
+    ``blocking_join``: it came in by the fallback: the others wait in their round until its state has arrived.
     """
 
     replica: str
     incarnation: int
     link: str
     ckpt: str
-    fresh: bool = False
+    joining: bool = False
     leaving: bool = False
     shares: int = 1
     layout: str = ""
     since: int = 0
-    seat: int = -1
-    awaited: bool = False
-    ranks: tuple[Address, ...] = ()
+    data_slot: int = -1
+    blocking_join: bool = False
+    ranks: tuple[RankAddress, ...] = ()
 
     @property
-    def addresses(self) -> tuple[Address, ...]:
+    def addresses(self) -> tuple[RankAddress, ...]:
         """Of every rank, in rank order."""
-        return (Address(self.link, self.ckpt), *self.ranks)
+        return (RankAddress(self.link, self.ckpt), *self.ranks)
 
 
 _ENTRY = attrgetter(*(f.name for f in fields(Member)))
@@ -82,16 +83,17 @@ _ENTRY = attrgetter(*(f.name for f in fields(Member)))
 class Sharing:
     """How a job's global batch is shared out; equal in all sessions of the job.
 
-    ``policy``: "constant" (the members compute everything, whoever is away) or "shrink" (the part of a seat
-    that nobody sits on is skipped). ``seats``: into how many parts the batch is divided where seats matter.
-    ``readers``: on how many seats the data of a part can be read, by SPARe's layout; 0: on all.
+    ``policy``: "constant" (the members compute everything, whoever is away) or "shrink" (the part of a data
+    slot that nobody sits on is skipped). ``data_slots``: into how many parts the batch is divided where data
+    slots matter.
+    ``readers``: on how many data slots the data of a part can be read, by SPARe's layout; 0: on all.
     ``on_poison``: "stop" the job at a micro-batch that killed two processes, or "skip" it. ``on_loss``:
     what follows when no member can read a part: "wait" for one, "shrink" (the part is skipped) or "stop"
     the job.
     """
 
     policy: str = "constant"
-    seats: int = 1
+    data_slots: int = 1
     readers: int = 0
     on_poison: str = "stop"
     on_loss: str = "wait"
@@ -138,7 +140,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class JobEnd:
     """A member of the epoch of ``fence``, for whose contribution its rounds wait, came to the end of its loop
     at ``step``. That was the end of the job, whether a lighthouse has heard of it or not. ``incarnation``: of
     its process, which no other job of this name has."""
@@ -149,7 +151,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class OperatorOverrides:
     """What operators said of a job; it holds until they say otherwise, whoever leads.
 
     ``paused``: by whom and why nobody is admitted, empty: newcomers are. ``min_replicas``, ``max_replicas``:
@@ -163,7 +165,7 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class HostFailure:
     """A member had to be evicted from ``epoch``, by nobody's wish: evidence against the replica and its host.
 
     ``host`` is empty where the replica is spread over several. ``at``: Unix seconds. ``why`` is a sentence.
@@ -196,8 +198,10 @@ class Record:
     report before they may run in it. ``cold`` is the epoch of the last cold start, ``base`` where that
     one began. ``nonce`` lets a writer recognise its own write after an indefinite outcome. ``sharing`` is as
     the sessions had it when the generation began. ``poison`` is what nobody computes any more; it changes in
-    forced records alone. ``failed``: why the job has stopped for a person to mend, or empty. ``cause``: what
-    this epoch answers (``cause_of`` its number, or the loss of the replica that it lets in again); empty
+    forced records alone. ``failed``: why the job has stopped for a person to mend, or empty.
+    ``incident_id``: what
+    this epoch answers (``incident_id_of`` its number, or the loss of the replica that it lets in again);
+    empty
     where the writer was of an older release. ``min_replicas``: how many members this epoch needs to step (0:
     as each member's own setting says). ``orders``, ``failures`` (the newest of the last while) and ``hosts``
     (those that failed in the last days) concern those to come; they may change within an epoch. ``ended``:
@@ -219,10 +223,10 @@ class Record:
     sharing: Sharing = EVERYTHING
     poison: tuple[Poison, ...] = ()
     failed: str = ""
-    cause: str = ""
+    incident_id: str = ""
     min_replicas: int = 0
-    orders: Orders = Orders()
-    failures: tuple[Failure, ...] = ()
+    orders: OperatorOverrides = OperatorOverrides()
+    failures: tuple[HostFailure, ...] = ()
     ended: float = 0.0
     autonomy_s: float = 0.0
     hosts: tuple[HostHistory, ...] = ()

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "gpu"))
 import state
 import transfer
 
-from fabric.ckpt_server.layout import ELEMENT_BYTES
+from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, (16 << 20) + 3, 300 << 20])

@@ -12,7 +12,7 @@ from fabric.runtime.config import Settings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
-# Not for users: test points, see fabric/runtime/points.py.
+# Not for users: test points, see fabric/runtime/failpoints.py.
 NOT_DOCUMENTED = {
     "FABRIC_TEST_POINTS",
     "FABRIC_DEMO_MARK",  # marks the demo's own processes, so that it ends no others

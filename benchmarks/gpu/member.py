@@ -26,13 +26,13 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fabric.errors import RoundAborted
+from fabric.ftar.communicators.nccl import NcclMaker
+from fabric.ftar.communicators.process_group_plane import GroupPlane
 from fabric.ftar.device.cuda import CudaDevice
-from fabric.ftar.device.group import GroupPlane
 from fabric.ftar.device.host import HostDevice
-from fabric.ftar.device.nccl import NcclMaker
 from fabric.ftar.device.ring import DeviceRing
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduction import Reduction
+from fabric.ftar.reduce_ops import Reduction
 
 PRODUCT = 4096
 

@@ -86,8 +86,8 @@ def data_plane(world: int, device: str, numel: int, rounds: int) -> dict[str, fl
 def snapshots() -> dict[str, float]:
     """A snapshot of 1 GiB: alone against a plain copy, and beside a step's matrix products; what the host's
     thread spends on it there."""
-    from fabric.ckpt_server.snapshot import CudaCopier
-    from fabric.ckpt_server.state import Describer
+    from fabric.ckpt_server.state.snapshot import CudaCopier
+    from fabric.ckpt_server.state.training_state import Describer
 
     layer = torch.nn.Linear(8192, GIB // 4 // 8192, bias=False, device="cuda")
     describer = Describer({"model": layer})

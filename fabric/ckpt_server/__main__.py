@@ -11,11 +11,11 @@ from pathlib import Path
 
 import uvloop
 
-from fabric.ckpt_server.server import AlreadyServed, ServerSettings, run, tell_ready
+from fabric.ckpt_server.server.process import AlreadyServed, ServerSettings, run, tell_ready
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime import logs
-from fabric.runtime.connection_limit import raise_descriptor_limit
-from fabric.runtime.tls import Tls
+from fabric.runtime.http.connection_limit import raise_descriptor_limit
+from fabric.runtime.http.tls import Tls
 
 
 def parse(arguments: list[str]) -> tuple[ServerSettings, str, int]:
@@ -29,7 +29,9 @@ def parse(arguments: list[str]) -> tuple[ServerSettings, str, int]:
     parser.add_argument("--advertise", default="", help="host name that others reach this one by")
     parser.add_argument("--token-file", type=Path, help="file with the job's token")
     for name in ("cert", "key", "ca"):
-        parser.add_argument(f"--tls-{name}", type=Path, help="see fabric/runtime/tls.py: all three, or none")
+        parser.add_argument(
+            f"--tls-{name}", type=Path, help="see fabric/runtime/http/tls.py: all three, or none"
+        )
     parser.add_argument("--lighthouse", default="", help="base URLs, separated by commas")
     parser.add_argument("--orphan-s", type=float, default=600.0, help="seconds to live without a trainer")
     parser.add_argument("--rank", type=int, default=0, help="rank of the trainer within its replica")

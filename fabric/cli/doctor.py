@@ -24,8 +24,8 @@ from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.cli.store_options import store_access, store_access_options
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime.config import Settings, advertised_host, settings
-from fabric.runtime.dial_errors import mistake, why
-from fabric.runtime.web import bind_first_free, parse_ports
+from fabric.runtime.http.dial_errors import mistake, why
+from fabric.runtime.http.http_service import bind_first_free, parse_ports
 from fabric.store import EtcdAccess, open_store
 
 _ANSWER_S = 3.0
@@ -208,8 +208,8 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str, found: Settings) ->
         findings.append(Finding("ok", f"{url} {role}"))
     else:
         idle = "it leads, and has yet to read the jobs' records" if body["is_leader"] else "nobody leads"
-        cause = idle if reachable else "its store does not answer"
-        findings.append(Finding("warn", f"{url}: {cause}", "docs/runbook.md, 'No lighthouse leads'"))
+        incident_id = idle if reachable else "its store does not answer"
+        findings.append(Finding("warn", f"{url}: {incident_id}", "docs/runbook.md, 'No lighthouse leads'"))
     if abs(date - time.time()) > _CLOCK_S:
         apart = f"the clocks of {url} and this host are {abs(date - time.time()):.0f} s apart"
         findings.append(Finding("warn", apart, "only logs and tables suffer, no decision: run an NTP client"))

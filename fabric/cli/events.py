@@ -9,10 +9,10 @@ from typing import Any
 import aiohttp
 import click
 
-from fabric.cli.asking import lighthouse_options, lighthouses_of
-from fabric.cli.words import printable, understood
+from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
+from fabric.cli.terminal_text import printable, understood
 from fabric.errors import Unreachable
-from fabric.runtime.lighthouses import Lighthouses
+from fabric.runtime.http.lighthouse_client import Lighthouses
 
 _PAUSE_S = 0.5
 
@@ -66,11 +66,11 @@ def _print(event: dict[str, Any], as_json: bool) -> None:
         click.echo(json.dumps(event))
         return
     when = datetime.fromtimestamp(float(event["t"])).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-    cause = f"[{event['cause']}]" if event.get("cause") else ""
+    incident_id = f"[{event['incident_id']}]" if event.get("incident_id") else ""
     words = [
         when,
         f"epoch {event['epoch']}",
-        cause,
+        incident_id,
         str(event["kind"]),
         str(event["about"]),
         str(event["why"]),

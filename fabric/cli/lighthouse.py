@@ -9,14 +9,14 @@ import uvloop
 
 from fabric.cli.store_options import store_access, store_access_options
 from fabric.cli.tls import current_tls
-from fabric.lighthouse.collector import THRESHOLDS
-from fabric.lighthouse.jobs import Quotas
+from fabric.lighthouse.gc_tuning import THRESHOLDS
+from fabric.lighthouse.jobs.jobs import Quotas
 from fabric.lighthouse.service import LighthouseSettings, run
 from fabric.model import Policy
-from fabric.protocol.leader import LeaderConfig
-from fabric.protocol.liveness import LivenessConfig
+from fabric.protocol.leader.core import LeaderConfig
+from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.runtime import logs
-from fabric.runtime.connection_limit import raise_descriptor_limit
+from fabric.runtime.http.connection_limit import raise_descriptor_limit
 
 _FILE = click.Path(path_type=Path)
 _LIVENESS = LivenessConfig()

@@ -13,7 +13,7 @@ import click
 from fabric import __version__
 from fabric.cli.tls import tls_options
 from fabric.errors import FabricError
-from fabric.runtime.tls import Tls
+from fabric.runtime.http.tls import Tls
 
 # Name of the command -> where it is, and what it says of itself in the list.
 _COMMANDS: dict[str, tuple[str, str]] = {
@@ -23,16 +23,16 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "fabric.cli.demo.command:demo",
         "Train with replicas, kill one, and prove that nothing is lost.",
     ),
-    "diff": ("fabric.cli.look:diff", "Show where two states differ, files or URLs."),
+    "diff": ("fabric.cli.states.inspect:diff", "Show where two states differ, files or URLs."),
     "doctor": ("fabric.cli.doctor:doctor", "Check this host, and say what to do."),
     "drain": ("fabric.cli.operate:drain", "Let a replica leave its job at a step boundary."),
     "events": ("fabric.cli.events:events", "Show what happened to a job, or follow what happens."),
     "evict": ("fabric.cli.operate:evict", "Leave a replica out of its job at once."),
-    "inspect": ("fabric.cli.look:inspect_state", "Show what is in a state, a file or a URL."),
+    "inspect": ("fabric.cli.states.inspect:inspect_state", "Show what is in a state, a file or a URL."),
     "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Decide who takes part in each job."),
     "pause": ("fabric.cli.operate:pause", "Admit nobody to a job for now."),
     "plan": ("fabric.cli.plan:plan", "Compare failure policies for a cluster, and say what to run."),
-    "pull": ("fabric.cli.pull:pull", "Fetch a snapshot into a file, verified."),
+    "pull": ("fabric.cli.states.pull:pull", "Fetch a snapshot into a file, verified."),
     "resume": ("fabric.cli.operate:resume", "Admit newcomers again."),
     "retry": ("fabric.cli.operate:retry", "Let a job that has failed begin again."),
     "run": ("fabric.cli.run:run", "Run a training script, polite to those that train already."),
@@ -82,7 +82,7 @@ def main() -> None:
     try:
         cli(prog_name="fabric")
     except FabricError as error:
-        words = importlib.import_module("fabric.cli.words")
+        words = importlib.import_module("fabric.cli.terminal_text")
         sys.stderr.write(f"error: {words.printable(str(error))}\n")
         raise SystemExit(1) from None
 

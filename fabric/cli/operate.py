@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from fabric.cli.asking import lighthouse_options, lighthouses_of
-from fabric.cli.words import printable, understood
-from fabric.lighthouse.incoming import MOST_REPLICAS
+from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
+from fabric.cli.terminal_text import printable, understood
+from fabric.lighthouse.connections.validation import MOST_REPLICAS
 
 # The lighthouse's own --max-replicas bounds it further.
 _REPLICAS = click.IntRange(0, MOST_REPLICAS)

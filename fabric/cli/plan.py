@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fabric.cli.asking import lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
 from fabric.plan.advice import Outcome, compare, options_for, recommendation
 from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, preset
 from fabric.plan.failures import FailureModel

@@ -72,7 +72,7 @@ def _ask() -> str:
         if found.disable:
             return ""
         # Here, for it imports what a script without services needs not.
-        lighthouses = importlib.import_module("fabric.runtime.lighthouses")
+        lighthouses = importlib.import_module("fabric.runtime.http.lighthouse_client")
         job = lighthouses.Lighthouses(found.lighthouse, found.job, found.token.decode(), found.tls)
         why = job.ask(job.path()).get("failed", "")
     except (FabricError, AttributeError):

@@ -12,11 +12,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fabric.cli.asking import lighthouse_options, lighthouses_of
-from fabric.cli.words import all_printable, understood
+from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
+from fabric.cli.terminal_text import all_printable, understood
 from fabric.errors import FabricError, Unreachable
 from fabric.model import counted
-from fabric.runtime.lighthouses import Lighthouses
+from fabric.runtime.http.lighthouse_client import Lighthouses
 
 _SPENT = ("training", "degraded", "recovering", "stalled")
 # Below this width the table has the columns that say who is in trouble, and the addresses stand below it.
@@ -202,7 +202,7 @@ def _goodput(ledger: dict[str, Any]) -> list[str]:
 
 
 def _role(member: dict[str, Any]) -> str:
-    role = "leaving" if member["leaving"] else "new member" if member["fresh"] else "member"
+    role = "leaving" if member["leaving"] else "new member" if member["joining"] else "member"
     ranks = 1 + len(member.get("ranks", ()))
     return f"{role}, {ranks} ranks" if ranks > 1 else role
 

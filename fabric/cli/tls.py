@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fabric.runtime.tls import Tls
+from fabric.runtime.http.tls import Tls
 
 _WHAT = {
     "cert": "Own certificate (PEM), for TLS in both directions",

@@ -1,11 +1,11 @@
 """The trainer's API: ``session = fabric.client.attach(model, optimizer)``, then loops as in docs/api.md."""
 
 from fabric.client.attach import attach
-from fabric.client.ddp import ddp
-from fabric.client.session import Session
-from fabric.client.snapshot_policy import EverySteps, OverheadBudget, SnapshotPolicy
-from fabric.client.solo import SoloSession
-from fabric.client.step import Step
+from fabric.client.loop.ddp import ddp
+from fabric.client.loop.session import Session
+from fabric.client.loop.solo import SoloSession
+from fabric.client.loop.step import Step
+from fabric.client.state.snapshot_policy import EverySteps, OverheadBudget, SnapshotPolicy
 
 __all__ = [
     "EverySteps",

@@ -12,42 +12,42 @@ from typing import Any
 
 import torch
 
-from fabric.ckpt_server.fetch import StateFetcher
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.relayout import Layout
-from fabric.ckpt_server.snapshot import Copier, CpuCopier, CudaCopier, CudaLane
-from fabric.ckpt_server.state import Describer, check_serialisable
-from fabric.client.buffers import AveragedBuffers, changing_buffers
-from fabric.client.durable import Durable
-from fabric.client.engine import Parts
-from fabric.client.exchange import Exchange
-from fabric.client.journal import Journal
-from fabric.client.ladder import Ladder
-from fabric.client.leader_link import LeaderLink
-from fabric.client.mark import Mark
-from fabric.client.mistakes import tell_uncaught_mistakes
-from fabric.client.model_watch import ModelWatch, refuse_optimizers
-from fabric.client.peers import Peers
-from fabric.client.place import Place
-from fabric.client.placement import device_of, place_gradients
-from fabric.client.rank_group import RankGroup
-from fabric.client.session import Session
-from fabric.client.slots import GradientSlots
-from fabric.client.snapshot_policy import SnapshotPolicy, policy_of
-from fabric.client.snapshots import Snapshots
-from fabric.client.solo import SoloSession
-from fabric.client.transfer import Transfer
-from fabric.client.unshared import UNSHARED, UnsharedWatch
-from fabric.client.worker import Worker
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.reshard.relayout import Layout
+from fabric.ckpt_server.state.snapshot import Copier, CpuCopier, CudaCopier, CudaLane
+from fabric.ckpt_server.state.training_state import Describer, check_serialisable
+from fabric.client.control.engine import Parts
+from fabric.client.control.lighthouse_link import LeaderLink
+from fabric.client.control.peers import Peers
+from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
+from fabric.client.gradients.exchange_thread import Exchange
+from fabric.client.gradients.gradient_backend import device_of, place_gradients
+from fabric.client.gradients.gradient_slots import GradientSlots
+from fabric.client.loop.model_watch import ModelWatch, refuse_optimizers
+from fabric.client.loop.session import Session
+from fabric.client.loop.solo import SoloSession
+from fabric.client.loop.unshared_schedulers import UNSHARED, UnsharedWatch
+from fabric.client.process.crash_marker import Mark
+from fabric.client.process.excepthook import tell_uncaught_mistakes
+from fabric.client.process.journal import Journal
+from fabric.client.process.process_identity import Place
+from fabric.client.process.rank_group import RankGroup
+from fabric.client.process.worker import Worker
+from fabric.client.state.durable_policy import Durable
+from fabric.client.state.fetch_thread import Transfer
+from fabric.client.state.snapshot_policy import SnapshotPolicy, policy_of
+from fabric.client.state.snapshots import Snapshots
+from fabric.client.state.state_loader import Ladder
 from fabric.errors import ConfigError, FabricError, ServerLost
 from fabric.ftar.buckets import FlatGradients
-from fabric.protocol.budget import Budget
+from fabric.protocol.rules.adaptive_timeout import Budget
 from fabric.runtime import logs
 from fabric.runtime.config import Settings, parse_replicas, settings
-from fabric.runtime.points import Points
+from fabric.runtime.failpoints import Failpoints
+from fabric.runtime.http.http_service import parse_ports
+from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.private_folder import make_private, open_private
-from fabric.runtime.token_file import TokenFile
-from fabric.runtime.web import parse_ports
 from fabric.transport.tcp import Identity
 
 MAX_STEP = 1 << 60
@@ -146,9 +146,9 @@ def _attach(
         incarnation=incarnation,
         rank=place.rank or None,
         epoch=None,
-        cause="",
+        incident_id="",
     )
-    points = Points(found.points)
+    points = Failpoints(found.points)
     journal = Journal(found.journal, found.replica, incarnation)
     handle = _server(found, place)
     policy = choices.snapshots or policy_of(found)
@@ -189,7 +189,7 @@ def _parts(
     handle: ServerHandle,
     model_parts: tuple[FlatGradients, AveragedBuffers],
     state: tuple[Describer, SnapshotPolicy],
-    records: tuple[Journal, Points],
+    records: tuple[Journal, Failpoints],
 ) -> Parts:
     token, rank = TokenFile(found.token_file), place.rank
     describer, policy = state
@@ -199,7 +199,7 @@ def _parts(
     time_budget = Budget(found.exchange_s, found.user_code_s)
 
     crash = _crash(found.replica, mark)
-    plane, placement = place_gradients(found, gradients, lambda step: points.reach("ring", step))
+    plane, placement = place_gradients(found, gradients, lambda step: points.hit("ring", step))
     where = device_of(gradients.parameters)
 
     def recover() -> None:

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from fabric.errors import ConfigError, StateError
-from fabric.ftar.reduce import DTYPE_CODES
+from fabric.ftar.ring_schedule import DTYPE_CODES
 
 ALIGNMENT_BYTES = 64
 BUCKET_BYTES = 16 * 2**20

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from fabric.errors import IllegalTransition
-from fabric.ftar.reduction import SUM, Reduction
+from fabric.ftar.reduce_ops import SUM, Reduction
 
 
 @dataclass(frozen=True, slots=True)

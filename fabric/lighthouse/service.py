@@ -18,24 +18,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fabric.errors import ConfigError, FabricError, StoreUnavailable
-from fabric.lighthouse.collector import collect_when_calm
-from fabric.lighthouse.election import Candidate, Election, Hooks, Term
-from fabric.lighthouse.hosts import Hosts
-from fabric.lighthouse.incoming import MOST_REPLICAS, check_name
-from fabric.lighthouse.inquiry import Access
-from fabric.lighthouse.jobs import Jobs, Quotas
-from fabric.lighthouse.metrics import Metrics
-from fabric.lighthouse.routes import Parts, StoreProbe, make_app
-from fabric.lighthouse.tokens import Tokens
-from fabric.lighthouse.traces import Traces
-from fabric.lighthouse.write_probe import WriteProbe
-from fabric.lighthouse.writer import Commit, Writer
-from fabric.protocol.leader import LeaderConfig
+from fabric.lighthouse.connections.validation import MOST_REPLICAS, check_name
+from fabric.lighthouse.diagnosis.allowed_hosts import Hosts
+from fabric.lighthouse.diagnosis.rank_probe import Access
+from fabric.lighthouse.election.election import Candidate, Election, Hooks, Term
+from fabric.lighthouse.election.store_probe import WriteProbe
+from fabric.lighthouse.election.store_thread import Commit, Writer
+from fabric.lighthouse.gc_tuning import collect_when_calm
+from fabric.lighthouse.http.routes import Parts, StoreProbe, make_app
+from fabric.lighthouse.http.tokens import Tokens
+from fabric.lighthouse.jobs.jobs import Jobs, Quotas
+from fabric.lighthouse.telemetry.metrics import Metrics
+from fabric.lighthouse.telemetry.traces import Traces
+from fabric.protocol.leader.core import LeaderConfig
 from fabric.runtime.config import supervisor
+from fabric.runtime.http.http_service import check_exposure, serve
+from fabric.runtime.http.tls import Tls
+from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.tasks import Tasks
-from fabric.runtime.tls import Tls
-from fabric.runtime.token_file import TokenFile
-from fabric.runtime.web import check_exposure, serve
 from fabric.store import EtcdAccess, Store, open_store
 
 log = logging.getLogger(__name__)

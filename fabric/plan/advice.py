@@ -18,7 +18,7 @@ from fabric.plan.engine import Job, Ledger, Policy, simulate
 from fabric.plan.failures import FailureModel
 from fabric.plan.parallel import process_pool
 from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, Spare
-from fabric.protocol.spare import best_offsets, has_distinct_differences
+from fabric.protocol.rules.spare import best_offsets, has_distinct_differences
 
 # Student's t for a 95 % interval, by degrees of freedom 1 to 10; more are near the normal's 1.96.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)

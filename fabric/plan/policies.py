@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from fabric.model import Member
 from fabric.plan.engine import Recovery
-from fabric.protocol.assignment import apportion, spread
-from fabric.protocol.spare import Patch, StackedShards, block_layout, ring_layout
+from fabric.protocol.rules.assignment import apportion, spread
+from fabric.protocol.rules.spare import Patch, StackedShards, block_layout, ring_layout
 
 # SPARe's published runs: what it takes to leave failed groups out of the communicator.
 SHRINK_S = 0.1
@@ -82,7 +82,7 @@ class Replication:
 @dataclass(slots=True)
 class Spare:
     """SPARe: stacked shards with adaptive reordering, by the functions that trainers use
-    (`fabric.protocol.spare`).
+    (`fabric.protocol.rules.spare`).
 
     ``offsets``: of the hosts of a type around the ring of groups.
     """
@@ -227,7 +227,7 @@ class ConstantBatch:
 def busiest_of_spread(orphans: int, alive: int) -> int:
     """How many of ``orphans`` micro-batches the busiest of ``alive`` equal members gets.
 
-    By `fabric.protocol.assignment.spread` where few members are left; of many equal ones it is the quotient,
+    By `rules.assignment.spread` where few members are left; of many equal ones it is the quotient,
     rounded up (a test compares the two).
     """
     if alive > _FEW:

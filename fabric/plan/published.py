@@ -17,7 +17,7 @@ from fabric.plan.engine import Job, Ledger, Policy, simulate
 from fabric.plan.failures import FailureModel, Fixed, Poisson, Repair, WeibullRenewal
 from fabric.plan.parallel import process_pool
 from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, Spare
-from fabric.protocol.spare import StackedShards, golomb_offsets, ring_layout
+from fabric.protocol.rules.spare import StackedShards, golomb_offsets, ring_layout
 
 SPARE, FT_HSDP, TORCHPASS, AIM = (
     "SPARe, arXiv 2603.00357",

@@ -18,14 +18,14 @@ from typing import Any
 
 from fabric.errors import IllegalTransition, ProtocolError
 from fabric.model import Record
-from fabric.protocol import member_io as io
-from fabric.protocol.member import Member
-from fabric.protocol.rank_orders import (
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.rank_messages import (
     NameSnapshot,
-    Order,
-    Outcome,
+    RankCommand,
     RankEffect,
     RankEvent,
+    RankOutcome,
     SnapshotNamed,
     replica_digest,
     replica_share,
@@ -43,7 +43,7 @@ class FromRank:
     """An outcome that rank ``rank`` posted; rank 0's own come this way too."""
 
     rank: int
-    outcome: Outcome
+    outcome: RankOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class ToRank:
     """Have rank ``rank`` perform this order; for rank 0 that is here."""
 
     rank: int
-    order: Order
+    order: RankCommand
 
 
 Event = io.Event | FromRank | RankLost | Ended
-Effect = io.SendPeer | io.SendLeader | io.Note | io.Probe | ToRank
+Effect = io.SendPeer | io.SendLeader | io.WriteJournal | io.Probe | ToRank
 
 # Outcomes of the main threads. Of all but the digest each thread has one order at a time, so one of each
 # rank makes the answer. The core waits for no digest, and may order more before every rank has told its own.
@@ -92,7 +92,7 @@ class Ranks:
     """``member`` is the replica's core, ``groups`` says for each rank which part of a micro-batch it
     computes: ranks of one group (tensor or pipeline parallel) see the same samples."""
 
-    def __init__(self, member: Member, groups: tuple[int, ...]) -> None:
+    def __init__(self, member: MemberCore, groups: tuple[int, ...]) -> None:
         self.member = member
         self.groups = groups
         self.over = False  # told to finish or to stop: ranks that go now go because they were told to
@@ -135,7 +135,7 @@ class Ranks:
                 for record in (self.member.current, self.member.newest):
                     if record is not None and record.lists(event.replica, event.incarnation):
                         self._linked.get(record.epoch, set()).discard(0)
-            self._tell(event, now)
+            self._record_event(event, now)
         return self._effects
 
     def next_deadline(self) -> float | None:
@@ -144,9 +144,9 @@ class Ranks:
 
     # --- the core's orders, to every rank ----------------------------------------------------------
 
-    def _tell(self, event: io.Event, now: float) -> None:
+    def _record_event(self, event: io.Event, now: float) -> None:
         for effect in self.member.handle(event, now) if not self.over else ():
-            if isinstance(effect, io.SendPeer | io.SendLeader | io.Note | io.Probe):
+            if isinstance(effect, io.SendPeer | io.SendLeader | io.WriteJournal | io.Probe):
                 self._effects.append(effect)
             elif not self.over:
                 self._order(effect)
@@ -169,7 +169,7 @@ class Ranks:
 
     def _send(self, effect: RankEffect) -> None:
         for rank in reversed(range(self.size)):  # rank 0 last: what ends it must have been sent to the others
-            order = Order(self._number, self.member.state.generation, self._part(effect, rank))
+            order = RankCommand(self._number, self.member.state.generation, self._part(effect, rank))
             self._effects.append(ToRank(rank, order))
 
     def _part(self, effect: RankEffect, rank: int) -> RankEffect:
@@ -209,25 +209,25 @@ class Ranks:
 
     # --- the ranks' outcomes, to the core ----------------------------------------------------------
 
-    def _take(self, rank: int, outcome: Outcome, now: float) -> None:
+    def _take(self, rank: int, outcome: RankOutcome, now: float) -> None:
         event = outcome.event
         if isinstance(event, _MAIN):
             self._on_main(rank, event, now)
-        elif isinstance(event, io.Failed):
+        elif isinstance(event, io.LoopRaised):
             # The others are stuck in a collective with this one, or soon will be: they have nothing to add.
-            self._tell(replace(event, why=self._by(rank, event.why)), now)
+            self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif isinstance(event, io.Busy):
-            self._tell(event, now)
+            self._record_event(event, now)
         elif isinstance(event, io.Linked):
             self._on_linked(rank, event, now)
         elif isinstance(event, io.LinkFailed):
             self._linked.get(event.epoch, set()).discard(rank)
-            self._tell(replace(event, why=self._by(rank, event.why)), now)
+            self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif isinstance(event, io.Exchanged):
             self._on_exchanged(rank, event, now)
         elif isinstance(event, io.ExchangeFailed):
             self._reduced.pop((event.epoch, event.step), None)
-            self._tell(replace(event, why=self._by(rank, event.why)), now)
+            self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif isinstance(event, io.StateFetched | io.FetchFailed):
             self._on_state(rank, outcome, now)
         elif isinstance(event, io.GradientFetched | io.GradientGone):
@@ -249,18 +249,18 @@ class Ranks:
         said, self._main = [self._main[rank] for rank in range(self.size)], {}
         failed = [(rank, e) for rank, e in enumerate(said) if isinstance(e, io.InstallFailed)]
         if failed:
-            self._tell(io.InstallFailed(self._by(failed[0][0], failed[0][1].why)), now)
+            self._record_event(io.InstallFailed(self._by(failed[0][0], failed[0][1].why)), now)
             return
         first = said[0]
         if not self._stand_together(said):
             return
         if isinstance(first, io.Ready):
             later = any(event.later for event in said if isinstance(event, io.Ready))
-            self._tell(replace(first, digest="" if later else _digest_of(said), later=later), now)
+            self._record_event(replace(first, digest="" if later else _digest_of(said), later=later), now)
         elif isinstance(first, io.Computed):
             self._on_computed(first, said, now)
         elif isinstance(first, io.Installed):
-            self._tell(replace(first, digest=_digest_of(said)), now)
+            self._record_event(replace(first, digest=_digest_of(said)), now)
         else:
             assert isinstance(first, io.Closing)
             self._closing = first
@@ -286,13 +286,13 @@ class Ranks:
             return
         said = [self._digested.pop(rank) for rank in range(self.size)]
         if self._stand_together(said):
-            self._tell(replace(said[0], digest=_digest_of(said)), now)
+            self._record_event(replace(said[0], digest=_digest_of(said)), now)
 
     def _close_when_kept(self, now: float) -> None:
         """The last snapshot may be the job's last durable checkpoint: the replica has not finished before."""
         if self._closing is not None and not self._snapshots and not self._naming:
             closing, self._closing = self._closing, None
-            self._tell(closing, now)
+            self._record_event(closing, now)
 
     def _on_computed(self, first: io.Computed, said: list[Any], now: float) -> None:
         try:
@@ -301,13 +301,13 @@ class Ranks:
             self._stop(1, f"step {first.step}: {error}")
             return
         redo = next((e.redo for e in said if e.redo), "")
-        self._tell(io.Computed(first.step, first.micro_batches, weight, metrics, redo), now)
+        self._record_event(io.Computed(first.step, first.micro_batches, weight, metrics, redo), now)
 
     def _on_linked(self, rank: int, event: io.Linked, now: float) -> None:
         ranks = self._linked.setdefault(event.epoch, set())
         ranks.add(rank)
         if len(ranks) == self.size:
-            self._tell(event, now)
+            self._record_event(event, now)
 
     def _on_exchanged(self, rank: int, event: io.Exchanged, now: float) -> None:
         """Held by the replica when every rank has reduced its lanes: never one lane at a time."""
@@ -326,12 +326,12 @@ class Ranks:
             next((x.nonfinite for x in found if x.nonfinite), ""),
             next((x.mine for x in found if x.mine), ""),
         )
-        self._tell(whole, now)
+        self._record_event(whole, now)
 
     def _digest(self, by_rank: dict[int, str]) -> str:
         return replica_digest([by_rank[rank] for rank in range(self.size)])
 
-    def _on_state(self, rank: int, outcome: Outcome, now: float) -> None:
+    def _on_state(self, rank: int, outcome: RankOutcome, now: float) -> None:
         fetching = self._fetching
         if outcome.number != fetching.number:
             return
@@ -344,11 +344,11 @@ class Ranks:
         if failed:
             rank, first = next((x for x in failed if x[1].misfit), failed[0])
             unusable = any(e.unusable for _, e in failed)
-            self._tell(io.FetchFailed(self._by(rank, first.why), unusable, first.misfit), now)
+            self._record_event(io.FetchFailed(self._by(rank, first.why), unusable, first.misfit), now)
         else:
-            self._tell(io.StateFetched(order.state.step, order.state.digest), now)
+            self._record_event(io.StateFetched(order.state.step, order.state.digest), now)
 
-    def _on_gradient(self, rank: int, outcome: Outcome, now: float) -> None:
+    def _on_gradient(self, rank: int, outcome: RankOutcome, now: float) -> None:
         fetching, event = self._fetching, outcome.event
         if outcome.number != fetching.number:
             return
@@ -356,13 +356,13 @@ class Ranks:
         if isinstance(event, io.GradientGone):
             # The others need not wait for theirs: without this one theirs are of no use.
             self._order(io.CancelFetch())
-            self._tell(replace(event, why=self._by(rank, event.why)), now)
+            self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif len(fetching.ended) == self.size:
             self._fetching = _Fetching()
             found = [fetching.ended[r] for r in range(self.size)]
             digest = replica_digest([e.gradient_digest for e in found if isinstance(e, io.GradientFetched)])
             assert isinstance(event, io.GradientFetched)
-            self._tell(io.GradientFetched(event.step, digest), now)
+            self._record_event(io.GradientFetched(event.step, digest), now)
 
     def _on_snapshotted(self, rank: int, event: io.Snapshotted) -> None:
         key = (event.generation, event.step)
@@ -388,7 +388,7 @@ class Ranks:
         done[rank] = event.done
         if len(done) == self.size:
             del self._naming[key]
-            self._tell(
+            self._record_event(
                 io.Snapshotted(event.step, digest if all(done.values()) else "", event.generation), now
             )
             self._close_when_kept(now)
@@ -437,7 +437,7 @@ class Follower:
         self.newest: Record | None = None
         self.over = False
 
-    def obey(self, order: Order) -> RankEffect | None:
+    def obey(self, order: RankCommand) -> RankEffect | None:
         """What to perform now; None after the end."""
         if self.over:
             return None

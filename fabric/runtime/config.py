@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fabric.errors import ConfigError
-from fabric.protocol.budget import problem
+from fabric.protocol.rules.adaptive_timeout import problem
+from fabric.runtime.http.http_service import parse_ports, read_token
+from fabric.runtime.http.tls import Tls
 from fabric.runtime.logs import FORMATS
-from fabric.runtime.supervisor import Supervisor
-from fabric.runtime.tls import Tls
-from fabric.runtime.web import parse_ports, read_token
+from fabric.runtime.systemd import Supervisor
 
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("", "0", "false", "no", "off"), False
@@ -29,7 +29,7 @@ class Settings:
     """``job``, ``replica``: who I am. ``replicas``: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
     takes 8; ``spare``: stand by with the state, and take part where a member is missing.
     ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me.
-    ``tls_cert``, ``tls_key``, ``tls_ca``: see ``fabric.runtime.tls``. ``run_dir``: this replica's sockets,
+    ``tls_cert``, ``tls_key``, ``tls_ca``: see ``runtime.http.tls``. ``run_dir``: this replica's sockets,
     logs and lock on this host. ``journal``: one JSON line per event. ``contact_s``: how long to look for a
     lighthouse at the start. ``exchange_s``: the time budget of a round once everybody is in it, from
     which every deadline inside the exchange follows; ``user_code_s``: how long the others wait for a
@@ -166,7 +166,7 @@ def supervisor(environment: Mapping[str, str] | None = None) -> Supervisor:
 
 
 def armed_points(environment: Mapping[str, str] | None = None) -> str:
-    """The armed points of ``fabric.runtime.points``, for a process that has no other settings."""
+    """The armed points of ``fabric.runtime.failpoints``, for a process that has no other settings."""
     return (os.environ if environment is None else environment).get(_variable("points"), "")
 
 

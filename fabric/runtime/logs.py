@@ -10,7 +10,7 @@ import logging
 import sys
 from typing import Any, TextIO
 
-FIELDS = ("job", "replica", "rank", "incarnation", "epoch", "step", "cause")
+FIELDS = ("job", "replica", "rank", "incarnation", "epoch", "step", "incident_id")
 FORMATS = ("text", "json")
 
 _NAME = "fabric"

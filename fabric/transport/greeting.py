@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 from fabric.errors import ProtocolError, Refused, Unauthorized
 from fabric.model import PROTOCOL_VERSION
-from fabric.protocol.wire import check_version, decode_as
+from fabric.protocol.messages.wire import check_version, decode_as
 
 # Version of the handshake itself, before anything that a greeting says can be read.
 WIRE = b"fabric-link/1\n"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from server_support import end, options
 
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.lines import LOCK_NAME
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME
 
 Attach = Callable[..., ServerHandle]
 

@@ -23,20 +23,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fabric.ckpt_server.durable.order import Order
+from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.durable.reader import find_checkpoint
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
-from fabric.ckpt_server.fetch import StateFetcher
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.manifest import of_rank
-from fabric.ckpt_server.parts import Part, ServedPart, StoredPart
-from fabric.ckpt_server.relayout import Layout, relay
-from fabric.ckpt_server.snapshot import CpuCopier, build_manifest
-from fabric.ckpt_server.state import capture, restore, verify
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.format.manifest import of_rank
+from fabric.ckpt_server.reshard.rank_files import Part, ServedPart, StoredPart
+from fabric.ckpt_server.reshard.relayout import Layout, relay
+from fabric.ckpt_server.state.snapshot import CpuCopier, build_manifest
+from fabric.ckpt_server.state.training_state import capture, restore, verify
+from fabric.ckpt_server.wire.durable_job import Order
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
-from fabric.runtime.points import Points
+from fabric.runtime.failpoints import Failpoints
 
 STEP = 3
 
@@ -100,7 +100,7 @@ def give(objects: dict[str, Any], run_dir: str, durable: str) -> dict[str, Any]:
     if len(digests) > 1:
         manifest = of_rank(manifest, dist.get_rank(), digests)
     handle.publish_snapshot(0, manifest)
-    write(Order(durable, "job", "r0", 7), manifest, memory[: view.nbytes], Points(""))
+    write(Order(durable, "job", "r0", 7), manifest, memory[: view.nbytes], Failpoints(""))
     return {"url": handle.url, "digests": digests, "nbytes": view.nbytes, "sums": whole_sums(objects)}
 
 

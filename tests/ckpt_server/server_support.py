@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fabric.ckpt_server.digest import BLOCK_BYTES, block_digest, file_digest
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.layout import build_preamble
-from fabric.ckpt_server.manifest import make_manifest
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.format.digest import BLOCK_BYTES, block_digest, file_digest
+from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.model import SnapshotRef
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,7 +159,7 @@ _TRAINER = """
 import json, sys
 sys.path[:0] = [sys.argv[2], sys.argv[3]]
 from pathlib import Path
-from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.errors import FabricError
 from server_support import options, publish, publish_gradient, snapshot_file
 

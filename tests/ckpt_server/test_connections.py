@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from server_support import DEADLINE_S, no_more_descriptors
 
-from fabric.ckpt_server.connections import Connection, Response, serve_each
+from fabric.ckpt_server.server.unix_sockets import Connection, Response, serve_each
 
 
 async def say_back(connection: Connection) -> None:

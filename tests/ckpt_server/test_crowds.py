@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 from server_support import ROOT, TOKEN, fetch, publish, snapshot_file, wait_for
 
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.lines import SOCKET_NAME
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.wire.channel_protocol import SOCKET_NAME
 
 NBYTES = 300_000
 # As a process that may have few descriptors, of which only a part is allowed at first.

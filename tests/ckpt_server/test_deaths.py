@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from fabric.ckpt_server.deaths import MARK_BYTES, Deaths, encode_mark
-from fabric.ckpt_server.memory import MARK, Memory
-from fabric.ckpt_server.region import Region
-from fabric.ckpt_server.trainer import Trainer
+from fabric.ckpt_server.server.crash_log import MARK_BYTES, Deaths, encode_mark
+from fabric.ckpt_server.server.memfd import Region
+from fabric.ckpt_server.server.slots import MARK, Memory
+from fabric.ckpt_server.server.trainer_watch import Trainer
 from fabric.model import Death
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from fabric.ckpt_server import state
-from fabric.ckpt_server.outline import outline
-from fabric.ckpt_server.state import Describer, capture, host_bytes
+from fabric.ckpt_server.state import training_state
+from fabric.ckpt_server.state.structure_cache import outline
+from fabric.ckpt_server.state.training_state import Describer, capture, host_bytes
 from fabric.errors import StateError
 
 
@@ -53,13 +53,13 @@ def same(describer, number):
 @pytest.fixture
 def encoded(monkeypatch):
     """The paths that are encoded, in order."""
-    paths, encode = [], state.encode
+    paths, encode = [], training_state.encode
 
     def note(value, path, blobs, ties=None):
         paths.append(path.blob)
         return encode(value, path, blobs, ties)
 
-    monkeypatch.setattr(state, "encode", note)
+    monkeypatch.setattr(training_state, "encode", note)
     return paths
 
 

@@ -15,12 +15,12 @@ from ckpt_server.test_durable_format import manifest_for, objects
 from ckpt_server.test_state import to_bytes
 from server_support import TOKEN, alive
 
-from fabric.ckpt_server.content import snapshot_content
-from fabric.ckpt_server.durable.dispatch import Dispatch, Persist
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.ckpt_server.memory import SNAPSHOT, Memory
-from fabric.ckpt_server.state import capture
+from fabric.ckpt_server.server.durable_jobs import Dispatch, Persist
+from fabric.ckpt_server.server.slot_content import snapshot_content
+from fabric.ckpt_server.server.slots import SNAPSHOT, Memory
+from fabric.ckpt_server.state.training_state import capture
 from fabric.errors import Refused
 
 DEADLINE_S = 180.0

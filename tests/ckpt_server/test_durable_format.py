@@ -16,23 +16,23 @@ from safetensors.torch import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fabric.ckpt_server.digest import BLOCK_BYTES, block_digest, bytes_digest, file_digest
 from fabric.ckpt_server.durable.manifest import MANIFEST, MARKER, Attempt, parse_manifest
-from fabric.ckpt_server.durable.order import Order
 from fabric.ckpt_server.durable.reader import find_checkpoint, list_checkpoints, open_checkpoint, open_lane
 from fabric.ckpt_server.durable.retention import doomed
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
-from fabric.ckpt_server.manifest import make_manifest, of_rank
-from fabric.ckpt_server.parts import StoredPart
-from fabric.ckpt_server.state import capture
-from fabric.ckpt_server.state import restore as load_state
+from fabric.ckpt_server.format.digest import BLOCK_BYTES, block_digest, bytes_digest, file_digest
+from fabric.ckpt_server.format.manifest import make_manifest, of_rank
+from fabric.ckpt_server.reshard.rank_files import StoredPart
+from fabric.ckpt_server.state.training_state import capture
+from fabric.ckpt_server.state.training_state import restore as load_state
+from fabric.ckpt_server.wire.durable_job import Order
 from fabric.errors import FabricError, IntegrityError, StateError
 from fabric.model import SnapshotRef
-from fabric.protocol.rank_orders import replica_digest
-from fabric.runtime.points import Points
+from fabric.protocol.messages.rank_messages import replica_digest
+from fabric.runtime.failpoints import Failpoints
 
-NO_POINTS = Points("")
+NO_POINTS = Failpoints("")
 
 
 def objects(seed: int = 0, width: int = 40) -> dict:
@@ -184,7 +184,12 @@ class Part:
 
 def as_shards(file: bytes, name: str, shape: list[int], offset: list[int]) -> bytes:
     """``file`` with its tensor ``name`` described as a shard: what a rank of a mesh of two would capture."""
-    from fabric.ckpt_server.layout import build_preamble, canonical_json, parse_json, read_header
+    from fabric.ckpt_server.format.safetensors_file import (
+        build_preamble,
+        canonical_json,
+        parse_json,
+        read_header,
+    )
 
     header = read_header(memoryview(file))
     tree = parse_json(header.metadata)

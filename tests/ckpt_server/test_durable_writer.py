@@ -21,16 +21,16 @@ from safetensors.torch import load_file
 from server_support import ROOT
 
 from fabric.ckpt_server.durable.manifest import MARKER, Attempt
-from fabric.ckpt_server.durable.order import Order
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
-from fabric.ckpt_server.state import capture
-from fabric.cli.look import diff, inspect_state
-from fabric.cli.pull import pull
+from fabric.ckpt_server.state.training_state import capture
+from fabric.ckpt_server.wire.durable_job import Order
+from fabric.cli.states.inspect import diff, inspect_state
+from fabric.cli.states.pull import pull
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
-from fabric.runtime.points import Points
+from fabric.runtime.failpoints import Failpoints
 
 # From the first byte of the data to the deletion of what is old.
 POINTS = ("begin", "data", "lanes", "marker", "complete", "tidy")
@@ -82,7 +82,7 @@ def test_killed_at_any_point_the_one_before_is_whole_and_the_rest_is_cleaned_up(
         write_one(url, one, 5, keep=9)
         # Forked, because starting one takes seconds; the other tests here start it as the server does.
         order = Order(url, "job", "r0", 9, keep=2)
-        arguments = (order, manifest, memoryview(bytearray(file)), Points(f"durable-{point}=kill"))
+        arguments = (order, manifest, memoryview(bytearray(file)), Failpoints(f"durable-{point}=kill"))
         process = get_context("fork").Process(target=write, args=arguments)
         process.start()
         process.join()
@@ -95,7 +95,7 @@ def test_killed_at_any_point_the_one_before_is_whole_and_the_rest_is_cleaned_up(
         assert len(before.unfinished) == (0 if complete else 1), point
         # Half-written, it is never gone on with: its successor has a folder of its own.
         order = Order(url, "job", "r0", 10, keep=2)
-        assert write(order, manifest, memoryview(bytearray(file)), Points("")).warnings == ()
+        assert write(order, manifest, memoryview(bytearray(file)), Failpoints("")).warnings == ()
         listing = list_checkpoints(Storage(url).at("job"), "job")
         assert len(listing.complete) == 2 and listing.complete[-1].state.step == 7
         assert listing.unfinished == ()
@@ -109,7 +109,7 @@ def test_retention_deletes_nothing_through_a_link(state, tmp_path):
     for step in (3, 4):
         order = Order(f"{tmp_path}/durable", "job", "r0", 9, keep=1)
         told = {**manifest, "step": step}
-        result = write(order, told, memoryview(bytearray(file)), Points(""))
+        result = write(order, told, memoryview(bytearray(file)), Failpoints(""))
         assert result.complete
         if step == 3:
             (first,) = job.iterdir()
@@ -158,7 +158,7 @@ def test_wherever_the_disk_is_full_those_before_are_whole_and_the_next_one_is_wr
             size = f"remount,size={used + pages * page}"
             subprocess.run(["mount", "-o", size, disk], check=True, capture_output=True)
             try:
-                write(replace(order, url=str(disk)), manifest, memoryview(bytearray(file)), Points(""))
+                write(replace(order, url=str(disk)), manifest, memoryview(bytearray(file)), Failpoints(""))
             except StateError as error:
                 failed += 1
                 assert "No space left on device" in str(error) and str(disk) in str(error), error
@@ -178,7 +178,7 @@ def test_a_place_that_vanishes_in_mid_write_gets_no_marker_anywhere(state, tmp_p
     with mounted(tmp_path / "disk", 4 << 20) as disk:
         there = tmp_path / "there"
         order = Order(str(disk), "job", "r0", 9, keep=9)
-        points = Points(f"durable-{point}=wait:{tmp_path}/go")
+        points = Failpoints(f"durable-{point}=wait:{tmp_path}/go")
         arguments = (order, manifest, memoryview(bytearray(file)), points, there)
         process = get_context("fork").Process(target=_write_and_tell, args=arguments)
         process.start()
@@ -198,17 +198,17 @@ def test_a_required_place_that_is_gone_between_two_checkpoints_gets_nothing(stat
     order = Order(str(tmp_path / "disk"), "job", "r0", 9, required=True)
     with mounted(tmp_path / "disk", 4 << 20) as disk:
         write_one(str(disk), objects(2), 5)
-        assert write(order, manifest, memoryview(bytearray(file)), Points("")).complete
+        assert write(order, manifest, memoryview(bytearray(file)), Failpoints("")).complete
         assert steps(str(disk)) == [5, 7]
         subprocess.run(["umount", "-l", disk], check=True)
         with pytest.raises(
             StateError, match=f"{disk}/job holds no checkpoint any more, and FABRIC_DURABLE_REQ"
         ):
-            write(order, manifest, memoryview(bytearray(file)), Points(""))
+            write(order, manifest, memoryview(bytearray(file)), Failpoints(""))
         assert list(disk.iterdir()) == []
 
 
-def _write_and_tell(order: Order, manifest: dict, file: memoryview, points: Points, there: Path) -> None:
+def _write_and_tell(order: Order, manifest: dict, file: memoryview, points: Failpoints, there: Path) -> None:
     try:
         write(order, manifest, file, points)
         there.write_text("written")

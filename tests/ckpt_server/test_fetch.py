@@ -22,11 +22,11 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fabric.ckpt_server.digest import SEAL, digest_of_blocks, seal
-from fabric.ckpt_server.fetch import StateFetcher
-from fabric.ckpt_server.layout import build_preamble
-from fabric.ckpt_server.ranges import Lease, RangeQueue
-from fabric.ckpt_server.striping import streams_each
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.fetch.multi_source import streams_each
+from fabric.ckpt_server.fetch.range_queue import Lease, RangeQueue
+from fabric.ckpt_server.format.digest import SEAL, digest_of_blocks, seal
+from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.model import SnapshotRef
 
@@ -524,7 +524,7 @@ def test_cancel_ends_everything_at_once(origins) -> None:
 
 
 def test_a_process_that_only_fetches_needs_no_torch() -> None:
-    code = "import sys, fabric.ckpt_server.fetch; sys.exit('torch' in sys.modules)"
+    code = "import sys, fabric.ckpt_server.fetch.fetcher; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import xxhash
 
-from fabric.ckpt_server.fetch import StateFetcher
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.snapshot import CpuCopier, build_manifest
-from fabric.ckpt_server.state import capture, restore, verify
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.state.snapshot import CpuCopier, build_manifest
+from fabric.ckpt_server.state.training_state import capture, restore, verify
 from fabric.errors import Gone, StateError
 from fabric.model import SnapshotRef
 

@@ -5,9 +5,9 @@ import threading
 import pytest
 from server_support import fetch
 
-from fabric.client.slots import GradientSlots
-from fabric.ftar.cpu_ring import CpuRing
-from fabric.protocol.member_io import Hold
+from fabric.client.gradients.gradient_slots import GradientSlots
+from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.protocol.messages.member_events import PreparedRound
 
 NBYTES = 1024
 
@@ -23,7 +23,7 @@ def run(slots: GradientSlots, first: int, last: int) -> None:
     """Rounds, each published as soon as it is over; the slot of the next one is withdrawn ahead."""
     for step in range(first, last):
         slots.for_round(1, step).buffer[:] = step
-        slots.publish(1, Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),)))
+        slots.publish(1, PreparedRound(1, step, f"{step:032x}", 1.0, (("r0", (0,)),)))
         slots.prepare()
 
 
@@ -44,7 +44,7 @@ def test_rounds_go_on_while_the_server_is_asked_for_much_memory(attach, plane):
     def rounds() -> None:
         for step in range(6):
             slots.for_round(1, step)
-            told.append(slots.label(1, Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))))
+            told.append(slots.label(1, PreparedRound(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))))
 
     told = []
     trainer = threading.Thread(target=rounds, daemon=True)
@@ -57,14 +57,14 @@ def test_rounds_go_on_while_the_server_is_asked_for_much_memory(attach, plane):
 def test_a_late_publication_does_not_label_the_round_of_another_epoch(attach, plane):
     """A cold start redoes a step whose gradient the keeper has not published yet."""
     slots = GradientSlots(attach(), NBYTES, "layout", plane)
-    old = Hold(1, 5, f"{5:032x}", 1.0, (("r0", (0,)),))
+    old = PreparedRound(1, 5, f"{5:032x}", 1.0, (("r0", (0,)),))
     slots.for_round(1, 5).buffer[:] = 5
     redone = slots.for_round(2, 5)
     redone.buffer[:] = 6  # half of it is reduced when the keeper gets there
     slots.publish(1, old)
     assert not slots.label(1, old)
     assert served(slots, range(10)) == [] and not redone.published
-    new = Hold(2, 5, f"{6:032x}", 1.0, (("r0", (0,)),))
+    new = PreparedRound(2, 5, f"{6:032x}", 1.0, (("r0", (0,)),))
     slots.publish(2, new)
     (row,) = fetch(slots.handle.url, "/v1/gradients").json
     assert (row["generation"], row["step"], row["digest"]) == (2, 5, f"{6:032x}")

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import ROOT, end, fetch, wait_for
 
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.insight import catches, kernel_threads, parse_dump
-from fabric.ckpt_server.lines import INSIGHT_NAME, STACKS_SIGNAL, socket_path
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.server.debug_probe import catches, kernel_threads, parse_dump
+from fabric.ckpt_server.wire.channel_protocol import INSIGHT_NAME, STACKS_SIGNAL, socket_path
 
 TRAINER = """
 import ctypes, json, os, sys, threading
@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 import torch.distributed
 from server_support import options
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.client.insight import Insight, flight, stacks
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.client.process.debug_endpoint import Insight, flight, stacks
 
 folder = Path(sys.argv[1])
 handle = ServerHandle.start_or_attach(**options(folder))

@@ -8,11 +8,11 @@ from http.client import HTTPException
 import pytest
 from server_support import alive, connect, end, fetch, publish_gradient, told_of_gradient, wait_for
 
-from fabric.ckpt_server import labels
-from fabric.client.slots import GradientSlots
+from fabric.ckpt_server.wire import gradient_index
+from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.errors import ServerLost
-from fabric.ftar.cpu_ring import CpuRing
-from fabric.protocol.member_io import Hold
+from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.protocol.messages.member_events import PreparedRound
 
 NBYTES = 2_000_000
 
@@ -116,24 +116,26 @@ def test_a_label_that_cannot_be_used_is_none(attach):
     assert handle.unlabel_gradient(1)
     assert handle.label_gradient(1, told_of_gradient(2, -1))
     assert steps(handle) == [1]
-    assert not handle.label_gradient(1, told_of_gradient(2, NBYTES, meta={"x": "y" * labels.MOST_BYTES}))
+    assert not handle.label_gradient(
+        1, told_of_gradient(2, NBYTES, meta={"x": "y" * gradient_index.MOST_BYTES})
+    )
     assert not handle.label_gradient(1, told_of_gradient(2, NBYTES, weight=float("nan")))
-    assert not handle.label_gradient(labels.COUNT, told_of_gradient(2, NBYTES))
+    assert not handle.label_gradient(gradient_index.COUNT, told_of_gradient(2, NBYTES))
 
 
 def test_a_label_that_is_half_there_is_none():
-    memory = bytearray(labels.TOTAL_BYTES)
-    side = labels.Labels(memoryview(memory))
-    assert labels.read(memory, 3) == (0, b"")
+    memory = bytearray(gradient_index.TOTAL_BYTES)
+    side = gradient_index.Labels(memoryview(memory))
+    assert gradient_index.read(memory, 3) == (0, b"")
     assert side.write(3, b"said")
-    number, body = labels.read(memory, 3)
-    assert number == labels.number_of(memory, 3) > 0 and body == b"said"
+    number, body = gradient_index.read(memory, 3)
+    assert number == gradient_index.number_of(memory, 3) > 0 and body == b"said"
     at = memory.index(b"said")
     memory[at] ^= 1
-    assert labels.read(memory, 3) == (0, b"")
+    assert gradient_index.read(memory, 3) == (0, b"")
     memory[at] ^= 1
-    assert side.write(3, b"more") and labels.read(memory, 3)[0] > number
-    assert labels.read(memory[:100], 3) == (0, b"")
+    assert side.write(3, b"more") and gradient_index.read(memory, 3)[0] > number
+    assert gradient_index.read(memory[:100], 3) == (0, b"")
 
 
 def test_a_server_that_is_gone_is_noticed_by_who_labels(attach):
@@ -152,7 +154,7 @@ def test_slots_are_labelled_while_nobody_catches_up_and_requested_otherwise(atta
     for step in range(8):
         slots.listening = step in (4, 5)
         slots.for_round(1, step).buffer[:] = step
-        hold = Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))
+        hold = PreparedRound(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))
         quietly.append(slots.label(1, hold))
         if not quietly[-1]:
             slots.publish(1, hold)

@@ -3,8 +3,8 @@
 import pytest
 from server_support import publish, snapshot_file, wait_for
 
-from fabric.ckpt_server import log_file
-from fabric.ckpt_server.lines import LOG_NAME
+from fabric.ckpt_server.server import log_file
+from fabric.ckpt_server.wire.channel_protocol import LOG_NAME
 
 
 def test_a_log_that_has_grown_is_kept_once_and_begun_anew_under_its_writer(tmp_path):

@@ -13,27 +13,27 @@ from ckpt_server.test_durable_format import objects, write_one
 from server_support import alive, fetch, publish, snapshot_file, wait_for
 
 import fabric.client
-from fabric.ckpt_server.fetch import StateFetcher
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.relayout import Layout
-from fabric.ckpt_server.request_channel import Requests
-from fabric.ckpt_server.snapshot import CpuCopier
-from fabric.ckpt_server.state import Describer
-from fabric.client.durable import Durable
-from fabric.client.journal import Journal
-from fabric.client.ladder import Ladder
-from fabric.client.place import Place
-from fabric.client.slots import GradientSlots
-from fabric.client.snapshot_policy import EverySteps
-from fabric.client.snapshots import Snapshots
-from fabric.client.transfer import Transfer
-from fabric.client.worker import Worker
+from fabric.ckpt_server.attach.request_channel import Requests
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.reshard.relayout import Layout
+from fabric.ckpt_server.state.snapshot import CpuCopier
+from fabric.ckpt_server.state.training_state import Describer
+from fabric.client.gradients.gradient_slots import GradientSlots
+from fabric.client.process.journal import Journal
+from fabric.client.process.process_identity import Place
+from fabric.client.process.worker import Worker
+from fabric.client.state.durable_policy import Durable
+from fabric.client.state.fetch_thread import Transfer
+from fabric.client.state.snapshot_policy import EverySteps
+from fabric.client.state.snapshots import Snapshots
+from fabric.client.state.state_loader import Ladder
 from fabric.errors import FabricError, ServerLost
-from fabric.ftar.cpu_ring import CpuRing
+from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.model import DURABLE, SnapshotRef
-from fabric.protocol import member_io as io
+from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
-from fabric.runtime.points import Points
+from fabric.runtime.failpoints import Failpoints
 
 NOBODY = "http://127.0.0.1:9"  # discard: nothing listens there
 
@@ -61,7 +61,7 @@ class Fetching:
             return StateFetcher(timeout_s=20.0, rank=rank)
 
         ladder = Ladder(self.snapshots, durable, layout, (0, 1), make_fetcher)
-        self.transfer = Transfer(ladder, 0, Points(""), self.crashed)
+        self.transfer = Transfer(ladder, 0, Failpoints(""), self.crashed)
 
     def crashed(self, error: BaseException) -> None:
         raise error
@@ -200,7 +200,7 @@ class TestAServerThatIsStopped:
     ):
         handle = attach()
         stopped, opened = stop(handle), descriptors()
-        monkeypatch.setattr("fabric.ckpt_server.handle._ANSWER_S", 0.05)
+        monkeypatch.setattr("fabric.ckpt_server.attach.server_handle._ANSWER_S", 0.05)
         monkeypatch.setattr(ServerHandle, "_demand_answer", lambda self: None)
         with pytest.raises(ServerLost, match="did not answer 'allocate'"):
             handle.allocate("gradient", 3, 1000)
@@ -245,7 +245,7 @@ class TestAServerThatIsStopped:
             assert asked == ["begin"]
             assert [r.getMessage() for r in caplog.records if "no snapshot of step 1" in r.getMessage()]
             stopped.go_on()
-            monkeypatch.setattr("fabric.client.digests.SLOT_S", 60.0)
+            monkeypatch.setattr("fabric.client.state.state_digest.SLOT_S", 60.0)
             snapshots.start(SnapshotRef(1, 6, ""), keeper.submit, said.append)
             snapshots.wait_copied()
             keeper.settle(within_s=30)
@@ -258,7 +258,7 @@ class TestAServerThatIsStopped:
     ):
         handle, model, said = attach(), torch.nn.Linear(100, 100), []
         keeper, go, take = Worker("keeper", raise_), threading.Event(), Snapshots._take_slot
-        monkeypatch.setattr("fabric.client.digests.SLOT_S", 0.01)
+        monkeypatch.setattr("fabric.client.state.state_digest.SLOT_S", 0.01)
         monkeypatch.setattr(Snapshots, "_take_slot", lambda self: go.wait(30) and take(self))
         with contextlib.closing(CpuCopier()) as copier:
             snapshots = Snapshots(
@@ -307,8 +307,8 @@ class TestAServerThatIsStopped:
         plane.close()
 
 
-def hold(step: int) -> io.Hold:
-    return io.Hold(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))
+def hold(step: int) -> io.PreparedRound:
+    return io.PreparedRound(1, step, f"{step:032x}", 1.0, (("r0", (0,)),))
 
 
 def run_rounds(slots: GradientSlots, first: int, last: int) -> None:
@@ -333,7 +333,7 @@ def test_a_trainer_that_finds_its_server_stopped_is_to_be_started_again(
     handle = attach(job="job", replica="r0")
     handle.close()
     stop(handle)
-    monkeypatch.setattr("fabric.ckpt_server.handle.ATTACH_S", 0.2)
+    monkeypatch.setattr("fabric.ckpt_server.attach.server_handle.ATTACH_S", 0.2)
     token = tmp_path / "token"
     token.write_text("a-token")
     token.chmod(0o600)

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import fetch, manifest_of, publish, publish_gradient
 
-from fabric.ckpt_server import link_speed
-from fabric.ckpt_server.fetch import StateFetcher
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.layout import build_preamble
-from fabric.ckpt_server.link_speed import FAST_BYTES_S, LinkSpeed
-from fabric.ckpt_server.packing import IDENTITY, PIECE_BYTES, PLANES, ZSTD, Packer, choose, unpack
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.fetch import link_speed
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.fetch.link_speed import FAST_BYTES_S, LinkSpeed
+from fabric.ckpt_server.format.safetensors_file import build_preamble
+from fabric.ckpt_server.wire.compression import IDENTITY, PIECE_BYTES, PLANES, ZSTD, Packer, choose, unpack
 from fabric.errors import ProtocolError
 from fabric.model import SnapshotRef
 
@@ -334,7 +334,9 @@ def test_bytes_that_come_packed_are_verified(served, url, monkeypatch, offers):
     monkeypatch.setattr(link_speed, "FAST_BYTES_S", 1e15)
     monkeypatch.setattr(link_speed, "GAIN", 0.0)
     if not offers:
-        monkeypatch.setattr("fabric.ckpt_server.striping.PACKED_PATH", "/v1/snapshots/{}/nothing/{}-{}{}")
+        monkeypatch.setattr(
+            "fabric.ckpt_server.fetch.multi_source.PACKED_PATH", "/v1/snapshots/{}/nothing/{}-{}{}"
+        )
     before = random.Random(3).randbytes(len(FILE))
     target = bytearray(before)
     state = SnapshotRef(1, STEP, manifest_of(FILE, STEP)["digest"])

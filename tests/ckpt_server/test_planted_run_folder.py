@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from server_support import ROOT, options
 
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.insight import Insight, Silent
-from fabric.ckpt_server.lines import SOCKET_NAME
-from fabric.ckpt_server.trainer import Trainer
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.server.debug_probe import Insight, Silent
+from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.ckpt_server.wire.channel_protocol import SOCKET_NAME
 from fabric.client.attach import _claim
 from fabric.errors import ConfigError
 from fabric.runtime.config import Settings

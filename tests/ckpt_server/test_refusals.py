@@ -16,14 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import ROOT, TOKEN, end, fetch, options, publish, publish_gradient, snapshot_file
 
-from fabric.ckpt_server import layout, openapi
-from fabric.ckpt_server.conditions import PreconditionFailed, check_if_match, is_unchanged
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.layout import build_preamble, read_preamble
-from fabric.ckpt_server.manifest import check_manifest, make_manifest
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.format import safetensors_file
+from fabric.ckpt_server.format.manifest import check_manifest, make_manifest
+from fabric.ckpt_server.format.safetensors_file import build_preamble, read_preamble
+from fabric.ckpt_server.server import openapi
+from fabric.ckpt_server.wire.http_preconditions import PreconditionFailed, check_if_match, is_unchanged
 from fabric.errors import StateError, Unauthorized
 from fabric.model import SnapshotRef
-from fabric.runtime.web import check_bearer
+from fabric.runtime.http.http_service import check_bearer
 
 STEP = 33
 PATHS = openapi.DOCUMENT["paths"]
@@ -282,11 +283,11 @@ SPELLINGS = (
 def both_ways(text):
     """What a header is by columns, and entry by entry; None where it is refused."""
     try:
-        columns = layout._read_ours(text, 0)
+        columns = safetensors_file._read_ours(text, 0)
     except StateError:
         columns = None
     try:
-        entries = layout._read_any(text, 0)
+        entries = safetensors_file._read_any(text, 0)
     except StateError:
         entries = None
     return columns, entries

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_support import end
 
-from fabric.ckpt_server.boxes import Box, Piece
-from fabric.ckpt_server.layout import TensorSpan
-from fabric.ckpt_server.lines import LOCK_NAME
-from fabric.protocol.rank_orders import replica_digest
+from fabric.ckpt_server.format.safetensors_file import TensorSpan
+from fabric.ckpt_server.format.tensor_regions import Box, Piece
+from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME
+from fabric.protocol.messages.rank_messages import replica_digest
 
 SCRIPT = Path(__file__).parent / "relayout_rank.py"
 BLOCK = 4 << 20

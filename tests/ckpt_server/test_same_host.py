@@ -25,14 +25,15 @@ from server_support import (
     wait_for,
 )
 
-from fabric.ckpt_server import same_host, striping
-from fabric.ckpt_server.content import snapshot_content
-from fabric.ckpt_server.fetch import StateFetcher
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.lines import LOG_NAME
-from fabric.ckpt_server.memory import SNAPSHOT, Memory
-from fabric.ckpt_server.same_host import Door, HostMemory, name_of
-from fabric.ckpt_server.source import Address
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.fetch import local_source, multi_source
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.fetch.http_source import Address
+from fabric.ckpt_server.fetch.local_source import HostMemory
+from fabric.ckpt_server.server.local_reads import Door
+from fabric.ckpt_server.server.slot_content import snapshot_content
+from fabric.ckpt_server.server.slots import SNAPSHOT, Memory
+from fabric.ckpt_server.wire.channel_protocol import LOG_NAME, local_socket_name
 from fabric.errors import Gone, IntegrityError, StateError
 from fabric.model import SnapshotRef
 
@@ -129,14 +130,14 @@ def test_a_slot_that_is_withdrawn_and_written_while_it_is_read(holder, monkeypat
     """The writer comes in the middle of a block: what was read of it is half of each state, and no lie."""
     pieces = []
 
-    def read(body, into, read=same_host.MemoryBody.read):
+    def read(body, into, read=local_source.MemoryBody.read):
         read(body, into)
         pieces.append(len(into))
         if len(pieces) == 3:
             holder.begin("snapshot", 0)
             holder.allocate("snapshot", 0, len(FILE))[:] = b"\xee" * len(FILE)
 
-    monkeypatch.setattr(same_host.MemoryBody, "read", read)
+    monkeypatch.setattr(local_source.MemoryBody, "read", read)
     target = bytearray(len(FILE))
     with pytest.raises(Gone, match="409"):
         fetched(StateFetcher(streams_per_source=1), [holder.url], target)
@@ -162,14 +163,14 @@ def test_who_reads_cannot_write(holder):
 
 
 def test_a_server_that_is_killed_meanwhile_does_not_take_its_memory_along(holder, monkeypatch):
-    def read(body, into, read=same_host.MemoryBody.read):
+    def read(body, into, read=local_source.MemoryBody.read):
         if holder.pid:
             end(holder.pid)
             holder.pid = 0
         read(body, into)
 
-    monkeypatch.setattr(same_host.MemoryBody, "read", read)
-    monkeypatch.setattr(striping, "streams_each", lambda *_: 1)
+    monkeypatch.setattr(local_source.MemoryBody, "read", read)
+    monkeypatch.setattr(multi_source, "streams_each", lambda *_: 1)
     target = bytearray(len(FILE))
     with pytest.raises(
         StateError
@@ -200,7 +201,7 @@ def test_the_token_is_wanted(attach, tmp_path):
 _ASK = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from fabric.ckpt_server.same_host import HostMemory
+from fabric.ckpt_server.fetch.local_source import HostMemory
 from fabric.model import SnapshotRef
 os.setresuid(65534, 65534, 65534)
 kernel_says, os.geteuid = os.geteuid(), lambda: 0  # it would not even ask as somebody else
@@ -227,7 +228,7 @@ def test_the_token_is_not_told_to_another_users_process():
         "s.bind(sys.argv[1].replace('@', chr(0))); s.listen(); print('ready', flush=True);"
         "print(s.accept()[0].recv(1000))"
     )
-    name = name_of(listener).replace("\0", "@")
+    name = local_socket_name(listener).replace("\0", "@")
     process = subprocess.Popen([sys.executable, "-c", script, name], stdout=subprocess.PIPE, text=True)
     with process:
         assert process.stdout is not None
@@ -241,7 +242,7 @@ def test_a_name_that_another_process_has_taken_first_costs_that_door_alone(attac
     with contextlib.ExitStack() as stack:
         for port in ports:
             taker = stack.enter_context(socket.socket(socket.AF_UNIX))
-            taker.bind(name_of(f"127.0.0.1:{port}"))
+            taker.bind(local_socket_name(f"127.0.0.1:{port}"))
         handle = attach(port=f"{ports[0]}-{ports[-1]}")
         publish(handle, 0, FILE, 40)
         target = bytearray(len(FILE))
@@ -257,7 +258,7 @@ def test_a_name_that_another_process_has_taken_first_costs_that_door_alone(attac
 def test_nonsense_is_refused_and_the_next_is_served(holder, asked):
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(20)
-        line.connect(name_of(place(holder)))
+        line.connect(local_socket_name(place(holder)))
         try:
             line.sendall(asked)
             answer = line.recv(65536)
@@ -272,7 +273,7 @@ def test_nonsense_is_refused_and_the_next_is_served(holder, asked):
 def test_a_reader_that_stops_is_overruled_when_the_slot_is_needed(holder):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from fabric.ckpt_server.same_host import HostMemory\n"
+        "from fabric.ckpt_server.fetch.local_source import HostMemory\n"
         "from fabric.model import SnapshotRef\n"
         "found = HostMemory.find(sys.argv[2], SnapshotRef(1, 40, sys.argv[3]), '', 1)\n"
         "print('reads', flush=True); sys.stdin.read(); print(found.still_there(), flush=True)\n"
@@ -292,7 +293,7 @@ def test_a_reader_that_stops_is_overruled_when_the_slot_is_needed(holder):
 
 
 def test_a_server_that_knows_nothing_of_this_is_asked_over_http(holder, monkeypatch):
-    monkeypatch.setattr(same_host, "name_of", lambda where: f"\0fabric-no-such-name-{where}")
+    monkeypatch.setattr(local_source, "local_socket_name", lambda where: f"\0fabric-no-such-name-{where}")
     target = bytearray(len(FILE))
     fetched(StateFetcher(), [holder.url], target)
     assert bytes(target) == FILE

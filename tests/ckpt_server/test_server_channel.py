@@ -13,8 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from server_support import fetch, publish, snapshot_file
 
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.lines import MAX_FIRST_LINE_BYTES, LineBuffer, encode_line, socket_path
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.wire.channel_protocol import (
+    MAX_FIRST_LINE_BYTES,
+    LineBuffer,
+    encode_line,
+    socket_path,
+)
 from fabric.errors import ProtocolError
 
 ATTACH = {"op": "attach", "pid": os.getpid(), "incarnation": 1, "job": "job", "replica": "r0"}

@@ -21,7 +21,7 @@ from server_support import (
     snapshot_file,
 )
 
-from fabric.ckpt_server.handle import ServerHandle
+from fabric.ckpt_server.attach.server_handle import ServerHandle
 
 # Several pieces of a transfer, and not a whole number of them.
 NBYTES = 9_500_001

@@ -19,7 +19,7 @@ from server_support import (
     wait_for,
 )
 
-from fabric.ckpt_server.same_host import HostMemory
+from fabric.ckpt_server.fetch.local_source import HostMemory
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import SnapshotRef
 from fabric.runtime.host_memory import available_bytes

@@ -12,8 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_support import no_more_descriptors
 
-from fabric.ckpt_server.conditions import PreconditionFailed, Unsatisfiable, check_if_match, wanted_range
-from fabric.ckpt_server.trainer import Trainer, parse_stat
+from fabric.ckpt_server.server.trainer_watch import Trainer, parse_stat
+from fabric.ckpt_server.wire.http_preconditions import (
+    PreconditionFailed,
+    Unsatisfiable,
+    check_if_match,
+    wanted_range,
+)
 from fabric.errors import (
     ConfigError,
     FabricError,
@@ -24,7 +29,7 @@ from fabric.errors import (
     StoreIndefinite,
     Unauthorized,
 )
-from fabric.runtime.web import (
+from fabric.runtime.http.http_service import (
     bearer_required,
     bind_first_free,
     check_bearer,

@@ -25,8 +25,8 @@ from server_support import (
     wait_for,
 )
 
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.lines import LOG_NAME, SOCKET_NAME
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.wire.channel_protocol import LOG_NAME, SOCKET_NAME
 from fabric.errors import ConfigError, Refused, ServerLost
 
 NBYTES = 300_000
@@ -34,9 +34,9 @@ NBYTES = 300_000
 
 def test_neither_side_imports_torch_or_the_trainer_an_event_loop():
     check = (
-        "import sys; import fabric.ckpt_server.handle;"
+        "import sys; import fabric.ckpt_server.attach.server_handle;"
         "assert not {'torch', 'aiohttp', 'uvloop', 'numpy'} & set(sys.modules), 'handle';"
-        "import fabric.ckpt_server.__main__, fabric.ckpt_server.server;"
+        "import fabric.ckpt_server.__main__, fabric.ckpt_server.server.process;"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'server'"
     )
     subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT)
@@ -258,7 +258,7 @@ def test_a_trainer_that_dies_while_its_child_holds_the_channel_is_not_attached(r
         "import os, signal, sys, time; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
         "from server_support import options\n"
-        "from fabric.ckpt_server.handle import ServerHandle\n"
+        "from fabric.ckpt_server.attach.server_handle import ServerHandle\n"
         "h = ServerHandle.start_or_attach(**options(Path(sys.argv[3]), orphan_s=0.2))\n"
         "child = os.fork()\n"
         "if not child: signal.pause()\n"
@@ -360,7 +360,7 @@ def test_the_trainer_gets_the_same_sentences(run_dir, tmp_path, attach):
 
 def test_a_server_that_does_not_start_in_time_is_ended_and_said(run_dir, attach, monkeypatch):
     with monkeypatch.context() as hurried:
-        hurried.setattr("fabric.ckpt_server.handle.ATTACH_S", 0.001)
+        hurried.setattr("fabric.ckpt_server.attach.server_handle.ATTACH_S", 0.001)
         with pytest.raises(ServerLost, match=r"did not start in time|could not be attached"):
             attach()
     # The lock is free again, so nothing was left behind.

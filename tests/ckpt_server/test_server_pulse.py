@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from server_support import ROOT, TOKEN, TrainerProcess, end, options, wait_for
 
-from fabric.protocol import wire
-from fabric.protocol.messages import BeatReply, Pulse
-from fabric.runtime.web import bearer_required, errors_as_json, serve
+from fabric.protocol.messages import wire
+from fabric.protocol.messages.network import HeartbeatAck, TrainerStatus
+from fabric.runtime.http.http_service import bearer_required, errors_as_json, serve
 
 _DEADLINE_S = 30.0
 
@@ -23,7 +23,7 @@ class Lighthouse:
     """Takes pulses as a lighthouse does; ``leader`` redirects to another one when set."""
 
     def __init__(self) -> None:
-        self.pulses: list[Pulse] = []
+        self.pulses: list[TrainerStatus] = []
         self.requests: list[str] = []
         self.leader = ""
         self.url = ""
@@ -42,10 +42,10 @@ class Lighthouse:
             if message.type is not aiohttp.WSMsgType.TEXT:
                 break
             beat = wire.decode(message.data)
-            assert isinstance(beat, Pulse)
+            assert isinstance(beat, TrainerStatus)
             self.pulses.append(beat)
             self._wake()
-            await socket.send_str(wire.encode(BeatReply(beat.number)).decode())
+            await socket.send_str(wire.encode(HeartbeatAck(beat.number)).decode())
         self._sockets.discard(socket)
         return socket
 
@@ -53,7 +53,7 @@ class Lighthouse:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def until(self, condition: Callable[[Pulse], bool]) -> Pulse:
+    async def until(self, condition: Callable[[TrainerStatus], bool]) -> TrainerStatus:
         """The next pulse from now on that meets ``condition``."""
         at = len(self.pulses)
         async with asyncio.timeout(_DEADLINE_S):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_support import fetch, publish
 
-from fabric.ckpt_server import openapi, routes
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.ckpt_server.layout import build_preamble
-from fabric.ckpt_server.statistics import summarise, values
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.format.safetensors_file import build_preamble
+from fabric.ckpt_server.server import openapi, routes
+from fabric.ckpt_server.server.statistics import summarise, values
 
 SHAPES = {"weights/0.bias": (7, 3), "w": (1000,), "step count": (), "none": (0, 4)}
 TENSORS = {

@@ -8,12 +8,12 @@ import pytest
 from authority import Authority
 from server_support import manifest_of, publish, snapshot_file
 
-from fabric.ckpt_server.fetch import StateFetcher
-from fabric.ckpt_server.packing import PLANES
-from fabric.ckpt_server.source import Access, Address, Connection, read_exactly
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.fetch.http_source import Access, Address, Connection, read_exactly
+from fabric.ckpt_server.wire.compression import PLANES
 from fabric.model import SnapshotRef
-from fabric.runtime.tls import Tls
-from fabric.runtime.token_file import TokenFile
+from fabric.runtime.http.tls import Tls
+from fabric.runtime.http.token_file import TokenFile
 
 FILE = snapshot_file(21_000_001)
 

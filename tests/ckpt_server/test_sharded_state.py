@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fabric.ckpt_server.state import capture, restore, verify
+from fabric.ckpt_server.state.training_state import capture, restore, verify
 from fabric.errors import StateError
 from fabric.ftar.buckets import FlatGradients
 

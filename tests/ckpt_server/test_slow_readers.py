@@ -12,16 +12,16 @@ import pytest
 from aiohttp import web
 from server_support import DEADLINE_S, manifest_of
 
-from fabric.ckpt_server import transfer
-from fabric.ckpt_server.content import snapshot_content
-from fabric.ckpt_server.durable.dispatch import Dispatch
-from fabric.ckpt_server.insight import Insight
-from fabric.ckpt_server.layout import build_preamble
-from fabric.ckpt_server.memory import SNAPSHOT, Memory, Slot
-from fabric.ckpt_server.metrics import Metrics
-from fabric.ckpt_server.routes import Parts, _near, make_app
-from fabric.ckpt_server.trainer import Trainer
-from fabric.runtime.web import serve
+from fabric.ckpt_server.format.safetensors_file import build_preamble
+from fabric.ckpt_server.server import send
+from fabric.ckpt_server.server.debug_probe import Insight
+from fabric.ckpt_server.server.durable_jobs import Dispatch
+from fabric.ckpt_server.server.metrics import Metrics
+from fabric.ckpt_server.server.routes import Parts, _near, make_app
+from fabric.ckpt_server.server.slot_content import snapshot_content
+from fabric.ckpt_server.server.slots import SNAPSHOT, Memory, Slot
+from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.runtime.http.http_service import serve
 
 NAMES = [f"model/layers.{n}.weight" for n in range(2000)]
 
@@ -108,8 +108,8 @@ ASKED = {
 
 @pytest.mark.parametrize("what", ASKED)
 async def test_who_stops_reading_is_cut_off_and_the_slot_is_let_go(served, what, monkeypatch):
-    monkeypatch.setattr("fabric.ckpt_server.transfer.STALL_S", 0.2)
-    monkeypatch.setattr("fabric.runtime.web.STALL_S", 0.2)
+    monkeypatch.setattr("fabric.ckpt_server.server.send.STALL_S", 0.2)
+    monkeypatch.setattr("fabric.runtime.http.http_service.STALL_S", 0.2)
     reader = Reader(served.port)
     await reader.ask(*ASKED[what])
     await reader.read(100)
@@ -125,7 +125,7 @@ def test_names_that_are_near_are_found_among_very_many():
 
 async def test_only_a_few_readers_have_a_packer_of_their_own(served, monkeypatch):
     streams = threading.BoundedSemaphore(2)
-    monkeypatch.setattr(transfer, "_STREAMS", streams)
+    monkeypatch.setattr(send, "_STREAMS", streams)
     readers, heads = [Reader(served.port) for _ in range(4)], []
     for reader in readers:
         await reader.ask(DATA, "Accept-Encoding: zstd\r\n")

@@ -7,11 +7,11 @@ import threading
 import pytest
 from ckpt_server.test_fetch import BLOCK, Memory, Origin, fetcher, origins, ref, with_gradient  # noqa: F401
 
-from fabric.ckpt_server import gradients, source, striping
-from fabric.ckpt_server.ranges import RangeQueue
-from fabric.ckpt_server.source import Access, Address, Connection
+from fabric.ckpt_server.fetch import gradient_fetch, http_source, multi_source
+from fabric.ckpt_server.fetch.http_source import Access, Address, Connection
+from fabric.ckpt_server.fetch.range_queue import RangeQueue
 from fabric.errors import StateError
-from fabric.runtime.token_file import TokenFile
+from fabric.runtime.http.token_file import TokenFile
 
 FOREVER_S = 600.0
 
@@ -19,8 +19,8 @@ FOREVER_S = 600.0
 @pytest.fixture
 def hurried(monkeypatch):
     """Whoever is not alone is waited for only a moment; everything else would take longer than the test."""
-    monkeypatch.setattr(gradients, "_TURN_S", 0.05)
-    monkeypatch.setattr(gradients, "_LATE_S", 0.05)
+    monkeypatch.setattr(gradient_fetch, "_TURN_S", 0.05)
+    monkeypatch.setattr(gradient_fetch, "_LATE_S", 0.05)
     return fetcher(timeout_s=FOREVER_S)
 
 
@@ -76,7 +76,7 @@ def test_a_gradient_comes_from_the_next_source_and_the_slow_one_is_asked_last(or
 
 
 def test_one_that_does_not_have_it_yet_is_no_slow_source(origins, hurried, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(gradients, "_LATE_S", FOREVER_S)
+    monkeypatch.setattr(gradient_fetch, "_LATE_S", FOREVER_S)
     first, second = origins(2)
     for origin in (first, second):
         with_gradient(origin, 9, b"x")
@@ -113,7 +113,7 @@ def test_a_manifest_that_trickles_is_given_up(origins):  # noqa: F811
 
 
 def test_data_that_trickle_are_given_up_where_nobody_else_has_them(origins, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(striping, "LEAST_BYTES_PER_S", 1e6)
+    monkeypatch.setattr(multi_source, "LEAST_BYTES_PER_S", 1e6)
     (only,) = origins(1)
 
     def trickle(request) -> None:
@@ -165,7 +165,7 @@ def fill(stack: contextlib.ExitStack, where: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("when", ["while it dials", "before"])
 def test_a_stream_that_is_to_give_up_does_so_while_it_is_still_dialled(full_door, monkeypatch, when):
-    monkeypatch.setattr(source, "CONNECT_S", FOREVER_S)
+    monkeypatch.setattr(http_source, "CONNECT_S", FOREVER_S)
     connection = Connection(Address.parse(full_door), Access(TokenFile.of(""), FOREVER_S, None))
     raised = []
 
@@ -189,7 +189,7 @@ def test_a_stream_that_is_to_give_up_does_so_while_it_is_still_dialled(full_door
 
 def test_a_state_comes_from_the_source_that_can_be_reached(origins, monkeypatch):  # noqa: F811
     """One of two holders cannot be dialled any more when the bytes are fetched."""
-    monkeypatch.setattr(source, "CONNECT_S", FOREVER_S)
+    monkeypatch.setattr(http_source, "CONNECT_S", FOREVER_S)
     far, near = origins(2)
     memory, stack = Memory(), contextlib.ExitStack()
 
@@ -211,7 +211,7 @@ def test_a_manifest_that_is_mostly_empty_lists_is_refused_before_it_is_parsed(or
     (only,) = origins(1)
     only.manifest = {**only.manifest, "more": [[]] * 10_000}
     parsed = []
-    monkeypatch.setattr(source.json, "loads", parsed.append)
+    monkeypatch.setattr(http_source.json, "loads", parsed.append)
     with pytest.raises(StateError, match="made of too many lists and objects"):
         fetcher().fetch_state([only.url], ref(only), Memory())
     assert not parsed

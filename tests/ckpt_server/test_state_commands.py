@@ -11,11 +11,11 @@ from click.testing import CliRunner, Result
 from server_support import end, fetch, options, publish, snapshot_file
 from test_server_tensors import TENSORS, file_of
 
-from fabric.ckpt_server.digest import BLOCK_BYTES, file_digest
-from fabric.ckpt_server.handle import ServerHandle
-from fabric.cli.look import diff, inspect_state
-from fabric.cli.pull import fetch_into, pull
-from fabric.cli.states import RemoteState
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.format.digest import BLOCK_BYTES, file_digest
+from fabric.cli.states.inspect import diff, inspect_state
+from fabric.cli.states.pull import fetch_into, pull
+from fabric.cli.states.state_source import RemoteState
 from fabric.errors import FabricError, IntegrityError
 
 NBYTES = 3 * BLOCK_BYTES + 1001

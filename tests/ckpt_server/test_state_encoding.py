@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.ckpt_server.encoding import FILE_DTYPE, RAW_DTYPE, Blobs, Decoder, Path, encode
-from fabric.ckpt_server.layout import parse_json, read_header
-from fabric.ckpt_server.state import capture, host_bytes, restore
+from fabric.ckpt_server.format.safetensors_file import parse_json, read_header
+from fabric.ckpt_server.state.encoding import FILE_DTYPE, RAW_DTYPE, Blobs, Decoder, Path, encode
+from fabric.ckpt_server.state.training_state import capture, host_bytes, restore
 from fabric.errors import StateError
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from server_support import fetch
 
-from fabric.ckpt_server.copying import Copying
-from fabric.ckpt_server.snapshot import CpuCopier, CudaCopier
-from fabric.ckpt_server.state import Describer, capture
-from fabric.client.snapshot_policy import EverySteps
-from fabric.client.snapshots import Snapshots
-from fabric.client.worker import Worker
+from fabric.ckpt_server.state.block_copy import Copying
+from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier
+from fabric.ckpt_server.state.training_state import Describer, capture
+from fabric.client.process.worker import Worker
+from fabric.client.state.snapshot_policy import EverySteps
+from fabric.client.state.snapshots import Snapshots
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from test_durable_format import Part, as_shards, to_bytes, two_ranks
 from test_relayout import Zygote, held
 
-from fabric.ckpt_server.digest import file_digest
-from fabric.ckpt_server.state import capture
-from fabric.cli.look import diff, inspect_state
-from fabric.cli.pull import pull
+from fabric.ckpt_server.format.digest import file_digest
+from fabric.ckpt_server.state.training_state import capture
+from fabric.cli.states.inspect import diff, inspect_state
+from fabric.cli.states.pull import pull
 from fabric.errors import FabricError
 
 

@@ -9,10 +9,10 @@ import pytest
 from cli.journals import KILL_STEP, STEPS, VICTIM, Entry, SyntheticRun, to_bytes
 from click.testing import CliRunner
 
+from fabric.cli.audit.journal import Line, Run, parse_journal, read_run
+from fabric.cli.audit.replica_walk import walk
+from fabric.cli.audit.verify import Verdict, compare_losses, judge, verify, write_summary
 from fabric.cli.demo.command import demo
-from fabric.cli.demo.journal import Line, Run, parse_journal, read_run
-from fabric.cli.demo.verify import Verdict, compare_losses, judge, verify, write_summary
-from fabric.cli.demo.walk import walk
 from fabric.errors import ConfigError
 
 Entries = dict[str, list[Entry]]

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from fabric.cli import operate
-from fabric.cli.asking import Lighthouses
+from fabric.cli.lighthouse_options import Lighthouses
 
 # As in the image: the user has a number, and nothing in the environment or in /etc/passwd names it.
 _AS_A_NUMBER = """

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fabric.ckpt_server.layout import build_preamble
+from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.cli import operate
 from fabric.cli.events import events
-from fabric.cli.look import diff, inspect_state
+from fabric.cli.states.inspect import diff, inspect_state
 from fabric.cli.status import status
-from fabric.cli.words import all_printable, printable
+from fabric.cli.terminal_text import all_printable, printable
 from fabric.errors import ProtocolError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fabric.ckpt_server.state import Describer, restore, verify
-from fabric.client.catching_up import PoliteSteps
+from fabric.ckpt_server.state.training_state import Describer, restore, verify
+from fabric.client.loop.replay import PoliteSteps
 from fabric.runtime import priority
 from fabric.runtime.priority import politely
 

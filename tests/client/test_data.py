@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.client.data import Loader, Plan, sample_indices
+from fabric.client.data.loader import Loader, Plan, sample_indices
 from fabric.errors import ConfigError
 
 

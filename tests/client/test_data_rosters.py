@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.client.data import Loader, Plan, Slice
-from fabric.client.sampler import StepSampler
+from fabric.client.data.loader import Loader, Plan, Slice
+from fabric.client.data.sampler import StepSampler
 from fabric.model import EVERYTHING, Member, Sharing
-from fabric.protocol.assignment import Work, cut, hand_round, lost_parts, share_out
+from fabric.protocol.rules.assignment import Work, cut, hand_round, lost_parts, share_out
 
 MICRO_BATCHES, MICRO = 6, 2
 GLOBAL = MICRO_BATCHES * MICRO
@@ -55,8 +55,8 @@ class Job:
 
     def join(self, name: str) -> None:
         if name not in self.alive:
-            seat = NAMES.index(name)
-            loader = Loader(self.dataset, self.plan, list, self.workers, self.sharing, seat)
+            data_slot = NAMES.index(name)
+            loader = Loader(self.dataset, self.plan, list, self.workers, self.sharing, data_slot)
             self.alive[name] = Replica(loader)
 
     def die(self, name: str) -> None:
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def roster(self) -> list[Member]:
-        return [Member(x, 1, "", "", seat=NAMES.index(x)) for x in NAMES if x in self.alive]
+        return [Member(x, 1, "", "", data_slot=NAMES.index(x)) for x in NAMES if x in self.alive]
 
     @property
     def work(self) -> Work:
@@ -173,25 +173,27 @@ def play(job: Job, script) -> None:
 @given(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=8))
 def test_what_the_seats_draw_ahead_counts_for_its_own_step_alone(ahead, script):
     """``script``: for how many steps seat 1 is away after each one."""
-    seats, size, batch = 3, 60, 6
+    data_slots, size, batch = 3, 60, 6
     at = [0]
-    samplers = [StepSampler(size, batch, 1, (seat, seats), lambda: at[0]) for seat in range(seats)]
+    samplers = [
+        StepSampler(size, batch, 1, (data_slot, data_slots), lambda: at[0]) for data_slot in range(data_slots)
+    ]
     drawing = [iter(sampler) for sampler in samplers]
     drawn: list[list[list[int]]] = [[] for _ in samplers]
     per_step = samplers[0].per_step
     away = 0
     for leaves in script:
         counted: list[int] = []
-        present = [seat for seat in range(seats) if not (seat == 1 and away)]
-        for seat in present:
-            while len(drawn[seat]) <= ahead:
-                some = list(islice(drawing[seat], per_step))
+        present = [data_slot for data_slot in range(data_slots) if not (data_slot == 1 and away)]
+        for data_slot in present:
+            while len(drawn[data_slot]) <= ahead:
+                some = list(islice(drawing[data_slot], per_step))
                 if len(some) < per_step:
                     return  # the pass is over
-                drawn[seat].append(some)
-            own = drawn[seat].pop(0)
-            if samplers[seat].take(at[0]):
-                assert own == samplers[seat].indices(at[0])
+                drawn[data_slot].append(some)
+            own = drawn[data_slot].pop(0)
+            if samplers[data_slot].take(at[0]):
+                assert own == samplers[data_slot].indices(at[0])
                 counted += own
         whole = Counter(x for sampler in samplers for x in sampler.indices(at[0]))
         assert set(whole.values()) == {1} and len(whole) == batch

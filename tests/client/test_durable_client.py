@@ -9,19 +9,19 @@ from ckpt_server.test_durable_format import objects, write_one
 from fsspec import AbstractFileSystem
 from protocol.makers import record_of
 
-from fabric.ckpt_server.fetch import StateFetcher
-from fabric.ckpt_server.relayout import Layout
-from fabric.client import durable as client_durable
-from fabric.client.durable import Durable, StorageAway
-from fabric.client.journal import Journal
-from fabric.client.ladder import Ladder
-from fabric.client.place import Place
-from fabric.client.transfer import Transfer
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.reshard.relayout import Layout
+from fabric.client.process.journal import Journal
+from fabric.client.process.process_identity import Place
+from fabric.client.state import durable_policy as client_durable
+from fabric.client.state.durable_policy import Durable, StorageAway
+from fabric.client.state.fetch_thread import Transfer
+from fabric.client.state.state_loader import Ladder
 from fabric.errors import StateError
 from fabric.model import DURABLE, SnapshotRef
-from fabric.protocol import member_io as io
+from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
-from fabric.runtime.points import Points
+from fabric.runtime.failpoints import Failpoints
 
 RECORD = record_of("a b c", epoch=1)
 NOBODY = "http://127.0.0.1:9"  # discard: nothing listens there
@@ -43,7 +43,7 @@ class TestWhoAndWhen:
     def test_the_next_one_does_when_it_is_gone_and_no_newcomer(self):
         without = replace(RECORD, roster=RECORD.roster[1:])
         assert self.writers(20, without, durable_every=10) == ["b"]
-        fresh = replace(RECORD, roster=(replace(RECORD.roster[0], fresh=True), *RECORD.roster[1:]))
+        fresh = replace(RECORD, roster=(replace(RECORD.roster[0], joining=True), *RECORD.roster[1:]))
         assert self.writers(20, fresh, durable_every=10) == ["b"]
 
     def test_time_counts_from_the_start(self):
@@ -128,7 +128,7 @@ class TestStorageThatDoesNotAnswer:
         Stuck.back.set()
 
     def test_nobody_is_kept_out_by_it_whose_peers_hold_the_state(self, monkeypatch, capfd):
-        monkeypatch.setattr(client_durable.others, "hold_the_state", lambda _: Stuck.asked.is_set())
+        monkeypatch.setattr(client_durable.peer_state_query, "hold_the_state", lambda _: Stuck.asked.is_set())
         assert durable("stuck://x", contact_s=0.0).find() is None
         said = capfd.readouterr().err
         assert "stuck://x/job has not answered for 0 s: it is left for later, for others hold" in said
@@ -141,7 +141,7 @@ class TestStorageThatDoesNotAnswer:
             return False
 
         times: list[int] = []
-        monkeypatch.setattr(client_durable.others, "hold_the_state", held)
+        monkeypatch.setattr(client_durable.peer_state_query, "hold_the_state", held)
         assert durable("stuck://x", contact_s=0.0).find() == () and len(times) >= 5
         said = capfd.readouterr().err
         assert (
@@ -173,7 +173,7 @@ class TestLadder:
             return StateFetcher(timeout_s=5.0, rank=rank)
 
         ladder = Ladder(slots, durable(url), Layout(objects(1)), (0, 1), make_fetcher)
-        transfer = Transfer(ladder, 0, Points(""), heard.append)
+        transfer = Transfer(ladder, 0, Failpoints(""), heard.append)
         transfer.fetch_state(io.FetchState(state, urls), heard.append)
         transfer._worker.close(within_s=60.0)
         transfer.close()

@@ -2,8 +2,8 @@
 
 import torch
 
-from fabric.client.entries import small_entries
-from fabric.protocol.parted import MAX_ENTRIES
+from fabric.client.state.small_entries import small_entries
+from fabric.protocol.rules.divergence import MAX_ENTRIES
 
 
 def test_learning_rates_and_counters_are_there_and_tensors_are_not():

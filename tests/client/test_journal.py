@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from fabric.cli.demo.journal import parse_journal
-from fabric.client.journal import Journal
+from fabric.cli.audit.journal import parse_journal
+from fabric.client.process.journal import Journal
 
 
 @pytest.fixture

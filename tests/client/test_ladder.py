@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fabric.ckpt_server.digest import file_digest
-from fabric.ckpt_server.fetch import Fetched
-from fabric.client import transfer as module
-from fabric.client.ladder import Ladder
-from fabric.client.transfer import Transfer
+from fabric.ckpt_server.fetch.fetcher import Fetched
+from fabric.ckpt_server.format.digest import file_digest
+from fabric.client.state import fetch_thread as module
+from fabric.client.state.fetch_thread import Transfer
+from fabric.client.state.state_loader import Ladder
 from fabric.errors import Gone, IntegrityError, ServerLost, StateError
 from fabric.model import DURABLE, SnapshotRef
-from fabric.protocol import member_io as io
+from fabric.protocol.messages import member_events as io
 
 STATE = b"the state" * 10
 OTHER = b"something" * 10
@@ -95,7 +95,7 @@ def fetch(host: Host, storage: Storage, monkeypatch, durable: bool) -> tuple[obj
     monkeypatch.setattr(module, "_PAUSE_S", 0.0)
     monkeypatch.setattr(module, "Worker", lambda *_, **__: SimpleNamespace(submit=lambda job: job()))
     ladder = Ladder(host, storage, SimpleNamespace(), (0, 1), lambda *_: host)
-    points = SimpleNamespace(reach=lambda *_: None)
+    points = SimpleNamespace(hit=lambda *_: None)
     transfer, told = Transfer(ladder, 8, points, pytest.fail), []
     urls = (*host.sources, *((DURABLE,) if durable else ()))
     transfer.fetch_state(io.FetchState(SnapshotRef(1, 7, DIGEST), urls), told.append)
@@ -169,7 +169,7 @@ def test_a_gradient_that_was_cancelled_before_its_turn_is_never_asked_for(monkey
 
     fetcher = SimpleNamespace(fetch_gradient=fetch_gradient, cancel=lambda: None)
     ladder = SimpleNamespace(make_fetcher=lambda: fetcher)
-    transfer = Transfer(ladder, 8, SimpleNamespace(reach=lambda *_: None), pytest.fail)
+    transfer = Transfer(ladder, 8, SimpleNamespace(hit=lambda *_: None), pytest.fail)
     transfer.fetch_gradient(io.FetchGradient(1, 3, ("http://a",)), told.append)
     transfer.cancel()
     transfer.fetch_gradient(io.FetchGradient(1, 4, ("http://b",)), told.append)

@@ -2,25 +2,25 @@
 
 import pytest
 
-from fabric.client import last_word
-from fabric.model import Ended, Fence
+from fabric.client.loop import job_end_note
+from fabric.model import Fence, JobEnd
 
-WORD = Ended(Fence("s", 1, 3), 40, 1795)
+WORD = JobEnd(Fence("s", 1, 3), 40, 1795)
 
 
 def test_the_next_process_finds_what_the_last_one_left(tmp_path):
-    assert last_word.find(tmp_path) is None
-    last_word.leave(tmp_path, WORD)
-    assert last_word.find(tmp_path) == WORD
+    assert job_end_note.find(tmp_path) is None
+    job_end_note.leave(tmp_path, WORD)
+    assert job_end_note.find(tmp_path) == WORD
     assert [x.name for x in tmp_path.iterdir()] == ["ended.json"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"fence": 3}', '{"step": 1, "incarnation": 2}', "\0"])
 def test_what_cannot_be_read_says_nothing(tmp_path, text):
     (tmp_path / "ended.json").write_text(text)
-    assert last_word.find(tmp_path) is None
+    assert job_end_note.find(tmp_path) is None
 
 
 def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path):
-    last_word.leave(tmp_path / "missing", WORD)
-    assert last_word.find(tmp_path / "missing") is None
+    job_end_note.leave(tmp_path / "missing", WORD)
+    assert job_end_note.find(tmp_path / "missing") is None

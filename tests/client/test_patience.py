@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from fabric.client import patience
-from fabric.client.patience import Patience, waits_for
+from fabric.client.process import wait_log
+from fabric.client.process.wait_log import Patience, waits_for
 
 TOLD = {
     "step": 7,
@@ -35,9 +35,9 @@ class Lines(logging.Handler):
 @pytest.fixture
 def lines():
     handler = Lines()
-    patience.log.addHandler(handler)
+    wait_log.log.addHandler(handler)
     yield handler
-    patience.log.removeHandler(handler)
+    wait_log.log.removeHandler(handler)
 
 
 def test_who_waits_says_for_whom_and_goes_on_with_the_order(lines):

@@ -6,12 +6,12 @@ import socket
 import pytest
 from protocol.makers import record_of
 
-from fabric.client import peers as shell
-from fabric.client.peers import Peers
-from fabric.ftar.cpu_ring import CpuRing
+from fabric.client.control import peers as shell
+from fabric.client.control.peers import Peers
+from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.model import Member
-from fabric.protocol import member_io as io
-from fabric.runtime.token_file import TokenFile
+from fabric.protocol.messages import member_events as io
+from fabric.runtime.http.token_file import TokenFile
 from fabric.transport.tcp import Identity
 
 

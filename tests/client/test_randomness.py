@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from fabric.client.randomness import micro_batch_seed, seed_everything
+from fabric.client.data.randomness import micro_batch_seed, seed_everything
 
 
 def draw():

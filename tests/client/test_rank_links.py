@@ -3,9 +3,9 @@
 import asyncio
 import socket
 
-from fabric.client.rank_links import HeadLinks
-from fabric.protocol import member_io as io
-from fabric.protocol.rank_orders import Outcome, encode_outcome
+from fabric.client.control.rank_links import HeadLinks
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.rank_messages import RankOutcome, encode_outcome
 from fabric.transport.framing import frame
 from fabric.transport.greeting import Greeting
 
@@ -18,7 +18,7 @@ async def test_what_a_rank_says_before_rank_0_listens_is_heard():
     """Rank 0 is slow under load: it still begins its own part when the others are ready already."""
     links, heard, lost = HeadLinks(3, 7), [], []
     pairs = [socket.socketpair() for _ in range(2)]
-    ready = Outcome(io.Ready(0, "digest"))
+    ready = RankOutcome(io.Ready(0, "digest"))
     for rank, (mine, theirs) in enumerate(pairs, 1):
         links.accept(greeting(rank), theirs)
         mine.sendall(frame(encode_outcome(ready)))

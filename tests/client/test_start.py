@@ -6,9 +6,9 @@ import sys
 import time
 from types import SimpleNamespace
 
-from fabric.client import start
 from fabric.client.attach import _claim
-from fabric.client.place import Place
+from fabric.client.loop import start
+from fabric.client.process.process_identity import Place
 from fabric.runtime.config import Settings
 
 CLAIM = """

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.ckpt_server.state import Describer
-from fabric.cli.demo.order import DataOrder
-from fabric.client.buffers import AveragedBuffers, changing_buffers
-from fabric.client.data import Options, Plan, make_loader, parse_options, seat_of
-from fabric.client.learning_rate import PresenceFactor
-from fabric.client.sampler import SoloSampler, StepSampler
-from fabric.client.stream import Stream
+from fabric.ckpt_server.state.training_state import Describer
+from fabric.cli.audit.sample_order import DataOrder
+from fabric.client.data.iterable_stream import Stream
+from fabric.client.data.loader import Options, Plan, data_slot_of, make_loader, parse_options
+from fabric.client.data.sampler import SoloSampler, StepSampler
+from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
+from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.errors import ConfigError, FabricError
 
 
@@ -92,7 +92,7 @@ def test_each_seat_reads_its_own_shard_and_those_of_the_layout_after_it():
         ({"policy": "elastic"}, '"constant" or "shrink"'),
         ({"on_poison": "ignore"}, '"stop" or "skip"'),
         ({"redundancy": -1}, "a number of replicas"),
-        ({"seat": 1}, "goes with redundancy"),
+        ({"data_slot": 1}, "goes with redundancy"),
         ({"shares": 1}, "session.loader knows no shares: known are policy"),
     ],
 )
@@ -102,22 +102,26 @@ def test_options_that_cannot_be(options, words):
 
 
 def test_a_seat_is_the_number_at_the_end_of_the_id_or_given():
-    assert (seat_of("r12", 13, None), seat_of("trainer", 3, 2)) == (12, 2)
+    assert (data_slot_of("r12", 13, None), data_slot_of("trainer", 3, 2)) == (12, 2)
     for name, given_seat in (("trainer", None), ("r3", None), ("r0", 3)):
-        with pytest.raises(ConfigError, match="has no seat"):
-            seat_of(name, 3, given_seat)
+        with pytest.raises(ConfigError, match="has no data slot"):
+            data_slot_of(name, 3, given_seat)
 
 
 # --- the sampler ----------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 12), st.integers(0, 3))
-def test_the_seats_share_a_step_without_gap_or_overlap_as_the_verifier_has_it(seats, each, more, step, left):
-    size, batch = seats * each * more + min(left, seats * each - 1), seats * each
-    samplers = [StepSampler(size, batch, 7, (seat, seats), lambda: 0) for seat in range(seats)]
+def test_the_seats_share_a_step_without_gap_or_overlap_as_the_verifier_has_it(
+    data_slots, each, more, step, left
+):
+    size, batch = data_slots * each * more + min(left, data_slots * each - 1), data_slots * each
+    samplers = [
+        StepSampler(size, batch, 7, (data_slot, data_slots), lambda: 0) for data_slot in range(data_slots)
+    ]
     order = DataOrder(samplers[0].describe())
-    for seat, sampler in enumerate(samplers):
-        assert sampler.indices(step) == order.samples(step, seat)
+    for data_slot, sampler in enumerate(samplers):
+        assert sampler.indices(step) == order.samples(step, data_slot)
     whole = [i for sampler in samplers for i in sampler.indices(step)]
     assert len(set(whole)) == batch
     passes = [i for s in range(more) for sampler in samplers for i in sampler.indices(s)]
@@ -163,8 +167,8 @@ def loop(sampler, batch_size, accumulate=1, workers=0, steps=40):
     return done
 
 
-def sampler_of(kind=StepSampler, seats=2):
-    return kind(48, 16, 3, (0, seats), lambda: 0)
+def sampler_of(kind=StepSampler, data_slots=2):
+    return kind(48, 16, 3, (0, data_slots), lambda: 0)
 
 
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(8, 1), (4, 2), (1, 8)])
@@ -210,14 +214,14 @@ def test_nothing_drawn_is_refused():
 
 
 def test_alone_a_loop_of_whole_steps_gets_the_steps_of_the_job():
-    sampler = sampler_of(SoloSampler, seats=1)
+    sampler = sampler_of(SoloSampler, data_slots=1)
     assert loop(sampler, 16, steps=9) == [(True, sampler.indices(step)) for step in range(9)]
 
 
 @pytest.mark.parametrize("batch_size", [8, 12, 24, 48])
 def test_alone_a_loop_of_any_batch_size_goes_through_the_passes_in_order(batch_size):
     """As without fabric: no sample is left out, and none comes twice in a pass."""
-    sampler = sampler_of(SoloSampler, seats=1)
+    sampler = sampler_of(SoloSampler, data_slots=1)
     done = loop(sampler, batch_size, steps=3 * 48 // batch_size)
     drawn = [i for _, indices in done for i in indices]
     assert len(drawn) == 3 * 48

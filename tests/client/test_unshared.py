@@ -5,8 +5,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from fabric.client.attach import Choices
-from fabric.client.model_watch import LOOK_EVERY, ModelWatch
-from fabric.client.unshared import UnsharedWatch
+from fabric.client.loop.model_watch import LOOK_EVERY, ModelWatch
+from fabric.client.loop.unshared_schedulers import UnsharedWatch
 from fabric.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from ring_harness import WAIT_S, Pairs, names, socket_ring
 from fabric.ftar.device.host import HostDevice
 from fabric.ftar.device.ring import DeviceRing
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduction import SUM, Reduction
+from fabric.ftar.reduce_ops import SUM, Reduction
 
 SMALL = {"chunk_bytes": 256, "slots": 3, "group": 2}
 

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from fabric.ftar.cpu_ring import CpuRing
+from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduction import SUM, Reduction
+from fabric.ftar.reduce_ops import SUM, Reduction
 
 Pairs = list[tuple[socket.socket, socket.socket]]
 WAIT_S = 20.0

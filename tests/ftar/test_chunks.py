@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
-from fabric.ftar.chunks import (
+from fabric.ftar.host.chunk_headers import (
     GATHER,
     HEADER_BYTES,
     MAX_NOTICE_BYTES,

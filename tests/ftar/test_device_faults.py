@@ -18,7 +18,7 @@ from fabric.ftar.device import frames
 from fabric.ftar.device.host import HostDevice
 from fabric.ftar.device.ring import DeviceRing
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduction import Reduction
+from fabric.ftar.reduce_ops import Reduction
 
 FORMS = {"shared memory": {"shares": True}, "tcp": {"shares": False}}
 CHUNK = SMALL["chunk_bytes"]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
 from fabric.ftar.device import frames
+from fabric.ftar.device.device_api import Handle
 from fabric.ftar.device.host import HostDevice
-from fabric.ftar.device.seam import Handle
 
 HANDLES = st.builds(
     Handle,

@@ -9,8 +9,8 @@ from ring_harness import WAIT_S, Members, random_tensor, same_bits, socket_ring
 
 from fabric.ftar.device.host import HostStream
 from fabric.ftar.device.plan import plan
-from fabric.ftar.reduce import DTYPE_CODES, segment_bounds
-from fabric.ftar.reduction import Reduction
+from fabric.ftar.reduce_ops import Reduction
+from fabric.ftar.ring_schedule import DTYPE_CODES, segment_bounds
 
 LENGTHS = [0, 1, 15, 17, 64, 65, 1000, 4099]
 FORMS = {"shared memory": {"shares": True}, "tcp": {"shares": False}}

@@ -5,9 +5,9 @@ import torch
 from ring_harness import WAIT_S, Members, documented, random_tensor, same_bits
 
 from fabric.errors import RoundAborted
-from fabric.ftar.gloo import gloo_plane
-from fabric.ftar.reduce import DTYPE_CODES, segment_bounds
-from fabric.ftar.reduction import MAX, MIN, SUM, mean
+from fabric.ftar.communicators.gloo import gloo_plane
+from fabric.ftar.reduce_ops import MAX, MIN, SUM, mean
+from fabric.ftar.ring_schedule import DTYPE_CODES, segment_bounds
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

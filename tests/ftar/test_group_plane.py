@@ -10,10 +10,10 @@ import torch.distributed as dist
 from ring_harness import WAIT_S, names, same_bits, socket_ring, wait_until
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
-from fabric.ftar.device import nccl
-from fabric.ftar.device.group import GroupPlane, Meeting
+from fabric.ftar.communicators import nccl
+from fabric.ftar.communicators.process_group_plane import GroupPlane, Meeting
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduction import Reduction, mean
+from fabric.ftar.reduce_ops import Reduction, mean
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 

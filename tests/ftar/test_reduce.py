@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from ring_harness import documented, random_tensor, same_bits
 
 from fabric.errors import ConfigError
-from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
-from fabric.ftar.reduction import MAX, MIN, SUM, Reduction, mean
+from fabric.ftar.reduce_ops import MAX, MIN, SUM, Reduction, mean
+from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
 
 LENGTHS = st.integers(0, 3000)
 WORLDS = st.integers(1, 12)

@@ -16,11 +16,11 @@ from ring_harness import (
 )
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
-from fabric.ftar.cpu_ring import CpuRing
+from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.host.shm_transport import MOST_PLACES
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES, segment_bounds
-from fabric.ftar.reduction import MAX, MIN, SUM, Reduction, mean
-from fabric.ftar.shared_stream import MOST_PLACES
+from fabric.ftar.reduce_ops import MAX, MIN, SUM, Reduction, mean
+from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, segment_bounds
 
 CHUNK_BYTES = 512
 PLANES = ["tcp", "shm", "mixed"]

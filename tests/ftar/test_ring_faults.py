@@ -15,11 +15,11 @@ import torch
 from ring_harness import WAIT_S, Members, names, same_bits, socket_ring, tcp_pair, wait_until
 
 from fabric.errors import RoundAborted
-from fabric.ftar.chunks import GATHER, HEADER_BYTES, REDUCE, Header, Round, digest, notice, pack
-from fabric.ftar.cpu_ring import CpuRing
+from fabric.ftar.host.chunk_headers import GATHER, HEADER_BYTES, REDUCE, Header, Round, digest, notice, pack
+from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.host.shm_segments import OwnSegments
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce import DTYPE_CODES
-from fabric.ftar.segments import OwnSegments
+from fabric.ftar.ring_schedule import DTYPE_CODES
 
 FLOAT = DTYPE_CODES[torch.float32]
 

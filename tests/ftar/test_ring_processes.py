@@ -15,10 +15,10 @@ import torch
 from ring_harness import WAIT_S, Members, Pairs, names, same_bits, socket_ring, wait_until
 
 from fabric.errors import RoundAborted
-from fabric.ftar.byte_stream import ByteReceiver, ByteSender
-from fabric.ftar.cpu_ring import CpuRing
+from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.host.shm_transport import PlaceReceiver, PlaceSender
+from fabric.ftar.host.tcp_transport import ByteReceiver, ByteSender
 from fabric.ftar.plane import Ring
-from fabric.ftar.shared_stream import PlaceReceiver, PlaceSender
 
 WORLD, VICTIM = 4, 2
 SURVIVORS = [0, 1, 3]

@@ -13,15 +13,15 @@ import torch
 from ring_harness import WAIT_S, Members, names, same_bits, wait_until
 
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
-from fabric.ftar.chunks import REDUCE, SEGMENT, Header, Round, digest, notice, pack
-from fabric.ftar.cpu_ring import CpuRing
-from fabric.ftar.links import RingLinks
-from fabric.ftar.operands import Operands
+from fabric.ftar.host.chunk_headers import REDUCE, SEGMENT, Header, Round, digest, notice, pack
+from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.host.exchange_buffers import Operands
+from fabric.ftar.host.ring_links import RingLinks
+from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments, Place
+from fabric.ftar.host.shm_transport import Inbox, Outbox, PlaceReceiver, PlaceSender
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce import DTYPE_CODES, schedule
-from fabric.ftar.reduction import SUM
-from fabric.ftar.segments import OwnSegments, PeerSegments, Place
-from fabric.ftar.shared_stream import Inbox, Outbox, PlaceReceiver, PlaceSender
+from fabric.ftar.reduce_ops import SUM
+from fabric.ftar.ring_schedule import DTYPE_CODES, schedule
 
 ROUND = Round(5, 3, 0, 2, DTYPE_CODES[torch.float32], 32)
 

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 from member import digest, values
 from members import run_members
 
-from fabric.ftar.reduce import segment_bounds
+from fabric.ftar.ring_schedule import segment_bounds
 
 __all__ = ["check_all_reduce", "check_kill", "run_members"]
 

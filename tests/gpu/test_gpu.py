@@ -71,7 +71,7 @@ def test_memory_that_cannot_be_registered_leaves_no_error_behind():
 
 
 def test_gradients_of_a_model_on_the_gpu_by_way_of_the_flat_buffer():
-    from fabric.client.placement import OnDevice
+    from fabric.client.gradients.gradient_backend import OnDevice
 
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 70).cuda()

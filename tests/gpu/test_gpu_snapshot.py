@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fabric.ckpt_server.digest import file_digest
-from fabric.ckpt_server.snapshot import CudaCopier
-from fabric.ckpt_server.state import capture, restore
+from fabric.ckpt_server.format.digest import file_digest
+from fabric.ckpt_server.state.snapshot import CudaCopier
+from fabric.ckpt_server.state.training_state import capture, restore
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from pace import leave_time
 from tiny_trainer import Samples, build
 
 import fabric.client
-from fabric.client.step import Step
+from fabric.client.loop.step import Step
 
 STEP = int(os.environ.get("BAD_STEP", "6"))
 STEP_S = float(os.environ.get("TINY_STEP_S", "0.02"))

@@ -8,7 +8,7 @@ import sys
 
 import tiny_trainer
 
-from fabric.client.placement import on_device
+from fabric.client.gradients.gradient_backend import on_device
 from fabric.ftar.device.host import HostDevice
 
 

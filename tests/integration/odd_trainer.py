@@ -12,7 +12,7 @@ from pace import leave_time
 from tiny_trainer import Samples, build
 
 import fabric.client
-from fabric.client.model_watch import LOOK_EVERY
+from fabric.client.loop.model_watch import LOOK_EVERY
 
 ODD_STEP = 5
 
@@ -254,7 +254,7 @@ def with_scheduler_outside(**more: object) -> None:
 
 def ddp_of_a_plain_model() -> None:
     model, optimizer, scheduler = build(64)
-    fabric.client.ddp(model, fabric.client.attach(model, optimizer, state={"scheduler": scheduler}))
+    fabric.client.loop.ddp(model, fabric.client.attach(model, optimizer, state={"scheduler": scheduler}))
 
 
 ODDITIES: dict[str, Callable[[], None]] = {

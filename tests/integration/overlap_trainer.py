@@ -19,7 +19,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import fabric.client
-from fabric.client.exchange import Exchange
+from fabric.client.gradients.exchange_thread import Exchange
 from fabric.ftar.buckets import FlatGradients
 
 BUCKET_BYTES = 1000
@@ -62,7 +62,7 @@ def main() -> None:
     model = wrapped(inner) if how == "ddp" else inner
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
     if how == "ddp":
-        fabric.client.ddp(model, session)
+        fabric.client.loop.ddp(model, session)
 
     def in_the_midst(*_: object) -> None:
         """The last layer's gradient is final, the first one's is not begun."""

@@ -13,8 +13,8 @@ _LAST_STEPS = 6
 
 def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None:
     """At the beginning of a step, of which ``left`` are to come: nothing where all are there. Else six times
-    ``step_s``, and towards the end until a newcomer needs a step of this one, at most four seconds. At the very
-    end it only needs one that could not join without it: one that replays is given time to come up.
+    ``step_s``, and towards the end until a newcomer needs a step of this one, at most four seconds. At
+    the very end it only needs one that could not join without it: one that replays is given time to come up.
 
     TINY_PATIENT_STEPS says in how many steps before the end; 0: in none, for nobody is to come."""
     patient_steps = int(os.environ.get("TINY_PATIENT_STEPS", "0"))  # not that of the zygote

@@ -15,9 +15,9 @@ from job import Job
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file
 
-from fabric.ckpt_server import routes as ckpt_routes
-from fabric.lighthouse import dashboard
-from fabric.lighthouse import routes as lighthouse_routes
+from fabric.ckpt_server.server import routes as ckpt_routes
+from fabric.lighthouse.http import dashboard
+from fabric.lighthouse.http import routes as lighthouse_routes
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "http.md"
 HELD_STEP = 8

@@ -11,8 +11,8 @@ import torch
 from job import Job
 from test_failures import finals
 
-from fabric.cli.demo.journal import read_run
-from fabric.cli.demo.verify import judge
+from fabric.cli.audit.journal import read_run
+from fabric.cli.audit.verify import judge
 
 STEPS = 30
 
@@ -90,7 +90,7 @@ def test_buffers_are_averaged_and_equal_everywhere(zygote, tmp_path, point):
 
 
 def poison_of(step, micro_batch):
-    from fabric.client.data import Plan
+    from fabric.client.data.loader import Plan
 
     return str(Plan(100, 24, 2, 3).samples(step, micro_batch)[0])
 
@@ -230,7 +230,7 @@ def undisturbed(shards):
     """The parameters (sums of absolute values) after the same steps in one process, without fabric."""
     from tiny_trainer import Samples, build
 
-    from fabric.client.data import Plan
+    from fabric.client.data.loader import Plan
 
     plan, samples = Plan(98, 28, 2, 3, shards=shards), Samples(98)
     model, optimizer, scheduler = build(64)

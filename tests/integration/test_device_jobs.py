@@ -5,12 +5,12 @@ import torch
 from job import Job
 from test_failures import finish_and_check
 
-from fabric.client.placement import OnDevice, OnHost, device_of, on_device, place_gradients
+from fabric.client.gradients.gradient_backend import OnDevice, OnHost, device_of, on_device, place_gradients
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients
-from fabric.ftar.cpu_ring import CpuRing
 from fabric.ftar.device.host import HostDevice
 from fabric.ftar.device.ring import DeviceRing
+from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.runtime.config import settings
 
 DEVICE = {"TEST_TRAINER": "device_trainer"}

@@ -32,7 +32,9 @@ def test_a_stopped_process(zygote, tmp_path):
         assert (seen["process"], seen["how"]) == ("stopped", "kernel")
         assert f"process {job.pids['r1']} of r1 is stopped" in said["why"]
         [told] = job.told("diagnosis")
-        assert (told["about"], told["cause"]) == ("r1", record["cause"]) and said["why"] in told["why"]
+        assert (told["about"], told["incident_id"]) == ("r1", record["incident_id"]) and said["why"] in told[
+            "why"
+        ]
         os.kill(job.pids["r1"], signal.SIGCONT)
 
 

@@ -16,7 +16,7 @@ from tiny_trainer import build
 
 from fabric.ckpt_server.durable.reader import Checkpoint, list_checkpoints, open_lane
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.ckpt_server.state import capture
+from fabric.ckpt_server.state.training_state import capture
 
 STEPS = 40
 

@@ -18,29 +18,35 @@ def test_one_cause_runs_through_all_services(zygote, tmp_path, monkeypatch):
         job.start_all({"r1": "ring@8=kill"})
         finish_and_check(job, 40)
         [recovery] = [r for r in job.recoveries() if "r1" in r["lost"]]
-        cause = recovery["cause"]
-        assert cause == f"e{recovery['epoch']}"
-        assert {e["kind"] for e in events_of(job, cause)} >= {
+        incident_id = recovery["incident_id"]
+        assert incident_id == f"e{recovery['epoch']}"
+        assert {e["kind"] for e in events_of(job, incident_id)} >= {
             "condemned",
             "epoch",
             "resume",
             "session opened",
         }
         [condemned] = [e for e in job.told("condemned") if e["about"] == "r1"]
-        assert condemned["cause"] == cause and recovery["id"] in {e["id"] for e in events_of(job, cause)}
+        assert condemned["incident_id"] == incident_id and recovery["id"] in {
+            e["id"] for e in events_of(job, incident_id)
+        }
         died = logged(job, "run/r1/ckpt-server.log")
         gone = next(x for x in died if "is gone" in x["message"])
-        assert (gone["cause"], gone["replica"], gone["job"]) == (cause, "r1", "test")
+        assert (gone["incident_id"], gone["replica"], gone["job"]) == (incident_id, "r1", "test")
         assert gone["incarnation"] == job.events("r1", "start")[0]["incarnation"]
         for name in ("r0.log", "run/r0/ckpt-server.log", "lighthouse.log"):
-            epoch = next(x for x in logged(job, name) if x.get("cause") == cause and "epoch" in x["message"])
+            epoch = next(
+                x
+                for x in logged(job, name)
+                if x.get("incident_id") == incident_id and "epoch" in x["message"]
+            )
             assert (epoch["job"], epoch["level"]) == ("test", "info"), name
-        said = [x for x in logged(job, "r0.log") if x.get("cause") == cause]
+        said = [x for x in logged(job, "r0.log") if x.get("incident_id") == incident_id]
         resume = next(x for x in said if x["message"].startswith("resume"))
         assert (resume["service"], resume["replica"], resume["epoch"]) == ("trainer", "r0", recovery["epoch"])
         assert resume["step"] in (8, 9)
         assert [x for x in said if x["message"].startswith("abort")], "it was in the ring with r1"
 
 
-def events_of(job: Job, cause: str) -> list[dict]:
-    return [e for e in job.told() if e["cause"] == cause]
+def events_of(job: Job, incident_id: str) -> list[dict]:
+    return [e for e in job.told() if e["incident_id"] == incident_id]

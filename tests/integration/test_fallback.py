@@ -20,7 +20,7 @@ def test_a_newcomer_that_replays_too_slowly_enters_by_the_fallback(zygote, tmp_p
         [told] = [e for e in job.told("epoch") if "while the others wait for its state" in e["why"]]
         assert "r1 joins while the others wait for its state, at most 60 s: its gap of " in told["why"]
         assert "has not shrunk for 10 steps" in told["why"]
-        [awaited] = job.events("r1", "awaited")
+        [awaited] = job.events("r1", "blocking-join")
         live = [e["step"] for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
         assert live == list(range(awaited["step"] + 1, STEPS)), (
             "it works from the step after the one it entered in"

@@ -11,10 +11,10 @@ import pytest
 from authority import Authority
 from job import Job
 
-from fabric.ckpt_server.fetch import StateFetcher
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.errors import ConfigError, StateError
 from fabric.model import SnapshotRef
-from fabric.runtime.tls import Tls
+from fabric.runtime.http.tls import Tls
 
 TOKEN = "Authorization: Bearer a-test-token"
 HELD_STEP = 6

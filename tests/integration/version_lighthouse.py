@@ -3,7 +3,7 @@
 import sys
 
 from fabric.cli.main import main
-from fabric.protocol import wire
+from fabric.protocol.messages import wire
 
 if __name__ == "__main__":
     wire.PROTOCOL_VERSION += int(sys.argv.pop(1))

@@ -4,7 +4,7 @@ import os
 
 import tiny_trainer
 
-from fabric.protocol import wire
+from fabric.protocol.messages import wire
 from fabric.transport import greeting
 
 

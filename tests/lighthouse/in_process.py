@@ -5,17 +5,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from fabric.errors import StoreError
-from fabric.lighthouse.door import Door
-from fabric.lighthouse.election import Candidate, Election, Hooks, boot_time
-from fabric.lighthouse.jobs import Jobs
-from fabric.lighthouse.metrics import Metrics
-from fabric.lighthouse.routes import Parts, StoreProbe, make_app
-from fabric.lighthouse.tokens import Tokens
-from fabric.lighthouse.write_probe import WriteProbe
-from fabric.protocol.leader import LeaderConfig
-from fabric.protocol.liveness import LivenessConfig
+from fabric.lighthouse.connections.admission_queue import Door
+from fabric.lighthouse.election.election import Candidate, Election, Hooks, boot_time
+from fabric.lighthouse.election.store_probe import WriteProbe
+from fabric.lighthouse.http.routes import Parts, StoreProbe, make_app
+from fabric.lighthouse.http.tokens import Tokens
+from fabric.lighthouse.jobs.jobs import Jobs
+from fabric.lighthouse.telemetry.metrics import Metrics
+from fabric.protocol.leader.core import LeaderConfig
+from fabric.protocol.leader.liveness import LivenessConfig
+from fabric.runtime.http.http_service import serve
 from fabric.runtime.tasks import Tasks
-from fabric.runtime.web import serve
 from fabric.store import Compare, Operation, Store
 from fabric.store.memory import MemorySpace, MemoryStore
 

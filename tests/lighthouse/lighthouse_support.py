@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from fabric.model import Record
-from fabric.protocol import messages as m
-from fabric.protocol import wire
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-for-tests"
@@ -141,7 +141,7 @@ class WireMember:
         self.replicas = others.pop("replicas", "3")
         self._http = http
         self._url = url
-        self.session = m.Session(
+        self.session = m.OpenSession(
             replica=replica,
             incarnation=others.pop("incarnation", 1),
             generation=others.pop("generation", 0),
@@ -200,8 +200,8 @@ class WireMember:
         """Enter the first round of the newest epoch, and beat once."""
         fence = self.newest.fence
         await self.say(m.Running(fence, self.newest.base.step))
-        await self.say(m.Beat(1, fence.epoch, fence.generation, self.newest.base.step, phase="run"))
-        await self.next(m.BeatReply)
+        await self.say(m.Heartbeat(1, fence.epoch, fence.generation, self.newest.base.step, phase="run"))
+        await self.next(m.HeartbeatAck)
 
     async def close_reason(self) -> tuple[int | None, str]:
         """Read until the socket is closed; its code and reason."""
@@ -233,7 +233,7 @@ class WirePulse:
     async def beat(self, trainer: str = "running", incarnation: int = 1, **more: object) -> None:
         self.number += 1
         url = f"http://{self.replica}.test:9999"
-        pulse = m.Pulse(self.replica, incarnation, trainer, self.number, url, **more)
+        pulse = m.TrainerStatus(self.replica, incarnation, trainer, self.number, url, **more)
         await self.socket.send_str(wire.encode(pulse).decode())
 
     async def keep_beating(self, trainer: str = "running") -> None:

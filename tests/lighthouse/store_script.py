@@ -9,16 +9,16 @@ import selectors
 from dataclasses import dataclass, field
 
 from fabric.errors import FabricError, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.connection import Connection
-from fabric.lighthouse.election import Election, Hooks, Term
-from fabric.lighthouse.jobs import Jobs
-from fabric.lighthouse.metrics import Metrics
-from fabric.lighthouse.records import record_key
+from fabric.lighthouse.connections.connection import Connection
+from fabric.lighthouse.election.election import Election, Hooks, Term
+from fabric.lighthouse.jobs.job_store import record_key
+from fabric.lighthouse.jobs.jobs import Jobs
+from fabric.lighthouse.telemetry.metrics import Metrics
 from fabric.model import Policy, Record
-from fabric.protocol import messages as m
-from fabric.protocol import wire
-from fabric.protocol.leader import LeaderConfig
-from fabric.protocol.liveness import LivenessConfig
+from fabric.protocol.leader.core import LeaderConfig
+from fabric.protocol.leader.liveness import LivenessConfig
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 from fabric.runtime.tasks import Tasks
 from fabric.store import Put
 from fabric.store.memory import MemorySpace, MemoryStore
@@ -183,19 +183,19 @@ class Member:
                 self._answer(job, connection, message)
             self._inbox = []
             if self.dies and self.newest is not None:
-                job.hear(connection, m.Fallen(self.newest.fence, "its process ends"))
+                job.hear(connection, m.CannotContinue(self.newest.fence, "its process ends"))
                 job.closed(connection)
                 connection.forget()
             elif self.newest is not None:
                 beats, fence = beats + 1, self.newest.fence
-                beat = m.Beat(beats, fence.epoch, fence.generation, self.newest.base.step, phase="run")
+                beat = m.Heartbeat(beats, fence.epoch, fence.generation, self.newest.base.step, phase="run")
                 job.hear(connection, beat)
             await asyncio.sleep(_PERIOD_S)
         job.closed(connection)
 
-    def _session(self) -> m.Session:
+    def _session(self) -> m.OpenSession:
         held = self.newest.fence if self.newest is not None else None
-        return m.Session(
+        return m.OpenSession(
             replica=self.replica,
             incarnation=1,
             generation=held.generation if held is not None else 0,

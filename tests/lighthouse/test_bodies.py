@@ -7,13 +7,13 @@ import pytest
 from in_process import TroubledStore, lighthouse_on
 from lighthouse_support import TOKEN, eventually, get
 
-from fabric.lighthouse.tokens import Tokens
+from fabric.lighthouse.http.tokens import Tokens
 from fabric.store.memory import MemorySpace
 
 
 @pytest.mark.parametrize("path", ["/login", "/v1/jobs/j/drain", "/v1/jobs/j/pause"])
 async def test_a_body_that_never_ends_is_refused_and_the_others_are_served(http, monkeypatch, path):
-    monkeypatch.setattr("fabric.runtime.web.BODY_S", 0.3)
+    monkeypatch.setattr("fabric.runtime.http.http_service.BODY_S", 0.3)
     async with lighthouse_on(TroubledStore(MemorySpace()), lease_s=60, tokens=Tokens(TOKEN)) as found:
 
         async def serves() -> bool:

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from fabric.errors import ConfigError, ProtocolError
-from fabric.lighthouse import incoming
-from fabric.lighthouse.incoming import decode_member, decode_pulse, decode_session, parse_policy
-from fabric.model import Address, Fence, SnapshotRef, StepTimes
-from fabric.protocol import messages as m
-from fabric.protocol import wire
-from fabric.protocol.member_base import MAX_NAMED
+from fabric.lighthouse.connections import validation
+from fabric.lighthouse.connections.validation import decode_member, decode_pulse, decode_session, parse_policy
+from fabric.model import Fence, RankAddress, SnapshotRef, StepTimes
+from fabric.protocol.member.base import MAX_NAMED
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 
-SESSION = m.Session("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
-PULSE = m.Pulse("r0", 1, "running", 1, "http://127.0.0.1:1")
-BEAT = m.Beat(1, 1, 1, 1)
+SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
+PULSE = m.TrainerStatus("r0", 1, "running", 1, "http://127.0.0.1:1")
+BEAT = m.Heartbeat(1, 1, 1, 1)
 FENCE = Fence("store", 1, 1)
 STATE = SnapshotRef(1, 2, "d")
 
@@ -26,9 +26,9 @@ def text(message: m.Message) -> str:
 @pytest.mark.parametrize(
     "change",
     [
-        {"durable": (STATE,) * (incoming.MAX_SNAPSHOTS + 1)},
+        {"durable": (STATE,) * (validation.MAX_SNAPSHOTS + 1)},
         {"durable": (SnapshotRef(1, 2, "d" * 1000),)},
-        {"snapshots": (STATE,) * (incoming.MAX_SNAPSHOTS + 1)},
+        {"snapshots": (STATE,) * (validation.MAX_SNAPSHOTS + 1)},
         {"plane": "p" * 1000},
         {"plane": "host\n"},
         {"secret": "s" * 1000},
@@ -39,8 +39,8 @@ def text(message: m.Message) -> str:
         {"user_code_s": 0.0},
         {"autonomy_s": -1.0},
         {"tensors": ("t" * 1000,) * 1000},
-        {"ranks": (Address("127.0.0.1:1", "http://127.0.0.1:1/x?y="),)},
-        {"ranks": (Address("127.0.0.1:1", "http://127.0.0.1:1"),) * 20_000},
+        {"ranks": (RankAddress("127.0.0.1:1", "http://127.0.0.1:1/x?y="),)},
+        {"ranks": (RankAddress("127.0.0.1:1", "http://127.0.0.1:1"),) * 20_000},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -78,11 +78,11 @@ def test_the_address_of_a_checkpoint_server_is_a_scheme_a_host_and_a_port(url):
 @pytest.mark.parametrize(
     "change",
     [
-        {"waiting_for": tuple(f"r{i}" for i in range(incoming.MAX_NAMES + 1))},
+        {"waiting_for": tuple(f"r{i}" for i in range(validation.MAX_NAMES + 1))},
         {"waiting_for": ("r" * 1000,)},
         {"digest": "d" * 1000},
-        {"unreachable": ("r",) * (incoming.MAX_UNREACHABLE + 1)},
-        {"unreachable": ("r" * (incoming.MAX_NAME + 1),)},
+        {"unreachable": ("r",) * (validation.MAX_UNREACHABLE + 1)},
+        {"unreachable": ("r" * (validation.MAX_NAME + 1),)},
         {"unreachable": ("r\n",)},
         {"times": StepTimes(work=dict.fromkeys(range(20_000), 0.125))},
     ],
@@ -106,13 +106,13 @@ def test_sentences_are_cut_and_cleaned_and_not_refused():
     pulse = decode_pulse(text(replace(PULSE, durable_error=forged)))
     beat = decode_member(text(replace(BEAT, phase=forged, busy=forged)))
     for sentence in (pulse.durable_error, beat.phase, beat.busy):
-        assert sentence.isprintable() and len(sentence) == incoming.MAX_SENTENCE and "forged" in sentence
+        assert sentence.isprintable() and len(sentence) == validation.MAX_SENTENCE and "forged" in sentence
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"durable": (STATE,) * (incoming.MAX_SNAPSHOTS + 1)},
+        {"durable": (STATE,) * (validation.MAX_SNAPSHOTS + 1)},
         {"durable": (SnapshotRef(1, 2, "d" * 1000),)},
         {"parts": (1,) * 1000},
     ],
@@ -125,13 +125,13 @@ def test_a_pulse_is_bounded(change):
 
 
 def test_only_a_report_may_be_long():
-    padding = " " * incoming.MAX_MESSAGE_BYTES
-    for message in (m.Running(FENCE), m.Finished(FENCE, 1), m.Taken(FENCE, "r1", 1, "")):
+    padding = " " * validation.MAX_MESSAGE_BYTES
+    for message in (m.Running(FENCE), m.Finished(FENCE, 1), m.SnapshotTaken(FENCE, "r1", 1, "")):
         assert decode_member(text(message)) == message
         with pytest.raises(ProtocolError, match="over the limit"):
             decode_member(text(message) + padding)
     report = m.Report(FENCE, 1, 1, "d", 1, 1, ("r0",), True, "g", tuple(range(50_000)))
-    assert len(text(report)) > incoming.MAX_MESSAGE_BYTES and decode_member(text(report)) == report
+    assert len(text(report)) > validation.MAX_MESSAGE_BYTES and decode_member(text(report)) == report
     for change in ({"digest": "d" * 1000}, {"round_roster": ("r" * 1000,)}, {"round_lacked": ("r\n",)}):
         with pytest.raises(ProtocolError):
             decode_member(text(replace(report, **change)))

@@ -4,11 +4,11 @@ takes no checkpoints."""
 import pytest
 from protocol.test_leader import Lighthouse, started
 
-from fabric.lighthouse.reasons import waiting_for
-from fabric.lighthouse.servers import SILENT_S, CheckpointServers, silence
+from fabric.lighthouse.diagnosis.server_states import SILENT_S, CheckpointServers, silence
+from fabric.lighthouse.diagnosis.status_text import waiting_for
 from fabric.model import SnapshotRef
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
 
 
 class Looking:
@@ -68,7 +68,7 @@ def test_one_whose_trainer_is_gone_too_is_a_death_and_nothing_else(job):
 def test_who_waits_for_a_member_is_told_that_its_server_is_silent(job):
     job.lighthouse.pulses.pop("a")
     job.wait(SILENT_S + 2)
-    late = m.Beat(2, job.lighthouse.record.epoch, 1, 5, waiting_for=("a",))
+    late = m.Heartbeat(2, job.lighthouse.record.epoch, 1, 5, waiting_for=("a",))
     job.lighthouse.say("b", late)
     for _ in range(8):
         job.lighthouse.wait(0.25)
@@ -81,8 +81,8 @@ def test_who_waits_for_a_member_is_told_that_its_server_is_silent(job):
 def durable(job: Looking, name: str, *steps: int, error: str = "") -> None:
     """A pulse that says what of its checkpoints is complete, and why the last one is not."""
     refs = tuple(SnapshotRef(1, step, f"d{step}") for step in steps)
-    pulse = m.Pulse(name, 1, "running", 1, f"http://{name}", durable=refs, durable_error=error)
-    job.lighthouse.pulses[name] = io.PulseSeen(pulse)
+    pulse = m.TrainerStatus(name, 1, "running", 1, f"http://{name}", durable=refs, durable_error=error)
+    job.lighthouse.pulses[name] = io.TrainerStatusSeen(pulse)
     job.lighthouse.do(job.lighthouse.pulses[name])
     job.look()
 

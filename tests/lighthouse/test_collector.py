@@ -5,8 +5,8 @@ import gc
 
 import pytest
 
-from fabric.lighthouse import collector
-from fabric.lighthouse.collector import CALM_LOOKS, MOST_LOOKS, THRESHOLDS, WHOLE, Due, collect_when_calm
+from fabric.lighthouse import gc_tuning
+from fabric.lighthouse.gc_tuning import CALM_LOOKS, MOST_LOOKS, THRESHOLDS, WHOLE, Due, collect_when_calm
 
 
 def first(due: Due, is_calm: bool, counts: tuple[int, int, int], looks: int) -> tuple[int, int] | None:
@@ -44,7 +44,7 @@ async def test_it_collects_what_nothing_else_would(monkeypatch):
         def __del__(self) -> None:
             gone.set()
 
-    monkeypatch.setattr(collector, "LOOK_S", 0.001)
+    monkeypatch.setattr(gc_tuning, "LOOK_S", 0.001)
     gone, before = asyncio.Event(), gc.get_threshold()
     gc.set_threshold(1 << 30, 1 << 30, 1 << 30)
     task = asyncio.ensure_future(collect_when_calm(lambda: True))

@@ -27,8 +27,8 @@ from lighthouse_support import (
 from fabric.cli.main import main
 from fabric.cli.status import recoverable
 from fabric.errors import Unreachable
-from fabric.protocol import messages as m
-from fabric.runtime.lighthouses import Lighthouses
+from fabric.protocol.messages import network as m
+from fabric.runtime.http.lighthouse_client import Lighthouses
 
 
 def test_no_command_but_a_trainers_imports_torch():
@@ -276,7 +276,7 @@ class TestStatus:
 
 async def test_brackets_in_what_others_wrote_are_no_markup(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=1, job=job)
-    await members[0].say(m.Beat(3, 1, 1, 0, phase="[red]run[/nothing]"))
+    await members[0].say(m.Heartbeat(3, 1, 1, 0, phase="[red]run[/nothing]"))
 
     async def told() -> bool:
         _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fabric.lighthouse.diagnosis import (
+from fabric.lighthouse.diagnosis.verdict import (
     ABSENT,
     CUT_LINK,
     MISMATCH,
@@ -17,7 +17,7 @@ from fabric.lighthouse.diagnosis import (
     judge,
 )
 from fabric.model import Fence
-from fabric.protocol.messages import Aborted
+from fabric.protocol.messages.network import Aborted
 
 FENCE = Fence("s", 1, 3)
 NAMES = ("a", "b", "c")

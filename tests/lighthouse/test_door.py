@@ -12,14 +12,14 @@ from in_process import Clock, lighthouse_on
 from lighthouse_support import LighthouseProcess, WireMember, close_all, eventually, start_job
 from protocol.makers import record_of
 
-from fabric.client.leader_link import LeaderLink
-from fabric.lighthouse.door import MOST_WAITING, Door
-from fabric.lighthouse.notice import notice_of
-from fabric.lighthouse.surroundings import Surroundings
-from fabric.protocol import messages as m
-from fabric.protocol import wire
+from fabric.client.control.lighthouse_link import LeaderLink
+from fabric.lighthouse.connections.admission_queue import MOST_WAITING, Door
+from fabric.lighthouse.jobs.epoch_notice import notice_of
+from fabric.lighthouse.jobs.term_context import Surroundings
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 from fabric.runtime.config import Settings
-from fabric.runtime.web import come_back_s
+from fabric.runtime.http.http_service import come_back_s
 from fabric.store import open_store
 from fabric.store.memory import MemorySpace, MemoryStore
 
@@ -131,7 +131,7 @@ def test_what_a_service_asks_for_is_believed_within_reason(text, seconds):
 
 def test_a_large_job_is_pulsed_less_often():
     small, large = (wire.decode(notice_of(record_of(" ".join(f"r{i}" for i in range(n))))) for n in (3, 5000))
-    assert isinstance(small, m.Notice) and isinstance(large, m.Notice)
+    assert isinstance(small, m.EpochNotice) and isinstance(large, m.EpochNotice)
     assert small.every_s < 0.05 and large.every_s == 1.0
 
 
@@ -156,7 +156,7 @@ async def test_of_a_herd_that_comes_back_to_another_leader_nobody_is_taken_for_d
     """100 real sessions, and a leader that is killed. The door of the next one is narrow: most are sent away.
     Some are let in when they have given up, and are away for longer than a session may be."""
     url, clock = f"sqlite://{tmp_path}/store.db", Clock()
-    monkeypatch.setattr("fabric.lighthouse.jobs.Surroundings", partial(Surroundings, clock=clock))
+    monkeypatch.setattr("fabric.lighthouse.jobs.jobs.Surroundings", partial(Surroundings, clock=clock))
     arguments = ("--namespace", "ns", "--lease-s", "2", "--max-replicas", "1000")
     with LighthouseProcess(tmp_path, url, "first", arguments) as first:
         members = await start_job(herd_http, first.url, HERD)

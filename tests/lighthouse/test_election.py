@@ -12,12 +12,12 @@ from in_process import Clock, TroubledStore, lighthouse_on
 from lighthouse_support import close_all, eventually, get, start_job
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.connection import NOT_THE_LEADER, Connection
-from fabric.lighthouse.election import boot_time
-from fabric.lighthouse.records import record_key
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
-from fabric.protocol import wire
+from fabric.lighthouse.connections.connection import NOT_THE_LEADER, Connection
+from fabric.lighthouse.election.election import boot_time
+from fabric.lighthouse.jobs.job_store import record_key
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 from fabric.store import Delete, Put, open_store
 from fabric.store.memory import MemorySpace, MemoryStore
 
@@ -138,7 +138,9 @@ async def test_a_leader_with_a_wrong_clock_is_fenced_by_the_store(http):
             await eventually(leads(new), "the second to lead")
             assert old.parts.leads, "the test wants two that believe to lead"
             before = await space_record(space)
-            await members[0].say(m.Fallen(members[0].newest.fence, "it must not be evicted by the old one"))
+            await members[0].say(
+                m.CannotContinue(members[0].newest.fence, "it must not be evicted by the old one")
+            )
             code, reason = await members[1].close_reason()
             assert (code, "elected" in reason) == (NOT_THE_LEADER, True)
             assert await space_record(space) == before
@@ -172,7 +174,7 @@ async def test_a_leader_stops_by_its_own_clock_before_the_lease_ends(http):
         assert space.find(ELECTION)[0]
         status, _ = await get(http, f"{instance.url}/v1/jobs")
         assert status == 503
-        await members[0].say(m.Fallen(members[0].newest.fence, "nothing may be written any more"))
+        await members[0].say(m.CannotContinue(members[0].newest.fence, "nothing may be written any more"))
         code, _ = await members[0].close_reason()
         assert code == NOT_THE_LEADER
         assert (await space_record(space)).epoch == 1
@@ -190,7 +192,7 @@ async def test_whose_loop_was_stuck_past_its_lease_answers_no_beat(http):
         answered = []
         job._pacer.send = lambda connection, frame: answered.append(frame)
         for number in range(3):
-            await members[0].say(m.Beat(number + 7, 1, 1, 0))
+            await members[0].say(m.Heartbeat(number + 7, 1, 1, 0))
         code, reason = await members[0].close_reason()
         assert code == NOT_THE_LEADER, reason
         assert not answered, "nothing is said by who may have been followed"
@@ -208,7 +210,7 @@ async def test_a_tick_of_a_core_whose_lease_has_ended_tells_nobody_anything(http
         sent = []
         job._pacer.send = lambda connection, frame: sent.append(frame)
         clock.now += 4000.0
-        job._perform(io.SendMember("r0", 1, m.BeatReply(1)))
+        job._perform(io.SendMember("r0", 1, m.HeartbeatAck(1)))
         assert not sent and not instance.parts.leads and not job.is_running
         await close_all(members)
 
@@ -254,7 +256,7 @@ async def test_somebody_elses_record_ends_the_term(http):
         key = record_key("ns", "job")
         body = space.get(key).value.replace(b'"epoch":1', b'"epoch":7').replace(b'"nonce":"', b'"nonce":"f')
         space.commit([], [Put(key, body)])
-        await members[0].say(m.Fallen(members[0].newest.fence, "to make it write"))
+        await members[0].say(m.CannotContinue(members[0].newest.fence, "to make it write"))
         assert (await members[1].close_reason())[0] == NOT_THE_LEADER
         assert "another lighthouse has written" in instance.lost[0]
         await eventually(leads(instance), "it to be elected again")
@@ -423,17 +425,19 @@ async def test_what_members_said_while_a_loop_was_stuck_is_answered_by_nobody(ht
     """It reads its sockets before its timers tell it that its lease has ended."""
     async with leader_on_a_file(tmp_path, lease_s=1) as instance:
         members = await start_job(http, instance.url)
-        await members[0].say(m.Beat(1, 1, 1, 0))
-        while (await members[0].next(m.BeatReply)).number != 1:
+        await members[0].say(m.Heartbeat(1, 1, 1, 0))
+        while (await members[0].next(m.HeartbeatAck)).number != 1:
             pass
         term = instance.election.term
-        await members[0].say(m.Beat(2, 1, 1, 0))  # lies in the socket: the loop does not turn from here on
+        await members[0].say(
+            m.Heartbeat(2, 1, 1, 0)
+        )  # lies in the socket: the loop does not turn from here on
         block_until(lambda: not term.in_force(), "the lease to end")
         answered = []
         while (frame := await members[0].socket.receive()).type is WSMsgType.TEXT:
             answered.append(wire.decode(frame.data))
         assert members[0].socket.close_code == NOT_THE_LEADER
-        assert not [x for x in answered if isinstance(x, m.BeatReply)]
+        assert not [x for x in answered if isinstance(x, m.HeartbeatAck)]
         await close_all(members)
 
 

@@ -10,9 +10,9 @@ from etcd_process import EtcdMember, free_ports, require_etcd
 from in_process import Instance, lighthouse_on
 from lighthouse_support import close_all, eventually, get, start_job
 
-from fabric.lighthouse.connection import NOT_THE_LEADER
-from fabric.lighthouse.records import record_key
-from fabric.protocol import wire
+from fabric.lighthouse.connections.connection import NOT_THE_LEADER
+from fabric.lighthouse.jobs.job_store import record_key
+from fabric.protocol.messages import wire
 from fabric.store import STORE_ID_KEY, Delete, Store, StoreUnavailable, open_store
 from fabric.store.memory import MemorySpace, MemoryStore
 

@@ -19,10 +19,10 @@ from lighthouse_support import (
     start_job,
 )
 
-from fabric.lighthouse.connection import NOT_THE_LEADER
-from fabric.lighthouse.records import record_key
-from fabric.protocol import messages as m
-from fabric.protocol import wire
+from fabric.lighthouse.connections.connection import NOT_THE_LEADER
+from fabric.lighthouse.jobs.job_store import record_key
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 from fabric.store import Put, open_store
 
 # SHORT is the lease of who is to lose it while a test waits; whoever must keep it, however slow, has LONG.
@@ -123,7 +123,7 @@ async def test_a_leader_that_was_stopped_past_its_lease_changes_nothing(http, tm
         await pulse.beat("gone")
         assert (await new[0].epoch(2)).names == ("r0", "r1")
         # What the stopped one finds when it goes on would have made it evict somebody else.
-        await old[0].say(m.Fallen(old[0].newest.fence, "it must not be heard"))
+        await old[0].say(m.CannotContinue(old[0].newest.fence, "it must not be heard"))
         old[1].cut()
         first.send(signal.SIGCONT)
         code, _ = await old[2].close_reason()

@@ -9,9 +9,9 @@ from aiohttp._websocket.reader import WebSocketDataQueue
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_websocket import WebSocketReader
 
-from fabric.lighthouse.connection import _PER_S_BYTES, Frames, Pacer, Turns
-from fabric.protocol import messages as m
-from fabric.protocol import wire
+from fabric.lighthouse.connections.connection import _PER_S_BYTES, Frames, Pacer, Turns
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 
 
 async def read(data):
@@ -41,7 +41,7 @@ def test_a_message_to_many_is_made_once_and_replies_do_not_push_it_out():
     frames, message = Frames(), m.Rejected("to many")
     first = frames.of(message, packs=True)
     for number in range(1000):
-        assert str(number).encode() in frames.of(m.BeatReply(number), packs=True)
+        assert str(number).encode() in frames.of(m.HeartbeatAck(number), packs=True)
     assert frames.of(message, packs=True) is first
     for number in range(1000):
         frames.of(m.Rejected(str(number)), packs=True)

@@ -8,7 +8,7 @@ import pytest
 from lighthouse_support import TOKEN, WirePulse, close_all, eventually, get, headers, post, start_job
 
 from fabric.model import SnapshotRef, StepTimes
-from fabric.protocol import messages as m
+from fabric.protocol.messages import network as m
 
 
 async def test_health_and_metrics_are_open(lighthouse, http):
@@ -61,7 +61,7 @@ async def test_metrics_tell_a_job_that_is_over_from_one_that_stands_still(lighth
     await members[0].say(m.Finished(members[0].newest.fence, 40))
     await members[0].next(m.Complete)
     members += await start_job(http, lighthouse.url, count=1, job=failed)
-    await members[1].say(m.Failed(members[1].newest.fence, 3, "ValueError: of the user's"))
+    await members[1].say(m.LoopFailed(members[1].newest.fence, 3, "ValueError: of the user's"))
 
     async def is_told() -> bool:
         async with http.get(f"{lighthouse.url}/metrics") as answer:
@@ -98,8 +98,8 @@ async def test_the_newest_durable_checkpoint_and_why_the_next_one_failed(lightho
 
 async def test_the_times_of_a_step_stay_until_the_next_step_is_told_of(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=1, job=job)
-    await members[0].say(m.Beat(3, 1, 1, 1, times=StepTimes(compute_s=0.25)))
-    await members[0].say(m.Beat(4, 1, 1, 1, phase="told again"))
+    await members[0].say(m.Heartbeat(3, 1, 1, 1, times=StepTimes(compute_s=0.25)))
+    await members[0].say(m.Heartbeat(4, 1, 1, 1, phase="told again"))
 
     async def told() -> bool:
         _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")

@@ -9,11 +9,11 @@ import pytest
 from aiohttp import web
 
 from fabric.errors import ConfigError
-from fabric.lighthouse import inquiry
-from fabric.lighthouse.hosts import Hosts
-from fabric.lighthouse.inquiry import Access, Where, ask
-from fabric.lighthouse.whereabouts import Whereabouts
-from fabric.protocol.messages import Session
+from fabric.lighthouse.diagnosis import rank_probe
+from fabric.lighthouse.diagnosis.allowed_hosts import Hosts
+from fabric.lighthouse.diagnosis.peer_addresses import Whereabouts
+from fabric.lighthouse.diagnosis.rank_probe import Access, Where, ask
+from fabric.protocol.messages.network import OpenSession
 
 HERE = frozenset({"127.0.0.1"})
 
@@ -109,11 +109,11 @@ async def test_the_token_is_asked_for_at_the_moment_of_asking_and_per_member():
 async def test_an_answer_is_bounded_in_bytes_and_in_what_is_kept_of_it(monkeypatch, depth):
     """Nine answers of 4 MiB of empty lists took a gigabyte."""
     kept: list[object] = []
-    parse = inquiry._parse
-    monkeypatch.setattr(inquiry, "_parse", lambda data: kept.append(parse(data)) or kept[-1])
+    parse = rank_probe._parse
+    monkeypatch.setattr(rank_probe, "_parse", lambda data: kept.append(parse(data)) or kept[-1])
     inner = b"[" * 900 + b"]" * 900 if depth else b",".join([b"[]"] * 80_000)
     body = b'{"trainer":{"state":"running","pid":7},"rest":[' + inner + b"]}"
-    assert len(body) < inquiry.MAX_ANSWER_BYTES == 256 * 1024
+    assert len(body) < rank_probe.MAX_ANSWER_BYTES == 256 * 1024
     async with server(body) as (port, _):
         (seen,) = await ask([Where("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown(None))
     assert seen.pid == 7 and len(kept) == 3
@@ -121,13 +121,13 @@ async def test_an_answer_is_bounded_in_bytes_and_in_what_is_kept_of_it(monkeypat
 
 
 async def test_a_longer_answer_is_not_read():
-    async with server(b'{"x":"' + b"y" * inquiry.MAX_ANSWER_BYTES + b'"}') as (port, _):
+    async with server(b'{"x":"' + b"y" * rank_probe.MAX_ANSWER_BYTES + b'"}') as (port, _):
         (seen,) = await ask([Where("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown(None))
-    assert f"more than {inquiry.MAX_ANSWER_BYTES} bytes" in seen.problem
+    assert f"more than {rank_probe.MAX_ANSWER_BYTES} bytes" in seen.problem
 
 
-def session(replica: str, incarnation: int = 1, secret: str = "") -> Session:
-    return Session(replica, incarnation, 0, 0, "", 0, "", "", 1, secret=secret)
+def session(replica: str, incarnation: int = 1, secret: str = "") -> OpenSession:
+    return OpenSession(replica, incarnation, 0, 0, "", 0, "", "", 1, secret=secret)
 
 
 def test_whereabouts_are_those_of_the_newest_session_and_pulse():

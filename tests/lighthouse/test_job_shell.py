@@ -6,12 +6,12 @@ from in_process import TroubledStore, lighthouse_on
 from lighthouse_support import WireMember, WirePulse, close_all, eventually, get, start_job
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.connection import DEFECT, MALFORMED, Connection, Frames
-from fabric.lighthouse.view import job_view
+from fabric.lighthouse.connections.connection import DEFECT, MALFORMED, Connection, Frames
+from fabric.lighthouse.http.job_status import job_view
 from fabric.model import SnapshotRef
-from fabric.protocol import messages as m
-from fabric.protocol.leader import MANY
-from fabric.protocol.liveness import LivenessConfig
+from fabric.protocol.leader.core import MANY
+from fabric.protocol.leader.liveness import LivenessConfig
+from fabric.protocol.messages import network as m
 from fabric.store.memory import MemorySpace
 
 
@@ -37,7 +37,7 @@ async def test_a_write_that_was_applied_and_got_lost_is_recognised(instance, htt
     members = await start_job(http, instance.url)
     assert members[0].newest.epoch == 1
     assert (outcomes(instance, "indefinite"), outcomes(instance, "written")) == (1, 0)
-    await members[0].say(m.Fallen(members[0].newest.fence, "so that it writes again"))
+    await members[0].say(m.CannotContinue(members[0].newest.fence, "so that it writes again"))
     assert (await members[1].epoch(2)).names == ("r1", "r2")
     assert instance.parts.leads
     await close_all(members)
@@ -66,15 +66,15 @@ async def test_errors_of_the_store_are_waited_out(instance, http):
 async def test_while_the_store_is_away_nothing_is_announced(instance, http):
     members = await start_job(http, instance.url)
     instance.store.down = StoreUnavailable("unplugged")
-    await members[0].say(m.Fallen(members[0].newest.fence, "so that it wants to write"))
+    await members[0].say(m.CannotContinue(members[0].newest.fence, "so that it wants to write"))
 
     async def wants() -> bool:
         _, body = await get(http, f"{instance.url}/v1/jobs/job")
         return "the store" in body["waiting_for"]
 
     await eventually(wants, "the leader to wait for the store")
-    await members[1].say(m.Beat(77, 1, 1, 0))
-    while (await members[1].next(m.BeatReply)).number != 77:
+    await members[1].say(m.Heartbeat(77, 1, 1, 0))
+    while (await members[1].next(m.HeartbeatAck)).number != 77:
         pass
     assert members[1].newest.epoch == 1
     instance.store.down = None
@@ -90,11 +90,11 @@ async def test_a_defect_in_one_core_costs_the_other_jobs_nothing(instance, http)
         raise RuntimeError("a defect that the test has put in")
 
     instance.jobs.by_name["broken"].core.handle = defect
-    await broken[0].say(m.Beat(5, 1, 1, 0))
+    await broken[0].say(m.Heartbeat(5, 1, 1, 0))
     for member in broken:
         assert (await member.close_reason())[0] == DEFECT
-    await fine[0].say(m.Beat(55, 1, 1, 0))
-    while (await fine[0].next(m.BeatReply)).number != 55:
+    await fine[0].say(m.Heartbeat(55, 1, 1, 0))
+    while (await fine[0].next(m.HeartbeatAck)).number != 55:
         pass
 
     async def is_back() -> bool:
@@ -111,7 +111,7 @@ async def test_a_defect_in_one_core_costs_the_other_jobs_nothing(instance, http)
 
 
 async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, http, monkeypatch):
-    monkeypatch.setattr("fabric.lighthouse.connection.MAX_QUEUED_BYTES", 1 << 20)
+    monkeypatch.setattr("fabric.lighthouse.connections.connection.MAX_QUEUED_BYTES", 1 << 20)
     members = await start_job(http, instance.url, count=2)
     deaf = members[1].socket._response.connection.transport
     deaf.pause_reading()
@@ -127,8 +127,8 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
         return "r1" not in job.sessions
 
     await eventually(is_away, "the deaf one to be cut")
-    await members[0].say(m.Beat(9, 1, 1, 0))
-    assert (await members[0].next(m.BeatReply)).number == 9
+    await members[0].say(m.Heartbeat(9, 1, 1, 0))
+    assert (await members[0].next(m.HeartbeatAck)).number == 9
     await members[0].close()
 
 
@@ -144,8 +144,8 @@ async def test_silence_is_death_where_a_test_wants_it(http):
         members = await start_job(http, found.url, count=2)
 
         async def beat() -> bool:
-            await members[0].say(m.Beat(3, 1, 1, 0))
-            await members[0].next(m.BeatReply)
+            await members[0].say(m.Heartbeat(3, 1, 1, 0))
+            await members[0].next(m.HeartbeatAck)
             return members[0].newest.epoch > 1
 
         await eventually(beat, "the silent one to be evicted")
@@ -155,16 +155,18 @@ async def test_silence_is_death_where_a_test_wants_it(http):
 
 async def test_an_unchanged_pulse_is_not_told_every_time(instance, http):
     member = await WireMember(http, instance.url, "r0").open()
-    await member.say(m.Beat(1, 0, 0, 0))
-    await member.next(m.BeatReply)
+    await member.say(m.Heartbeat(1, 0, 0, 0))
+    await member.next(m.HeartbeatAck)
     job = instance.jobs.by_name["job"]
     told = []
     handle = job.core.handle
     job.core.handle = lambda event, now: told.append(event) or handle(event, now)
     connection, held = job.sessions["r0"], SnapshotRef(1, 5, "d")
     for number in range(100):
-        job.pulse(connection, m.Pulse("r0", 1, "running", number, snapshots=(held,), ages_s=(number / 20,)))
-    job.pulse(connection, m.Pulse("r0", 1, "stopped", 100))
+        job.pulse(
+            connection, m.TrainerStatus("r0", 1, "running", number, snapshots=(held,), ages_s=(number / 20,))
+        )
+    job.pulse(connection, m.TrainerStatus("r0", 1, "stopped", 100))
     beats = [event.pulse for event in told if hasattr(event, "pulse")]
     assert beats[0].number == 0 and beats[-1].trainer == "stopped" and len(beats) < 20
     await member.close()
@@ -173,17 +175,17 @@ async def test_an_unchanged_pulse_is_not_told_every_time(instance, http):
 async def test_the_server_of_a_refused_second_process_hides_nobody(instance, http):
     """Both pulse at once, the second one for a while after its trainer was refused, then no more."""
     member = await WireMember(http, instance.url, "r0").open()
-    await member.say(m.Beat(1, 0, 0, 0))
-    await member.next(m.BeatReply)
+    await member.say(m.Heartbeat(1, 0, 0, 0))
+    await member.next(m.HeartbeatAck)
     second = await WireMember(http, instance.url, "r0", incarnation=2).open()
     await second.next(m.Rejected)
     job = instance.jobs.by_name["job"]
     own, others, again = (Connection(web.WebSocketResponse(), None) for _ in range(3))
-    job.pulse(own, m.Pulse("r0", 1, "running", 1, "http://own"))
+    job.pulse(own, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
     for number, trainer in enumerate(("running", "gone", "gone")):
-        job.pulse(others, m.Pulse("r0", 2, trainer, number, "http://others"))
+        job.pulse(others, m.TrainerStatus("r0", 2, trainer, number, "http://others"))
     job.pulse_closed(others)
-    job.pulse(again, m.Pulse("r0", 1, "running", 1, "http://own"))
+    job.pulse(again, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
     job.pulse_closed(own)  # its first connection, after the second has begun
     [server] = job_view(job)["checkpoint_servers"]
     assert (server["ckpt"], server["trainer"], server["connected"]) == ("http://own", "running", True)

@@ -11,7 +11,7 @@ from lighthouse_support import WireMember, close_all, eventually, headers, start
 from test_recovery import beat_step
 
 from fabric.errors import ProtocolError
-from fabric.lighthouse.ledger import (
+from fabric.lighthouse.history.ledger import (
     DEGRADED,
     LEAST_STALL_S,
     RECOVERING,
@@ -22,7 +22,7 @@ from fabric.lighthouse.ledger import (
     Ledger,
     Look,
 )
-from fabric.lighthouse.records import ledger_of
+from fabric.lighthouse.jobs.job_store import ledger_of
 from fabric.store import Put
 from fabric.store.memory import MemorySpace, MemoryStore
 

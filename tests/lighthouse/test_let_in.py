@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from fabric.client import leader_link
-from fabric.client.leader_link import LeaderLink
-from fabric.protocol import member_io as io
+from fabric.client.control import lighthouse_link
+from fabric.client.control.lighthouse_link import LeaderLink
+from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
 
 REFUSALS = (400, 401, 403, 404)
@@ -17,7 +17,7 @@ REFUSALS = (400, 401, 403, 404)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(leader_link, "_BACKOFF_S", (0.001, 0.005))
+    monkeypatch.setattr(lighthouse_link, "_BACKOFF_S", (0.001, 0.005))
 
 
 class Stub:

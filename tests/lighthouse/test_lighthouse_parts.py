@@ -8,16 +8,22 @@ from dataclasses import replace
 import pytest
 
 from fabric.errors import ConfigError, ProtocolError
-from fabric.lighthouse import reasons
-from fabric.lighthouse.events import EventLog
-from fabric.lighthouse.incoming import MOST_REPLICAS, check_name, decode_member, decode_pulse, parse_policy
-from fabric.lighthouse.reasons import waiting_for
-from fabric.lighthouse.records import job_of, record_key
+from fabric.lighthouse.connections.validation import (
+    MOST_REPLICAS,
+    check_name,
+    decode_member,
+    decode_pulse,
+    parse_policy,
+)
+from fabric.lighthouse.diagnosis import status_text
+from fabric.lighthouse.diagnosis.status_text import waiting_for
+from fabric.lighthouse.jobs.job_events import EventLog
+from fabric.lighthouse.jobs.job_store import job_of, record_key
 from fabric.model import Fence, SnapshotRef
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
-from fabric.protocol import wire
-from fabric.protocol.leader import Leader, LeaderConfig
+from fabric.protocol.leader.core import LeaderConfig, LeaderCore
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 
 
 class TestEventLog:
@@ -75,14 +81,18 @@ class TestIncoming:
 
     def test_only_what_members_say_is_taken(self):
         fence = Fence("s", 1, 1)
-        for message in (m.Complete(fence, 1), m.Bar(fence, 1, 1, ""), m.Pulse("r", 1, "gone", 1)):
+        for message in (
+            m.Complete(fence, 1),
+            m.CommitVote(fence, 1, 1, ""),
+            m.TrainerStatus("r", 1, "gone", 1),
+        ):
             with pytest.raises(ProtocolError):
                 decode_member(wire.encode(message).decode())
         assert decode_member(wire.encode(m.Running(fence, 1)).decode()) == m.Running(fence, 1)
 
     @pytest.mark.parametrize("ages_s", [(1.0, 2.0), (-0.1,)])
     def test_ages_of_snapshots_fit_them(self, ages_s):
-        pulse = m.Pulse("r0", 1, "running", 1, "", (SnapshotRef(1, 5, "d"),))
+        pulse = m.TrainerStatus("r0", 1, "running", 1, "", (SnapshotRef(1, 5, "d"),))
         for good in ((), (0.5,)):
             assert decode_pulse(wire.encode(replace(pulse, ages_s=good)).decode()).ages_s == good
         with pytest.raises(ProtocolError, match="ages_s"):
@@ -97,8 +107,8 @@ class TestIncoming:
         assert job_of("ns", "/fabric/ns/jobs/gpt-2/other") == ""
 
 
-def session(replica: str, **others) -> m.Session:
-    return m.Session(replica, 1, 0, 0, "", 0, "h:1", "http://h:2", 6, **others)
+def session(replica: str, **others) -> m.OpenSession:
+    return m.OpenSession(replica, 1, 0, 0, "", 0, "h:1", "http://h:2", 6, **others)
 
 
 NAMES = ("r0", "r1", "r2")
@@ -108,28 +118,28 @@ class TestWaiting:
     """The sentence follows a leader through a job's life."""
 
     @pytest.fixture
-    def core(self) -> Leader:
+    def core(self) -> LeaderCore:
         policy = parse_policy("2:3", 120.0)
-        core = Leader("job", LeaderConfig(policy=policy), random.Random(1), 0.0)
+        core = LeaderCore("job", LeaderConfig(policy=policy), random.Random(1), 0.0)
         core.handle(io.Elected("store", None), 0.0)
         return core
 
-    def opened(self, core: Leader, now: float, **others) -> list:
+    def opened(self, core: LeaderCore, now: float, **others) -> list:
         """Everybody has a session; the effects of the last."""
         return [core.handle(io.SessionOpened(session(name, **others)), now) for name in NAMES][-1]
 
-    def reported(self, core: Leader, now: float) -> None:
+    def reported(self, core: LeaderCore, now: float) -> None:
         """Everybody has answered the first epoch."""
         for name in NAMES:
             report = m.Report(core.record.fence, 1, 0, "", 0, 0, (), False, "", ())
             core.handle(io.FromMember(name, 1, report), now)
 
-    def running(self, core: Leader, now: float) -> None:
+    def running(self, core: LeaderCore, now: float) -> None:
         """Everybody has entered its first round."""
         for name in NAMES:
             core.handle(io.FromMember(name, 1, m.Running(core.record.fence, 0)), now)
 
-    def committed(self, core: Leader, effects: list, now: float) -> None:
+    def committed(self, core: LeaderCore, effects: list, now: float) -> None:
         write = next(e for e in effects if isinstance(e, io.WriteRecord))
         assert waiting_for(core, now) == f"the store, to commit epoch {write.record.epoch}"
         core.handle(io.RecordWritten(write.record.nonce), now)
@@ -152,27 +162,29 @@ class TestWaiting:
         core.handle(io.FromMember("r1", 1, m.Aborted(record.fence, 0, "link", "r2")), 2.8)
         said = waiting_for(core, 2.8)
         assert re.search(r"explains why r1 aborted, before forming again at [\d:]+ UTC", said)
-        core.handle(io.PulseSeen(m.Pulse("r2", 1, "gone", 1)), 2.81)
-        effects = core.handle(io.Tick(), 2.9)
+        core.handle(io.TrainerStatusSeen(m.TrainerStatus("r2", 1, "gone", 1)), 2.81)
+        effects = core.handle(io.LeaderTick(), 2.9)
         self.committed(core, effects, 2.9)
         assert waiting_for(core, 2.9).startswith("the report of r0, r1 on epoch 2: last seen 0.2 s ago, may")
 
     def test_a_member_that_stays_away_is_named_with_its_deadline(self, core, monkeypatch):
-        monkeypatch.setattr(reasons.time, "time", lambda: 12 * 3600.0)  # noon on the first day of the epoch
+        monkeypatch.setattr(
+            status_text.time, "time", lambda: 12 * 3600.0
+        )  # noon on the first day of the epoch
         self.committed(core, self.opened(core, 1.0, user_code_s=180.0), 1.0)
         self.reported(core, 1.0)
         self.running(core, 1.0)
-        core.handle(io.FromMember("r0", 1, m.Beat(1, 1, 1, 0, waiting_for=("r2",))), 2.0)
+        core.handle(io.FromMember("r0", 1, m.Heartbeat(1, 1, 1, 0, waiting_for=("r2",))), 2.0)
         assert waiting_for(core, 2.5) == "nothing: every member runs", "in every step somebody is last"
-        core.handle(io.FromMember("r2", 1, m.Beat(1, 1, 1, 0)), 8.6)
+        core.handle(io.FromMember("r2", 1, m.Heartbeat(1, 1, 1, 0)), 8.6)
         said = "r2, in user code in step 0, for 7.0 s now: last seen 0.4 s ago, may take until 12:02:53 UTC"
         assert waiting_for(core, 9.0) == said
         core.record = replace(core.record, roster=core.record.roster[:2])
         assert waiting_for(core, 9.0) == "nothing: every member runs", "nobody waits for who is outside"
 
     def test_members_are_told_it_with_the_answers_to_their_beats(self, core):
-        waits, answer = reasons.Waits(), m.BeatReply(4)
-        assert waits.told_with(answer, core, 0.0) == m.BeatReply(4, waiting_for(core, 0.0))
+        waits, answer = status_text.Waits(), m.HeartbeatAck(4)
+        assert waits.told_with(answer, core, 0.0) == m.HeartbeatAck(4, waiting_for(core, 0.0))
         self.committed(core, self.opened(core, 1.0), 1.0)
         self.reported(core, 2.0)
         assert "enter the first round" in waits.told_with(answer, core, 2.0).waiting_for

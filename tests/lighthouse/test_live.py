@@ -8,7 +8,7 @@ import pytest
 from in_process import Clock, lighthouse_on
 from lighthouse_support import close_all, eventually, start_job
 
-from fabric.lighthouse import live, routes
+from fabric.lighthouse.http import routes, status_cache
 from fabric.store.memory import MemorySpace, MemoryStore
 
 VIEWERS = 6
@@ -24,14 +24,14 @@ async def first_view(answer) -> dict:
 
 async def test_many_viewers_cost_one_computation_per_change(http, monkeypatch):
     clock, computed = Clock(), []
-    view = live.job_view
+    view = status_cache.job_view
 
     def counted(job):
         computed.append(job.name)
         return view(job)
 
-    monkeypatch.setattr(live, "job_view", counted)
-    monkeypatch.setattr(routes, "Looks", lambda: live.Looks(clock))
+    monkeypatch.setattr(status_cache, "job_view", counted)
+    monkeypatch.setattr(routes, "Looks", lambda: status_cache.Looks(clock))
     async with lighthouse_on(MemoryStore(MemorySpace()), lease_s=3600) as instance, AsyncExitStack() as stack:
 
         async def leads() -> bool:

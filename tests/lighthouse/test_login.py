@@ -6,9 +6,9 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 from in_process import TroubledStore, lighthouse_on
 
-from fabric.lighthouse import dashboard
-from fabric.lighthouse.login_tries import MOST_FAILURES, WITHIN_S, LoginTries, TooManyTries
-from fabric.lighthouse.tokens import Tokens
+from fabric.lighthouse.http import dashboard
+from fabric.lighthouse.http.login_limit import MOST_FAILURES, WITHIN_S, LoginTries, TooManyTries
+from fabric.lighthouse.http.tokens import Tokens
 from fabric.store.memory import MemorySpace
 
 TOKENS = Tokens("own")

@@ -20,8 +20,8 @@ from lighthouse_support import (
     start_job,
 )
 
-from fabric.lighthouse.routes import OPEN_PATHS, make_app
-from fabric.protocol import messages as m
+from fabric.lighthouse.http.routes import OPEN_PATHS, make_app
+from fabric.protocol.messages import network as m
 
 ANN = {"replica": "r0", "about": "r0", "who": "ann", "why": "a test", "max": 2}
 TOKENS = {"a": "token-of-a", "b": "token-of-b"}
@@ -134,7 +134,7 @@ async def test_a_job_is_let_in_and_shut_out_without_a_restart(http, tmp_path):
 
 async def test_the_lighthouses_own_setting_bounds_what_a_job_may_have(http, tmp_path):
     with LighthouseProcess(tmp_path, "memory:", arguments=("--max-replicas", "5000")) as lighthouse:
-        member, *_ = await start_job(http, lighthouse.url, count=1, job="large", seat=1500)
+        member, *_ = await start_job(http, lighthouse.url, count=1, job="large", data_slot=1500)
         url = f"{lighthouse.url}/v1/jobs/large"
         assert (await get(http, url))[1]["policy"]["max_replicas"] == 5000
         where = ("--lighthouse", lighthouse.url, "--token-file", lighthouse.token_file, "--job", "large")

@@ -17,7 +17,7 @@ from lighthouse_support import (
     start_job,
 )
 
-from fabric.protocol import messages as m
+from fabric.protocol.messages import network as m
 
 ANN = {"who": "ann", "why": "maintenance"}
 
@@ -42,7 +42,9 @@ async def newcomer(http, url, replica, members, **others):
 
 async def say_outside(member):
     await member.say(
-        m.Beat(1, member.newest.epoch, member.newest.generation, member.newest.base.step, phase="outside")
+        m.Heartbeat(
+            1, member.newest.epoch, member.newest.generation, member.newest.base.step, phase="outside"
+        )
     )
 
 
@@ -88,7 +90,7 @@ async def test_joins_are_paused_and_resumed_over_a_fail_over(http, tmp_path, job
 
 def again(session, newest):
     """What a member says of itself to the next leader."""
-    return m.Session(
+    return m.OpenSession(
         replica=session.replica,
         incarnation=session.incarnation,
         generation=newest.generation,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fabric.lighthouse.reading import UsualFrames
+from fabric.lighthouse.connections.fast_frames import UsualFrames
 
 
 class Library:

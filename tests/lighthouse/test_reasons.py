@@ -3,7 +3,7 @@
 from protocol.makers import record_of
 from protocol.test_leader import Lighthouse
 
-from fabric.lighthouse.reasons import policy_kept, waiting_for
+from fabric.lighthouse.diagnosis.status_text import policy_kept, waiting_for
 from fabric.model import Policy, SnapshotRef
 
 

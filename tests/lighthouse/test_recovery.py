@@ -11,13 +11,13 @@ from lighthouse_support import WireMember, WirePulse, close_all, eventually, hea
 from protocol.test_leader import runs, started
 
 from fabric.errors import ProtocolError
-from fabric.lighthouse.diagnosis import Diagnosis
-from fabric.lighthouse.records import recoveries_of
-from fabric.lighthouse.recovery import CAPACITY, NAMED, Recoveries, Recovery, Return, from_json
+from fabric.lighthouse.diagnosis.verdict import Diagnosis
+from fabric.lighthouse.history.recovery import CAPACITY, NAMED, Recoveries, Recovery, Return, from_json
+from fabric.lighthouse.jobs.job_store import recoveries_of
 from fabric.model import Policy
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.leader import Leader, LeaderConfig
+from fabric.protocol.leader.core import LeaderConfig, LeaderCore
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
 from fabric.store.base import MAX_VALUE_BYTES
 from fabric.store.memory import MemorySpace, MemoryStore
 
@@ -32,8 +32,8 @@ async def recoveries(http, url: str, job: str) -> list[dict[str, Any]]:
 
 async def beat_step(member: WireMember, number: int, step: int) -> None:
     record = member.newest
-    await member.say(m.Beat(number, record.epoch, record.generation, step, phase="run"))
-    await member.next(m.BeatReply)
+    await member.say(m.Heartbeat(number, record.epoch, record.generation, step, phase="run"))
+    await member.next(m.HeartbeatAck)
 
 
 async def test_a_death_is_timed_from_detection_to_the_return(lighthouse, http, job):
@@ -75,8 +75,8 @@ async def test_a_death_is_timed_from_detection_to_the_return(lighthouse, http, j
     assert record["steps_lost"] == record["micro_batches_lost"] == 0
     # It is said by which event it began.
     async with http.get(f"{lighthouse.url}/v1/jobs/{job}/events", headers=headers()) as answer:
-        cause = next(e for e in await answer.json() if e["id"] == record["id"])
-    assert (cause["kind"], cause["about"]) == ("condemned", "r1")
+        incident_id = next(e for e in await answer.json() if e["id"] == record["id"])
+    assert (incident_id["kind"], incident_id["about"]) == ("condemned", "r1")
     async with http.get(f"{lighthouse.url}/metrics") as answer:
         text = await answer.text()
     name = "fabric_lighthouse_recovery_seconds_count"
@@ -176,7 +176,7 @@ async def test_records_outlive_the_lighthouse_that_wrote_them(http):
 
         await eventually(leads, "the first to lead")
         members = await start_job(http, first.url)
-        await members[0].say(m.Fallen(members[0].newest.fence, "its gradient got lost"))
+        await members[0].say(m.CannotContinue(members[0].newest.fence, "its gradient got lost"))
         await members[1].epoch(2)
 
         async def kept() -> bool:
@@ -198,7 +198,7 @@ async def test_records_outlive_the_lighthouse_that_wrote_them(http):
 
 def test_a_death_that_a_peer_noticed_first_names_the_dead_first():
     config = LeaderConfig(policy=Policy(start_replicas=3))
-    core, log, numbers = Leader("job", config, random.Random(1), 0.0), Recoveries(), count(1)
+    core, log, numbers = LeaderCore("job", config, random.Random(1), 0.0), Recoveries(), count(1)
 
     def feed(event: io.Event, now: float) -> None:
         for effect in core.handle(event, now):
@@ -208,7 +208,7 @@ def test_a_death_that_a_peer_noticed_first_names_the_dead_first():
 
     feed(io.Elected("store", None), 0.0)
     for name in ("r0", "r1", "r2"):
-        feed(io.SessionOpened(m.Session(name, 1, 0, 0, "", 0, "h:1", "http://h:2", 6)), 1.0)
+        feed(io.SessionOpened(m.OpenSession(name, 1, 0, 0, "", 0, "h:1", "http://h:2", 6)), 1.0)
     fence = core.record.fence
     for name in ("r0", "r1", "r2"):
         report = m.Report(fence, 1, 0, "", 0, 0, (), False, "", ())
@@ -218,8 +218,8 @@ def test_a_death_that_a_peer_noticed_first_names_the_dead_first():
     assert log.kept == []
     feed(io.FromMember("r0", 1, m.Aborted(fence, 0, "no link to r2 within 5 s", "r2")), 1.1)
     assert [(r.kind, r.why) for r in log.kept] == [("abort", "r0: no link to r2 within 5 s")]
-    feed(io.PulseSeen(m.Pulse("r2", 1, "gone", 1)), 1.11)
-    feed(io.Tick(), 1.2)
+    feed(io.TrainerStatusSeen(m.TrainerStatus("r2", 1, "gone", 1)), 1.11)
+    feed(io.LeaderTick(), 1.2)
     [record] = log.kept
     assert record.kind == "death" and list(record.lost) == ["r2"]
     assert record.why.startswith("r2 evicted: ") and record.why.endswith("(r0: no link to r2 within 5 s)")

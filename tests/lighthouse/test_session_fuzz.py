@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from in_process import Instance, TroubledStore, lighthouse_on
 from lighthouse_support import DEADLINE_S, WireMember, start_job
 
-from fabric.protocol import messages as m
-from fabric.protocol import wire
-from fabric.protocol.liveness import LivenessConfig
+from fabric.protocol.leader.liveness import LivenessConfig
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 from fabric.store.memory import MemorySpace
 
 HUNT = int(os.environ.get("FABRIC_FUZZ", "0"))
@@ -112,8 +112,8 @@ class World:
         for member in self.members:
             self.beats += 1
             fence = self.record.fence
-            await member.say(m.Beat(self.beats, fence.epoch, fence.generation, 0, phase="run"))
-            assert (await member.next(m.BeatReply)).number == self.beats
+            await member.say(m.Heartbeat(self.beats, fence.epoch, fence.generation, 0, phase="run"))
+            assert (await member.next(m.HeartbeatAck)).number == self.beats
         assert self.job.core.record is self.record, self.job.core.record.reason
         assert not self.instance.deaths
         kinds = {event.kind for event in self.job.events.after(0)}
@@ -151,7 +151,7 @@ def texts(message: m.Message) -> tuple[str, bytes]:
 def valid(draw):
     """Any message; of the intruder where it says whose it is."""
     message = draw(st.sampled_from(KINDS).flatmap(st.from_type))
-    if isinstance(message, m.Session | m.Pulse):
+    if isinstance(message, m.OpenSession | m.TrainerStatus):
         message = replace(message, replica=INTRUDER)
     return message
 
@@ -168,7 +168,7 @@ def damaged(draw):
     return "text", json.dumps(body).encode()
 
 
-SESSION = m.Session(INTRUDER, 7, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
+SESSION = m.OpenSession(INTRUDER, 7, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
 INTRODUCTION = texts(SESSION)
 NOISE = st.one_of(
     st.tuples(st.sampled_from(["text", "binary", "part"]), st.binary(max_size=60)),
@@ -208,7 +208,7 @@ def test_valid_messages_in_any_order_harm_nobody(world, messages, introduced):
 
 
 @FUZZ
-@given(st.lists(st.from_type(m.Pulse), min_size=1, max_size=5))
+@given(st.lists(st.from_type(m.TrainerStatus), min_size=1, max_size=5))
 def test_pulses_of_somebody_else_harm_nobody(world, pulses):
     judge(*world.attack("pulse", [texts(replace(p, replica=INTRUDER)) for p in pulses]))
 
@@ -232,9 +232,9 @@ def test_what_is_wrong_is_named_with_a_remedy(world, path, frame, code, words):
 
 
 def test_a_member_that_turns_to_noise_is_named_in_the_refusal_and_may_come_back(own_world):
-    wrong = ("text", b'{"kind": "Beat", "version": 1, "number": "seven"}')
+    wrong = ("text", b'{"kind": "Heartbeat", "version": 1, "number": "seven"}')
     code, reason, said = own_world.attack("session", [INTRODUCTION, wrong])
-    assert code == 1008 and "Beat.number must be an integer" in reason
+    assert code == 1008 and "Heartbeat.number must be an integer" in reason
     assert [x for x in said if isinstance(x, m.Rejected)]
-    code, _, said = own_world.attack("session", [INTRODUCTION, texts(m.Beat(1, 0, 0, 0))])
-    assert code is None and [x.number for x in said if isinstance(x, m.BeatReply)] == [1]
+    code, _, said = own_world.attack("session", [INTRODUCTION, texts(m.Heartbeat(1, 0, 0, 0))])
+    assert code is None and [x.number for x in said if isinstance(x, m.HeartbeatAck)] == [1]

@@ -17,19 +17,19 @@ from lighthouse_support import (
     start_job,
 )
 
-from fabric.lighthouse.connection import MALFORMED, REFUSED, REPLACED
+from fabric.lighthouse.connections.connection import MALFORMED, REFUSED, REPLACED
 from fabric.model import Fence
-from fabric.protocol import changes, wire
-from fabric.protocol import messages as m
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import roster_delta, wire
 
 
 async def test_a_job_starts_when_all_its_replicas_have_a_session(lighthouse, http, job):
     first = await WireMember(http, lighthouse.url, "r0", job=job).open()
     second = await WireMember(http, lighthouse.url, "r1", job=job).open()
-    await first.say(m.Beat(1, 0, 0, 0))
-    await first.next(m.BeatReply)
-    await second.say(m.Beat(1, 0, 0, 0))
-    await second.next(m.BeatReply)
+    await first.say(m.Heartbeat(1, 0, 0, 0))
+    await first.next(m.HeartbeatAck)
+    await second.say(m.Heartbeat(1, 0, 0, 0))
+    await second.next(m.HeartbeatAck)
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
     assert body["epoch"] == 0 and "2 of 3" in body["waiting_for"]
     assert first.newest is None
@@ -48,8 +48,8 @@ async def test_a_job_starts_when_all_its_replicas_have_a_session(lighthouse, htt
 
 async def test_the_policy_is_read_from_the_query(lighthouse, http, job):
     member = await WireMember(http, lighthouse.url, "r0", job=job, replicas="2:8").open()
-    await member.say(m.Beat(1, 0, 0, 0))
-    await member.next(m.BeatReply)
+    await member.say(m.Heartbeat(1, 0, 0, 0))
+    await member.next(m.HeartbeatAck)
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
     assert body["policy"] == {
         "min_replicas": 2,
@@ -133,8 +133,8 @@ async def test_a_second_socket_of_the_same_process_replaces_the_first(lighthouse
     assert (await again.epoch(1)).epoch == 1
     code, _ = await members[0].close_reason()
     assert code == REPLACED
-    await again.say(m.Beat(7, 1, 1, 0, phase="on the new socket"))
-    assert (await again.next(m.BeatReply)).number == 7
+    await again.say(m.Heartbeat(7, 1, 1, 0, phase="on the new socket"))
+    assert (await again.next(m.HeartbeatAck)).number == 7
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
     assert body["members"][0]["phase"] == "on the new socket" and body["members"][0]["connected"]
     await close_all([again, members[1]])
@@ -146,27 +146,27 @@ async def test_a_taken_replica_id_is_refused_and_the_living_one_stays(lighthouse
     rejected = await thief.next(m.Rejected)
     assert "taken by a living process" in rejected.reason
     assert (await thief.close_reason())[0] == REFUSED
-    await members[0].say(m.Beat(9, 1, 1, 0))
-    assert (await members[0].next(m.BeatReply)).number == 9
+    await members[0].say(m.Heartbeat(9, 1, 1, 0))
+    assert (await members[0].next(m.HeartbeatAck)).number == 9
     await close_all(members)
 
 
 async def test_an_older_process_is_refused(lighthouse, http, job):
     newer = await WireMember(http, lighthouse.url, "r0", job=job, incarnation=5).open()
-    await newer.say(m.Beat(1, 0, 0, 0))
-    await newer.next(m.BeatReply)
+    await newer.say(m.Heartbeat(1, 0, 0, 0))
+    await newer.next(m.HeartbeatAck)
     older = await WireMember(http, lighthouse.url, "r0", job=job, incarnation=4).open()
     assert "newer process" in (await older.next(m.Rejected)).reason
     assert (await older.close_reason())[0] == REFUSED
-    await newer.say(m.Beat(2, 0, 0, 0))
-    assert (await newer.next(m.BeatReply)).number == 2
+    await newer.say(m.Heartbeat(2, 0, 0, 0))
+    assert (await newer.next(m.HeartbeatAck)).number == 2
     await newer.close()
 
 
 async def test_another_model_is_refused_by_name(lighthouse, http, job):
     first = await WireMember(http, lighthouse.url, "r0", job=job, layout="aa").open()
-    await first.say(m.Beat(1, 0, 0, 0))
-    await first.next(m.BeatReply)
+    await first.say(m.Heartbeat(1, 0, 0, 0))
+    await first.next(m.HeartbeatAck)
     other = await WireMember(http, lighthouse.url, "r1", job=job, layout="bb").open()
     assert "r1 has other parameters" in (await other.next(m.Rejected)).reason
     await first.close()
@@ -176,10 +176,10 @@ BAD_FIRST = [
     "not json",
     "[]",
     "{}",
-    json.dumps({"kind": "Session", "version": 1}),
-    json.dumps({"kind": "Session", "version": 99}),
+    json.dumps({"kind": "OpenSession", "version": 1}),
+    json.dumps({"kind": "OpenSession", "version": 99}),
     wire.encode(m.Running(Fence("s", 1, 1), 0)).decode(),
-    wire.encode(m.BeatReply(1)).decode(),
+    wire.encode(m.HeartbeatAck(1)).decode(),
     "[" * 100_000,
 ]
 BAD_FIELDS = [
@@ -220,15 +220,15 @@ async def test_a_malformed_first_message_is_refused_with_a_sentence(lighthouse, 
 
 async def test_malformed_messages_disturb_nobody_else(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=3, job=job)
-    await members[2].socket.send_str('{"kind": "Beat", "version": 1, "number": "x"}')
-    assert "Beat.number" in (await members[2].next(m.Rejected)).reason
+    await members[2].socket.send_str('{"kind": "Heartbeat", "version": 1, "number": "x"}')
+    assert "Heartbeat.number" in (await members[2].next(m.Rejected)).reason
     assert (await members[2].close_reason())[0] == MALFORMED
     binary = await connect(http, lighthouse.url, job, "session")
     await binary.send_bytes(wire.encode(members[0].session))
     assert isinstance(wire.decode((await binary.receive(10)).data), m.Rejected)
     for member in members[:2]:
-        await member.say(m.Beat(50, 1, 1, 0))
-        while (await member.next(m.BeatReply)).number != 50:
+        await member.say(m.Heartbeat(50, 1, 1, 0))
+        while (await member.next(m.HeartbeatAck)).number != 50:
             pass
     await close_all(members[:2])
 
@@ -252,11 +252,13 @@ async def test_a_message_over_the_limit_ends_the_connection(lighthouse, http, jo
 
 
 @pytest.mark.parametrize(
-    "change", [{"replica": "a/b"}, {"trainer": "dreaming"}, {"kind": "Beat"}, {"ckpt": "h" * 301}], ids=str
+    "change",
+    [{"replica": "a/b"}, {"trainer": "dreaming"}, {"kind": "Heartbeat"}, {"ckpt": "h" * 301}],
+    ids=str,
 )
 async def test_a_malformed_pulse_is_refused(lighthouse, http, job, change):
     socket = await connect(http, lighthouse.url, job, "pulse")
-    body = json.loads(wire.encode(m.Pulse("r0", 1, "running", 1)))
+    body = json.loads(wire.encode(m.TrainerStatus("r0", 1, "running", 1)))
     await socket.send_str(json.dumps({**body, **change}))
     assert isinstance(wire.decode((await socket.receive(10)).data), m.Rejected)
     assert (await closing(socket))[0] == MALFORMED
@@ -303,12 +305,12 @@ async def test_who_understands_changes_is_told_those_and_the_whole_roster_when_i
         await member.run()
     url = f"{lighthouse.url}/v1/jobs/{job}/evict"
     assert (await post(http, url, {"replica": "r1", "who": "me", "why": "a test"}))[0] == 202
-    told = await first.next(m.Change)
+    told = await first.next(m.RosterDelta)
     assert told.left == ("r1",) and told.before == before.roster_digest
     assert "r1" not in told.record.names and first.newest == before
-    await first.say(m.NeedRoster(told.record.fence))
+    await first.say(m.RequestRoster(told.record.fence))
     whole = await first.epoch(2)
-    assert changes.applied(told, before) == whole and whole.names == ("r0",)
+    assert roster_delta.applied(told, before) == whole and whole.names == ("r0",)
     await close_all([first, second])
 
 
@@ -334,7 +336,7 @@ async def test_events_are_listed_and_followed(lighthouse, http, job):
     listed = await events(http, lighthouse.url, job)
     assert {"session opened", "epoch", "resume"} <= {e["kind"] for e in listed}
     assert [e["id"] for e in listed] == sorted({e["id"] for e in listed})
-    assert set(listed[0]) == {"id", "t", "kind", "epoch", "about", "why", "cause"}
+    assert set(listed[0]) == {"id", "t", "kind", "epoch", "about", "why", "incident_id"}
     last = listed[-1]["id"]
     assert await events(http, lighthouse.url, job, last) == []
     url = f"{lighthouse.url}/v1/jobs/{job}/events?follow=1&after={listed[0]['id']}"

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from lighthouse.store_script import KINDS, RECORD, REPLICAS, Fault, LeapingLoop, World
 
-from fabric.lighthouse import election, job, jobs
-from fabric.lighthouse.surroundings import Surroundings
+from fabric.lighthouse.election import election
+from fabric.lighthouse.jobs import job, jobs
+from fabric.lighthouse.jobs.term_context import Surroundings
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fabric.errors import StoreUnavailable, Unauthorized
-from fabric.lighthouse import tokens as module
-from fabric.lighthouse.tokens import Tokens
+from fabric.lighthouse.http import tokens as module
+from fabric.lighthouse.http.tokens import Tokens
 
 
 class Blocked:

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from fabric.errors import ConfigError
-from fabric.lighthouse.recovery import Recovery, Return
-from fabric.lighthouse.traces import Traces, phases, trace_id
+from fabric.lighthouse.history.recovery import Recovery, Return
+from fabric.lighthouse.telemetry.traces import Traces, phases, trace_id
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 
@@ -24,7 +24,7 @@ RECOVERY = Recovery(
     epoch_committed=100.01,
     links_up=100.02,
     step_committed=100.5,
-    cause="e2",
+    incident_id="e2",
     diagnosis={"verdict": "absent rank"},
 )
 
@@ -104,7 +104,7 @@ def test_phases_follow_one_another_even_where_clocks_do_not():
 def test_without_the_extra_it_says_what_to_do():
     code = (
         "import sys; sys.modules['opentelemetry.sdk.trace'] = None\n"
-        "from fabric.lighthouse.traces import Traces\n"
+        "from fabric.lighthouse.telemetry.traces import Traces\n"
         "Traces('http://127.0.0.1:1')"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -4,8 +4,8 @@ import pytest
 from protocol.test_leader import runs, started
 from protocol.test_leader_links import complain, goes_on, outside
 
-from fabric.lighthouse.reasons import waiting_for
-from fabric.protocol import messages as m
+from fabric.lighthouse.diagnosis.status_text import waiting_for
+from fabric.protocol.messages import network as m
 
 
 @pytest.fixture
@@ -18,7 +18,9 @@ def said(job):
 
 
 def beat(job, name, step=6, phase="run, waiting", waiting_for=(), **more):
-    job.say(name, m.Beat(1, job.record.epoch, 1, step, phase=phase, waiting_for=tuple(waiting_for), **more))
+    job.say(
+        name, m.Heartbeat(1, job.record.epoch, 1, step, phase=phase, waiting_for=tuple(waiting_for), **more)
+    )
 
 
 def for_some_time(job, seconds, **beats):
@@ -71,7 +73,7 @@ def test_no_snapshot_is_waited_for_that_nobody_was_asked_for(job):
     complain(job, a="b", b="a")
     runs(job, "a c", 5)
     outside(job, "b", unreachable="a")
-    job.say("b", m.NeedState(job.record.fence, "it holds no state", lost=True))
+    job.say("b", m.RequestState(job.record.fence, "it holds no state", lost=True))
     goes_on(job, "a c", 1, b="a")
     assert job.core.serving["b"].step == -1
     assert said(job) == "nothing: every member runs"

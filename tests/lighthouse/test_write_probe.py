@@ -11,7 +11,7 @@ from in_process import lighthouse_on
 from lighthouse_support import eventually
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.write_probe import WriteProbe
+from fabric.lighthouse.election.store_probe import WriteProbe
 from fabric.store import Delete, Put, Store, open_store
 from fabric.store.memory import MemorySpace, MemoryStore
 

@@ -6,7 +6,7 @@ import pytest
 from etcd_process import running_etcd
 
 from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.writer import Writer
+from fabric.lighthouse.election.store_thread import Writer
 from fabric.store import Compare, Put, open_store
 from fabric.store.memory import MemorySpace, MemoryStore
 

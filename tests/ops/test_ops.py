@@ -15,14 +15,14 @@ import pytest
 import yaml
 
 from fabric.ckpt_server.__main__ import parse
-from fabric.ckpt_server.durable.dispatch import Dispatch
-from fabric.ckpt_server.memory import Memory
-from fabric.ckpt_server.metrics import Metrics as CkptMetrics
+from fabric.ckpt_server.server.durable_jobs import Dispatch
+from fabric.ckpt_server.server.metrics import Metrics as CkptMetrics
+from fabric.ckpt_server.server.slots import Memory
 from fabric.cli.main import cli
-from fabric.lighthouse.metrics import JobGauges
-from fabric.lighthouse.metrics import Metrics as LighthouseMetrics
-from fabric.lighthouse.recovery import Recovery
-from fabric.lighthouse.routes import OPEN_PATHS
+from fabric.lighthouse.history.recovery import Recovery
+from fabric.lighthouse.http.routes import OPEN_PATHS
+from fabric.lighthouse.telemetry.metrics import JobGauges
+from fabric.lighthouse.telemetry.metrics import Metrics as LighthouseMetrics
 from fabric.runtime.config import Settings, parse_replicas
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
@@ -456,7 +456,7 @@ def known_metrics() -> set[str]:
     )
     names = set(re.findall(r"^([a-z_]+)(?:\{| )", text, flags=re.MULTILINE))
     # Those of a slot exist once there is one.
-    source = (OPS.parent / "fabric" / "ckpt_server" / "metrics.py").read_text()
+    source = (OPS.parent / "fabric" / "ckpt_server" / "server" / "metrics.py").read_text()
     for suffix in re.findall(r"fabric_ckpt_\{kind\}(_\w+)\"", source):
         names |= {f"fabric_ckpt_{kind}{suffix}" for kind in ("snapshot", "gradient")}
     return names

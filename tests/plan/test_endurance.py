@@ -4,7 +4,7 @@ import pytest
 
 from fabric.plan.closed_forms import masked_failures, masked_failures_replication
 from fabric.plan.endurance import endurance_exact, endurance_sampled
-from fabric.protocol.spare import block_layout, consecutive_offsets, golomb_offsets, ring_layout
+from fabric.protocol.rules.spare import block_layout, consecutive_offsets, golomb_offsets, ring_layout
 
 
 def test_seven_groups_with_a_perfect_difference_set_mask_three_failures():

@@ -15,7 +15,7 @@ from fabric.plan.policies import (
     Spare,
     busiest_of_spread,
 )
-from fabric.protocol.assignment import spread
+from fabric.protocol.rules.assignment import spread
 
 NEVER = Fixed(1e11)
 QUIET = Job(groups=4, steps=100, compute_s=9.0, exchange_s=1.0, jitter=0.0, restart_fails=False)

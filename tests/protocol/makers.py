@@ -1,7 +1,7 @@
 """Short ways to write down records, reports and sessions in tests."""
 
 from fabric.model import Base, Member, Record
-from fabric.protocol.messages import Report, Session
+from fabric.protocol.messages.network import OpenSession, Report
 
 
 def record_of(names, epoch=2, forced=None, cold=1, generation=1, base=None, **changes):
@@ -43,4 +43,6 @@ def report_of(record, step, pend=(0, 0, ""), holds="", have=(), digest="", commi
 
 def session_of(name, incarnation=1, **changes):
     fields = {"generation": 0, "step": 0, "digest": "start", "epoch": 0, "micro_batches": 4, **changes}
-    return Session(replica=name, incarnation=incarnation, link=f"{name}:1", ckpt=f"http://{name}", **fields)
+    return OpenSession(
+        replica=name, incarnation=incarnation, link=f"{name}:1", ckpt=f"http://{name}", **fields
+    )

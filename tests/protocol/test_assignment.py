@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric.model import Member, Sharing
-from fabric.protocol.assignment import (
+from fabric.protocol.rules.assignment import (
     Work,
     apportion,
     assign,
     cut,
+    data_slot_shares,
     hand_round,
     readers_of,
-    seat_shares,
     seated,
     share_out,
     spread,
@@ -94,11 +94,13 @@ rosters = st.lists(
 
 
 def seated_roster(pairs):
-    return [Member(f"r{seat}", 1, "", "", shares=share, seat=seat) for seat, share in pairs]
+    return [
+        Member(f"r{data_slot}", 1, "", "", shares=share, data_slot=data_slot) for data_slot, share in pairs
+    ]
 
 
 def home_of(count, sharing, members):
-    parts = cut(count, seat_shares(sharing, members))
+    parts = cut(count, data_slot_shares(sharing, members))
     return {i: part for part, ids in enumerate(parts) for i in ids}
 
 
@@ -113,7 +115,7 @@ def test_over_any_history_nothing_is_computed_twice_and_what_is_left_out_is_expl
         ids = flat(given_out)
         assert len(ids) == len(set(ids)) and not set(ids) & skip
         left_out = set(range(count)) - set(ids) - skip
-        home, there = home_of(count, sharing, members), {m.seat for m in members}
+        home, there = home_of(count, sharing, members), {m.data_slot for m in members}
         if sharing.policy == "constant" and not sharing.readers:
             assert not left_out
         for i in left_out:
@@ -122,17 +124,17 @@ def test_over_any_history_nothing_is_computed_twice_and_what_is_left_out_is_expl
         for member in members:
             for i in given_out[member.replica]:
                 if sharing.policy == "shrink":
-                    assert home[i] == member.seat
+                    assert home[i] == member.data_slot
                 elif sharing.readers:
-                    assert member.seat in readers_of(home[i], sharing)
+                    assert member.data_slot in readers_of(home[i], sharing)
         assert share_out(work, members, members, skip) == given_out
 
 
 @given(counts, st.integers(1, 6), st.sets(st.integers(0, 5), min_size=1))
-def test_with_equal_shares_a_part_never_moves_under_shrink(count, seats, there):
-    sharing = Sharing("shrink", seats)
-    everybody = seated_roster([(seat, 1) for seat in range(seats)])
-    some = [m for m in everybody if m.seat in there] or everybody[:1]
+def test_with_equal_shares_a_part_never_moves_under_shrink(count, data_slots, there):
+    sharing = Sharing("shrink", data_slots)
+    everybody = seated_roster([(data_slot, 1) for data_slot in range(data_slots)])
+    some = [m for m in everybody if m.data_slot in there] or everybody[:1]
     whole = share_out(Work(count, sharing), everybody, everybody)
     part = share_out(Work(count, sharing), some, some)
     assert all(part[name] == whole[name] for name in part)
@@ -161,19 +163,22 @@ def test_a_redone_step_gives_what_is_missing_once_to_who_may_compute_it(count, s
     st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5)),
 )
 def test_everybody_sits_and_nobody_on_anothers_seat(wishes, remembered):
-    members = [Member(name, 1, "", "", seat=seat) for name, seat in zip("abcdef", wishes, strict=False)]
+    members = [
+        Member(name, 1, "", "", data_slot=data_slot)
+        for name, data_slot in zip("abcdef", wishes, strict=False)
+    ]
     found = seated(members, remembered)
-    seats = [m.seat for m in found]
-    assert len(set(seats)) == len(seats) and min(seats) >= 0
+    data_slots = [m.data_slot for m in found]
+    assert len(set(data_slots)) == len(data_slots) and min(data_slots) >= 0
     assert seated(found, {}) == found, "who sits stays"
     for member, now in zip(members, found, strict=True):
-        alone = wishes.count(member.seat) == 1
-        assert now.seat == member.seat or not alone or member.seat < 0
+        alone = wishes.count(member.data_slot) == 1
+        assert now.data_slot == member.data_slot or not alone or member.data_slot < 0
 
 
 def test_who_comes_back_sits_where_it_sat():
-    members = [Member("b", 1, "", "", seat=1), Member("a", 2, "", "")]
-    assert [m.seat for m in seated(members, {"a": 0, "c": 2})] == [1, 0]
+    members = [Member("b", 1, "", "", data_slot=1), Member("a", 2, "", "")]
+    assert [m.data_slot for m in seated(members, {"a": 0, "c": 2})] == [1, 0]
 
 
 def test_nobody_able_is_an_error_under_every_policy():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.protocol.budget import ENOUGH, FLOOR_S, MARGIN, Budget, Learned, problem
+from fabric.protocol.rules.adaptive_timeout import ENOUGH, FLOOR_S, MARGIN, Budget, Learned, problem
 
 
 @given(st.floats(0.1, 1e5), st.floats(1, 1e5))

@@ -10,13 +10,13 @@ from protocol.makers import member_of, record_of, report_of, session_of
 from protocol.test_leader import runs, started
 from protocol.test_member import FIRST, SECOND, running
 
-from fabric.protocol import changes, member_io, wire
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.decide import decide
-from fabric.protocol.leader import MANY
+from fabric.protocol.leader.core import MANY
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import member_events, roster_delta, wire
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules.decide import decide
 
-MEMBERS = st.builds(member_of, st.sampled_from("abcdef"), st.integers(1, 2), fresh=st.booleans())
+MEMBERS = st.builds(member_of, st.sampled_from("abcdef"), st.integers(1, 2), joining=st.booleans())
 RECORDS = st.lists(MEMBERS, unique_by=lambda x: x.replica, max_size=6).map(
     lambda roster: replace(record_of(""), roster=tuple(roster))
 )
@@ -24,25 +24,25 @@ RECORDS = st.lists(MEMBERS, unique_by=lambda x: x.replica, max_size=6).map(
 
 @given(RECORDS, RECORDS)
 def test_a_change_leads_from_any_roster_to_any_other(before, after):
-    told = wire.decode(wire.encode(changes.change(before, after)))
+    told = wire.decode(wire.encode(roster_delta.change(before, after)))
     assert told.record.roster == ()
-    assert changes.applied(told, before) == after
-    assert changes.applied(told, after) == after  # heard again
+    assert roster_delta.applied(told, before) == after
+    assert roster_delta.applied(told, after) == after  # heard again
 
 
 @given(RECORDS, RECORDS, RECORDS)
 def test_a_change_is_never_applied_to_another_roster(before, after, other):
-    told = changes.change(before, after)
+    told = roster_delta.change(before, after)
     fits = other.roster in (before.roster, after.roster)
-    assert changes.applied(told, other) == (after if fits else None)
-    assert changes.applied(told, None) is None
+    assert roster_delta.applied(told, other) == (after if fits else None)
+    assert roster_delta.applied(told, None) is None
 
 
 @given(RECORDS, RECORDS, st.sampled_from(["joined", "left", "order"]), st.data())
 def test_a_change_that_is_wrong_gives_the_right_roster_or_none(before, after, name, data):
     wrong = data.draw(st.lists(MEMBERS if name == "joined" else st.sampled_from("abcxyz"), max_size=3))
-    told = replace(changes.change(before, after), **{name: tuple(wrong)})
-    assert changes.applied(told, before) in (after, None)
+    told = replace(roster_delta.change(before, after), **{name: tuple(wrong)})
+    assert roster_delta.applied(told, before) in (after, None)
 
 
 @given(RECORDS, RECORDS)
@@ -53,7 +53,7 @@ def test_equal_digests_are_equal_rosters(one, other):
 def test_what_is_told_of_a_death_among_thousands_is_short():
     before = record_of(" ".join(f"r{i}" for i in range(10_000)))
     after = replace(before, epoch=3, roster=before.roster[:5000] + before.roster[5001:])
-    told = changes.change(before, after)
+    told = roster_delta.change(before, after)
     assert (told.joined, told.left, told.order) == ((), ("r5000",), ())
     assert len(wire.encode(told)) < 1000
 
@@ -78,26 +78,26 @@ def evicted(*knowing):
 
 def test_members_are_told_what_changed_and_older_versions_the_whole():
     lighthouse = evicted("a")
-    assert [name for name, _ in lighthouse.sent(m.Change)] == ["a"]
+    assert [name for name, _ in lighthouse.sent(m.RosterDelta)] == ["a"]
     assert "b" in [name for name, _ in lighthouse.sent(m.Epoch)]
-    (_, told), *_ = lighthouse.sent(m.Change)
+    (_, told), *_ = lighthouse.sent(m.RosterDelta)
     assert told.left == ("c",) and told.after == lighthouse.record.roster_digest
 
 
 def test_all_are_told_by_the_same_object_so_that_it_is_serialised_once():
     lighthouse = evicted("a", "b")
-    (_, one), (_, other) = lighthouse.sent(m.Change)
+    (_, one), (_, other) = lighthouse.sent(m.RosterDelta)
     assert one is other
 
 
 def test_whoever_asks_gets_the_whole_roster_of_the_epoch_in_force():
     lighthouse = evicted("a")
     lighthouse.effects.clear()
-    lighthouse.say("a", m.NeedRoster(replace(lighthouse.record.fence, epoch=1)))
+    lighthouse.say("a", m.RequestRoster(replace(lighthouse.record.fence, epoch=1)))
     assert not lighthouse.sent(m.Epoch)
-    lighthouse.say("a", m.NeedRoster(lighthouse.record.fence))
+    lighthouse.say("a", m.RequestRoster(lighthouse.record.fence))
     assert [message.record for _, message in lighthouse.sent(m.Epoch)] == [
-        changes.for_members(lighthouse.record)
+        roster_delta.for_members(lighthouse.record)
     ]
 
 
@@ -105,16 +105,16 @@ def test_whoever_asks_gets_the_whole_roster_of_the_epoch_in_force():
 def test_a_session_that_begins_again_is_told_only_what_it_lacks(held):
     before = started("a b c").record
     lighthouse = evicted()
-    after = changes.for_members(lighthouse.record)
+    after = roster_delta.for_members(lighthouse.record)
     digests = {"in force": after.roster_digest, "before": before.roster_digest, "another": "0" * 32}
     lighthouse.effects.clear()
     lighthouse.do(io.SessionOpened(session_of("a", generation=1, step=5, epoch=1, roster=digests[held])))
-    changed, whole = lighthouse.sent(m.Change), lighthouse.sent(m.Epoch)
+    changed, whole = lighthouse.sent(m.RosterDelta), lighthouse.sent(m.Epoch)
     if held == "another":
         assert not changed and whole[0][1].record == after
     else:
         known = {"in force": after, "before": before}[held]
-        assert not whole and changes.applied(changed[0][1], known) == after
+        assert not whole and roster_delta.applied(changed[0][1], known) == after
 
 
 def test_everybody_is_told_its_own_row_of_the_decision():
@@ -132,7 +132,7 @@ def test_everybody_is_told_its_own_row_of_the_decision():
 
 def test_a_member_applies_a_change_and_reports_in_short():
     trainer = running()
-    trainer.leader(changes.change(FIRST, SECOND))
+    trainer.leader(roster_delta.change(FIRST, SECOND))
     assert trainer.core.newest == SECOND
     (report,) = trainer.said(m.Report)
     assert report.round_roster == () and report.round_lacked == ()
@@ -141,9 +141,9 @@ def test_a_member_applies_a_change_and_reports_in_short():
 def test_a_member_that_missed_an_epoch_asks_for_the_roster_and_changes_nothing():
     trainer = running()
     third = record_of("a c", epoch=3)
-    trainer.leader(changes.change(SECOND, third))
-    assert trainer.said(m.NeedRoster) == [m.NeedRoster(third.fence)]
-    assert trainer.core.newest == FIRST and not trainer.found(member_io.LinkUp)
+    trainer.leader(roster_delta.change(SECOND, third))
+    assert trainer.said(m.RequestRoster) == [m.RequestRoster(third.fence)]
+    assert trainer.core.newest == FIRST and not trainer.found(member_events.LinkUp)
     trainer.leader(m.Epoch(third, changes=True))
     assert trainer.core.newest == third
 
@@ -151,8 +151,8 @@ def test_a_member_that_missed_an_epoch_asks_for_the_roster_and_changes_nothing()
 def test_a_change_of_the_past_is_not_asked_about():
     trainer = running()
     trainer.leader(m.Epoch(record_of("a", epoch=7)))
-    trainer.leader(changes.change(record_of("a x", epoch=4), record_of("a b x", epoch=5)))
-    assert not trainer.said(m.NeedRoster) and trainer.core.newest.epoch == 7
+    trainer.leader(roster_delta.change(record_of("a x", epoch=4), record_of("a b x", epoch=5)))
+    assert not trainer.said(m.RequestRoster) and trainer.core.newest.epoch == 7
 
 
 def test_a_leader_that_knows_no_changes_is_told_the_roster_of_the_round():
@@ -164,8 +164,8 @@ def test_a_leader_that_knows_no_changes_is_told_the_roster_of_the_round():
 
 def test_a_session_names_the_roster_that_it_holds():
     trainer = running()
-    trainer.do(member_io.LeaderConnected())
-    (session,) = trainer.said(m.Session)
+    trainer.do(member_events.LeaderConnected())
+    (session,) = trainer.said(m.OpenSession)
     assert session.roster == FIRST.roster_digest
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from protocol.makers import record_of, report_of
 
 from fabric.model import Base
-from fabric.protocol.decide import Evict, Undecidable, decide
-from fabric.protocol.messages import Resume
+from fabric.protocol.messages.network import Resume
+from fabric.protocol.rules.decide import Evict, Undecidable, decide
 
 M = 4
 ABC = (1, 7, "a b c")

@@ -7,9 +7,9 @@ import pytest
 from protocol.makers import member_of, record_of, report_of, session_of
 
 from fabric.model import Base, Policy, Sharing, SnapshotRef
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.leader import MANY, ROUTINE_S, TOGETHER_S, Leader, LeaderConfig
+from fabric.protocol.leader.core import MANY, ROUTINE_S, TOGETHER_S, LeaderConfig, LeaderCore
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
 
 M = 4
 
@@ -21,7 +21,7 @@ class Lighthouse:
         self.now = 1000.0
         self.commits = commits
         config = LeaderConfig(policy=Policy(**policy), autonomy_s=30.0, autonomy_margin_s=5.0)
-        self.core = Leader("job", config, random.Random(1), self.now)
+        self.core = LeaderCore("job", config, random.Random(1), self.now)
         self.effects, self.records = [], []
         self.incarnations = {}
         self.pulses = {}
@@ -50,7 +50,7 @@ class Lighthouse:
         effects = []
         while (due := self.core.next_deadline()) is not None and due <= until:
             self.now = max(due, self.now)
-            effects += self.do(*self.pulses.values(), io.Tick())
+            effects += self.do(*self.pulses.values(), io.LeaderTick())
         self.now = until
         self.effects = effects
         return effects
@@ -65,11 +65,11 @@ class Lighthouse:
 
     def beat(self, name, step, epoch=None, generation=1):
         epoch = self.record.epoch if epoch is None else epoch
-        return self.say(name, m.Beat(1, epoch, generation, step))
+        return self.say(name, m.Heartbeat(1, epoch, generation, step))
 
     def pulse(self, name, trainer="running", incarnation=1, snapshots=(), ckpt=None):
-        seen = io.PulseSeen(
-            m.Pulse(name, incarnation, trainer, 1, ckpt or f"http://{name}", tuple(snapshots))
+        seen = io.TrainerStatusSeen(
+            m.TrainerStatus(name, incarnation, trainer, 1, ckpt or f"http://{name}", tuple(snapshots))
         )
         self.pulses[name] = seen
         return self.do(seen)
@@ -77,7 +77,9 @@ class Lighthouse:
     def lose(self, name):
         """Its session and the pulse of its server end."""
         self.pulses.pop(name, None)
-        self.do(io.SessionClosed(name, self.incarnations[name]), io.PulseClosed(name, f"http://{name}"))
+        self.do(
+            io.SessionClosed(name, self.incarnations[name]), io.TrainerStatusClosed(name, f"http://{name}")
+        )
 
     @property
     def record(self):
@@ -91,7 +93,7 @@ class Lighthouse:
         ]
 
     def told(self, kind):
-        return [e for e in self.effects if isinstance(e, io.Tell) and e.kind == kind]
+        return [e for e in self.effects if isinstance(e, io.RecordEvent) and e.kind == kind]
 
 
 def started(names="a b", record=None, **policy):
@@ -199,7 +201,7 @@ def test_the_first_start_does_not_wait_for_silence_to_end_and_silence_counts_fro
     lighthouse = Lighthouse(start_replicas=3)
     lighthouse.open("a", "b")
     lighthouse.wait(10.0)
-    lighthouse.say("b", m.Beat(1, 0, 0, 0))
+    lighthouse.say("b", m.Heartbeat(1, 0, 0, 0))
     lighthouse.open("c")
     assert lighthouse.record.names == ("a", "b", "c")
     silence_s = lighthouse.core.config.liveness.silence_s
@@ -294,7 +296,7 @@ def test_an_epoch_changes_from_the_death_until_the_store_has_the_next():
 
 
 def test_a_newcomer_alone_cannot_carry_the_job_before_it_took_part():
-    record = record_of("a c", epoch=3, forced=1, c={"fresh": True})
+    record = record_of("a c", epoch=3, forced=1, c={"joining": True})
     lighthouse = Lighthouse(record)
     lighthouse.open("a", "c", generation=1, step=5)
     lighthouse.say("a", m.Running(record.fence, 6))
@@ -308,7 +310,7 @@ def test_a_newcomer_alone_cannot_carry_the_job_before_it_took_part():
     assert lighthouse.record == record, "it entered round 6 with its state at 5: step 5 may be unknown to it"
     lighthouse.beat("c", 6)
     lighthouse.wait(1.0)
-    assert lighthouse.record.names == ("c",) and not lighthouse.record.roster[0].fresh
+    assert lighthouse.record.names == ("c",) and not lighthouse.record.roster[0].joining
 
 
 def test_the_last_one_that_is_heard_again_goes_on():
@@ -329,7 +331,7 @@ def test_the_last_one_cannot_be_evicted_by_hand():
 
 def test_who_fell_while_the_others_went_on_is_evicted():
     lighthouse = started()
-    lighthouse.say("b", m.Fallen(lighthouse.record.fence, "no source"))
+    lighthouse.say("b", m.CannotContinue(lighthouse.record.fence, "no source"))
     lighthouse.wait(0.05)
     assert lighthouse.record.names == ("a",)
 
@@ -337,14 +339,14 @@ def test_who_fell_while_the_others_went_on_is_evicted():
 def test_when_all_have_fallen_the_job_starts_again():
     lighthouse = started()
     for name in "ab":
-        lighthouse.say(name, m.Fallen(lighthouse.record.fence, "no source"))
+        lighthouse.say(name, m.CannotContinue(lighthouse.record.fence, "no source"))
     assert (lighthouse.record.generation, lighthouse.record.names) == (2, ("a", "b"))
 
 
 def test_a_leader_that_was_stopped_itself_accuses_nobody_of_silence():
     lighthouse = started()
     lighthouse.now += 60.0
-    lighthouse.do(io.Tick())
+    lighthouse.do(io.LeaderTick())
     lighthouse.wait(5.0)
     assert not lighthouse.records
 
@@ -442,7 +444,7 @@ def test_whom_the_others_blame_is_left_out_in_the_end():
 
 
 def empty(lighthouse, name, step, said, generation=1):
-    lighthouse.say(name, m.Beat(1, lighthouse.record.epoch, generation, step, phase="run", empty=said))
+    lighthouse.say(name, m.Heartbeat(1, lighthouse.record.epoch, generation, step, phase="run", empty=said))
     return [x.why for x in lighthouse.told("empty step")]
 
 
@@ -538,7 +540,7 @@ def test_a_newcomer_is_admitted_when_it_has_caught_up():
     assert not lighthouse.records, "two steps behind"
     lighthouse.beat("c", 4)
     assert lighthouse.record.names == ("a", "b", "c")
-    assert lighthouse.record.member("c").fresh and not lighthouse.record.is_forced
+    assert lighthouse.record.member("c").joining and not lighthouse.record.is_forced
 
 
 def test_who_does_not_know_yet_that_it_is_outside_is_not_admitted():
@@ -650,28 +652,28 @@ def test_finished_by_all_completes_and_nobody_is_let_in_any_more():
 def needing(**policy):
     lighthouse = started(**policy)
     lighthouse.open("c")
-    lighthouse.say("c", m.NeedState(lighthouse.record.fence, "nothing held"))
+    lighthouse.say("c", m.RequestState(lighthouse.record.fence, "nothing held"))
     return lighthouse
 
 
 def test_the_members_are_asked_for_a_step_to_come_and_the_newcomer_is_told_who_has_it():
     lighthouse = needing()
-    assert [(r, x.step) for r, x in lighthouse.sent(m.Serve)] == [("a", 6), ("b", 6)]
+    assert [(r, x.step) for r, x in lighthouse.sent(m.TakeSnapshotFor)] == [("a", 6), ("b", 6)]
     fence = lighthouse.record.fence
-    lighthouse.say("a", m.Taken(fence, "c", 6, "d6"))
-    assert not lighthouse.sent(m.Sources)
-    lighthouse.say("b", m.Missed(fence, "c", 6))
-    ((name, sources),) = lighthouse.sent(m.Sources)
+    lighthouse.say("a", m.SnapshotTaken(fence, "c", 6, "d6"))
+    assert not lighthouse.sent(m.StateSources)
+    lighthouse.say("b", m.SnapshotMissed(fence, "c", 6))
+    ((name, sources),) = lighthouse.sent(m.StateSources)
     assert (name, sources.state, sources.urls) == ("c", SnapshotRef(1, 6, "d6"), ("http://a",))
 
 
 def test_when_all_missed_another_step_is_asked_for_a_little_later():
     lighthouse = needing()
     for name in "ab":
-        lighthouse.say(name, m.Missed(lighthouse.record.fence, "c", 6))
-    assert not lighthouse.sent(m.Serve)
+        lighthouse.say(name, m.SnapshotMissed(lighthouse.record.fence, "c", 6))
+    assert not lighthouse.sent(m.TakeSnapshotFor)
     lighthouse.wait(1.0)
-    assert lighthouse.sent(m.Serve)
+    assert lighthouse.sent(m.TakeSnapshotFor)
 
 
 def test_a_member_whose_session_was_lost_is_asked_again():
@@ -679,28 +681,28 @@ def test_a_member_whose_session_was_lost_is_asked_again():
     lighthouse = needing()
     lighthouse.do(io.SessionClosed("b", 1))
     lighthouse.open("b", generation=1, step=5)
-    assert [r for r, _ in lighthouse.sent(m.Serve)] == ["b"]
+    assert [r for r, _ in lighthouse.sent(m.TakeSnapshotFor)] == ["b"]
 
 
 def test_the_address_of_a_server_that_was_started_again_is_the_new_one():
     lighthouse = needing()
     lighthouse.pulse("a", ckpt="http://a-new")
     for name in "ab":
-        lighthouse.say(name, m.Taken(lighthouse.record.fence, "c", 6, "d6"))
-    assert lighthouse.sent(m.Sources)[0][1].urls == ("http://a-new", "http://b")
+        lighthouse.say(name, m.SnapshotTaken(lighthouse.record.fence, "c", 6, "d6"))
+    assert lighthouse.sent(m.StateSources)[0][1].urls == ("http://a-new", "http://b")
 
 
 def test_gradients_are_kept_until_the_newcomer_takes_part():
     lighthouse = needing()
     for name in "ab":
-        lighthouse.say(name, m.Taken(lighthouse.record.fence, "c", 6, "d6"))
+        lighthouse.say(name, m.SnapshotTaken(lighthouse.record.fence, "c", 6, "d6"))
     lighthouse.beat("c", 5)
     assert lighthouse.record.names == ("a", "b", "c")
     for name in "abc":
         lighthouse.say(name, m.Running(lighthouse.record.fence, 7))
-    assert not lighthouse.sent(m.ServeEnd), "it entered round 7 with its state at 5"
+    assert not lighthouse.sent(m.StopServing), "it entered round 7 with its state at 5"
     lighthouse.beat("c", 7)
-    assert {r for r, _ in lighthouse.sent(m.ServeEnd)} == {"a", "b", "c"}
+    assert {r for r, _ in lighthouse.sent(m.StopServing)} == {"a", "b", "c"}
 
 
 # --- refusing --------------------------------------------------------------------------------------------
@@ -715,7 +717,7 @@ def test_two_living_processes_cannot_be_one_replica():
 
 def elsewhere(name, incarnation, trainer="running"):
     """The pulse of another process of this replica id, with a server and a run folder of its own."""
-    return io.PulseSeen(m.Pulse(name, incarnation, trainer, 1, "http://elsewhere"))
+    return io.TrainerStatusSeen(m.TrainerStatus(name, incarnation, trainer, 1, "http://elsewhere"))
 
 
 def test_a_refused_second_process_of_an_id_silences_nobody():
@@ -728,7 +730,7 @@ def test_a_refused_second_process_of_an_id_silences_nobody():
     lighthouse.pulses["the second b"] = elsewhere("b", 2, "gone")
     lighthouse.wait(5.0)
     del lighthouse.pulses["the second b"]
-    lighthouse.do(io.PulseClosed("b", "http://elsewhere"))
+    lighthouse.do(io.TrainerStatusClosed("b", "http://elsewhere"))
     lighthouse.wait(0.1)
     assert lighthouse.record.epoch == 1 and not lighthouse.core.epoch.condemned
     pulse = lighthouse.core.liveness.pulses["b"]
@@ -766,7 +768,7 @@ def test_the_server_of_who_was_never_let_in_is_forgotten_with_its_connection():
     lighthouse.pulse("x2")
     lighthouse.do(io.SessionOpened(session_of("x2", layout="wide")))
     assert lighthouse.sent(m.Rejected)
-    lighthouse.do(io.PulseClosed("x2", "http://x2"), io.PulseClosed("b", "http://b"))
+    lighthouse.do(io.TrainerStatusClosed("x2", "http://x2"), io.TrainerStatusClosed("b", "http://b"))
     assert set(lighthouse.core.liveness.pulses) == {"a", "b"}
     assert not lighthouse.core.liveness.pulses["b"].connected
 
@@ -785,7 +787,7 @@ def test_another_model_or_other_data_is_refused_by_name():
     lighthouse.open("d", micro_batches=99)
     assert "d has other data settings" in lighthouse.sent(m.Rejected)[0][1].reason
     assert "micro_batches is 99 here and" in lighthouse.sent(m.Rejected)[0][1].reason
-    lighthouse.open("e", data="until 100 on_nan skip", sharing=Sharing(seats=5))
+    lighthouse.open("e", data="until 100 on_nan skip", sharing=Sharing(data_slots=5))
     reason = lighthouse.sent(m.Rejected)[0][1].reason
     assert "e has other data settings than" in reason
     assert (
@@ -796,14 +798,14 @@ def test_another_model_or_other_data_is_refused_by_name():
 
 def test_messages_of_a_process_that_is_not_the_known_one_are_not_heard():
     lighthouse = started()
-    lighthouse.do(io.FromMember("a", 9, m.Fallen(lighthouse.record.fence, "x")))
+    lighthouse.do(io.FromMember("a", 9, m.CannotContinue(lighthouse.record.fence, "x")))
     assert not lighthouse.effects and not lighthouse.core.epoch.condemned
 
 
 def test_a_member_is_a_roster_entry_made_of_its_session():
     lighthouse = Lighthouse()
     lighthouse.open("a", shares=3, layout="x")
-    assert lighthouse.record.roster == (member_of("a", shares=3, layout="x", since=1, seat=0),)
+    assert lighthouse.record.roster == (member_of("a", shares=3, layout="x", since=1, data_slot=0),)
 
 
 def test_what_very_many_say_is_looked_at_together_and_a_death_still_ends_an_epoch_soon():
@@ -813,8 +815,8 @@ def test_what_very_many_say_is_looked_at_together_and_a_death_still_ends_an_epoc
     assert not lighthouse.records, "the first plan comes with the next deadline"
     lighthouse.wait(1.0)
     assert [x.epoch for x in lighthouse.records] == [1] and len(lighthouse.records[0].roster) == MANY
-    gone = m.Pulse(names[7], 1, "gone", 1)
-    lighthouse.do(io.PulseSeen(gone))
+    gone = m.TrainerStatus(names[7], 1, "gone", 1)
+    lighthouse.do(io.TrainerStatusSeen(gone))
     due = lighthouse.core.next_deadline()
     assert due is not None and due <= lighthouse.now + TOGETHER_S
     lighthouse.wait(TOGETHER_S + 2 * lighthouse.core.config.coalesce_s + TOGETHER_S)
@@ -830,7 +832,7 @@ def test_a_large_job_that_waits_for_the_store_is_not_woken_all_the_time():
     until = lighthouse.now + 1.0
     while (due := lighthouse.core.next_deadline()) is not None and due <= until:
         lighthouse.now = due
-        lighthouse.do(io.Tick())
+        lighthouse.do(io.LeaderTick())
         ticks += 1
     assert ticks <= 1.0 / TOGETHER_S + 1
 
@@ -853,7 +855,7 @@ def crowd():
 
 def tick_at(lighthouse, now):
     lighthouse.now = now
-    lighthouse.do(io.Tick())
+    lighthouse.do(io.LeaderTick())
     lighthouse.core.next_deadline()
 
 
@@ -887,14 +889,14 @@ def test_a_death_is_looked_at_however_many_others_speak_meanwhile():
     never done."""
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
-    lighthouse.do(io.PulseSeen(m.Pulse("r007", 1, "gone", 1)))
+    lighthouse.do(io.TrainerStatusSeen(m.TrainerStatus("r007", 1, "gone", 1)))
     died, turn = lighthouse.now, 0
     while lighthouse.record.epoch == 1 and lighthouse.now < died + 1.0:
         lighthouse.now += 0.0001
         turn += 1
         lighthouse.beat(f"r{turn % MANY:03d}", 6)
         if lighthouse.core.next_deadline() <= lighthouse.now:
-            lighthouse.do(io.Tick())
+            lighthouse.do(io.LeaderTick())
     assert lighthouse.records[-1].epoch == 2 and "r007" not in lighthouse.records[-1].names
     assert lighthouse.now - died <= 2 * TOGETHER_S + lighthouse.core.config.coalesce_s
 
@@ -928,7 +930,7 @@ def test_members_that_come_back_to_a_new_leader_are_looked_at_together():
         lighthouse.now += 0.001
         lighthouse.open(name, generation=1, step=5, epoch=1)
         while lighthouse.core.next_deadline() <= lighthouse.now:
-            lighthouse.do(io.Tick())
+            lighthouse.do(io.LeaderTick())
     assert 1 <= len(plans) <= len(names) * 0.001 / TOGETHER_S + 2
 
 
@@ -938,7 +940,7 @@ def test_of_a_herd_nobody_is_dead_who_may_be_waiting_at_the_door():
     for name in names[:5]:  # let in too late: they had given up, and stand in line again
         lighthouse.do(io.SessionClosed(name, 1))
     for _ in range(4):
-        lighthouse.do(io.Crowded(20.0))
+        lighthouse.do(io.AcceptQueueFull(20.0))
         lighthouse.wait(19.0)
         assert lighthouse.record.epoch == 1 and not lighthouse.core.epoch.condemned
     lighthouse.open(*names[:-1], generation=1, step=5, epoch=1)
@@ -1017,7 +1019,7 @@ def test_a_leader_that_is_late_when_all_is_well_spares_nobody():
 
 def test_what_all_must_answer_is_looked_at_when_all_have():
     lighthouse = crowd()
-    lighthouse.do(io.PulseSeen(m.Pulse("r007", 1, "gone", 1)))
+    lighthouse.do(io.TrainerStatusSeen(m.TrainerStatus("r007", 1, "gone", 1)))
     for _ in range(4):
         tick_at(lighthouse, lighthouse.core._due)
     record = lighthouse.record
@@ -1037,7 +1039,7 @@ def test_a_crowd_that_never_ends_spares_nobody_for_ever():
     spared_s = lighthouse.core.config.liveness.crowd_s
     began = lighthouse.now
     while lighthouse.record.epoch == 1 and lighthouse.now < began + 2 * spared_s:
-        lighthouse.do(io.Crowded(30.0))
+        lighthouse.do(io.AcceptQueueFull(30.0))
         lighthouse.wait(0.5)
         for name in names[1:]:
             lighthouse.beat(name, 5)

@@ -5,9 +5,9 @@ from dataclasses import replace
 from protocol.makers import record_of
 from protocol.test_leader import Lighthouse, started
 
-from fabric.model import Ended
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
+from fabric.model import JobEnd
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
 
 
 def finished(lighthouse, *names, step=9):
@@ -18,8 +18,8 @@ def finished(lighthouse, *names, step=9):
 
 def of_roster(names, **changes):
     """A job in its second epoch, planned, with these entries of its roster changed; all run but the fresh."""
-    record = replace(record_of(names, epoch=2, forced=1, **changes), cause="e2")
-    fresh = [x.replica for x in record.roster if x.fresh]
+    record = replace(record_of(names, epoch=2, forced=1, **changes), incident_id="e2")
+    fresh = [x.replica for x in record.roster if x.joining]
     lighthouse = started(names, record=record)
     for name in fresh:
         lighthouse.core.epoch.running.pop(name)
@@ -41,7 +41,7 @@ def test_the_last_member_ends_the_job_though_it_is_to_leave():
 
 def test_a_newcomer_that_no_round_waits_for_does_not_keep_a_job_that_is_over():
     """Found in simulation: it was admitted at the last step, whose gradient died with a checkpoint server."""
-    lighthouse = finished(of_roster("a b", b={"fresh": True}), "a")
+    lighthouse = finished(of_roster("a b", b={"joining": True}), "a")
     lighthouse.wait(50.0)
     assert not lighthouse.record.complete, "it may still get to the end by itself"
     lighthouse.wait(20.0)
@@ -50,7 +50,7 @@ def test_a_newcomer_that_no_round_waits_for_does_not_keep_a_job_that_is_over():
 
 
 def test_a_newcomer_that_takes_part_is_waited_for():
-    lighthouse = of_roster("a b", b={"fresh": True})
+    lighthouse = of_roster("a b", b={"joining": True})
     lighthouse.say("b", m.Running(lighthouse.record.fence, 8))
     finished(lighthouse, "a").wait(100.0)
     assert not lighthouse.record.complete
@@ -76,7 +76,7 @@ def test_whose_loop_ended_outside_while_the_job_goes_on_is_refused():
 def test_who_waits_in_close_is_not_evicted_for_its_user_code():
     lighthouse = finished(started("a b"), "a", step=5)
     for _ in range(8):
-        lighthouse.say("b", m.Beat(1, 1, 1, 5, waiting_for=("a",)))
+        lighthouse.say("b", m.Heartbeat(1, 1, 1, 5, waiting_for=("a",)))
         lighthouse.beat("a", 5)
         lighthouse.wait(600.0)
     assert lighthouse.record.names == ("a", "b")
@@ -84,14 +84,14 @@ def test_who_waits_in_close_is_not_evicted_for_its_user_code():
 
 def test_the_word_of_a_checkpoint_server_marks_a_job_that_ended_alone():
     lighthouse = Lighthouse(record_of("a b", epoch=3))
-    ended = Ended(lighthouse.record.fence, 7, 1)
-    lighthouse.do(io.PulseSeen(m.Pulse("b", 1, "gone", 1, "http://b", ended=ended)))
+    ended = JobEnd(lighthouse.record.fence, 7, 1)
+    lighthouse.do(io.TrainerStatusSeen(m.TrainerStatus("b", 1, "gone", 1, "http://b", ended=ended)))
     assert lighthouse.record.complete and lighthouse.record.base.step == 7
 
 
 def test_so_does_the_next_process_of_a_member():
     lighthouse = Lighthouse(record_of("a b", epoch=3))
-    lighthouse.open("b", incarnation=2, ended=Ended(lighthouse.record.fence, 7, 1))
+    lighthouse.open("b", incarnation=2, ended=JobEnd(lighthouse.record.fence, 7, 1))
     assert lighthouse.record.complete and lighthouse.record.base.step == 7
     assert lighthouse.sent(m.Complete)
 
@@ -101,12 +101,12 @@ def test_word_of_another_end_counts_for_nothing():
     lighthouse = started("a b")
     fence = lighthouse.record.fence
     for ended in (
-        Ended(replace(fence, store_id="another"), 7, 1),
-        Ended(replace(fence, generation=2), 7, 1),
-        Ended(fence, 7, 99),
-        Ended(fence, 4, 1),
+        JobEnd(replace(fence, store_id="another"), 7, 1),
+        JobEnd(replace(fence, generation=2), 7, 1),
+        JobEnd(fence, 7, 99),
+        JobEnd(fence, 4, 1),
     ):
-        lighthouse.do(io.PulseSeen(m.Pulse("b", 1, "running", 1, "http://b", ended=ended)))
+        lighthouse.do(io.TrainerStatusSeen(m.TrainerStatus("b", 1, "running", 1, "http://b", ended=ended)))
         assert not lighthouse.record.complete
 
 

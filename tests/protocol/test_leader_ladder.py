@@ -8,8 +8,8 @@ from protocol.makers import record_of, report_of
 from protocol.test_leader import Lighthouse, started
 
 from fabric.model import DURABLE, Base, SnapshotRef
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
 
 OLD, NEW = SnapshotRef(1, 40, "old"), SnapshotRef(1, 60, "new")
 
@@ -35,7 +35,7 @@ def die_and_come_again(lighthouse, durable=(), held=(), incarnation=2):
 
 
 def fall(lighthouse, name, why="/checkpoints/step-60/__0_0.distcp is damaged"):
-    return lighthouse.say(name, m.Fallen(lighthouse.record.fence, why, unusable=True))
+    return lighthouse.say(name, m.CannotContinue(lighthouse.record.fence, why, unusable=True))
 
 
 def test_a_server_that_nobody_hears_and_that_delivers_nothing_is_believed_once_only():
@@ -48,7 +48,7 @@ def test_a_server_that_nobody_hears_and_that_delivers_nothing_is_believed_once_o
     assert lighthouse.record.base.step == 60, "it may connect again in a moment"
     for name in ("a", "b"):
         why = "no source delivered the state of step 60"
-        lighthouse.say(name, m.Fallen(lighthouse.record.fence, why))
+        lighthouse.say(name, m.CannotContinue(lighthouse.record.fence, why))
         lighthouse.wait(1.0)
     begun = [x.base.step for x in lighthouse.records if x.cold == x.epoch]
     assert begun == [60, 40], lighthouse.record.reason
@@ -181,7 +181,7 @@ def test_where_nothing_else_is_there_at_all_the_job_stops():
 def test_a_fall_for_another_reason_blames_no_checkpoint():
     lighthouse = all_dead(durable=[OLD, NEW])
     for name in ("a", "b"):
-        lighthouse.say(name, m.Fallen(lighthouse.record.fence, "its host is slow"))
+        lighthouse.say(name, m.CannotContinue(lighthouse.record.fence, "its host is slow"))
         lighthouse.wait(0.1)
     assert lighthouse.record.base.step == 60
 
@@ -210,11 +210,17 @@ def test_a_new_store_goes_on_from_storage_in_a_generation_above_its():
 
 def test_a_checkpoint_that_was_written_since_is_known_by_its_writers_pulse():
     lighthouse = all_dead(durable=[OLD])
-    told = lighthouse.do(io.PulseSeen(m.Pulse("a", 2, "running", 9, "http://a", durable=(NEW,))))
-    assert [t.kind for t in told if isinstance(t, io.Tell)] == ["durable"]
-    assert not lighthouse.do(io.PulseSeen(m.Pulse("a", 2, "running", 10, "http://a", durable=(NEW,))))
+    told = lighthouse.do(
+        io.TrainerStatusSeen(m.TrainerStatus("a", 2, "running", 9, "http://a", durable=(NEW,)))
+    )
+    assert [t.kind for t in told if isinstance(t, io.RecordEvent)] == ["durable"]
+    assert not lighthouse.do(
+        io.TrainerStatusSeen(m.TrainerStatus("a", 2, "running", 10, "http://a", durable=(NEW,)))
+    )
     assert lighthouse.core.liveness.durable() == {OLD, NEW}
     error = "the disk is full"
-    lighthouse.do(io.PulseSeen(m.Pulse("a", 2, "running", 11, "http://a", durable_error=error)))
+    lighthouse.do(
+        io.TrainerStatusSeen(m.TrainerStatus("a", 2, "running", 11, "http://a", durable_error=error))
+    )
     assert [t.why for t in lighthouse.told("durable failed")] == [error]
     assert lighthouse.core.liveness.durable() == {OLD, NEW}

@@ -4,10 +4,10 @@ import pytest
 from protocol.makers import record_of, report_of
 from protocol.test_leader import Lighthouse, runs, started
 
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.leader_reforms import QUIET_S
-from fabric.protocol.link_graph import CALM_LIMIT_S, CALM_S
+from fabric.protocol.leader.rebuilds import QUIET_S
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules.link_graph import CALM_LIMIT_S, CALM_S
 
 
 def complain(lighthouse, **unreachable):
@@ -24,7 +24,7 @@ def complain(lighthouse, **unreachable):
 def outside(lighthouse, name, step=5, unreachable=()):
     """A beat of one that was left out, and knows it."""
     epoch = lighthouse.record.epoch
-    lighthouse.say(name, m.Beat(1, epoch, 1, step, phase="outside", unreachable=tuple(unreachable)))
+    lighthouse.say(name, m.Heartbeat(1, epoch, 1, step, phase="outside", unreachable=tuple(unreachable)))
 
 
 def goes_on(lighthouse, names, seconds, **outsiders):
@@ -203,11 +203,11 @@ def test_a_newcomer_says_whom_it_misses_before_it_is_let_in():
 
 def test_nothing_is_kept_for_whom_it_does_not_get_to(cut):
     outside(cut, "b", 3, "a")
-    cut.say("b", m.NeedState(cut.record.fence, "it holds no state", lost=True))
+    cut.say("b", m.RequestState(cut.record.fence, "it holds no state", lost=True))
     goes_on(cut, "a c d", 3, b="a")
-    assert not cut.sent(m.Serve) and cut.core.serving["b"].step == -1
+    assert not cut.sent(m.TakeSnapshotFor) and cut.core.serving["b"].step == -1
     for _ in range(3):
-        cut.say("b", m.NeedState(cut.record.fence, "nobody delivers it", lost=True))
+        cut.say("b", m.RequestState(cut.record.fence, "nobody delivers it", lost=True))
     assert not cut.core.serving["b"].fallback, "the others would wait for it as soon as it is back"
 
 

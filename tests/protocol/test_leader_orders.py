@@ -6,10 +6,10 @@ import pytest
 from protocol.makers import member_of, record_of
 from protocol.test_leader import Lighthouse, runs, started
 
-from fabric.model import Failure, Orders
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.leader_orders import MAX_FAILURES
+from fabric.model import HostFailure, OperatorOverrides
+from fabric.protocol.leader.orders import MAX_FAILURES
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
 
 UNIX_S = 1_800_000_000.0
 
@@ -90,7 +90,7 @@ def test_what_was_decided_in_the_epoch_outlives_an_order_in_it():
 
 
 def test_the_next_leader_knows_what_was_ordered():
-    orders = Orders(paused="by ann: maintenance", max_replicas=2, scaled="by ann: budget")
+    orders = OperatorOverrides(paused="by ann: maintenance", max_replicas=2, scaled="by ann: budget")
     lighthouse = started("a b", replace(record_of("a b", epoch=1), orders=orders))
     newcomer(lighthouse, "c")
     assert lighthouse.record.names == ("a", "b")
@@ -240,9 +240,9 @@ def test_a_newcomer_that_is_kept_out_by_a_penalty_costs_the_members_no_snapshot(
     lighthouse.lose("c")
     lighthouse.open("c", incarnation=9)
     lighthouse.pulse("c", incarnation=9)
-    lighthouse.say("c", m.NeedState(lighthouse.record.fence, "nothing here"))
+    lighthouse.say("c", m.RequestState(lighthouse.record.fence, "nothing here"))
     lighthouse.wait(1.0)
-    assert not lighthouse.sent(m.Serve)
+    assert not lighthouse.sent(m.TakeSnapshotFor)
     order(lighthouse, "admit", "c")
     lighthouse.wait(0.1)
     asked = lighthouse.core.serving["c"].asked
@@ -255,14 +255,14 @@ def test_what_an_operator_evicts_or_a_replica_asks_for_itself_is_no_failure():
     lighthouse.wait(0.1)
     assert lighthouse.record.names == ("a", "b") and not lighthouse.record.failures
     runs(lighthouse, "a b", 5)
-    lighthouse.say("b", m.Fallen(lighthouse.record.fence, "a gradient is gone"))
+    lighthouse.say("b", m.CannotContinue(lighthouse.record.fence, "a gradient is gone"))
     lighthouse.wait(0.1)
     assert lighthouse.record.names == ("a",) and not lighthouse.record.failures
 
 
 def against(host, *replicas, at=UNIX_S, epochs=(3, 5, 7)):
     pairs = zip(replicas, epochs, strict=False)
-    return tuple(Failure(name, host, epoch, at, "its process is gone") for name, epoch in pairs)
+    return tuple(HostFailure(name, host, epoch, at, "its process is gone") for name, epoch in pairs)
 
 
 def on_hosts(**hosts):
@@ -336,7 +336,7 @@ def test_a_cold_start_leaves_the_penalised_out_where_enough_others_are_there():
 
 
 def test_evidence_is_bounded_and_written_once_however_often_the_write_is_tried():
-    old = tuple(Failure(f"x{n}", "", n, UNIX_S) for n in range(MAX_FAILURES))
+    old = tuple(HostFailure(f"x{n}", "", n, UNIX_S) for n in range(MAX_FAILURES))
     lighthouse = led(replace(record_of("a b c", epoch=900), failures=old))
     lighthouse.commits = False
     lighthouse.pulse("c", "gone")
@@ -365,7 +365,7 @@ def test_a_spare_stands_by_while_the_job_has_its_members_and_takes_the_place_of_
         lighthouse.beat("s", 5)
         runs(lighthouse, " ".join(lighthouse.record.names), 5)
     assert lighthouse.record.names == ("a", "s")
-    assert {x.replica: x.seat for x in lighthouse.record.roster} == {"a": 0, "s": 1}, (
+    assert {x.replica: x.data_slot for x in lighthouse.record.roster} == {"a": 0, "s": 1}, (
         "in the seat of the dead"
     )
 
@@ -435,14 +435,14 @@ def test_nobody_leaves_a_job_that_is_complete():
 
 def test_nobody_leaves_a_job_that_has_failed():
     lighthouse = started()
-    lighthouse.say("a", m.Failed(lighthouse.record.fence, 5, "ValueError: x"))
+    lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 5, "ValueError: x"))
     assert lighthouse.record.failed
     assert all("has failed, and has no members" in why for why in objections(lighthouse, "a"))
 
 
 def failed_job():
     lighthouse = started()
-    lighthouse.say("a", m.Failed(lighthouse.record.fence, 5, "ValueError: x"))
+    lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 5, "ValueError: x"))
     for name in "ab":
         lighthouse.pulse(name, "gone")
         lighthouse.lose(name)
@@ -487,7 +487,7 @@ def test_only_a_job_that_has_failed_is_retried():
     (why,) = objections(lighthouse, "", "retry")
     assert why == "job job has not failed: there is nothing to begin again"
     order(lighthouse, "retry")
-    lighthouse.say("a", m.Failed(lighthouse.record.fence, 5, "ValueError: x"))
+    lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 5, "ValueError: x"))
     assert lighthouse.record.failed and not lighthouse.core.retried
 
 

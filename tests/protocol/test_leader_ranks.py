@@ -3,22 +3,22 @@
 from protocol.makers import member_of, session_of
 from protocol.test_leader import Lighthouse
 
-from fabric.model import Address, SnapshotRef
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.liveness import Liveness, LivenessConfig, PulseState, lanes
+from fabric.model import RankAddress, SnapshotRef
+from fabric.protocol.leader.liveness import Liveness, LivenessConfig, PulseState, lanes
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
 
 OLD, NEW = SnapshotRef(1, 5, "old"), SnapshotRef(1, 9, "new")
 
 
 def addresses(name):
-    return (Address(f"{name}:2", f"http://{name}/1#1"),)
+    return (RankAddress(f"{name}:2", f"http://{name}/1#1"),)
 
 
 def pulse(lighthouse, name, rank, *snapshots, trainer="running", incarnation=1, parts=()):
     url = f"http://{name}/{rank}#{rank}" if rank else f"http://{name}"
-    beat = m.Pulse(name, incarnation, trainer, 1, url, tuple(snapshots), rank=rank, parts=parts)
-    return lighthouse.do(io.PulseSeen(beat))
+    beat = m.TrainerStatus(name, incarnation, trainer, 1, url, tuple(snapshots), rank=rank, parts=parts)
+    return lighthouse.do(io.TrainerStatusSeen(beat))
 
 
 def started():

@@ -11,8 +11,8 @@ from protocol.makers import record_of, session_of
 from protocol.test_leader import Lighthouse, runs, started
 
 from fabric.model import SnapshotRef
-from fabric.protocol import leader_io as lio
-from fabric.protocol import messages as m
+from fabric.protocol.messages import leader_events as lio
+from fabric.protocol.messages import network as m
 
 AUTONOMY_AND_MARGIN_S = 35.0
 
@@ -30,8 +30,8 @@ def for_a_minute(names="a b"):
 
 def elsewhere(name, incarnation=2, *snapshots):
     """The pulse of a server on another host."""
-    return lio.PulseSeen(
-        m.Pulse(
+    return lio.TrainerStatusSeen(
+        m.TrainerStatus(
             name, incarnation, "running", 1, f"http://new-{name}", snapshots or (SnapshotRef(0, 0, "start"),)
         )
     )
@@ -220,7 +220,7 @@ def test_a_server_that_is_not_heard_is_waited_for_a_while_and_then_its_trainers_
 
 def test_a_server_that_has_just_lost_its_connection_is_waited_for():
     lighthouse = killed({"a": [SnapshotRef(1, 5, "s5")]})
-    lighthouse.do(lio.PulseClosed("a", "http://a"))
+    lighthouse.do(lio.TrainerStatusClosed("a", "http://a"))
     away = lighthouse.pulses.pop("a")
     for name in "ab":
         lighthouse.open(name, incarnation=2, predecessors=(1,))
@@ -242,7 +242,7 @@ def test_a_state_that_only_a_session_names_is_tried_once():
     lighthouse.wait(4.0)
     assert lighthouse.record.base.step == 60
     for name in "ab":
-        lighthouse.say(name, m.Fallen(lighthouse.record.fence, "no source delivered it"))
+        lighthouse.say(name, m.CannotContinue(lighthouse.record.fence, "no source delivered it"))
     lighthouse.wait(6.0)
     for name in "ab":
         held = (SnapshotRef(1, 60, "s60"),) if name == "a" else ()
@@ -318,7 +318,7 @@ def test_nobody_is_answered_while_a_new_generation_is_being_written():
     assert lighthouse.core.writing.generation == 2
     lighthouse.open("a", incarnation=1, generation=1, step=6, epoch=1)
     lighthouse.beat("a", 6)
-    assert not lighthouse.sent(m.BeatReply)
+    assert not lighthouse.sent(m.HeartbeatAck)
     lighthouse.do(lio.RecordWritten(lighthouse.records[-1].nonce))
     lighthouse.beat("a", 6)
-    assert lighthouse.sent(m.BeatReply)
+    assert lighthouse.sent(m.HeartbeatAck)

@@ -6,9 +6,9 @@ import pytest
 from protocol.makers import report_of
 from protocol.test_leader import started
 
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.decide import Resume
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules.decide import Resume
 
 
 def stalled(lighthouse, **waiting):
@@ -50,9 +50,9 @@ def test_a_circle_is_a_links_fault_and_the_ring_avoids_it():
 def late(lighthouse, step, busy="", busy_s=0.0):
     """a and b wait for c, which may say what it does."""
     epoch = lighthouse.record.epoch
-    lighthouse.say("c", m.Beat(1, epoch, 1, step, busy=busy, busy_s=busy_s))
+    lighthouse.say("c", m.Heartbeat(1, epoch, 1, step, busy=busy, busy_s=busy_s))
     for name in "ab":
-        lighthouse.say(name, m.Beat(1, epoch, 1, step, waiting_for=("c",)))
+        lighthouse.say(name, m.Heartbeat(1, epoch, 1, step, waiting_for=("c",)))
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_who_is_still_in_user_code_is_not_let_in_again(lighthouse, step, phase, 
         lighthouse.say(name, report_of(lighthouse.record, 6))
         lighthouse.say(name, m.Running(lighthouse.record.fence, 6))
     for _ in range(60):
-        lighthouse.say("c", m.Beat(1, lighthouse.record.epoch, 1, step, phase=phase))
+        lighthouse.say("c", m.Heartbeat(1, lighthouse.record.epoch, 1, step, phase=phase))
         for name in "ab":
             lighthouse.beat(name, 7)
         lighthouse.wait(1.0)
@@ -148,7 +148,7 @@ def awaited(**session):
     lighthouse = started("a b")
     lighthouse.open("c", generation=0, step=0, replay=False, exchange_s=20.0, **session)
     lighthouse.beat("c", 0, generation=0)
-    lighthouse.say("c", m.NeedState(lighthouse.record.fence, "I do not catch up by replay", lost=True))
+    lighthouse.say("c", m.RequestState(lighthouse.record.fence, "I do not catch up by replay", lost=True))
     lighthouse.beat("c", 0, generation=0)
     lighthouse.wait(0.1)
     return lighthouse
@@ -157,16 +157,16 @@ def awaited(**session):
 def test_a_newcomer_without_replay_is_awaited_with_a_snapshot_of_the_decided_step():
     lighthouse = awaited()
     member = lighthouse.record.member("c")
-    assert member.awaited and member.fresh and lighthouse.record.is_forced
+    assert member.blocking_join and member.joining and lighthouse.record.is_forced
     assert "c joins while the others wait for its state, at most 20 s" in lighthouse.record.reason
     for name in "ab":
         lighthouse.say(name, report_of(lighthouse.record, 5))
     lighthouse.say("c", report_of(lighthouse.record, 0, generation=0))
     assert {r.step for _, r in lighthouse.sent(Resume)} == {5}
-    assert {(n, s.step) for n, s in lighthouse.sent(m.Serve)} >= {("a", 5), ("b", 5)}
+    assert {(n, s.step) for n, s in lighthouse.sent(m.TakeSnapshotFor)} >= {("a", 5), ("b", 5)}
     for name in "ab":
-        lighthouse.say(name, m.Taken(lighthouse.record.fence, "c", 5, "d"))
-    [(to, sources)] = lighthouse.sent(m.Sources)
+        lighthouse.say(name, m.SnapshotTaken(lighthouse.record.fence, "c", 5, "d"))
+    [(to, sources)] = lighthouse.sent(m.StateSources)
     assert (to, sources.state.step, len(sources.urls)) == ("c", 5, 2)
 
 
@@ -189,7 +189,7 @@ def test_a_failure_counts_although_no_beat_has_come_since_the_generation_began()
     peer = lighthouse.core.liveness.peers["a"]
     peer.beat, peer.session = None, replace(peer.session, generation=0)
     assert peer.generation != lighthouse.record.generation
-    lighthouse.say("a", m.Failed(lighthouse.record.fence, 0, "ValueError: no such sample"))
+    lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 0, "ValueError: no such sample"))
     lighthouse.wait(0.1)
     assert "a failed at step 0: ValueError: no such sample" in lighthouse.record.failed
 
@@ -219,7 +219,7 @@ def test_who_lives_and_does_not_answer_is_waited_for_up_to_its_bound():
 
 def test_who_answers_nothing_while_busy_has_the_time_that_it_announced():
     lighthouse = forced_without_d(user_code_s=100.0)
-    lighthouse.say("c", m.Beat(2, lighthouse.record.epoch, 1, 5, busy="evaluation", busy_s=300.0))
+    lighthouse.say("c", m.Heartbeat(2, lighthouse.record.epoch, 1, 5, busy="evaluation", busy_s=300.0))
     for name in "ab":
         lighthouse.say(name, report_of(lighthouse.record, 5))
     lighthouse.wait(290.0)

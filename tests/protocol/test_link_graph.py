@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.protocol import link_graph
-from fabric.protocol.link_graph import CALM_LIMIT_S, CALM_S, FORGET_S, Healing, missing_links, reachable_set
+from fabric.protocol.rules import link_graph
+from fabric.protocol.rules.link_graph import (
+    CALM_LIMIT_S,
+    CALM_S,
+    FORGET_S,
+    Healing,
+    missing_links,
+    reachable_set,
+)
 
 NAMES = "abcdefgh"
 

@@ -5,11 +5,11 @@ from protocol.makers import record_of
 
 from fabric.errors import IllegalTransition
 from fabric.model import Base, SnapshotRef
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.assignment import assign
-from fabric.protocol.member import Member
-from fabric.protocol.member_state import TRANSITIONS, Identity, MemberConfig, Mode, State
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.state import TRANSITIONS, MemberConfig, MemberIdentity, MemberState, Mode
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules.assignment import assign
 
 M = 4
 
@@ -20,8 +20,8 @@ class Trainer:
     def __init__(self, name="a", storage_unread=False, **config):
         self.name = name
         self.now = 100.0
-        identity = Identity(name, 1, f"{name}:1", f"http://{name}", M, storage_unread=storage_unread)
-        self.core = Member(identity, MemberConfig(**config), self.now, State(0, 0, "start"))
+        identity = MemberIdentity(name, 1, f"{name}:1", f"http://{name}", M, storage_unread=storage_unread)
+        self.core = MemberCore(identity, MemberConfig(**config), self.now, MemberState(0, 0, "start"))
         self.effects = []
         self.do(io.LeaderConnected(), io.Ready(0, "start"))
 
@@ -78,7 +78,7 @@ def holding():
 
 
 def bar(record, step, ready=None, gradient="g0", state="start"):
-    return m.Bar(record.fence, step, ready or record.epoch, gradient, state)
+    return m.CommitVote(record.fence, step, ready or record.epoch, gradient, state)
 
 
 # --- a step ----------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_a_step_from_the_share_to_the_update():
     assert [c.micro_batches for c in trainer.told_peers(m.Contribution)] == [(0, 1)]
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
-    assert [b.gradient_digest for b in trainer.told_peers(m.Bar)] == ["g0"]
+    assert [b.gradient_digest for b in trainer.told_peers(m.CommitVote)] == ["g0"]
     assert not trainer.found(io.Apply), "nothing is committed before everybody holds"
     assert not trainer.found(io.Publish)
     trainer.peer("b", bar(FIRST, 0))
@@ -183,7 +183,7 @@ def test_a_process_that_the_roster_does_not_list_is_not_heard():
     trainer = running()
     trainer.do(io.Computed(0, (0, 1), 2.0))
     trainer.do(io.FromPeer("b", 7, contribution(FIRST, 0, (2, 3))), io.Exchanged(1, 0, "g0"))
-    assert not trainer.told_peers(m.Bar)
+    assert not trainer.told_peers(m.CommitVote)
 
 
 # --- aborts, reports, decisions --------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_moves_that_the_table_does_not_allow_raise(mode, to):
 
 def test_a_planned_epoch_does_not_disturb_the_round_under_way():
     trainer = holding()
-    joined = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))
     assert trainer.core.mode is Mode.RUN and trainer.found(io.LinkUp)
     trainer.peer("b", bar(FIRST, 0))
@@ -295,12 +295,12 @@ def test_a_planned_epoch_does_not_disturb_the_round_under_way():
 
 def test_the_members_switch_when_all_are_ready_and_the_newcomer_computes_nothing_yet():
     trainer = running()
-    joined = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))
     trainer.do(io.Linked(2), io.Computed(0, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
-    assert [b.ready for b in trainer.told_peers(m.Bar)] == [2]
+    assert [b.ready for b in trainer.told_peers(m.CommitVote)] == [2]
     trainer.peer("b", bar(FIRST, 0, ready=2))
     assert trainer.core.current == joined and trainer.found(io.Switch)
     trainer.do(io.Ready(1, "d1"))
@@ -332,7 +332,7 @@ def test_an_abort_that_nobody_heard_of_is_said_when_the_session_is_back():
     trainer = holding()
     trainer.do(io.LeaderLost(), io.LinkLost("b", 1, "reset"))
     trainer.do(io.LeaderConnected())
-    assert [type(e.message) for e in trainer.found(io.SendLeader)][:2] == [m.Session, m.Aborted]
+    assert [type(e.message) for e in trainer.found(io.SendLeader)][:2] == [m.OpenSession, m.Aborted]
     assert trainer.said(m.Aborted)[0].waiting_for == ("b",)
     trainer.do(io.LeaderLost(), io.LeaderConnected())
     assert not trainer.said(m.Aborted), "once"
@@ -347,10 +347,10 @@ def test_links_that_cannot_be_made_are_reported():
 
 def test_a_new_leader_makes_the_member_try_failed_links_again():
     trainer = running()
-    trainer.leader(m.Epoch(record_of("a b c", epoch=2, forced=1, c={"fresh": True})))
+    trainer.leader(m.Epoch(record_of("a b c", epoch=2, forced=1, c={"joining": True})))
     trainer.do(io.LinkFailed(2, "c", "no link to c"))
     assert trainer.said(m.Aborted)[0].fence.epoch == 2
-    trainer.leader(m.Epoch(record_of("a b c", epoch=2, forced=1, c={"fresh": True})))
+    trainer.leader(m.Epoch(record_of("a b c", epoch=2, forced=1, c={"joining": True})))
     assert trainer.found(io.LinkUp)
 
 
@@ -371,12 +371,12 @@ def outside(step=5, digest="d5"):
     """A newcomer that has installed a snapshot of step 5."""
     trainer = Trainer("c")
     trainer.leader(m.Epoch(FIRST))
-    assert trainer.said(m.NeedState)
-    trainer.leader(m.Sources(FIRST.fence, SnapshotRef(1, step, digest), ("http://a",)))
+    assert trainer.said(m.RequestState)
+    trainer.leader(m.StateSources(FIRST.fence, SnapshotRef(1, step, digest), ("http://a",)))
     assert trainer.found(io.FetchState)
     trainer.do(io.StateFetched(step, digest))
     assert trainer.found(io.Install) == [io.Install(step, digest)]
-    assert not trainer.said(m.NeedState), "what is being loaded is not asked for again"
+    assert not trainer.said(m.RequestState), "what is being loaded is not asked for again"
     trainer.do(io.Installed(step, digest))
     return trainer
 
@@ -395,7 +395,7 @@ def test_a_newcomer_replays_published_steps():
 
 def test_a_newcomer_learns_the_step_from_the_first_contribution():
     trainer = outside()
-    joined = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))
     trainer.do(io.Linked(2))
     assert trainer.core.mode is Mode.JOINED
@@ -404,28 +404,28 @@ def test_a_newcomer_learns_the_step_from_the_first_contribution():
     assert [c.weight for c in trainer.told_peers(m.Contribution)] == [0.0, 0.0]
     assert trainer.said(m.Running) == [m.Running(joined.fence, 6)]
     trainer.do(io.Exchanged(2, 6, "g6"), io.FromPeer("b", 1, contribution(joined, 6, (2, 3))))
-    assert not trainer.told_peers(m.Bar), "it holds only when its own state is there"
+    assert not trainer.told_peers(m.CommitVote), "it holds only when its own state is there"
     trainer.do(io.GradientFetched(5, "g5"), io.Ready(6, "d6"))
-    assert [b.state_digest for b in trainer.told_peers(m.Bar)] == ["d6", "d6"]
+    assert [b.state_digest for b in trainer.told_peers(m.CommitVote)] == ["d6", "d6"]
 
 
 def test_an_installed_state_belongs_to_the_generation_it_was_fetched_for():
     trainer = Trainer("c")
-    trainer.leader(m.Epoch(FIRST), m.Sources(FIRST.fence, SnapshotRef(1, 5, "d5"), ("http://a",)))
+    trainer.leader(m.Epoch(FIRST), m.StateSources(FIRST.fence, SnapshotRef(1, 5, "d5"), ("http://a",)))
     trainer.do(io.StateFetched(5, "d5"))
     later = record_of("a b", epoch=4, cold=4, generation=2)
     trainer.leader(m.Epoch(later))
     trainer.do(io.Installed(5, "d5"))
     assert trainer.core.state.generation == 1
-    assert trainer.said(m.NeedState), "a step of an older generation counts as nothing"
+    assert trainer.said(m.RequestState), "a step of an older generation counts as nothing"
 
 
 def test_the_same_state_of_another_generation_need_not_be_fetched():
     trainer = outside()
     later = record_of("a b", epoch=4, cold=4, generation=2)
     trainer.leader(m.Epoch(later))
-    assert trainer.said(m.NeedState) and trainer.found(io.CancelFetch)
-    trainer.leader(m.Sources(later.fence, SnapshotRef(2, 5, "d5"), ("http://b",)))
+    assert trainer.said(m.RequestState) and trainer.found(io.CancelFetch)
+    trainer.leader(m.StateSources(later.fence, SnapshotRef(2, 5, "d5"), ("http://b",)))
     assert trainer.core.state.generation == 2
     assert not trainer.found(io.FetchState) and trainer.found(io.FetchGradient)
 
@@ -433,15 +433,15 @@ def test_the_same_state_of_another_generation_need_not_be_fetched():
 def test_a_gradient_that_is_gone_means_to_begin_again():
     trainer = outside()
     trainer.do(io.GradientGone(5, gone=True, why="too old"))
-    assert trainer.said(m.NeedState) and trainer.core.state.generation == 0
+    assert trainer.said(m.RequestState) and trainer.core.state.generation == 0
 
 
 def test_a_gradient_that_never_comes_makes_it_ask_where_to_look():
     trainer = outside()
     for _ in range(3):
         trainer.do(io.GradientGone(5, gone=False, why="not published"))
-    assert "nobody delivers the gradient of step 5" in trainer.said(m.NeedState)[0].why
-    trainer.leader(m.Sources(FIRST.fence, SnapshotRef(1, 5, "d5"), ("http://elsewhere",)))
+    assert "nobody delivers the gradient of step 5" in trainer.said(m.RequestState)[0].why
+    trainer.leader(m.StateSources(FIRST.fence, SnapshotRef(1, 5, "d5"), ("http://elsewhere",)))
     (fetch,) = trainer.found(io.FetchGradient)
     assert "http://elsewhere" in fetch.urls and fetch.step == 5
 
@@ -449,13 +449,13 @@ def test_a_gradient_that_never_comes_makes_it_ask_where_to_look():
 def test_who_was_admitted_for_a_state_that_it_lost_says_so_until_heard():
     trainer = outside()
     trainer.do(io.GradientGone(5, gone=True, why="too old"))
-    joined = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))
-    (fallen,) = trainer.said(m.Fallen)
+    (fallen,) = trainer.said(m.CannotContinue)
     assert fallen.fence == joined.fence
     trainer.do(io.LeaderLost(), io.LeaderConnected())
     trainer.leader(m.Epoch(joined))
-    assert trainer.said(m.Fallen) == [fallen]
+    assert trainer.said(m.CannotContinue) == [fallen]
 
 
 def test_eviction_drops_what_was_kept_and_goes_on_by_replay():
@@ -515,7 +515,7 @@ def test_a_state_of_the_last_generation_on_its_way_into_memory_is_not_the_new_on
     committed was done again. Where that state was ahead of the base, it waited for ever."""
     trainer = Trainer()
     trainer.leader(m.Epoch(record_of("b", epoch=1)))
-    trainer.leader(m.Sources(FIRST.fence, SnapshotRef(1, step, "last"), ("http://b",)))
+    trainer.leader(m.StateSources(FIRST.fence, SnapshotRef(1, step, "last"), ("http://b",)))
     trainer.do(io.StateFetched(step, "last"))
     assert trainer.found(io.Install)
     cold = record_of("a b", epoch=2, cold=2, generation=2, base=Base(1, 3, "base", ("http://c",)))
@@ -544,7 +544,7 @@ def test_a_failed_fetch_of_the_base_is_said_to_the_leader():
     cold = record_of("a b", epoch=1, base=Base(0, 3, "base", ("http://b",)))
     trainer.leader(m.Epoch(cold), resume_of(cold, 3))
     trainer.do(io.FetchFailed("no source delivered it"))
-    assert [x.why for x in trainer.said(m.Fallen)] == ["no source delivered it"]
+    assert [x.why for x in trainer.said(m.CannotContinue)] == ["no source delivered it"]
 
 
 def test_a_failed_fetch_of_the_last_generations_base_says_nothing_of_the_new_one():
@@ -555,7 +555,7 @@ def test_a_failed_fetch_of_the_last_generations_base_says_nothing_of_the_new_one
     second = record_of("a b", epoch=2, cold=2, generation=2, base=Base(0, 10, "base", ("http://c",)))
     trainer.leader(m.Epoch(second))
     trainer.do(io.FetchFailed("it is damaged", unusable=True))
-    assert not trainer.said(m.Fallen)
+    assert not trainer.said(m.CannotContinue)
     trainer.leader(resume_of(second, 10, a=(0, 1)))
     assert trainer.found(io.FetchState) == [io.FetchState(SnapshotRef(0, 10, "base"), ("http://c",))]
     trainer.do(io.StateFetched(10, "base"), io.Installed(10, "base"))
@@ -601,7 +601,7 @@ def test_contact_counts_from_when_the_answered_beat_was_sent():
     (beat,) = [e.message for e in Trainer().effects if isinstance(e, io.SendLeader)][-1:]
     sent = trainer.now
     trainer.now += 50
-    trainer.leader(m.BeatReply(beat.number))
+    trainer.leader(m.HeartbeatAck(beat.number))
     assert trainer.core.contact.last == sent
 
 
@@ -611,7 +611,7 @@ def test_finished_is_said_again_with_every_session():
     trainer.do(io.Closing())
     assert trainer.said(m.Finished) == [m.Finished(FIRST.fence, 1)]
     trainer.do(io.LeaderLost(), io.LeaderConnected())
-    assert [s.finished for s in trainer.said(m.Session)] == [True]
+    assert [s.finished for s in trainer.said(m.OpenSession)] == [True]
     trainer.leader(m.Complete(FIRST.fence, 1))
     assert trainer.found(io.Finish) == [io.Finish(1)]
 
@@ -629,33 +629,35 @@ def test_who_fetches_the_last_state_computes_nothing_more():
 
 def test_a_promised_snapshot_is_taken_at_its_step():
     trainer = holding()
-    trainer.leader(m.Serve(FIRST.fence, "c", 1))
-    assert trainer.found(io.Listen) == [io.Listen(True)] and not trainer.found(io.TakeSnapshot)
+    trainer.leader(m.TakeSnapshotFor(FIRST.fence, "c", 1))
+    assert trainer.found(io.RetainGradients) == [io.RetainGradients(True)] and not trainer.found(
+        io.TakeSnapshot
+    )
     trainer.peer("b", bar(FIRST, 0))
     trainer.do(io.Ready(1, "d1"))
     kinds = [type(e) for e in trainer.effects]
     assert kinds.index(io.TakeSnapshot) < kinds.index(io.Compute)
     trainer.do(io.Snapshotted(1, "d1"))
-    assert trainer.said(m.Taken) == [m.Taken(FIRST.fence, "c", 1, "d1")]
-    trainer.leader(m.ServeEnd(FIRST.fence, "c"))
-    assert trainer.found(io.Listen) == [io.Listen(False)]
+    assert trainer.said(m.SnapshotTaken) == [m.SnapshotTaken(FIRST.fence, "c", 1, "d1")]
+    trainer.leader(m.StopServing(FIRST.fence, "c"))
+    assert trainer.found(io.RetainGradients) == [io.RetainGradients(False)]
 
 
 def test_a_step_that_has_passed_is_missed():
     trainer = holding()
     trainer.peer("b", bar(FIRST, 0))
     trainer.do(io.Ready(1, "d1"))
-    trainer.leader(m.Serve(FIRST.fence, "c", 0))
-    assert trainer.said(m.Missed) == [m.Missed(FIRST.fence, "c", 0)]
+    trainer.leader(m.TakeSnapshotFor(FIRST.fence, "c", 0))
+    assert trainer.said(m.SnapshotMissed) == [m.SnapshotMissed(FIRST.fence, "c", 0)]
 
 
 def test_a_snapshot_that_failed_can_be_asked_for_again():
     """Found in simulation with a parked job: the step stays the same, so it must not count as done."""
     trainer = Trainer(min_replicas=2)
     alone = record_of("a", epoch=1)
-    trainer.leader(m.Epoch(alone), resume_of(alone, 0), m.Serve(alone.fence, "c", 0))
+    trainer.leader(m.Epoch(alone), resume_of(alone, 0), m.TakeSnapshotFor(alone.fence, "c", 0))
     assert trainer.found(io.TakeSnapshot)
     trainer.do(io.Snapshotted(0, ""))
-    assert trainer.said(m.Missed)
-    trainer.leader(m.Serve(alone.fence, "c", 0))
+    assert trainer.said(m.SnapshotMissed)
+    trainer.leader(m.TakeSnapshotFor(alone.fence, "c", 0))
     assert trainer.found(io.TakeSnapshot)

@@ -2,9 +2,9 @@
 
 from protocol.test_member import FIRST, bar, contribution, running
 
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.member_rounds import STEP_BEAT_S
+from fabric.protocol.member.rounds import STEP_BEAT_S
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
 
 
 def step(trainer, number, digest=""):
@@ -15,7 +15,7 @@ def step(trainer, number, digest=""):
     trainer.peer("b", bar(FIRST, number, gradient="g", state=trainer.core.state.digest))
     assert trainer.core.state.step == number + 1
     trainer.do(io.Ready(number + 1, digest))
-    return [beat.step for beat in trainer.said(m.Beat)]
+    return [beat.step for beat in trainer.said(m.Heartbeat)]
 
 
 def stepping():
@@ -37,14 +37,14 @@ def test_short_steps_share_a_beat_and_the_newest_is_told_in_time():
     assert due <= trainer.now + STEP_BEAT_S / 2 + 1e-6
     trainer.now = due
     trainer.do(io.Tick())
-    assert [beat.step for beat in trainer.said(m.Beat)] == [3]
+    assert [beat.step for beat in trainer.said(m.Heartbeat)] == [3]
 
 
 def test_a_long_step_is_told_at_once():
     trainer = stepping()
     trainer.now = trainer.core.next_deadline()
     trainer.do(io.Tick())
-    assert [beat.step for beat in trainer.said(m.Beat)] == [1]
+    assert [beat.step for beat in trainer.said(m.Heartbeat)] == [1]
     trainer.now += STEP_BEAT_S * 1.01
     assert step(trainer, 1) == [2]
 
@@ -55,9 +55,9 @@ def test_a_digest_is_told_at_once():
 
 def test_while_somebody_joins_every_step_is_told():
     trainer = stepping()
-    trainer.leader(m.Serve(FIRST.fence, "c", 9))
+    trainer.leader(m.TakeSnapshotFor(FIRST.fence, "c", 9))
     assert step(trainer, 1) == [2]
-    trainer.leader(m.ServeEnd(FIRST.fence, "c"))
+    trainer.leader(m.StopServing(FIRST.fence, "c"))
     assert step(trainer, 2) == []
 
 
@@ -65,9 +65,9 @@ def test_who_missed_the_step_of_a_snapshot_says_where_it_is_and_goes_on_saying_i
     """The leader chose a step that had passed: with what it hears now it can choose one that will come."""
     trainer = stepping()
     step(trainer, 1)
-    trainer.leader(m.Serve(FIRST.fence, "c", 1))
-    assert trainer.said(m.Missed) == [m.Missed(FIRST.fence, "c", 1)]
-    assert [beat.step for beat in trainer.said(m.Beat)] == [2]
+    trainer.leader(m.TakeSnapshotFor(FIRST.fence, "c", 1))
+    assert trainer.said(m.SnapshotMissed) == [m.SnapshotMissed(FIRST.fence, "c", 1)]
+    assert [beat.step for beat in trainer.said(m.Heartbeat)] == [2]
     assert step(trainer, 2) == [3]
 
 

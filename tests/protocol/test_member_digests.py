@@ -4,9 +4,9 @@ from protocol.makers import record_of
 from protocol.test_member import FIRST, Trainer, assign, bar, contribution, resume_of
 from protocol.test_rank_orders import computing as ranks_computing
 
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol import rank_orders as ro
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import rank_messages as ro
 
 
 def at_step_1(later=True, shares=None):
@@ -33,7 +33,7 @@ def test_it_is_asked_for_once_and_before_anything_is_contributed():
     trainer.do(io.Digested(1, "d1"))
     assert [c.micro_batches for c in trainer.told_peers(m.Contribution)] == [(0, 1)]
     trainer.do(io.Exchanged(1, 1, "g1"))
-    assert [b.state_digest for b in trainer.told_peers(m.Bar)] == ["d1"]
+    assert [b.state_digest for b in trainer.told_peers(m.CommitVote)] == ["d1"]
 
 
 def test_another_digest_than_the_others_aborts_the_round():
@@ -67,7 +67,7 @@ def test_a_report_says_whether_the_state_has_agreed_with_anybody_since_the_epoch
 def test_the_leader_hears_of_it_at_once():
     trainer = at_step_1()
     trainer.do(io.Computed(1, (0, 1), 2.0), io.Digested(1, "d1"))
-    assert [beat.digest for beat in trainer.said(m.Beat)] == ["d1"]
+    assert [beat.digest for beat in trainer.said(m.Heartbeat)] == ["d1"]
 
 
 def test_who_has_nothing_to_compute_is_asked_as_well():

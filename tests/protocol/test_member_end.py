@@ -5,11 +5,11 @@ from dataclasses import replace
 from protocol.makers import record_of
 from protocol.test_member import FIRST, Trainer, contribution, holding, resume_of, running
 
-from fabric.model import Ended
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.member_end import LEADER_S, NO_LEADER_S
-from fabric.protocol.member_state import Mode
+from fabric.model import JobEnd
+from fabric.protocol.member.ending import LEADER_S, NO_LEADER_S
+from fabric.protocol.member.state import Mode
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
 
 
 def finished(step=1, epoch=1, why=""):
@@ -19,7 +19,7 @@ def finished(step=1, epoch=1, why=""):
 def closed():
     """Has committed step 0 with the other one, and its loop has ended at step 1."""
     trainer = holding()
-    trainer.peer("b", m.Bar(FIRST.fence, 0, 1, "g0", "start"))
+    trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
     trainer.do(io.Closing())
     return trainer
 
@@ -49,7 +49,7 @@ def test_with_all_loops_ended_no_lighthouse_is_needed():
     assert trainer.core.next_deadline() == trainer.now + NO_LEADER_S
     trainer.now += NO_LEADER_S
     [end] = trainer.do(io.Tick())
-    assert (end.step, end.ended) == (1, Ended(FIRST.fence, 1, 1))
+    assert (end.step, end.ended) == (1, JobEnd(FIRST.fence, 1, 1))
     assert "all members (a, b) have finished at step 1" in end.alone
 
 
@@ -71,7 +71,7 @@ def test_close_returns_after_the_autonomy_whatever_the_others_do():
     assert trainer.now == 100.0 + trainer.core.config.autonomy_s
     [end] = [e for e in trainer.do(io.Tick()) if isinstance(e, io.Finish)]
     assert end.step == 1 and "not all members have said that they finished" in end.alone
-    assert end.ended == Ended(FIRST.fence, 1, 1), "the first loop that ends is the end of the job"
+    assert end.ended == JobEnd(FIRST.fence, 1, 1), "the first loop that ends is the end of the job"
 
 
 def test_a_link_that_ends_after_its_member_has_finished_is_no_abort():
@@ -79,12 +79,12 @@ def test_a_link_that_ends_after_its_member_has_finished_is_no_abort():
     trainer.peer("b", finished())
     trainer.do(io.LinkLost("b", 1, "b closed the link"))
     assert trainer.core.mode is Mode.RUN and not trainer.said(m.Aborted)
-    assert not trainer.found(io.Note)
+    assert not trainer.found(io.WriteJournal)
 
 
 def test_a_loop_that_wants_more_ends_where_another_has_finished():
     trainer = holding()
-    trainer.peer("b", m.Bar(FIRST.fence, 0, 1, "g0", "start"))
+    trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
     trainer.peer("b", finished())
     assert not trainer.found(io.Stop), "its own loop may end there as well"
     trainer.do(io.Ready(1, "d1"))
@@ -97,7 +97,7 @@ def test_a_loop_that_wants_more_ends_where_another_has_finished():
 
 def test_a_member_in_the_middle_of_the_next_step_is_told_at_once():
     trainer = holding()
-    trainer.peer("b", m.Bar(FIRST.fence, 0, 1, "g0", "start"))
+    trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
     trainer.do(io.Ready(1, "d1"))
     trainer.peer("b", finished())
     assert [s.code for s in trainer.found(io.Stop)] == [1]
@@ -106,13 +106,13 @@ def test_a_member_in_the_middle_of_the_next_step_is_told_at_once():
 def test_who_has_finished_is_told_that_others_wanted_more():
     trainer = closed()
     trainer.peer("b", finished(why="a finished at step 1, and this loop wants more"))
-    [note] = trainer.found(io.Note)
+    [note] = trainer.found(io.WriteJournal)
     assert (note.kind, note.about) == ("loops differ", "b") and "b wanted more" in note.why
 
 
 def test_an_end_in_another_generation_says_nothing():
     trainer = holding()
-    trainer.peer("b", m.Bar(FIRST.fence, 0, 1, "g0", "start"))
+    trainer.peer("b", m.CommitVote(FIRST.fence, 0, 1, "g0", "start"))
     trainer.peer("b", m.Finished(replace(FIRST.fence, generation=7), 1))
     trainer.do(io.Ready(1, "d1"))
     assert not trainer.found(io.Stop) and trainer.found(io.Compute)
@@ -122,7 +122,7 @@ def joining():
     """A newcomer with the state of step 0, admitted in epoch 2 and linked."""
     trainer = Trainer("c")
     trainer.core.state.generation = 1
-    second = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    second = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(second))
     trainer.do(io.Linked(2))
     return trainer, second
@@ -136,7 +136,7 @@ def test_a_newcomer_ends_the_job_for_nobody():
     trainer.peer("a", contribution(second, 0, (0, 1)))
     [stop] = trainer.found(io.Stop)
     assert stop.code == 1 and "its loop ended at step 0, before it had caught up" in stop.reason
-    assert trainer.said(m.Fallen), "nobody waits for it until its user code has had its time"
+    assert trainer.said(m.CannotContinue), "nobody waits for it until its user code has had its time"
 
 
 def test_a_newcomer_at_the_end_follows_the_others():
@@ -183,7 +183,7 @@ def leaving(hold=True):
     trainer.leader(m.Epoch(record_of("a c", epoch=2, forced=1)))
     if hold:
         trainer.do(io.Linked(2), io.Exchanged(1, 0, "g0"))
-    trainer.peer("b", m.Bar(first.fence, 0, 2, "g0", "start"))
+    trainer.peer("b", m.CommitVote(first.fence, 0, 2, "g0", "start"))
     trainer.do(io.LinkLost("b", 1, "b closed the link"))
     return trainer, first
 
@@ -192,7 +192,7 @@ def test_a_drained_member_that_goes_with_the_last_bar_aborts_nobody():
     """Found in simulation: it had heard everybody's bar, and was gone before the others had."""
     trainer, first = leaving()
     assert trainer.core.mode is Mode.RUN
-    trainer.peer("c", m.Bar(first.fence, 0, 2, "g0", "start"))
+    trainer.peer("c", m.CommitVote(first.fence, 0, 2, "g0", "start"))
     assert trainer.found(io.Apply) and trainer.core.current.epoch == 2
 
 

@@ -4,9 +4,9 @@ from protocol.makers import record_of
 from protocol.test_member import Trainer, holding, resume_of
 
 from fabric.model import Base, SnapshotRef
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.member_state import Mode
+from fabric.protocol.member.state import Mode
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
 
 
 def outside_fetching(name="d"):
@@ -14,8 +14,8 @@ def outside_fetching(name="d"):
     trainer = Trainer(name)
     first = record_of("a b", epoch=1)
     trainer.leader(m.Epoch(first))
-    assert trainer.said(m.NeedState)
-    trainer.leader(m.Sources(first.fence, SnapshotRef(1, 50, "s50"), ("http://a",)))
+    assert trainer.said(m.RequestState)
+    trainer.leader(m.StateSources(first.fence, SnapshotRef(1, 50, "s50"), ("http://a",)))
     assert trainer.found(io.FetchState)
     return trainer
 
@@ -31,7 +31,7 @@ def test_a_state_fetched_in_a_generation_that_is_over_is_not_the_new_ones_while_
     trainer.do(io.StateFetched(50, "s50"))
     assert not trainer.found(io.Install)
     assert trainer.core.state.generation != 2
-    assert trainer.said(m.NeedState), "it asks in the new generation"
+    assert trainer.said(m.RequestState), "it asks in the new generation"
 
 
 def test_a_state_loaded_in_a_generation_that_is_over_is_not_the_new_ones_while_outside():
@@ -39,7 +39,7 @@ def test_a_state_loaded_in_a_generation_that_is_over_is_not_the_new_ones_while_o
     trainer.do(io.StateFetched(50, "s50"))
     trainer.leader(m.Epoch(second("a b")))
     trainer.do(io.Installed(50, "s50"))
-    assert trainer.core.state.generation != 2 and trainer.said(m.NeedState)
+    assert trainer.core.state.generation != 2 and trainer.said(m.RequestState)
 
 
 def test_a_fetch_under_way_is_void_when_the_base_is_the_state_in_memory():
@@ -47,7 +47,7 @@ def test_a_fetch_under_way_is_void_when_the_base_is_the_state_in_memory():
     trainer.core.state.step, trainer.core.state.digest = 40, "s40"
     first = record_of("a b", epoch=1)
     trainer.leader(m.Epoch(first))
-    trainer.leader(m.Sources(first.fence, SnapshotRef(1, 50, "s50"), ("http://a",)))
+    trainer.leader(m.StateSources(first.fence, SnapshotRef(1, 50, "s50"), ("http://a",)))
     assert trainer.found(io.FetchState)
     cold = second("a b d")
     trainer.leader(m.Epoch(cold), resume_of(cold, 40, a=(0, 1), b=(2,), d=(3,)))
@@ -85,10 +85,10 @@ def test_sources_of_a_generation_that_is_over_are_not_heeded():
     first = trainer.core.newest.fence
     trainer.do(io.FetchFailed("nobody has it"))
     trainer.leader(m.Epoch(second("a b")))
-    assert trainer.said(m.NeedState)
-    trainer.leader(m.Sources(first, SnapshotRef(1, 50, "s50"), ("http://a",)))
+    assert trainer.said(m.RequestState)
+    trainer.leader(m.StateSources(first, SnapshotRef(1, 50, "s50"), ("http://a",)))
     assert not trainer.found(io.FetchState)
-    trainer.leader(m.Sources(second("a b").fence, SnapshotRef(2, 41, "s41"), ("http://a",)))
+    trainer.leader(m.StateSources(second("a b").fence, SnapshotRef(2, 41, "s41"), ("http://a",)))
     assert trainer.found(io.FetchState)
 
 
@@ -107,17 +107,17 @@ def late_decision():
 def test_a_decision_that_is_heard_after_the_autonomy_commits_nothing():
     trainer = late_decision()
     assert not trainer.found(io.Apply) and not trainer.found(io.Publish)
-    assert trainer.said(m.Beat), "an answer tells whether it still holds"
+    assert trainer.said(m.Heartbeat), "an answer tells whether it still holds"
 
 
 def test_it_commits_once_a_lighthouse_has_answered():
     trainer = late_decision()
-    (beat,) = trainer.said(m.Beat)
-    trainer.leader(m.BeatReply(beat.number))
+    (beat,) = trainer.said(m.Heartbeat)
+    trainer.leader(m.HeartbeatAck(beat.number))
     assert trainer.found(io.Apply)
 
 
 def test_an_answer_to_an_old_beat_does_not_let_it_commit():
     trainer = late_decision()
-    trainer.leader(m.BeatReply(0))
+    trainer.leader(m.HeartbeatAck(0))
     assert not trainer.found(io.Apply)

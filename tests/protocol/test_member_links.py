@@ -5,11 +5,11 @@ from dataclasses import replace
 from protocol.makers import record_of
 from protocol.test_member import FIRST, Trainer, running
 
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol import wire
-from fabric.protocol.member import PROBE_AGAIN_S, PROBE_S
-from fabric.protocol.member_state import Mode
+from fabric.protocol.member.core import PROBE_AGAIN_S, PROBE_S
+from fabric.protocol.member.state import Mode
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 
 THREE = record_of("a b c", epoch=1)
 
@@ -58,7 +58,7 @@ def test_an_epoch_that_cannot_be_linked_names_whom_it_could_not_reach():
 def test_a_newcomer_that_went_silent_costs_the_round_under_way_nothing():
     """The epoch with it is only being linked: the leader hears of it, and the round goes on."""
     trainer = running()
-    second = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    second = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(second))
     trainer.do(io.LinkLost("c", 1, "timed out", silent=True))
     (aborted,) = trainer.said(m.Aborted)
@@ -68,7 +68,7 @@ def test_a_newcomer_that_went_silent_costs_the_round_under_way_nothing():
 
 def test_who_is_left_out_says_whom_it_cannot_reach_and_asks_itself_again():
     trainer, second = left_out()
-    assert trainer.said(m.Beat)[-1].unreachable == ("b",)
+    assert trainer.said(m.Heartbeat)[-1].unreachable == ("b",)
     assert trainer.found(io.Probe) == [io.Probe(second.roster)]
     trainer.now += 2.0
     trainer.do(io.Probed(("b",)))
@@ -91,7 +91,7 @@ def test_it_says_at_once_that_all_can_be_reached():
     trainer, _ = left_out()
     trainer.now += 0.1
     trainer.do(io.Probed(()))
-    assert trainer.said(m.Beat)[-1].unreachable == ()
+    assert trainer.said(m.Heartbeat)[-1].unreachable == ()
     assert trainer.core.next_deadline() <= trainer.now + PROBE_S
 
 
@@ -100,7 +100,7 @@ def test_a_member_probes_nobody_and_says_nothing_of_it_in_its_beats():
     assert not trainer.found(io.Probe)
     trainer.now += 10.0
     trainer.do(io.Tick())
-    assert not trainer.found(io.Probe) and trainer.said(m.Beat)[-1].unreachable == ()
+    assert not trainer.found(io.Probe) and trainer.said(m.Heartbeat)[-1].unreachable == ()
 
 
 def test_links_that_all_stand_end_the_suspicion():
@@ -139,16 +139,16 @@ def test_a_member_says_that_its_links_are_still_to_be_made():
     trainer = running(linked=False)
     trainer.now += 5.0
     trainer.do(io.Tick())
-    beat = trainer.said(m.Beat)[-1]
+    beat = trainer.said(m.Heartbeat)[-1]
     assert beat.is_linking and beat.phase == "run, linking"
     trainer.do(io.Computed(0, (0, 1), 2.0))
     trainer.now += 5.0
     trainer.do(io.Tick())
-    assert trainer.said(m.Beat)[-1].waits and trainer.said(m.Beat)[-1].is_linking
+    assert trainer.said(m.Heartbeat)[-1].waits and trainer.said(m.Heartbeat)[-1].is_linking
     trainer.do(io.Linked(1))
     trainer.now += 5.0
     trainer.do(io.Tick())
-    assert not trainer.said(m.Beat)[-1].is_linking
+    assert not trainer.said(m.Heartbeat)[-1].is_linking
 
 
 def test_nobody_waits_for_itself():
@@ -166,7 +166,7 @@ def test_nobody_waits_for_itself():
 
 
 def test_a_beat_of_an_older_version_misses_nobody():
-    beat = m.Beat(1, 2, 1, 5)
+    beat = m.Heartbeat(1, 2, 1, 5)
     old = wire.encode(beat).replace(b',"unreachable":[]', b"")
     assert old != wire.encode(beat) and wire.decode(old) == beat
     named = replace(beat, unreachable=("b",))

@@ -3,8 +3,8 @@
 from protocol.makers import record_of
 from protocol.test_member import FIRST, Trainer, contribution, outside, running
 
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
 
 
 def everybody_in() -> Trainer:
@@ -42,7 +42,7 @@ def test_who_is_told_of_an_abort_says_whom_it_had_waited_for():
 def newcomer() -> Trainer:
     """c takes part in its first round, one step behind."""
     trainer = outside()
-    joined = record_of("a b c", epoch=2, forced=1, c={"fresh": True})
+    joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))
     trainer.do(io.Linked(2))
     trainer.peer("a", contribution(joined, 6, (0, 1)))

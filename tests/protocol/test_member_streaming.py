@@ -3,9 +3,9 @@
 import pytest
 from protocol.test_member import FIRST, Trainer, assign, bar, contribution, resume_of
 
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.member_state import Mode
+from fabric.protocol.member.state import Mode
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
 
 
 def running(**config):
@@ -30,9 +30,9 @@ def test_nobody_holds_before_the_own_contribution_whatever_is_reduced_already():
     trainer.do(io.Streaming(0, 2.0))
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
-    assert not trainer.told_peers(m.Bar) and trainer.core.hold is None
+    assert not trainer.told_peers(m.CommitVote) and trainer.core.hold is None
     trainer.do(io.Computed(0, (0, 1), 2.0))
-    assert [b.gradient_digest for b in trainer.told_peers(m.Bar)] == ["g0"]
+    assert [b.gradient_digest for b in trainer.told_peers(m.CommitVote)] == ["g0"]
 
 
 def test_streaming_without_links_waits_for_them():

@@ -6,9 +6,9 @@ from protocol.makers import record_of
 from protocol.test_member import FIRST, bar, contribution
 from protocol.test_member_digests import at_step_1
 
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.parted import MAX_ENTRIES, bounded, differences
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules.divergence import MAX_ENTRIES, bounded, differences
 
 LR = "optimizer/param_groups/0/lr"
 
@@ -43,7 +43,7 @@ def test_a_member_says_it_when_it_aborts_and_in_its_report():
     trainer.do(io.Computed(1, (0, 1), 2.0), io.Digested(1, "mine", ((LR, "0.1"),)))
     trainer.peer("b", contribution(FIRST, 1, (2, 3)))
     trainer.do(io.Exchanged(1, 1, "g1"))
-    (said,) = trainer.told_peers(m.Bar)
+    (said,) = trainer.told_peers(m.CommitVote)
     assert said.entries == ((LR, "0.1"),)
     theirs = bar(FIRST, 1, gradient="g1", state="theirs")
     trainer.peer("b", replace(theirs, entries=((LR, "0.2"),)))
@@ -59,4 +59,4 @@ def test_a_bar_without_a_digest_says_nothing_of_the_state():
     trainer.do(io.Computed(1, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, 1, (2, 3)))
     trainer.do(io.Exchanged(1, 1, "g1"))
-    assert [x.entries for x in trainer.told_peers(m.Bar)] == [()]
+    assert [x.entries for x in trainer.told_peers(m.CommitVote)] == [()]

@@ -4,9 +4,9 @@ from protocol.makers import record_of
 from protocol.test_rank_orders import M, Replica, addresses, computing
 
 from fabric.model import SnapshotRef
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.rank_orders import replica_digest
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages.rank_messages import replica_digest
 from fabric.protocol.ranks import ToRank
 
 
@@ -21,7 +21,7 @@ def newcomer_of_two_ranks():
 def fetching(replica):
     """It is told where the state is; the number of the order to fetch it."""
     fence = replica.core.member.newest.fence
-    replica.do(io.FromLeader(m.Sources(fence, SnapshotRef(1, 50, "s50"), ("http://b",))))
+    replica.do(io.FromLeader(m.StateSources(fence, SnapshotRef(1, 50, "s50"), ("http://b",))))
     numbers = {e.order.number for e in replica.effects if isinstance(e, ToRank)}
     assert len(replica.orders(io.FetchState)) == 2 and len(numbers) == 1
     return numbers.pop()

@@ -6,20 +6,20 @@ import pytest
 from protocol.makers import record_of
 
 from fabric.errors import IllegalTransition, ProtocolError
-from fabric.model import Address, Base, Fence, SnapshotRef
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol import rank_orders as ro
-from fabric.protocol.assignment import assign
-from fabric.protocol.member import Member
-from fabric.protocol.member_state import Identity, MemberConfig, State
+from fabric.model import Base, Fence, RankAddress, SnapshotRef
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import rank_messages as ro
 from fabric.protocol.ranks import Ended, Follower, FromRank, RankLost, Ranks, ToRank
+from fabric.protocol.rules.assignment import assign
 
 M = 4
 
 
 def addresses(name, ranks=2):
-    return tuple(Address(f"{name}:{k + 1}", f"http://{name}/{k}#{k}") for k in range(1, ranks))
+    return tuple(RankAddress(f"{name}:{k + 1}", f"http://{name}/{k}#{k}") for k in range(1, ranks))
 
 
 FIRST = record_of("a b", epoch=1, base=Base(0, 0), a={"ranks": addresses("a")}, b={"ranks": addresses("b")})
@@ -29,8 +29,8 @@ class Replica:
     """Replica ``a`` of two ranks; ``do`` feeds events and keeps what the last ordered."""
 
     def __init__(self, groups=(0, 1)):
-        identity = Identity("a", 1, "a:1", "http://a", M, ranks=addresses("a"))
-        self.core = Ranks(Member(identity, MemberConfig(), 0.0, State(0, 0, "start")), groups)
+        identity = MemberIdentity("a", 1, "a:1", "http://a", M, ranks=addresses("a"))
+        self.core = Ranks(MemberCore(identity, MemberConfig(), 0.0, MemberState(0, 0, "start")), groups)
         self.effects = []
         self.do(io.LeaderConnected())
 
@@ -40,7 +40,7 @@ class Replica:
         return self.effects
 
     def rank(self, rank, event, number=0):
-        return self.do(FromRank(rank, ro.Outcome(event, number)))
+        return self.do(FromRank(rank, ro.RankOutcome(event, number)))
 
     def both(self, event):
         self.rank(0, event)
@@ -172,9 +172,9 @@ def test_a_round_is_held_when_every_rank_has_reduced_it():
     other = assign(range(M), FIRST.roster)["b"]
     replica.do(io.FromPeer("b", 1, m.Contribution(fence, 0, 2.0, other)))
     replica.rank(0, io.Exchanged(1, 0, "g0"))
-    assert not replica.said(m.Bar), "one lane is not the round"
+    assert not replica.said(m.CommitVote), "one lane is not the round"
     replica.rank(1, io.Exchanged(1, 0, "g1"))
-    (bar,) = replica.said(m.Bar)
+    (bar,) = replica.said(m.CommitVote)
     assert bar.gradient_digest == ro.replica_digest(["g0", "g1"])
     replica.do(io.FromPeer("b", 1, replace(bar)))
     for rank in (0, 1):
@@ -192,8 +192,8 @@ def test_what_is_not_finite_at_one_rank_is_not_finite():
 
 def test_a_loop_that_raises_at_one_rank_is_the_replicas():
     replica = exchanging()
-    replica.rank(1, io.Failed("ValueError"))
-    (failed,) = replica.said(m.Failed)
+    replica.rank(1, io.LoopRaised("ValueError"))
+    (failed,) = replica.said(m.LoopFailed)
     assert failed.why == "rank 1: ValueError"
 
 
@@ -203,7 +203,7 @@ def test_an_exchange_that_fails_at_one_rank_aborts_at_all():
     replica.rank(1, io.ExchangeFailed(1, 0, "b", "the link was reset"))
     assert len(replica.orders(io.AbortExchange)) == 2
     replica.rank(0, io.Exchanged(1, 0, "g0"))
-    assert not replica.said(m.Bar)
+    assert not replica.said(m.CommitVote)
 
 
 def test_a_lost_rank_ends_the_replica_and_rank_0_last():
@@ -249,7 +249,7 @@ def behind():
     replica.do(io.FromLeader(m.Epoch(record)))
     replica.both(io.Ready(0, "d"))
     urls = ("http://b", "http://b/1#1")
-    replica.do(io.FromLeader(m.Sources(Fence("s", 2, 3), SnapshotRef(2, 7, "whole"), urls)))
+    replica.do(io.FromLeader(m.StateSources(Fence("s", 2, 3), SnapshotRef(2, 7, "whole"), urls)))
     return replica
 
 
@@ -383,10 +383,10 @@ def test_a_snapshot_that_one_rank_could_not_take_is_forgotten_by_all():
 
 def test_a_follower_obeys_until_the_end():
     follower = Follower(1)
-    order = ro.Order(1, 5, io.Switch(FIRST))
+    order = ro.RankCommand(1, 5, io.Switch(FIRST))
     assert follower.obey(order) == order.effect
     assert (follower.generation, follower.current) == (5, FIRST)
-    follower.obey(ro.Order(2, 5, io.LinkUp(FIRST)))
+    follower.obey(ro.RankCommand(2, 5, io.LinkUp(FIRST)))
     assert follower.newest == FIRST
     assert follower.lost("reset") == io.Stop(
         75, "rank 0 of this replica is lost (reset): all ranks start anew"
@@ -396,13 +396,13 @@ def test_a_follower_obeys_until_the_end():
 
 def test_a_follower_that_was_told_to_finish_does_not_miss_rank_0():
     follower = Follower(1)
-    follower.obey(ro.Order(1, 1, io.Finish(9)))
+    follower.obey(ro.RankCommand(1, 1, io.Finish(9)))
     assert follower.lost("closed") is None
     with pytest.raises(IllegalTransition, match="rank 0 follows nobody"):
         Follower(0)
 
 
-HELD = io.Hold(3, 7, "d", 4.0, (("a", (0, 1)), ("b", ())), (("loss", 1.5),))
+HELD = io.PreparedRound(3, 7, "d", 4.0, (("a", (0, 1)), ("b", ())), (("loss", 1.5),))
 EFFECTS = [
     io.LinkUp(FIRST),
     io.Switch(FIRST),
@@ -421,7 +421,7 @@ EFFECTS = [
     io.FetchState(SnapshotRef(1, 2, "d"), ("http://a",)),
     io.FetchGradient(1, 2, ("http://a",)),
     io.CancelFetch(),
-    io.Listen(True),
+    io.RetainGradients(True),
     ro.NameSnapshot(1, 2, ("a", "b")),
 ]
 EVENTS = [
@@ -434,7 +434,7 @@ EVENTS = [
     io.Busy("evaluation", 60.0),
     io.Closing(),
     io.Busy("evaluation", 5.0),
-    io.Failed("why"),
+    io.LoopRaised("why"),
     io.Busy("evaluation", 600.0),
     io.Linked(1),
     io.LinkFailed(1, "b", "why"),
@@ -457,13 +457,13 @@ def test_every_order_and_outcome_is_tried_below():
 
 @pytest.mark.parametrize("effect", EFFECTS, ids=lambda e: type(e).__name__)
 def test_orders_survive_the_trip(effect):
-    order = ro.Order(3, 2, effect)
+    order = ro.RankCommand(3, 2, effect)
     assert ro.decode_order(ro.encode_order(order)) == order
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
 def test_outcomes_survive_the_trip(event):
-    outcome = ro.Outcome(event, 5)
+    outcome = ro.RankOutcome(event, 5)
     assert ro.decode_outcome(ro.encode_outcome(outcome)) == outcome
 
 

@@ -2,8 +2,8 @@
 
 from protocol.makers import record_of
 
-from fabric.protocol.messages import Bar, Contribution
-from fabric.protocol.round import Round
+from fabric.protocol.member.round import Round
+from fabric.protocol.messages.network import CommitVote, Contribution
 
 
 def contribution(round_, ids, **metrics):
@@ -13,7 +13,7 @@ def contribution(round_, ids, **metrics):
 
 
 def bar(round_, gradient="g", state="", ready=2):
-    return Bar(round_.record.fence, round_.step, ready, gradient, state)
+    return CommitVote(round_.record.fence, round_.step, ready, gradient, state)
 
 
 def test_held_only_when_reduced_and_every_contribution_is_known():

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from fabric.protocol import spare
+from fabric.protocol.rules import spare
 
 LENGTHS = [0, 1, 3, 6, 11, 17, 25, 34, 44, 55, 72, 85, 106, 127, 151, 177, 199, 216, 246, 283, 333, 356, 372]
 LENGTHS += [425, 480, 492]  # OEIS A003022

@@ -8,10 +8,10 @@ from protocol.test_leader import Lighthouse
 from protocol.test_member import FIRST, Trainer, bar, contribution, holding, resume_of, running
 
 from fabric.model import Base, SnapshotRef
-from fabric.protocol import leader_io as lio
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.member_state import Mode
+from fabric.protocol.member.state import Mode
+from fabric.protocol.messages import leader_events as lio
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
 
 # Sorted before and after "s", the store of all other records here.
 STORES = ("a", "z")
@@ -64,7 +64,7 @@ def test_a_round_goes_on_in_the_epochs_of_the_other_store(store):
     trainer.peer("b", contribution(record, 0, (2, 3)))  # b has heard of it first
     trainer.leader(m.Epoch(record), resume_of(record, 0, a=(0, 1), b=(2, 3)))
     trainer.do(io.Linked(2), io.Computed(0, (0, 1), 2.0), io.Exchanged(2, 0, "g0"))
-    assert trainer.told_peers(m.Bar), "what came early of the new store's epoch was kept"
+    assert trainer.told_peers(m.CommitVote), "what came early of the new store's epoch was kept"
     trainer.peer("b", bar(record, 0))
     assert trainer.found(io.Apply)
 
@@ -85,7 +85,7 @@ def test_a_member_that_the_other_store_does_not_list_waits_outside_without_its_s
     assert trainer.core.mode is Mode.OUTSIDE
     assert trainer.core.state.generation == 0
     trainer.do(io.Computed(0, (0, 1), 2.0))
-    assert trainer.said(m.NeedState) or trainer.core.fetch.doing == "asked"
+    assert trainer.said(m.RequestState) or trainer.core.fetch.doing == "asked"
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -102,8 +102,8 @@ def test_an_epoch_that_is_no_higher_starts_the_process_again(store, listed):
 def test_a_change_from_another_store_is_asked_for_whole(store):
     trainer = running()
     record = cold_start(store, "a")
-    trainer.leader(m.Change(replace(record, roster=()), "of a roster", "of another", (), ()))
-    assert trainer.said(m.NeedRoster) == [m.NeedRoster(record.fence)]
+    trainer.leader(m.RosterDelta(replace(record, roster=()), "of a roster", "of another", (), ()))
+    assert trainer.said(m.RequestRoster) == [m.RequestRoster(record.fence)]
 
 
 def test_what_peers_say_in_the_epochs_of_another_store_is_not_taken_for_this_ones():
@@ -112,15 +112,15 @@ def test_what_peers_say_in_the_epochs_of_another_store_is_not_taken_for_this_one
     foreign = replace(FIRST, store_id="z")
     trainer.peer("b", contribution(foreign, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
-    assert not trainer.told_peers(m.Bar), "b's contribution to this round has not come"
+    assert not trainer.told_peers(m.CommitVote), "b's contribution to this round has not come"
 
 
 def test_sources_of_another_store_are_not_heeded():
     trainer = Trainer("d")
     trainer.leader(m.Epoch(FIRST))
-    assert trainer.said(m.NeedState)
+    assert trainer.said(m.RequestState)
     fence = replace(FIRST, store_id="z").fence
-    trainer.leader(m.Sources(fence, SnapshotRef(1, 50, "s50"), ("http://a",)))
+    trainer.leader(m.StateSources(fence, SnapshotRef(1, 50, "s50"), ("http://a",)))
     assert not trainer.found(io.FetchState)
 
 

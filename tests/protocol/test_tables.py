@@ -4,19 +4,21 @@ from typing import get_args
 
 import pytest
 
-from fabric.protocol import leader, leader_io, member, member_io
-from fabric.protocol import messages as m
-from fabric.protocol.member_state import TRANSITIONS, Mode
+from fabric.protocol.leader import core as leader_core
+from fabric.protocol.member import core as member_core
+from fabric.protocol.member.state import TRANSITIONS, Mode
+from fabric.protocol.messages import leader_events, member_events
+from fabric.protocol.messages import network as m
 
 
 @pytest.mark.parametrize(
     ("table", "kinds"),
     [
-        (member._HANDLERS, get_args(member_io.Event)),
-        (member._FROM_LEADER, get_args(m.LeaderMessage)),
-        (leader._HANDLERS, get_args(leader_io.Event)),
+        (member_core._HANDLERS, get_args(member_events.Event)),
+        (member_core._FROM_LEADER, get_args(m.LeaderMessage)),
+        (leader_core._HANDLERS, get_args(leader_events.Event)),
         # A session arrives as SessionOpened.
-        (leader._FROM_MEMBER, set(get_args(m.MemberMessage)) - {m.Session}),
+        (leader_core._FROM_MEMBER, set(get_args(m.MemberMessage)) - {m.OpenSession}),
     ],
     ids=["member events", "from the leader", "leader events", "from a member"],
 )

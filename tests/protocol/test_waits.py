@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.protocol.waits import Lateness, complaint, ring_order, unexcused
+from fabric.protocol.rules.wait_graph import Lateness, complaint, ring_order, unexcused
 
 
 @pytest.mark.parametrize(

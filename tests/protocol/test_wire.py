@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
 from fabric.model import PROTOCOL_VERSION, Base, Fence, Member, Record, StepTimes
-from fabric.protocol import messages, wire
+from fabric.protocol.messages import network, wire
 from fabric.store.base import MAX_VALUE_BYTES
 
 TEXT = st.text(max_size=20)
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 st.register_type_strategy(int, st.integers(-(2**63) + 1, 2**63 - 1))
-KINDS = list(get_args(messages.Message))
+KINDS = list(get_args(network.Message))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
@@ -75,25 +75,25 @@ def test_a_missing_field_is_named():
 
 @pytest.mark.parametrize("version", [None, -1, 3, True, "1"])
 def test_another_version_is_refused_with_a_remedy(version):
-    body = json.loads(wire.encode(messages.BeatReply(3))) | {"version": version}
+    body = json.loads(wire.encode(network.HeartbeatAck(3))) | {"version": version}
     with pytest.raises(ProtocolError, match="upgrade one step at a time"):
         wire.decode(json.dumps(body))
 
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_a_neighbouring_version_is_accepted(version):
-    body = json.loads(wire.encode(messages.BeatReply(3))) | {"version": version}
-    assert wire.decode(json.dumps(body)) == messages.BeatReply(3)
+    body = json.loads(wire.encode(network.HeartbeatAck(3))) | {"version": version}
+    assert wire.decode(json.dumps(body)) == network.HeartbeatAck(3)
 
 
 def test_a_refusal_is_understood_in_every_version():
-    body = json.loads(wire.encode(messages.Rejected("why"))) | {"version": 99}
-    assert wire.decode(json.dumps(body)) == messages.Rejected("why")
+    body = json.loads(wire.encode(network.Rejected("why"))) | {"version": 99}
+    assert wire.decode(json.dumps(body)) == network.Rejected("why")
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "1" * 400])
 def test_non_finite_numbers_never_pass(number):
-    text = wire.encode(messages.Contribution(Fence("s", 1, 1), 0, 1.5, ())).decode()
+    text = wire.encode(network.Contribution(Fence("s", 1, 1), 0, 1.5, ())).decode()
     with pytest.raises(ProtocolError, match="weight"):
         wire.decode(text.replace("1.5", number))
 
@@ -164,12 +164,12 @@ def test_a_compressed_record_that_is_damaged_is_refused(damage):
 
 
 def test_a_long_message_is_packed_and_read_either_way():
-    message = messages.Epoch(Record("s", 1, 1, 1, 1, "n", roster_of(1000), Base(0, 0)))
+    message = network.Epoch(Record("s", 1, 1, 1, 1, "n", roster_of(1000), Base(0, 0)))
     plain = wire.encode(message)
     packed = wire.packed(plain)
     assert len(packed) < len(plain) // 3
     assert wire.decode(packed) == wire.decode(plain) == message
-    assert wire.packed(wire.encode(messages.BeatReply(1))) == wire.encode(messages.BeatReply(1))
+    assert wire.packed(wire.encode(network.HeartbeatAck(1))) == wire.encode(network.HeartbeatAck(1))
 
 
 @pytest.mark.parametrize("cut", [1, 5, -1])
@@ -182,15 +182,15 @@ def test_a_packed_message_that_is_cut_off_or_too_long_is_refused(cut):
 
 
 def test_the_reply_to_a_beat_is_what_the_codec_would_say():
-    body = json.loads(wire.encode(messages.BeatReply(17)))
-    assert body == {"kind": "BeatReply", "version": PROTOCOL_VERSION, "number": 17}
-    reply = messages.BeatReply(18, 'the "report" of r1 \u2028 \N{BULLET}')
+    body = json.loads(wire.encode(network.HeartbeatAck(17)))
+    assert body == {"kind": "HeartbeatAck", "version": PROTOCOL_VERSION, "number": 17}
+    reply = network.HeartbeatAck(18, 'the "report" of r1 \u2028 \N{BULLET}')
     for _ in range(2):
         assert wire.decode(wire.encode(reply)) == reply
 
 
 _TIMES = {f.name: 0.5 for f in fields(StepTimes)}
-_BEAT = json.loads(wire.encode(messages.Beat(1, 2, 3, 4, "d", "run", ("r1",), "busy", None, 0.5)))
+_BEAT = json.loads(wire.encode(network.Heartbeat(1, 2, 3, 4, "d", "run", ("r1",), "busy", None, 0.5)))
 _ODD = (None, True, False, 1, -1, 2**63, -(2**63), 1.5, "x", "", [], ["r1"], [1], [None], {}, _TIMES)
 
 
@@ -218,6 +218,6 @@ def test_a_beat_is_taken_as_strictly_by_its_short_way_as_by_the_long_one(monkeyp
 def test_a_usual_beat_takes_the_short_way(monkeypatch):
     monkeypatch.setattr(wire, "_decoded", None)
     times = StepTimes(0.1, waiting_s={"r1": 0.5})
-    whole = messages.Beat(1, 2, 3, 4, "d", "run", ("r1", "r2"), "busy", times, 0.5)
-    for beat in (messages.Beat(1, 2, 3, 4), whole):
+    whole = network.Heartbeat(1, 2, 3, 4, "d", "run", ("r1", "r2"), "busy", times, 0.5)
+    for beat in (network.Heartbeat(1, 2, 3, 4), whole):
         assert wire.decode(wire.encode(beat)) == beat

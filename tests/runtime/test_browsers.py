@@ -6,8 +6,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from fabric.runtime.browsers import host_of, pages_kept_out
-from fabric.runtime.web import errors_as_json, serve
+from fabric.runtime.http.browser_guard import host_of, pages_kept_out
+from fabric.runtime.http.http_service import errors_as_json, serve
 
 
 @pytest.fixture

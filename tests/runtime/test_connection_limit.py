@@ -14,10 +14,17 @@ import uvloop
 from aiohttp import web
 from authority import Authority
 
-from fabric.runtime.acceptor import share_of
-from fabric.runtime.connection_limit import FULL, IDLE, ConnectionLimit, Limits, Seat, raise_descriptor_limit
-from fabric.runtime.tls import Tls
-from fabric.runtime.web import read_body, serve
+from fabric.runtime.http.acceptor import share_of
+from fabric.runtime.http.connection_limit import (
+    FULL,
+    IDLE,
+    ConnectionLimit,
+    Limits,
+    Seat,
+    raise_descriptor_limit,
+)
+from fabric.runtime.http.http_service import read_body, serve
+from fabric.runtime.http.tls import Tls
 
 DEADLINE_S = 60
 
@@ -35,11 +42,11 @@ class Room:
 
 def test_the_one_that_idles_for_longest_goes_and_never_one_with_a_request():
     room = Room(total=4, idle=4)
-    seats = [room.enter(name) for name in "abcd"]
-    assert all(seats)
-    seats[0].busy()
-    seats[1].busy()
-    seats[1].idle()
+    data_slots = [room.enter(name) for name in "abcd"]
+    assert all(data_slots)
+    data_slots[0].busy()
+    data_slots[1].busy()
+    data_slots[1].idle()
     assert room.enter("e") is not None
     assert room.closed == ["c"], "b has asked something since, and a is being answered"
     assert room.limit.open == 4 and room.limit.refused == {IDLE: 1, FULL: 0}
@@ -64,12 +71,12 @@ def test_an_address_that_takes_too_much_closes_its_own():
 
 def test_an_address_whose_requests_fill_its_share_is_refused():
     room = Room(total=8, idle=8)
-    seats = [room.enter("attacker") for _ in range(4)]
-    for seat in seats:
-        seat.busy()
+    data_slots = [room.enter("attacker") for _ in range(4)]
+    for data_slot in data_slots:
+        data_slot.busy()
     assert room.enter("attacker") is None
     assert room.enter("victim") is not None
-    seats[0].leave()
+    data_slots[0].leave()
     assert room.enter("attacker") is not None
 
 
@@ -82,11 +89,11 @@ def test_idle_ones_have_less_room_than_all():
 
 def test_a_seat_is_free_once_however_often_it_is_left():
     room = Room(total=4, idle=4)
-    seat = room.enter("a")
+    data_slot = room.enter("a")
     for _ in range(2):
-        seat.leave()
-    seat.idle()
-    seat.busy()
+        data_slot.leave()
+    data_slot.idle()
+    data_slot.busy()
     assert room.limit.open == 0 and room.limit.idling == 0
     for number in range(10):
         room.enter(f"host {number}").leave()

@@ -28,9 +28,9 @@ def lines(form: str) -> list[str]:
     logs.set_up("trainer", "json", stream=out, whole_process=False)
     if form == "text":
         logging.getLogger("fabric").handlers[0].setFormatter(logs.TextLines())
-    logs.describe(job="gpt", replica="r1", incarnation=7, epoch=3, cause="e3")
+    logs.describe(job="gpt", replica="r1", incarnation=7, epoch=3, incident_id="e3")
     log = logging.getLogger("fabric.somewhere")
-    log.info("abort: r2: the ring broke\nand more", extra=logs.fields(step=12, cause="e4"))
+    log.info("abort: r2: the ring broke\nand more", extra=logs.fields(step=12, incident_id="e4"))
     try:
         raise ValueError("wrong")
     except ValueError:
@@ -50,17 +50,17 @@ def test_json_is_one_object_per_line_with_what_is_known(fabric_logger):
         "incarnation": 7,
         "epoch": 3,
         "step": 12,
-        "cause": "e4",
+        "incident_id": "e4",
         "message": "abort: r2: the ring broke\nand more",
     }
-    assert second["cause"] == "e3" and "step" not in second, "what is of one line stays with it"
+    assert second["incident_id"] == "e3" and "step" not in second, "what is of one line stays with it"
     assert "ValueError: wrong" in second["error"]
 
 
 def test_text_has_the_same_fields_in_brackets(fabric_logger):
     text = "\n".join(lines("text"))
     assert "INFO fabric.somewhere: abort: r2: the ring broke" in text
-    assert "[job=gpt replica=r1 incarnation=7 epoch=3 step=12 cause=e4]" in text
+    assert "[job=gpt replica=r1 incarnation=7 epoch=3 step=12 incident_id=e4]" in text
 
 
 def test_a_line_of_text_is_one_line_whatever_others_wrote(fabric_logger):

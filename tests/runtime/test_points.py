@@ -7,22 +7,22 @@ import sys
 import pytest
 
 from fabric.errors import ConfigError
-from fabric.runtime.points import Points
+from fabric.runtime.failpoints import Failpoints
 
 
 @pytest.mark.parametrize("text", ["nowhere=kill", "ring", "rinq@3=kill"])
 def test_unknown_points_are_refused(text):
     with pytest.raises(ConfigError, match="known points"):
-        Points(text)
+        Failpoints(text)
 
 
 def test_a_point_acts_once_at_its_step(tmp_path):
     code = """
-from fabric.runtime.points import Points
-points = Points("ring@2=kill")
-points.reach("ring", 1)
+from fabric.runtime.failpoints import Failpoints
+points = Failpoints("ring@2=kill")
+points.hit("ring", 1)
 print("on", flush=True)
-points.reach("ring", 2)
+points.hit("ring", 2)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert done.returncode == -signal.SIGKILL and done.stdout == b"on\n"
@@ -30,6 +30,6 @@ points.reach("ring", 2)
 
 def test_waiting_ends_when_the_file_is_there(tmp_path):
     (tmp_path / "go").touch()
-    points = Points(f"fetch=wait:{tmp_path}/go")
-    points.reach("fetch", 9)
-    points.reach("fetch", 9)
+    points = Failpoints(f"fetch=wait:{tmp_path}/go")
+    points.hit("fetch", 9)
+    points.hit("fetch", 9)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fabric.client.worker import Worker
+from fabric.client.process.worker import Worker
 from fabric.runtime import priority
 from fabric.runtime.priority import BACKGROUND, POLITE, Politely, lower_priority
 

@@ -9,13 +9,13 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from fabric.ckpt_server.pulse import PulseSender
-from fabric.client import leader_link
-from fabric.client.leader_link import LeaderLink
+from fabric.ckpt_server.server.trainer_status import PulseSender
+from fabric.client.control import lighthouse_link
+from fabric.client.control.lighthouse_link import LeaderLink
 from fabric.errors import Unreachable
 from fabric.runtime.config import Settings
-from fabric.runtime.lighthouses import Lighthouses
-from fabric.runtime.redirects import RedirectRefused, check
+from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.redirects import RedirectRefused, check
 
 PODS = (
     "http://fabric-lighthouse-0.fabric-lighthouse:8600",
@@ -135,7 +135,7 @@ async def test_a_command_shows_no_token_to_a_host_that_nobody_named():
 
 
 async def test_a_trainer_shows_no_token_to_a_host_that_nobody_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(leader_link, "_BACKOFF_S", (0.001, 0.005))
+    monkeypatch.setattr(lighthouse_link, "_BACKOFF_S", (0.001, 0.005))
     file = tmp_path / "token"
     file.touch(mode=0o600)
     file.write_text("secret\n")

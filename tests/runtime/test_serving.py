@@ -8,11 +8,11 @@ import pytest
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from fabric.runtime.web import NoBytesOfRequests, errors_as_json, serve
+from fabric.runtime.http.http_service import NoBytesOfRequests, errors_as_json, serve
 
 
 async def test_a_client_that_never_ends_its_request_is_cut_off(monkeypatch):
-    monkeypatch.setattr("fabric.runtime.web.IDLE_S", 0.2)
+    monkeypatch.setattr("fabric.runtime.http.http_service.IDLE_S", 0.2)
     app = web.Application()
     asked, go = asyncio.Event(), asyncio.Event()
 
@@ -95,9 +95,11 @@ async def test_what_is_no_request_is_refused_and_leaves_no_bytes_in_the_log(what
         return web.Response(body=await request.read())
 
     app.router.add_route("*", "/", read)
-    monkeypatch.setattr("fabric.runtime.web.IDLE_S", 0.2)
+    monkeypatch.setattr("fabric.runtime.http.http_service.IDLE_S", 0.2)
     # One that has had no line of the cases before this one.
-    monkeypatch.setattr(logging.getLogger("fabric.runtime.web.requests"), "filters", [NoBytesOfRequests()])
+    monkeypatch.setattr(
+        logging.getLogger("fabric.runtime.http.http_service.requests"), "filters", [NoBytesOfRequests()]
+    )
     runner, port = await serve(app, "127.0.0.1", 0)
     try:
         for _ in range(2):

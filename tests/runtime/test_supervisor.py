@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fabric.runtime.config import supervisor
-from fabric.runtime.supervisor import Supervisor
+from fabric.runtime.systemd import Supervisor
 
 DEADLINE_S = 60
 

@@ -8,13 +8,13 @@ import pytest
 from aiohttp import web
 from authority import Authority
 
-from fabric.client import leader_link
-from fabric.client.leader_link import LeaderLink
+from fabric.client.control import lighthouse_link
+from fabric.client.control.lighthouse_link import LeaderLink
 from fabric.errors import Unreachable
 from fabric.runtime.config import Settings
-from fabric.runtime.dial_errors import mistake, why
-from fabric.runtime.lighthouses import Lighthouses
-from fabric.runtime.tls import Tls
+from fabric.runtime.http.dial_errors import mistake, why
+from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.tls import Tls
 
 NONE = Tls()
 
@@ -101,7 +101,7 @@ def test_a_trainer_does_not_wait_for_a_certificate_to_heal(mine):
 
 
 def test_a_trainer_that_is_hung_up_on_waits_and_says_for_what(mine, caplog, monkeypatch):
-    monkeypatch.setattr(leader_link, "_QUIET_S", 0.0)
+    monkeypatch.setattr(lighthouse_link, "_QUIET_S", 0.0)
     plain = heard_by_a_trainer(mine, "http", NONE, 0.0)
     assert plain.startswith("no lighthouse was found within 0 s") and "write https://" in plain
     said = [record.getMessage() for record in caplog.records]

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from fabric.errors import ConfigError
-from fabric.runtime.token_file import LOOK_S, MAX_TOKEN_BYTES, TokenFile, read_tokens
+from fabric.runtime.http.token_file import LOOK_S, MAX_TOKEN_BYTES, TokenFile, read_tokens
 
 
 class Clock:

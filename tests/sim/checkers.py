@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from sim.server import FLIPPED
 
 from fabric.model import EVERYTHING, Member, Record, Sharing
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.assignment import readers_of, waits_for_data
-from fabric.protocol.changes import for_members
-from fabric.protocol.rank_orders import seen_by_rank
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages.rank_messages import seen_by_rank
+from fabric.protocol.messages.roster_delta import for_members
+from fabric.protocol.rules.assignment import readers_of, waits_for_data
 
 if TYPE_CHECKING:
     from sim.cold_checks import ColdStarts
@@ -111,7 +111,7 @@ class Checks:
     def _is_a_roster(self, record: Record) -> None:
         if not record.roster or len(set(record.names)) != len(record.names):
             raise Violation(f"epoch {record.epoch} has the roster {record.names}")
-        if not any(not x.fresh for x in record.roster):
+        if not any(not x.joining for x in record.roster):
             raise Violation(f"nobody in epoch {record.epoch} knows the job's state")
 
     def _forget_rounds(self, before: Record, after: Record) -> None:
@@ -145,7 +145,7 @@ class Checks:
             )
         entry = record.member(trainer.host)
         took_part = entry is not None and entry.incarnation == trainer.incarnation and not entry.leaving
-        if entry is None or not took_part or (entry.fresh and not self._took_part(entry)):
+        if entry is None or not took_part or (entry.joining and not self._took_part(entry)):
             return
         if self.ended_alone and not trainer.main.closing:
             return  # the end came while it waited for a leader to go on: its loop is told, and goes
@@ -213,11 +213,11 @@ class Checks:
         kept = [x for x in after.roster if before.lists(x.replica, x.incarnation)]
         if after.cold != before.cold:
             raise Violation("the epoch of the cold start changed within a generation")
-        veterans = {x.replica for x in before.roster if not x.fresh}
+        veterans = {x.replica for x in before.roster if not x.joining}
         if not any(x.replica in veterans or self._took_part(x) for x in kept):
             raise Violation(f"no member of epoch {before.epoch} that knows the state is in {after.epoch}")
         for x in after.roster:
-            if not before.lists(x.replica, x.incarnation) and not x.fresh:
+            if not before.lists(x.replica, x.incarnation) and not x.joining:
                 raise Violation(f"{x.replica} enters in epoch {after.epoch} without being fresh")
         if not after.is_forced:
             gone = [x for x in before.roster if not x.leaving and not after.lists(x.replica, x.incarnation)]
@@ -236,7 +236,7 @@ class Checks:
         if for_members(record) not in map(for_members, self.records):
             raise Violation(f"epoch {record.epoch} was announced before the store had it")
 
-    def announced_change(self, told: m.Change) -> None:
+    def announced_change(self, told: m.RosterDelta) -> None:
         """The same of a change: what it ends in is committed."""
         ends_in = (told.record, told.after)
         if ends_in not in [(replace(for_members(r), roster=()), r.roster_digest) for r in self.records]:
@@ -283,14 +283,14 @@ class Checks:
             return
         if len(record.roster) < self._needed(record):
             raise Violation(f"{who} works in epoch {epoch}, which needs {self._needed(record)} members")
-        if isinstance(message, m.Bar):
+        if isinstance(message, m.CommitVote):
             said = self.bars.setdefault((who, epoch, message.step), message.gradient_digest)
             if said != message.gradient_digest:
                 raise Violation(f"{who} held two results of round {(epoch, message.step)}")
             self.holds[who] = (epoch, message.step)
             self.heard_bar(trainer, trainer.host, message)
 
-    def heard_bar(self, trainer: "Trainer", replica: str, bar: m.Bar) -> None:
+    def heard_bar(self, trainer: "Trainer", replica: str, bar: m.CommitVote) -> None:
         if bar.state_digest:
             rounds = self.heard.setdefault(trainer.name, {})
             rounds.setdefault((bar.fence.epoch, bar.step), {})[replica] = bar.state_digest
@@ -342,7 +342,7 @@ class Checks:
         if self.records[-1].generation != effect.generation:
             self._is_the_last_of_its_own(trainer, effect.held, effect.generation)
 
-    def _is_committed(self, trainer: "Trainer", held: io.Hold) -> None:
+    def _is_committed(self, trainer: "Trainer", held: io.PreparedRound) -> None:
         """Everybody of the round has said that it holds it, or a decision goes on behind it."""
         said = {who for who, epoch, step in self.bars if (epoch, step) == (held.epoch, held.step)}
         named = any(x.step == held.step + 1 and x.commit_digest for x in self.decisions.values())
@@ -401,7 +401,7 @@ class Checks:
         if self.ends.get(who, (generation, step + 1)) <= (generation, step):
             raise Violation(f"{who} applies step {step} after it said that it had finished")
 
-    def _is_the_last_of_its_own(self, trainer: "Trainer", held: io.Hold, generation: int) -> None:
+    def _is_the_last_of_its_own(self, trainer: "Trainer", held: io.PreparedRound, generation: int) -> None:
         """A cold start waits for all who may still commit; not for who was left out before, or was fresh:
         that one may commit a round of the past, but only one that all others of its roster said they hold,
         and no other after that."""
@@ -409,7 +409,7 @@ class Checks:
         last = next(r for r in reversed(self.records) if r.generation == generation)
         if last.store_id != self.records[-1].store_id and self.promises.get(who, 0) <= last.epoch:
             return  # its store was wiped, and it has not heard of that: an empty store waits for nobody
-        awaited = any((x.replica, x.incarnation) == key and not x.fresh for x in last.roster)
+        awaited = any((x.replica, x.incarnation) == key and not x.joining for x in last.roster)
         roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[held.epoch].roster}
         said = {name for name, epoch, step in self.bars if (epoch, step) == (held.epoch, held.step)}
         if awaited or who in self.late or (roster - said - {who} and not self.rank):
@@ -422,17 +422,23 @@ class Checks:
         poisoned = record.poisoned(step)
         self.skipped.update((step, i) for i in missing)
         left = [i for i in missing if i not in poisoned]
-        sharing, seats = self.sharing, max(self.sharing.seats, *(x.seat + 1 for x in record.roster))
+        sharing, data_slots = (
+            self.sharing,
+            max(self.sharing.data_slots, *(x.data_slot + 1 for x in record.roster)),
+        )
         if sharing.policy == "constant" and (not sharing.readers or sharing.on_loss != "shrink"):
             return left
         contributing = {name for name, ids in gradient.parts if ids}
-        there = {x.seat for x in record.roster if x.replica in contributing}
-        sizes = [self.micro_batches // seats + (n < self.micro_batches % seats) for n in range(seats)]
-        bounds = [sum(sizes[:n]) for n in range(seats + 1)]
-        parts = {i: n for n in range(seats) for i in range(bounds[n], bounds[n + 1])}
-        hosts = [{n} for n in range(seats)]
+        there = {x.data_slot for x in record.roster if x.replica in contributing}
+        sizes = [
+            self.micro_batches // data_slots + (n < self.micro_batches % data_slots)
+            for n in range(data_slots)
+        ]
+        bounds = [sum(sizes[:n]) for n in range(data_slots + 1)]
+        parts = {i: n for n in range(data_slots) for i in range(bounds[n], bounds[n + 1])}
+        hosts = [{n} for n in range(data_slots)]
         if sharing.policy == "constant":
-            hosts = [set(readers_of(n, sharing)) for n in range(seats)]
+            hosts = [set(readers_of(n, sharing)) for n in range(data_slots)]
         return [i for i in left if hosts[parts[i]] & there]
 
     def _is_of_one_roster(self, who: str, order: io.Apply, gradient: "Gradient") -> None:

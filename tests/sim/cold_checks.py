@@ -35,7 +35,7 @@ class ColdStarts:
     def _is_justified(self, member: Member, after: Record) -> None:
         """This member is dead, or must have stopped by itself, or has said that it holds nothing of worth."""
         trainer = self.world.by_key.get((member.replica, member.incarnation))
-        if member.fresh or trainer is None or not trainer.alive or self._is_worthless(trainer):
+        if member.joining or trainer is None or not trainer.alive or self._is_worthless(trainer):
             return
         silent_s = trainer.clock() - trainer.answered
         demand(

@@ -16,13 +16,13 @@ from sim.trainer import Trainer
 from sim.world import Settings, World
 
 from fabric.model import Member as Entry
-from fabric.protocol import decide as deciding
-from fabric.protocol import leader_base, refusal
-from fabric.protocol import leader_io as lio
-from fabric.protocol import messages as m
-from fabric.protocol.leader import Leader
-from fabric.protocol.liveness import Liveness
-from fabric.protocol.member import Member
+from fabric.protocol.leader import base, refusal
+from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.liveness import Liveness
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.messages import leader_events as lio
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules import decide as deciding
 
 # What a hunt over these worlds must have met.
 REQUIRED = (
@@ -216,7 +216,7 @@ class Twins(ColdWorld):
         demand("newer process" not in reason, f"{trainer.name} is ended by a second process: {reason}")
         super().exited(trainer, code, reason)
 
-    def told(self, effect: lio.Tell) -> None:
+    def told(self, effect: lio.RecordEvent) -> None:
         super().told(effect)
         demand(effect.kind != "condemned", f"{effect.about} is condemned for a second process: {effect.why}")
 
@@ -240,7 +240,7 @@ class Tie(ColdWorld):
         """Where all stand at the same step between two rounds; else in a moment."""
         found = [self.hosts[name].trainer for name in ("r2", "r3")]
         record = self.store.record
-        there = record is not None and len(record.roster) == 4 and not any(x.fresh for x in record.roster)
+        there = record is not None and len(record.roster) == 4 and not any(x.joining for x in record.roster)
         states = {t.main.digest for t in found if t is not None}
         if not there or len(states) != 1:
             self.clockwork.at(0.003, self.strike)
@@ -252,7 +252,7 @@ class Tie(ColdWorld):
             trainer.main.digest += FLIPPED
             self.wrong.add((trainer.host, trainer.incarnation))
 
-    def told(self, effect: lio.Tell) -> None:
+    def told(self, effect: lio.RecordEvent) -> None:
         super().told(effect)
         if self.wrong and effect.kind == "condemned" and "disagree" in effect.why:
             late = effect.about in ("r2", "r3")
@@ -314,7 +314,7 @@ def forget_who_was_replaced(patch: Patch) -> None:
     """Contact is known by the replica's name alone."""
     opened, hear = Liveness.opened, Liveness.hear
 
-    def heard(live: Liveness, pulse: m.Pulse, member: Entry | None, now: float) -> Any:
+    def heard(live: Liveness, pulse: m.TrainerStatus, member: Entry | None, now: float) -> Any:
         known = hear(live, pulse, member, now)
         live.elsewhere.clear()
         return known
@@ -326,29 +326,29 @@ def forget_who_was_replaced(patch: Patch) -> None:
 def believe_whoever_vouches(patch: Patch) -> None:
     """A host that ran any process of the replica vouches for all of them."""
 
-    def vouches(session: m.Session, member: Entry) -> bool:
+    def vouches(session: m.OpenSession, member: Entry) -> bool:
         return bool(session.predecessors)
 
-    patch.setattr("fabric.protocol.liveness.vouches", vouches)
+    patch.setattr("fabric.protocol.leader.liveness.vouches", vouches)
     patch.setattr(refusal, "vouches", vouches)
 
 
 def start_cold_after_half_the_autonomy(patch: Patch) -> None:
-    limit = leader_base.LeaderBase.out_of_sight_s.fget
+    limit = base.LeaderBase.out_of_sight_s.fget
     assert limit is not None
-    patch.setattr(leader_base.LeaderBase, "out_of_sight_s", property(lambda leader: limit(leader) / 2))
+    patch.setattr(base.LeaderBase, "out_of_sight_s", property(lambda leader: limit(leader) / 2))
 
 
 def date_contact_from_the_answer(patch: Patch) -> None:
-    def on_beat_reply(member: Member, message: m.BeatReply) -> None:
+    def on_beat_reply(member: MemberCore, message: m.HeartbeatAck) -> None:
         if member.contact.sent.pop(message.number, None) is not None:
             member.contact.last = member._now
 
-    patch.setitem(member_handlers(), m.BeatReply, on_beat_reply)
+    patch.setitem(member_handlers(), m.HeartbeatAck, on_beat_reply)
 
 
 def member_handlers() -> dict[type, Any]:
-    from fabric.protocol import member as core
+    from fabric.protocol.member import core
 
     return core._FROM_LEADER
 
@@ -399,12 +399,12 @@ def count_rounds_of_older_generations(patch: Patch) -> None:
 def begin_before_all_servers_are_heard(patch: Patch) -> None:
     """Nor by what the sessions say of them."""
     patch.setattr(Liveness, "servers_to_hear", lambda live, roster, now: {})
-    held = Leader._held_states
+    held = LeaderCore._held_states
 
-    def by_pulses_alone(leader: Leader, peers: list[Any]) -> Any:
+    def by_pulses_alone(leader: LeaderCore, peers: list[Any]) -> Any:
         return leader.liveness.whole(1 + len(peers[0].session.ranks)) or held(leader, peers)
 
-    patch.setattr(Leader, "_held_states", by_pulses_alone)
+    patch.setattr(LeaderCore, "_held_states", by_pulses_alone)
 
 
 MUTATIONS: dict[str, Callable[[Patch], None]] = {

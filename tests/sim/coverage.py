@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from sim.faults import KINDS, TRIGGERS
 
-from fabric.protocol import leader_io as io
-from fabric.protocol.member_state import Mode
+from fabric.protocol.member.state import Mode
+from fabric.protocol.messages import leader_events as io
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -84,7 +84,7 @@ REQUIRED = (
 )
 
 
-def told(counts: Counter[str], effect: io.Tell) -> None:
+def told(counts: Counter[str], effect: io.RecordEvent) -> None:
     """Count what the leader's own words say has happened."""
     counts[f"leader: {effect.kind}"] += 1
     for words, name in REASONS.items():

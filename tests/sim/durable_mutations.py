@@ -7,38 +7,38 @@ from dataclasses import replace
 import pytest
 
 from fabric.model import DURABLE, Base, SnapshotRef
-from fabric.protocol import member as member_core
-from fabric.protocol import member_io as io
-from fabric.protocol.leader import Leader
-from fabric.protocol.liveness import Liveness, Peer
-from fabric.protocol.member import Member
+from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.liveness import Liveness, Peer
+from fabric.protocol.member import core as member_core
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.messages import member_events as io
 
 Patch = pytest.MonkeyPatch
 
 
 def ask_again_for_what_nobody_could_load(patch: Patch) -> None:
-    chosen = Leader._base
+    chosen = LeaderCore._base
 
-    def base(leader: Leader, peers: list[Peer]) -> tuple[Base | None, str]:
+    def base(leader: LeaderCore, peers: list[Peer]) -> tuple[Base | None, str]:
         leader.unusable.clear()
         return chosen(leader, peers)
 
-    patch.setattr(Leader, "_base", base)
+    patch.setattr(LeaderCore, "_base", base)
 
 
 def pass_over_what_one_could_not_load_and_others_did(patch: Patch) -> None:
-    patch.setattr(Leader, "_note_loaded", lambda leader, generation: None)
+    patch.setattr(LeaderCore, "_note_loaded", lambda leader, generation: None)
 
 
 def begin_from_scratch_when_nothing_can_be_loaded(patch: Patch) -> None:
-    chosen = Leader._base
+    chosen = LeaderCore._base
 
-    def base(leader: Leader, peers: list[Peer]) -> tuple[Base | None, str]:
+    def base(leader: LeaderCore, peers: list[Peer]) -> tuple[Base | None, str]:
         first = peers[0].session
         found, passed = chosen(leader, peers)
         return found or Base(0, 0, first.digest, (first.ckpt,)), passed
 
-    patch.setattr(Leader, "_base", base)
+    patch.setattr(LeaderCore, "_base", base)
 
 
 def begin_from_the_oldest(patch: Patch) -> None:
@@ -52,9 +52,9 @@ def begin_from_the_oldest(patch: Patch) -> None:
 
 def each_takes_what_it_can_load(patch: Patch) -> None:
     """Who cannot load the base takes the oldest that it has found, and says that it holds the base."""
-    failed, installed = Member.on_fetch_failed, Member.on_installed
+    failed, installed = MemberCore.on_fetch_failed, MemberCore.on_installed
 
-    def on_failed(member: Member, event: io.FetchFailed) -> None:
+    def on_failed(member: MemberCore, event: io.FetchFailed) -> None:
         older = member.identity.durable[0] if member.identity.durable else None
         if not event.unusable or older is None or member.fetch.void:
             failed(member, event)
@@ -62,7 +62,7 @@ def each_takes_what_it_can_load(patch: Patch) -> None:
         member.fetch.doing = ""
         member._want(older, (DURABLE,))
 
-    def on_installed(member: Member, event: io.Installed) -> None:
+    def on_installed(member: MemberCore, event: io.Installed) -> None:
         installed(member, event)
         base = member.newest.base if member.newest is not None else None
         if base is not None and event.digest != base.digest and event.step < base.step:

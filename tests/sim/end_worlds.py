@@ -14,8 +14,8 @@ from sim.checkers import demand
 from sim.trainer import Trainer
 from sim.world import FINISH_LIMIT_S, HEAL_LIMIT_S, World
 
-from fabric.protocol.member_end import NO_LEADER_S
-from fabric.protocol.member_state import Mode
+from fabric.protocol.member.ending import NO_LEADER_S
+from fabric.protocol.member.state import Mode
 
 KINDS = ("away", "unequal loops", "unequal loops, away", "a newcomer's own count")
 REQUIRED = (

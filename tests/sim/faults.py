@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from sim.clockwork import Process
 from sim.server import FLIPPED
 
-from fabric.protocol import leader_io
-from fabric.protocol import messages as m
-from fabric.protocol.member_io import FromLeader
+from fabric.protocol.messages import leader_events
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages.member_events import FromLeader
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -324,7 +324,7 @@ class Faults:
         leader = self.world.lighthouses[self._leader_name()]
         if leader.core is not None:
             self.world.ordered(action, name)
-            event = leader_io.Operator(action, name, "operator", "a test", least, most)
+            event = leader_events.Operator(action, name, "operator", "a test", least, most)
             leader.run(lambda: leader.feed(event) if leader.core is not None else None)
 
     # --- what only worlds with an operator have: see ``order_worlds`` -------------------------------

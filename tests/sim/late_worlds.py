@@ -12,12 +12,17 @@ REQUIRED = (
     *LATE_REASONS.values(),
     "leader: too slow",
     "late: update skipped",
-    "member: awaited",
-    "during awaited",
+    "member: blocking join",
+    "during blocking join",
 )
 
 # While the others wait, the worst happens to the newcomer, or to one of them.
-AIMS = (("awaited", "kill host"), ("awaited", "isolate"), ("awaited", "reset link"), ("awaited", "kill two"))
+AIMS = (
+    ("blocking join", "kill host"),
+    ("blocking join", "isolate"),
+    ("blocking join", "reset link"),
+    ("blocking join", "kill two"),
+)
 
 
 def late_world(seed: int) -> World:

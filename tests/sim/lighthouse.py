@@ -7,10 +7,10 @@ from sim.clockwork import Clockwork, Process
 from sim.network import Connection, decode, encode
 from sim.store import Reach
 
-from fabric.model import Orders, Record
-from fabric.protocol import leader_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.leader import Leader
+from fabric.model import OperatorOverrides, Record
+from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -26,7 +26,7 @@ class Lighthouse(Process):
         self.world = world
         self.store = Reach(world.store, name)
         self.config = world.settings.leader
-        self.core: Leader | None = None
+        self.core: LeaderCore | None = None
         self.revision = 0
         self.lease_end = 0.0  # by my own clock
         self.sessions: dict[str, tuple[int, Connection]] = {}  # replica -> incarnation, connection
@@ -58,7 +58,7 @@ class Lighthouse(Process):
         if revision == 0 or self.core is not None:
             return
         self.revision, self.lease_end = revision, sent + self.store.lease_s * 0.8
-        self.core = Leader(
+        self.core = LeaderCore(
             "job", self.config, random.Random(f"{self.clockwork.seed}/{revision}"), self.clock()
         )
         self.store.read(lambda record: self.run(lambda: self._elected(revision, record)))
@@ -66,13 +66,13 @@ class Lighthouse(Process):
     def _elected(self, revision: int, record: Record | None) -> None:
         if self.core is not None and self.revision == revision:
             self.clockwork.trace(self.name, f"elected {revision}")
-            if record is not None and record.orders != Orders():
+            if record is not None and record.orders != OperatorOverrides():
                 self.clockwork.counts["orders: known to the next leader"] += 1
             self.feed(io.Elected(self.store.name, record, 1e9 + self.clockwork.now + self.world.time_error()))
             chance = random.Random(f"crowd {self.clockwork.seed}/{revision}")
             if chance.random() < 0.25:
                 self.clockwork.counts["crowd"] += 1
-                self.feed(io.Crowded(chance.uniform(0.0, 5.0)))
+                self.feed(io.AcceptQueueFull(chance.uniform(0.0, 5.0)))
 
     def _renewed(self, ok: bool, sent: float, revision: int) -> None:
         if self.core is None or self.revision != revision:
@@ -111,7 +111,7 @@ class Lighthouse(Process):
         try:
             while self._inbox and self.core is not None:
                 event = self._inbox.pop(0)
-                if self.clockwork.tracing and not isinstance(event, io.PulseSeen | io.Tick):
+                if self.clockwork.tracing and not isinstance(event, io.TrainerStatusSeen | io.LeaderTick):
                     self.clockwork.trace(self.name, f"< {event}")
                 for effect in self.core.handle(event, self.clock()):
                     if self.core is not None:
@@ -131,7 +131,7 @@ class Lighthouse(Process):
                 return
             self._armed = None
             if self.core is not None:
-                self.feed(io.Tick())
+                self.feed(io.LeaderTick())
 
         self.after(self.seconds_until(deadline) + 1e-6, fire)
 
@@ -164,7 +164,7 @@ class Lighthouse(Process):
                 self.world.happened("cold start", "")
             if any(x.leaving for x in record.roster):
                 self.world.happened("draining", "")
-            if not record.is_forced and any(x.fresh for x in record.roster):
+            if not record.is_forced and any(x.joining for x in record.roster):
                 self.world.happened("admitted", "")
 
     def _send(self, effect: io.SendMember) -> None:
@@ -172,7 +172,7 @@ class Lighthouse(Process):
             return
         if isinstance(effect.message, m.Epoch):
             self.store.checks.announced(effect.message.record)
-        if isinstance(effect.message, m.Change):
+        if isinstance(effect.message, m.RosterDelta):
             self.store.checks.announced_change(effect.message)
         if isinstance(effect.message, m.Resume) and self.core is not None:
             assert self.core.epoch.decision is not None
@@ -180,7 +180,7 @@ class Lighthouse(Process):
         connection = self._connection_to(effect.replica, effect.incarnation)
         if connection is None:
             return
-        if self.clockwork.tracing and not isinstance(effect.message, m.BeatReply):
+        if self.clockwork.tracing and not isinstance(effect.message, m.HeartbeatAck):
             self.clockwork.trace(self.name, f"> {effect.replica} {effect.message}")
         connection.send(1, encode(effect.message))
         if isinstance(effect.message, m.Rejected) and not effect.message.retry:
@@ -217,7 +217,7 @@ class Lighthouse(Process):
             connection.close(1, "not the leader")
             return
         message = decode(data)
-        if isinstance(message, m.Session):
+        if isinstance(message, m.OpenSession):
             self._open(connection, message)
             return
         for replica, (incarnation, known) in self.sessions.items():
@@ -225,7 +225,7 @@ class Lighthouse(Process):
                 self.feed(io.FromMember(replica, incarnation, cast(m.MemberMessage, message)))
                 return
 
-    def _open(self, connection: Connection, session: m.Session) -> None:
+    def _open(self, connection: Connection, session: m.OpenSession) -> None:
         """As the shell does it: the core has taken a session that its peer now has."""
         name = session.replica
         self._opening = (name, session.incarnation, connection)
@@ -251,13 +251,13 @@ class Lighthouse(Process):
         if not self.holds():
             connection.close(1, "not the leader")
             return
-        pulse = cast(m.Pulse, decode(data))
+        pulse = cast(m.TrainerStatus, decode(data))
         self.pulses[pulse.replica, pulse.ckpt, pulse.rank] = connection
-        self.feed(io.PulseSeen(pulse))
+        self.feed(io.TrainerStatusSeen(pulse))
 
     def on_pulse_closed(self, connection: Connection) -> None:
         for (replica, ckpt, rank), known in list(self.pulses.items()):
             if known is connection:
                 del self.pulses[replica, ckpt, rank]
                 if self.core is not None:
-                    self.feed(io.PulseClosed(replica, ckpt, rank))
+                    self.feed(io.TrainerStatusClosed(replica, ckpt, rank))

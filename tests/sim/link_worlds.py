@@ -13,8 +13,8 @@ from dataclasses import replace
 from sim.checkers import demand
 from sim.world import Settings, World
 
-from fabric.lighthouse.reasons import waiting_for
-from fabric.protocol import leader_io
+from fabric.lighthouse.diagnosis.status_text import waiting_for
+from fabric.protocol.messages import leader_events
 
 KINDS = ("pair", "split", "one way", "chain", "star", "flapping")
 REQUIRED = (*(f"links: {kind}" for kind in KINDS), "links: left out")
@@ -140,7 +140,7 @@ class LinkWorld(World):
             there = trainer is not None and trainer.main.is_busy
             demand(there, f"status says {said!r}, and {named[1]} is not in user code")
 
-    def told(self, effect: leader_io.Tell) -> None:
+    def told(self, effect: leader_events.RecordEvent) -> None:
         super().told(effect)
         if effect.kind == "condemned":
             ends = {name for pair in self.cut for name in pair}
@@ -178,7 +178,7 @@ class CalmWorld(World):
             self.clockwork.at(at, lambda kind=kind: self.faults.strike(kind))
             at += self.clockwork.between(1.0, 5.0)
 
-    def told(self, effect: leader_io.Tell) -> None:
+    def told(self, effect: leader_events.RecordEvent) -> None:
         super().told(effect)
         if effect.kind == "condemned":
             demand(False, f"{effect.about} is evicted ({effect.why}), and every replica is well")

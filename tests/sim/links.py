@@ -8,8 +8,8 @@ from sim.network import TIMED_OUT, Connection, End, decode, encode
 from sim.ring import RingLinks
 
 from fabric.model import Member, Record
-from fabric.protocol import member_io as io
-from fabric.protocol.messages import PeerMessage
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.network import PeerMessage
 
 if TYPE_CHECKING:
     from sim.trainer import Trainer

@@ -12,7 +12,7 @@ from sim.checkers import demand
 from sim.server import FLIPPED, Gradient
 
 from fabric.model import SnapshotRef
-from fabric.protocol import member_io as io
+from fabric.protocol.messages import member_events as io
 
 if TYPE_CHECKING:
     from sim.trainer import Trainer
@@ -165,7 +165,11 @@ class MainThread:
         trainer.world.checks.applied(trainer, order, gradient, generation)
         if order.held is not None:
             newest = trainer.core.newest
-            if newest is not None and newest.epoch > order.held.epoch and any(x.fresh for x in newest.roster):
+            if (
+                newest is not None
+                and newest.epoch > order.held.epoch
+                and any(x.joining for x in newest.roster)
+            ):
                 trainer.world.happened("commit beside a newcomer", trainer.host)
             trainer.world.happened("commit", trainer.host)
         self._digest_wanted = order.digest

@@ -11,18 +11,18 @@ from sim.faults import Aims
 from sim.store import Store
 
 from fabric.model import Record
-from fabric.protocol import changes
-from fabric.protocol import decide as deciding
-from fabric.protocol import leader as leader_core
-from fabric.protocol import member as member_core
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.assignment import Work, assign
-from fabric.protocol.leader import Leader
-from fabric.protocol.liveness import Liveness
-from fabric.protocol.member import Member
-from fabric.protocol.member_state import Mode
-from fabric.protocol.round import Round
+from fabric.protocol.leader import core as leader_core
+from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.liveness import Liveness
+from fabric.protocol.member import core as member_core
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.round import Round
+from fabric.protocol.member.state import Mode
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import roster_delta
+from fabric.protocol.rules import decide as deciding
+from fabric.protocol.rules.assignment import Work, assign
 
 Patch = pytest.MonkeyPatch
 
@@ -49,49 +49,49 @@ def redo_although_everybody_holds(patch: Patch) -> None:
 
 
 def drop_the_hold_on_abort(patch: Patch) -> None:
-    abort = Member._abort
+    abort = MemberCore._abort
 
-    def aborted(member: Member, why: str, about: str, **more: bool) -> None:
+    def aborted(member: MemberCore, why: str, about: str, **more: bool) -> None:
         abort(member, why, about, **more)
         member.hold = None
 
-    patch.setattr(Member, "_abort", aborted)
+    patch.setattr(MemberCore, "_abort", aborted)
 
 
 def lose_have_on_abort(patch: Patch) -> None:
-    abort = Member._abort
+    abort = MemberCore._abort
 
-    def aborted(member: Member, why: str, about: str, **more: bool) -> None:
+    def aborted(member: MemberCore, why: str, about: str, **more: bool) -> None:
         abort(member, why, about, **more)
         member.kept.have.clear()
 
-    patch.setattr(Member, "_abort", aborted)
+    patch.setattr(MemberCore, "_abort", aborted)
 
 
 def keep_what_was_given_away(patch: Patch) -> None:
-    abort = Member._abort
+    abort = MemberCore._abort
 
-    def aborted(member: Member, why: str, about: str, **more: bool) -> None:
+    def aborted(member: MemberCore, why: str, about: str, **more: bool) -> None:
         config, member.config = member.config, replace(member.config, retain=True)
         abort(member, why, about, **more)
         member.config = config
 
-    patch.setattr(Member, "_abort", aborted)
+    patch.setattr(MemberCore, "_abort", aborted)
 
 
 def commit_a_gradient_that_was_changed_on_its_way(patch: Patch) -> None:
-    on_computed = Member.on_computed
+    on_computed = MemberCore.on_computed
 
-    def heard(member: Member, event: io.Computed) -> None:
+    def heard(member: MemberCore, event: io.Computed) -> None:
         on_computed(member, replace(event, redo=""))
 
     patch.setitem(member_core._HANDLERS, io.Computed, heard)
 
 
 def adopt_a_decision_again(patch: Patch) -> None:
-    on_resume = Member.on_resume
+    on_resume = MemberCore.on_resume
 
-    def heard(member: Member, message: m.Resume) -> None:
+    def heard(member: MemberCore, message: m.Resume) -> None:
         if member.mode is Mode.RUN and member._runs(message.fence.epoch):
             member.mode = Mode.REPORTED
         on_resume(member, message)
@@ -100,14 +100,14 @@ def adopt_a_decision_again(patch: Patch) -> None:
 
 
 def publish_when_held(patch: Patch) -> None:
-    to_roster = Member._to_roster
+    to_roster = MemberCore._to_roster
 
-    def sent(member: Member, message: m.PeerMessage) -> None:
-        if isinstance(message, m.Bar) and member.hold is not None:
-            member._do(io.Publish(member.state.generation, member.hold))
+    def sent(member: MemberCore, message: m.PeerMessage) -> None:
+        if isinstance(message, m.CommitVote) and member.hold is not None:
+            member._emit(io.Publish(member.state.generation, member.hold))
         to_roster(member, message)
 
-    patch.setattr(Member, "_to_roster", sent)
+    patch.setattr(MemberCore, "_to_roster", sent)
 
 
 def share_out_what_somebody_has(patch: Patch) -> None:
@@ -120,20 +120,20 @@ def share_out_what_somebody_has(patch: Patch) -> None:
 
 
 def announce_before_the_store_has_it(patch: Patch) -> None:
-    write = Leader._write
+    write = LeaderCore._write
 
-    def written(leader: Leader, record: Record) -> None:
+    def written(leader: LeaderCore, record: Record) -> None:
         write(leader, record)
         leader._announce(record, leader.record)
 
-    patch.setattr(Leader, "_write", written)
+    patch.setattr(LeaderCore, "_write", written)
 
 
 def accept_messages_of_older_epochs(patch: Patch) -> None:
-    def is_round(member: Member, epoch: int, step: int) -> bool:
+    def is_round(member: MemberCore, epoch: int, step: int) -> bool:
         return member.round is not None and member.round.step == step and epoch <= member.round.record.epoch
 
-    def heard(member: Member, event: io.FromPeer) -> None:
+    def heard(member: MemberCore, event: io.FromPeer) -> None:
         message = event.message
         if member._is_round(message.fence.epoch, message.step):
             member._collect(event.replica, event.incarnation, message)
@@ -141,12 +141,12 @@ def accept_messages_of_older_epochs(patch: Patch) -> None:
             member.links.keep_early((message.fence.epoch, message.step), event, member._floor())
             member._first_data()
 
-    patch.setattr(Member, "_is_round", is_round)
+    patch.setattr(MemberCore, "_is_round", is_round)
     patch.setitem(member_core._HANDLERS, io.FromPeer, heard)
 
 
 def go_on_with_newcomers_alone(patch: Patch) -> None:
-    patch.setattr(Leader, "_knows", lambda leader, member: True)
+    patch.setattr(LeaderCore, "_knows", lambda leader, member: True)
 
 
 def start_again_without_waiting(patch: Patch) -> None:
@@ -154,9 +154,9 @@ def start_again_without_waiting(patch: Patch) -> None:
 
 
 def forget_the_promise_of_a_report(patch: Patch) -> None:
-    hear_of = Member._hear_of
+    hear_of = MemberCore._hear_of
 
-    def heard(member: Member, record: Record) -> None:
+    def heard(member: MemberCore, record: Record) -> None:
         """Answers a forced epoch, and goes on in the old one."""
         newest = member.newest
         newer = newest is not None and record.fence > newest.fence
@@ -168,7 +168,7 @@ def forget_the_promise_of_a_report(patch: Patch) -> None:
         else:
             hear_of(member, record)
 
-    patch.setattr(Member, "_hear_of", heard)
+    patch.setattr(MemberCore, "_hear_of", heard)
 
 
 def resume_by_the_maximum_committed(patch: Patch) -> None:
@@ -193,18 +193,18 @@ def count_the_holds_of_newcomers(patch: Patch) -> None:
 
 
 def share_by_step_and_roster_alone(patch: Patch) -> None:
-    def share(member: Member, record: Record) -> tuple[int, ...]:
+    def share(member: MemberCore, record: Record) -> tuple[int, ...]:
         shares = assign(range(member.identity.micro_batches), record.roster)
         mine = shares.get(member.identity.replica, ())
         return tuple(i for i in mine if i not in member.kept.have)
 
-    patch.setattr(Member, "_share", share)
+    patch.setattr(MemberCore, "_share", share)
 
 
 def rebuild_the_report_for_another_leader(patch: Patch) -> None:
-    repeat = Member._repeat_answer
+    repeat = MemberCore._repeat_answer
 
-    def repeated(member: Member) -> None:
+    def repeated(member: MemberCore) -> None:
         report, hold = member.report, member.hold
         if report is not None and member.newest is not None and report.fence == member.newest.fence:
             epoch, step, roster = member.pend
@@ -221,19 +221,19 @@ def rebuild_the_report_for_another_leader(patch: Patch) -> None:
             )
         repeat(member)
 
-    patch.setattr(Member, "_repeat_answer", repeated)
+    patch.setattr(MemberCore, "_repeat_answer", repeated)
 
 
 def plan_over_an_unresolved_forced_epoch(patch: Patch) -> None:
-    patch.setattr(Leader, "_is_settled", lambda leader, record: not leader.epoch.aborted)
+    patch.setattr(LeaderCore, "_is_settled", lambda leader, record: not leader.epoch.aborted)
 
 
 def form_no_new_epoch_after_an_abort(patch: Patch) -> None:
-    patch.setattr(Leader, "_reform", lambda leader, record: False)
+    patch.setattr(LeaderCore, "_reform", lambda leader, record: False)
 
 
 def use_the_result_of_an_old_round(patch: Patch) -> None:
-    def exchanged(member: Member, event: io.Exchanged) -> None:
+    def exchanged(member: MemberCore, event: io.Exchanged) -> None:
         if member.round is not None:
             member.round.gradient_digest = event.gradient_digest
 
@@ -241,28 +241,28 @@ def use_the_result_of_an_old_round(patch: Patch) -> None:
 
 
 def commit_whatever_is_held(patch: Patch) -> None:
-    def may(member: Member, hold: io.Hold, message: m.Resume) -> bool:
+    def may(member: MemberCore, hold: io.PreparedRound, message: m.Resume) -> bool:
         return member.state.step == hold.step
 
-    patch.setattr(Member, "_may_commit", may)
+    patch.setattr(MemberCore, "_may_commit", may)
 
 
 def accept_a_lower_epoch(patch: Patch) -> None:
-    hear_of = Member._hear_of
+    hear_of = MemberCore._hear_of
 
-    def heard(member: Member, record: Record) -> None:
+    def heard(member: MemberCore, record: Record) -> None:
         newest = member.newest
         if newest is not None and record.fence < newest.fence:
             member.newest = None
         hear_of(member, record)
 
-    patch.setattr(Member, "_hear_of", heard)
+    patch.setattr(MemberCore, "_hear_of", heard)
 
 
 def accept_a_decision_of_a_lower_epoch(patch: Patch) -> None:
-    on_resume = Member.on_resume
+    on_resume = MemberCore.on_resume
 
-    def heard(member: Member, message: m.Resume) -> None:
+    def heard(member: MemberCore, message: m.Resume) -> None:
         if member.newest is not None and member.mode is Mode.REPORTED:
             message = replace(message, fence=member.newest.fence)
         on_resume(member, message)
@@ -271,36 +271,38 @@ def accept_a_decision_of_a_lower_epoch(patch: Patch) -> None:
 
 
 def apply_a_change_to_whatever_is_known(patch: Patch) -> None:
-    def applied(told: m.Change, known: Record | None) -> Record:
-        return replace(told.record, roster=changes._merged(known.roster if known is not None else (), told))
+    def applied(told: m.RosterDelta, known: Record | None) -> Record:
+        return replace(
+            told.record, roster=roster_delta._merged(known.roster if known is not None else (), told)
+        )
 
-    patch.setattr(changes, "applied", applied)
+    patch.setattr(roster_delta, "applied", applied)
 
 
 def take_a_change_without_its_joiners(patch: Patch) -> None:
-    merged = changes._merged
-    patch.setattr(changes, "_merged", lambda roster, told: merged(roster, replace(told, joined=())))
+    merged = roster_delta._merged
+    patch.setattr(roster_delta, "_merged", lambda roster, told: merged(roster, replace(told, joined=())))
     patch.setattr(Record, "roster_digest", "blind")
 
 
 def never_ask_for_the_whole_roster(patch: Patch) -> None:
-    on_change = Member.on_change
+    on_change = MemberCore.on_change
 
-    def heard(member: Member, message: m.Change) -> None:
+    def heard(member: MemberCore, message: m.RosterDelta) -> None:
         on_change(member, message)
         member._effects = [x for x in member._effects if not is_ask(x)]
 
     def is_ask(effect: io.Effect) -> bool:
-        return isinstance(effect, io.SendLeader) and isinstance(effect.message, m.NeedRoster)
+        return isinstance(effect, io.SendLeader) and isinstance(effect.message, m.RequestRoster)
 
-    patch.setitem(member_core._FROM_LEADER, m.Change, heard)
+    patch.setitem(member_core._FROM_LEADER, m.RosterDelta, heard)
 
 
 def say_that_the_round_lacked_nobody(patch: Patch) -> None:
-    def send(member: Member, report: m.Report, record: Record) -> None:
-        member._do(io.SendLeader(replace(report, round_roster=(), round_lacked=())))
+    def send(member: MemberCore, report: m.Report, record: Record) -> None:
+        member._emit(io.SendLeader(replace(report, round_roster=(), round_lacked=())))
 
-    patch.setattr(Member, "_send_report", send)
+    patch.setattr(MemberCore, "_send_report", send)
 
 
 def let_a_deposed_leader_write(patch: Patch) -> None:
@@ -320,27 +322,27 @@ def go_on_with_a_state_that_most_called_wrong(patch: Patch) -> None:
 
 
 def commit_on_its_own_for_too_long(patch: Patch) -> None:
-    commit = Member._commit_when_agreed
+    commit = MemberCore._commit_when_agreed
 
-    def agreed(member: Member) -> None:
+    def agreed(member: MemberCore) -> None:
         last, member.contact.last = member.contact.last, member._now
         commit(member)
         member.contact.last = last
 
-    patch.setattr(Member, "_commit_when_agreed", agreed)
+    patch.setattr(MemberCore, "_commit_when_agreed", agreed)
 
 
 def complete_when_somebody_has_finished(patch: Patch) -> None:
-    def complete(leader: Leader, record: Record) -> bool:
+    def complete(leader: LeaderCore, record: Record) -> bool:
         if leader.finished:
             leader._write_complete(record, max(leader.finished.values()))
         return bool(leader.finished)
 
-    patch.setattr(Leader, "_complete", complete)
+    patch.setattr(LeaderCore, "_complete", complete)
 
 
 def leave_before_the_job_is_complete(patch: Patch) -> None:
-    def closing(member: Member, event: io.Closing) -> None:
+    def closing(member: MemberCore, event: io.Closing) -> None:
         member.on_closing(event)
         member.on_complete(m.Complete(member._fence(), member.state.step))
 
@@ -348,9 +350,9 @@ def leave_before_the_job_is_complete(patch: Patch) -> None:
 
 
 def tell_another_leader_nothing_of_the_end(patch: Patch) -> None:
-    on_connected = Member.on_connected
+    on_connected = MemberCore.on_connected
 
-    def connected(member: Member, event: io.LeaderConnected) -> None:
+    def connected(member: MemberCore, event: io.LeaderConnected) -> None:
         finished, member.contact.finished = member.contact.finished, False
         on_connected(member, event)
         member.contact.finished = finished

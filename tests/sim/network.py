@@ -9,7 +9,7 @@ from typing import cast
 
 from sim.clockwork import Clockwork, Process
 
-from fabric.protocol import messages, wire
+from fabric.protocol.messages import network, wire
 
 # How long an end goes without acknowledgement before it gives the connection up, in seconds.
 GIVE_UP_S = (0.8, 2.0)
@@ -21,15 +21,15 @@ _encode = lru_cache(maxsize=64)(wire.encode)
 _decode = lru_cache(maxsize=64)(wire.decode)
 
 
-def encode(message: messages.Message) -> bytes:
+def encode(message: network.Message) -> bytes:
     """The bytes that travel, by the shipping codec."""
-    unhashable = isinstance(message, messages.Beat)
+    unhashable = isinstance(message, network.Heartbeat)
     return wire.encode(message) if unhashable else cast(bytes, _encode(message))
 
 
-def decode(data: object) -> messages.Message:
+def decode(data: object) -> network.Message:
     """The message in what arrived."""
-    return cast(messages.Message, _decode(data))
+    return cast(network.Message, _decode(data))
 
 
 class End:

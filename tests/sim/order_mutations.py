@@ -7,8 +7,8 @@ import pytest
 from sim.faults import Aims
 
 from fabric.model import Record
-from fabric.protocol.leader import Leader
-from fabric.protocol.leader_orders import Admission
+from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.orders import Admission
 
 Patch = pytest.MonkeyPatch
 
@@ -40,7 +40,7 @@ def one_failure_is_forgiven(patch: Patch) -> None:
 
 def begin_again_with_the_penalised(patch: Patch) -> None:
     patch.setattr(
-        Leader,
+        LeaderCore,
         "_startable",
         lambda leader: sorted(
             (p for p in leader.liveness.peers.values() if p.connected and not leader._doubt(p)),
@@ -64,12 +64,12 @@ def let_in_while_joins_are_paused(patch: Patch) -> None:
 
 
 def let_nobody_into_a_job_that_is_parked(patch: Patch) -> None:
-    admit = Leader._admit
+    admit = LeaderCore._admit
 
-    def admitted(leader: Leader, record: Record) -> bool:
+    def admitted(leader: LeaderCore, record: Record) -> bool:
         return not leader._is_parked(record) and admit(leader, record)
 
-    patch.setattr(Leader, "_admit", admitted)
+    patch.setattr(LeaderCore, "_admit", admitted)
 
 
 # The leader dies once it has left somebody out.

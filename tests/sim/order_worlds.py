@@ -7,8 +7,8 @@ from sim.faults import Aims
 from sim.penalties import Penalties
 from sim.world import World
 
-from fabric.model import Orders, Record
-from fabric.protocol import leader_io as io
+from fabric.model import OperatorOverrides, Record
+from fabric.protocol.messages import leader_events as io
 
 STRIKES = ("pause joins", "resume joins", "scale", "scale", "admit")
 # A replica dies again and again; a stand-by dies; the leader dies with an order.
@@ -128,7 +128,7 @@ class OrderWorld(World):
     def _is_taken_back(self, record: Record) -> bool:
         """Whether no order holds any more. Then whoever was sent away is started again, as nothing but the
         operator does it: without them a job that was scaled down may lack what its policy needs."""
-        if record.orders != Orders():
+        if record.orders != OperatorOverrides():
             if self.clockwork.now - self.asked > 0.5:
                 self.asked = self.clockwork.now
                 self._take_back()
@@ -161,7 +161,7 @@ class OrderWorld(World):
                 for event in events:
                     lighthouse.run(lambda e=event, x=lighthouse: x.feed(e) if x.core is not None else None)
 
-    def told(self, effect: io.Tell) -> None:
+    def told(self, effect: io.RecordEvent) -> None:
         """Count what the leader's words say of orders and penalties."""
         super().told(effect)
         counts = self.clockwork.counts

@@ -8,7 +8,7 @@ from sim.checkers import Violation
 from sim.server import FLIPPED
 from sim.world import Settings, World
 
-from fabric.protocol import leader_io
+from fabric.protocol.messages import leader_events
 
 REQUIRED = ("parted: by a newcomer", "parted: by somebody who had agreed", "path: stopped rather than guess")
 REQUIRED += ("parted: the newcomer went",)
@@ -64,7 +64,7 @@ class PartedWorld(World):
         trainer.main.digest += FLIPPED
         self.clockwork.counts[f"parted: {how}"] += 1
 
-    def told(self, effect: leader_io.Tell) -> None:
+    def told(self, effect: leader_events.RecordEvent) -> None:
         super().told(effect)
         if effect.kind == "epoch" and "was let in last" in effect.why:
             self.clockwork.counts["parted: the newcomer went"] += 1

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fabric.protocol import member_io as io
-from fabric.protocol import rank_orders as ro
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import rank_messages as ro
 from fabric.protocol.ranks import RankLost, Ranks
 
 Patch = pytest.MonkeyPatch
@@ -21,7 +21,7 @@ def a_commit_decided_per_lane(patch: Patch) -> None:
         exchanged(ranks, rank, event, now)
         known = ranks._reduced[event.epoch, event.step]
         if rank == 0 and len(known) < ranks.size:
-            ranks._tell(event, now)
+            ranks._record_event(event, now)
 
     def of_rank(ranks: Ranks, effect: Any, rank: int) -> Any:
         if isinstance(effect, io.Publish | io.Apply) and effect.held is not None:
@@ -58,7 +58,7 @@ def compute_is_over_when_rank_0_is_done(patch: Patch) -> None:
 def install_when_rank_0_has_its_part(patch: Patch) -> None:
     on_state = Ranks._on_state
 
-    def hasty(ranks: Ranks, rank: int, outcome: ro.Outcome, now: float) -> None:
+    def hasty(ranks: Ranks, rank: int, outcome: ro.RankOutcome, now: float) -> None:
         if rank == 0 and outcome.number == ranks._fetching.number:
             for other in range(1, ranks.size):
                 ranks._fetching.ended[other] = outcome.event

@@ -17,10 +17,10 @@ from sim.server import Server, digest_of
 from sim.trainer import Trainer
 from sim.world import Settings, World
 
-from fabric.model import Address, SnapshotRef
-from fabric.protocol import member_io as io
-from fabric.protocol import rank_orders as ro
-from fabric.protocol.member_state import MemberConfig, State
+from fabric.model import RankAddress, SnapshotRef
+from fabric.protocol.member.state import MemberConfig, MemberState
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import rank_messages as ro
 from fabric.protocol.ranks import Follower, FromRank, RankLost, Ranks, ToRank
 
 _OUTCOMES = get_args(ro.RankEvent)
@@ -192,12 +192,12 @@ class Heading(Trainer):
     def join_up(self, followers: "list[Following]") -> None:
         """The ranks have told each other what they are, and are linked."""
         member = self.core.member
-        ranks = tuple(Address(f"{x.host}.{x.rank}", x.server.ckpt) for x in followers)
+        ranks = tuple(RankAddress(f"{x.host}.{x.rank}", x.server.ckpt) for x in followers)
         member.identity = replace(member.identity, ranks=ranks)
         servers = [x.server.memory.snapshots for x in followers]
         member.snapshots = tuple(s for s in member.snapshots if all(s in held for held in servers))
         digests = [self.main.digest, *(x.main.digest for x in followers)]
-        member.state = State(0, 0, ro.replica_digest(digests))
+        member.state = MemberState(0, 0, ro.replica_digest(digests))
         for x in followers:
             self._link(x)
 
@@ -218,7 +218,7 @@ class Heading(Trainer):
 
     def feed(self, event: Any) -> None:
         if isinstance(event, _OUTCOMES):
-            event = FromRank(0, ro.Outcome(event, self.number if isinstance(event, _FETCHED) else 0))
+            event = FromRank(0, ro.RankOutcome(event, self.number if isinstance(event, _FETCHED) else 0))
         super().feed(event)
 
     def _perform(self, effect: Any) -> None:
@@ -243,8 +243,8 @@ class _Obeying:
         self.config = config
 
     @property
-    def state(self) -> State:
-        return State(self.follower.generation)
+    def state(self) -> MemberState:
+        return MemberState(self.follower.generation)
 
     @property
     def newest(self) -> Any:
@@ -289,7 +289,7 @@ class Following(Trainer):
         if self.clockwork.tracing:
             self.clockwork.trace(self.name, f"< {event}")
         number = self.number if isinstance(event, _FETCHED) else 0
-        self.link[0].send(self.link[1], ro.encode_outcome(ro.Outcome(event, number)))
+        self.link[0].send(self.link[1], ro.encode_outcome(ro.RankOutcome(event, number)))
 
     def hear(self, data: object) -> None:
         order = ro.decode_order(data)  # type: ignore[arg-type]

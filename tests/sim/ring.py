@@ -14,10 +14,10 @@ from sim.checkers import Violation, demand
 from sim.network import Connection, End
 from sim.server import Gradient, digest_of
 
-from fabric.ftar import chunks
-from fabric.ftar.reduce import ALIGNMENT, Schedule, schedule
+from fabric.ftar.host import chunk_headers
+from fabric.ftar.ring_schedule import ALIGNMENT, Schedule, schedule
 from fabric.model import Record
-from fabric.protocol import member_io as io
+from fabric.protocol.messages import member_events as io
 
 if TYPE_CHECKING:
     from sim.trainer import Trainer
@@ -48,7 +48,7 @@ class RingLinks:
     next: tuple[Connection, int] | None = None
     previous: tuple[Connection, int] | None = None
     inbox: deque[Chunk] = field(default_factory=deque)
-    cause: tuple[str, str] | None = None
+    incident_id: tuple[str, str] | None = None
     came_back: tuple[str, str] | None = None
     lost: dict[str, str] = field(default_factory=dict)  # neighbour -> how the connection ended
 
@@ -76,7 +76,7 @@ def plan_of(world: int, position: int) -> Schedule:
 
 
 def is_intact(payload: bytes, digest: int | None) -> bool:
-    return chunks.digest(payload) == digest
+    return chunk_headers.digest(payload) == digest
 
 
 class Ring:
@@ -163,7 +163,7 @@ class Ring:
             self._close(links, "the epoch is over")
         for key in [k for k in self.arrivals if k[0] < before]:
             self._close(self.arrivals.pop(key), "the epoch is over")
-        self._early = {e: cause for e, cause in self._early.items() if e >= before}
+        self._early = {e: incident_id for e, incident_id in self._early.items() if e >= before}
 
     def abort(self, epoch: int, why: str, about: str = "") -> None:
         links = self.epochs.get(epoch)
@@ -174,9 +174,9 @@ class Ring:
 
     def _abort(self, links: RingLinks, why: str, about: str) -> None:
         """For good; the previous member is told, once."""
-        if links.cause is not None:
+        if links.incident_id is not None:
             return
-        links.cause = (why, about)
+        links.incident_id = (why, about)
         if links.previous is not None:
             connection, side = links.previous
             connection.send(side, (why, about))
@@ -229,8 +229,8 @@ class Ring:
             demand(over, f"{trainer.name} starts an exchange of epoch {epoch} without links")
             self._failed(order, *self._early.get(epoch, ("the epoch is over", "")))
             return
-        if links.cause is not None:
-            self._failed(order, *links.cause)
+        if links.incident_id is not None:
+            self._failed(order, *links.incident_id)
             return
         if order.streaming and trainer.main.streaming:
             self.awaited = order
@@ -269,21 +269,23 @@ class Ring:
             name, why = next(iter(links.lost.items()))
             self._abort(links, f"the ring link to {name} was lost: {why}", name)
 
-    def _header(self, running: Running, number: int, sends: bool) -> chunks.Header:
+    def _header(self, running: Running, number: int, sends: bool) -> chunk_headers.Header:
         order, links = running.order, running.links
         world = len(links.names)
         piece = (running.plan.sends if sends else running.plan.receives)[number]
         source = links.position if sends else (links.position - 1) % world
-        round_ = chunks.Round(order.fence.epoch, order.step, 0, world, 1, ALIGNMENT * world)
-        kind = chunks.GATHER if piece.gather else chunks.REDUCE
-        return chunks.Header(round_, kind, source, piece.sequence, ALIGNMENT)
+        round_ = chunk_headers.Round(order.fence.epoch, order.step, 0, world, 1, ALIGNMENT * world)
+        kind = chunk_headers.GATHER if piece.gather else chunk_headers.REDUCE
+        return chunk_headers.Header(round_, kind, source, piece.sequence, ALIGNMENT)
 
     def _send(self, running: Running) -> None:
         plan, links = running.plan, running.links
         while running.sent < min(len(plan.sends), plan.free + running.received):
             segment = running.segments[plan.sends[running.sent].start // ALIGNMENT]
             payload = repr(segment).encode()
-            header = chunks.pack(self._header(running, running.sent, sends=True), chunks.digest(payload))
+            header = chunk_headers.pack(
+                self._header(running, running.sent, sends=True), chunk_headers.digest(payload)
+            )
             if self.trainer.world.network.flips.pop(self.trainer.host, False):
                 payload, segment = bytes([payload[0] ^ 1]) + payload[1:], (*segment, FLIPPED)
             assert links.next is not None
@@ -293,7 +295,7 @@ class Ring:
     def _receive(self, running: Running, chunk: Chunk) -> bool:
         links, piece = running.links, running.plan.receives[running.received]
         previous = links.names[links.position - 1]
-        got, digest = chunks.unpack(chunk.header)
+        got, digest = chunk_headers.unpack(chunk.header)
         expected = self._header(running, running.received, sends=False)
         if got.round.order < expected.round.order:
             return True  # of an old round: recognised and dropped
@@ -344,9 +346,9 @@ class Ring:
         links.inbox.append(chunk)
         self._pump_for(links)
 
-    def _notice(self, links: RingLinks, cause: object) -> None:
-        assert isinstance(cause, tuple)
-        links.came_back = cause
+    def _notice(self, links: RingLinks, incident_id: object) -> None:
+        assert isinstance(incident_id, tuple)
+        links.came_back = incident_id
         self._pump_for(links)
 
     def _ended(self, links: RingLinks, name: str, why: str) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection, End, encode
 
-from fabric.model import Death, Ended, SnapshotRef
-from fabric.protocol.messages import Pulse
+from fabric.model import Death, JobEnd, SnapshotRef
+from fabric.protocol.messages.network import TrainerStatus
 
 if TYPE_CHECKING:
     from sim.trainer import Trainer
@@ -57,7 +57,7 @@ class Server(Process):
         self.held_since: dict[SnapshotRef, float] = {}
         self.trainer: Trainer | None = None
         self.deaths: list[Death] = []
-        self.ended: Ended | None = None  # what the trainer that was here knew of the job's end
+        self.ended: JobEnd | None = None  # what the trainer that was here knew of the job's end
         self.written: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that came from here
         self._connection: Connection | None = None
         self._number = 0
@@ -108,7 +108,7 @@ class Server(Process):
             self._connection.send(
                 0,
                 encode(
-                    Pulse(
+                    TrainerStatus(
                         replica=self.host,
                         incarnation=self.trainer.incarnation,
                         trainer=self.state_of_trainer(),

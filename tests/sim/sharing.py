@@ -37,7 +37,7 @@ class SharingWorld(World):
         poison = {
             (random.randrange(3, 12), random.randrange(chosen.micro_batches)) for _ in range(self.poisons)
         }
-        sharing = replace(self.wanted, seats=chosen.replicas)
+        sharing = replace(self.wanted, data_slots=chosen.replicas)
         return replace(chosen, sharing=sharing, poison=frozenset(poison))
 
     @property

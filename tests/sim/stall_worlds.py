@@ -8,8 +8,8 @@ from sim.checkers import demand
 from sim.coverage import STALL_REASONS
 from sim.world import World
 
-from fabric.protocol import leader_io
-from fabric.protocol import member_io as io
+from fabric.protocol.messages import leader_events
+from fabric.protocol.messages import member_events as io
 
 KINDS = ("hung", "slow user code", "mute", "starving")
 REQUIRED = (
@@ -69,7 +69,7 @@ class StallWorld(World):
     def _others(self) -> list[int]:
         return [t.main.step for t in self.living() if t.host != self.culprit]
 
-    def told(self, effect: leader_io.Tell) -> None:
+    def told(self, effect: leader_events.RecordEvent) -> None:
         super().told(effect)
         if self.alone and effect.kind == "condemned":
             fair = effect.about == self.culprit

@@ -11,7 +11,7 @@ from sim.checkers import Checks
 from sim.clockwork import Clockwork
 
 from fabric.model import Record
-from fabric.protocol import wire
+from fabric.protocol.messages import wire
 
 LEASE_S = 1.0
 

@@ -8,8 +8,8 @@ from sim.lighthouse import Lighthouse
 from sim.world import Settings, World
 
 from fabric.model import Record
-from fabric.protocol.leader import Leader
-from fabric.protocol.member import Member
+from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.member.core import MemberCore
 
 # What a hunt over these worlds must have met.
 REQUIRED = (
@@ -108,18 +108,18 @@ def play(seed: int) -> None:
 def compare_the_ids_of_stores(patch: pytest.MonkeyPatch) -> None:
     """A record of a store whose name sorts lower is of the past."""
 
-    def is_news(self: Member, record: Record) -> bool:
+    def is_news(self: MemberCore, record: Record) -> bool:
         newest = self.newest
         if newest is not None and record.fence == newest.fence:
             self._repeat_answer()
         return newest is None or record.fence > newest.fence
 
-    patch.setattr(Member, "_is_news", is_news)
+    patch.setattr(MemberCore, "_is_news", is_news)
 
 
 def begin_at_the_first_epoch_in_an_empty_store(patch: pytest.MonkeyPatch) -> None:
     """Whatever epochs its processes have known."""
-    patch.setattr(Leader, "_told_of_another_store", lambda self: (0, 0))
+    patch.setattr(LeaderCore, "_told_of_another_store", lambda self: (0, 0))
 
 
 def answer_members_when_the_lease_has_ended(patch: pytest.MonkeyPatch) -> None:

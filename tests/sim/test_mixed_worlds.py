@@ -30,7 +30,7 @@ def test_a_crash_in_a_write_hits_the_lighthouse_that_writes(monkeypatch):
             return replace(chosen, member=replace(chosen.member, digest_every=10))
 
     Seldom(6001419).run()
-    monkeypatch.setattr("fabric.protocol.leader.MANY", 2)
+    monkeypatch.setattr("fabric.protocol.leader.core.MANY", 2)
     run_seed(6001578)
 
 
@@ -40,6 +40,6 @@ def test_a_round_before_an_eviction_proves_nothing_of_who_came_back():
 
 def test_large_jobs_take_the_same_path_in_small_worlds(monkeypatch):
     """Jobs of hundreds are planned for together; here as if two were many."""
-    monkeypatch.setattr("fabric.protocol.leader.MANY", 2)
+    monkeypatch.setattr("fabric.protocol.leader.core.MANY", 2)
     for seed in range(40):
         run_seed(seed)

@@ -4,7 +4,7 @@ import pytest
 from sim import noticing, parted_worlds
 from sim.run import hunt
 
-from fabric.protocol import decide as deciding
+from fabric.protocol.rules import decide as deciding
 
 SEEDS = 60
 MUTATION_SEEDS = 20

@@ -7,7 +7,7 @@ from sim import noticing
 from sim.rank_mutations import MUTATIONS
 from sim.run import hunt
 
-import fabric.client.ranks
+import fabric.client.control.rank_engines
 import fabric.protocol.ranks
 
 SEEDS = 100
@@ -15,9 +15,9 @@ MUTATION_SEEDS = 100
 
 
 def test_the_simulator_drives_the_very_classes_that_ship():
-    assert issubclass(sim.ranks._Core, fabric.client.ranks.Ranks)
+    assert issubclass(sim.ranks._Core, fabric.client.control.rank_engines.Ranks)
     assert set(vars(sim.ranks._Core)) - {"__module__", "__doc__"} <= {"__getattr__", "__firstlineno__"}
-    assert sim.ranks.Follower is fabric.client.ranks.Follower is fabric.protocol.ranks.Follower
+    assert sim.ranks.Follower is fabric.client.control.rank_engines.Follower is fabric.protocol.ranks.Follower
 
 
 def test_without_faults_no_replica_is_ever_outside():

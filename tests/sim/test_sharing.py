@@ -7,8 +7,9 @@ from sim.noticing import find
 from sim.sharing import SharingWorld
 
 from fabric.model import Member, Sharing
-from fabric.protocol import assignment, decide, member_rounds
-from fabric.protocol.assignment import cut, readers_of
+from fabric.protocol.member import rounds
+from fabric.protocol.rules import assignment, decide
+from fabric.protocol.rules.assignment import cut, readers_of
 
 SHRINK = Sharing("shrink")
 
@@ -83,23 +84,23 @@ def test_a_job_waits_for_a_member_that_can_read_lost_data_and_leaves_nothing_out
 
 
 def go_on_without_a_part(patch):
-    patch.setattr(member_rounds, "waits_for_data", lambda sharing, roster: False)
+    patch.setattr(rounds, "waits_for_data", lambda sharing, roster: False)
 
 
 def compute_a_part_on_each_host_that_is_there(patch):
-    by_seat = assignment._by_seat
+    by_seat = assignment._by_data_slot
 
     def twice(work, roster, able, wanted):
         given = by_seat(work, roster, able, wanted)
-        lost = [n for n in range(work.sharing.seats) if n not in {m.seat for m in able}]
+        lost = [n for n in range(work.sharing.data_slots) if n not in {m.data_slot for m in able}]
         for part in lost:
             for member in able:
-                if member.seat in readers_of(part, work.sharing):
-                    ids = cut(work.micro_batches, [1] * work.sharing.seats)[part]
+                if member.data_slot in readers_of(part, work.sharing):
+                    ids = cut(work.micro_batches, [1] * work.sharing.data_slots)[part]
                     given[member.replica] += tuple(i for i in ids if i in wanted)
         return {name: tuple(dict.fromkeys(ids)) for name, ids in given.items()}
 
-    patch.setattr(assignment, "_by_seat", twice)
+    patch.setattr(assignment, "_by_data_slot", twice)
 
 
 def give_the_patch_by_the_layout_of_the_epoch_before(patch):
@@ -107,7 +108,7 @@ def give_the_patch_by_the_layout_of_the_epoch_before(patch):
     hand_round = assignment.hand_round
 
     def stale(work, roster, able, missing, load):
-        everybody = tuple(Member(f"r{n}", 0, "", "", seat=n) for n in range(work.sharing.seats))
+        everybody = tuple(Member(f"r{n}", 0, "", "", data_slot=n) for n in range(work.sharing.data_slots))
         given = hand_round(work, everybody, everybody, missing, load)
         return {m.replica: given.get(m.replica, ()) for m in able}
 

@@ -16,19 +16,19 @@ from sim.network import Connection, End, Network
 from sim.run import KINDS, hunt
 from sim.world import World, run_seed
 
-import fabric.client.engine
-import fabric.lighthouse.job
-import fabric.protocol.leader
-import fabric.protocol.member
+import fabric.client.control.engine
+import fabric.lighthouse.jobs.job
+import fabric.protocol.leader.core
+import fabric.protocol.member.core
 
 SEEDS = 1000
 
 
 def test_the_simulator_drives_the_very_classes_that_the_shells_drive():
-    assert sim.trainer.Member is fabric.protocol.member.Member
-    assert fabric.client.engine.Member is fabric.protocol.member.Member
-    assert sim.lighthouse.Leader is fabric.protocol.leader.Leader
-    assert fabric.lighthouse.job.Leader is fabric.protocol.leader.Leader
+    assert sim.trainer.MemberCore is fabric.protocol.member.core.MemberCore
+    assert fabric.client.control.engine.MemberCore is fabric.protocol.member.core.MemberCore
+    assert sim.lighthouse.LeaderCore is fabric.protocol.leader.core.LeaderCore
+    assert fabric.lighthouse.jobs.job.LeaderCore is fabric.protocol.leader.core.LeaderCore
 
 
 def test_without_faults_every_world_finishes_in_its_first_epochs():

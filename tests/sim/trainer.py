@@ -16,10 +16,10 @@ from sim.ring import Ring
 from sim.server import Server
 from sim.transfer import Transfer
 
-from fabric.protocol import member_io as io
-from fabric.protocol import messages as m
-from fabric.protocol.member import Member
-from fabric.protocol.member_state import Identity, State
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.state import MemberIdentity, MemberState
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -37,7 +37,7 @@ ORDERS = (
 
 
 def is_beat(effect: io.Effect) -> bool:
-    return isinstance(effect, io.SendLeader) and isinstance(effect.message, m.Beat)
+    return isinstance(effect, io.SendLeader) and isinstance(effect.message, m.Heartbeat)
 
 
 class Trainer(Process):
@@ -73,7 +73,7 @@ class Trainer(Process):
         self._armed: float | None = None
         self._feeding = False
         self._inbox: list[io.Event] = []
-        identity = Identity(
+        identity = MemberIdentity(
             replica=host,
             incarnation=incarnation,
             link=f"{host}:{incarnation}",
@@ -86,8 +86,8 @@ class Trainer(Process):
             durable=world.listed(),
             ended=world.hosts[host].ended,
         )
-        state = State(0, 0, self.main.digest)
-        self.core = Member(
+        state = MemberState(0, 0, self.main.digest)
+        self.core = MemberCore(
             identity, world.settings.member, self.clock(), state, tuple(server.memory.snapshots)
         )
         self._performers: dict[type, Callable[[Any], None]] = {
@@ -102,8 +102,8 @@ class Trainer(Process):
             io.FetchState: lambda e: self.transfer.fetch_state(e),
             io.FetchGradient: lambda e: self.transfer.fetch_gradient(e),
             io.CancelFetch: lambda _: self.transfer.cancel(),
-            io.Listen: self._listen,
-            io.Note: self._note,
+            io.RetainGradients: self._listen,
+            io.WriteJournal: self._note,
         }
         server.attach(self)
         self.after(0.0, self._connect)
@@ -127,7 +127,7 @@ class Trainer(Process):
                 event = self._inbox.pop(0)
                 if self.clockwork.tracing and not isinstance(event, io.Tick):
                     self._trace_event(event)
-                if isinstance(event, io.FromPeer) and isinstance(event.message, m.Bar):
+                if isinstance(event, io.FromPeer) and isinstance(event.message, m.CommitVote):
                     self.world.checks.heard_bar(self, event.replica, event.message)
                 for effect in self.core.handle(event, self.clock()):
                     if self.alive:
@@ -137,7 +137,7 @@ class Trainer(Process):
         self._arm()
 
     def _trace_event(self, event: io.Event) -> None:
-        if not (isinstance(event, io.FromLeader) and isinstance(event.message, m.BeatReply)):
+        if not (isinstance(event, io.FromLeader) and isinstance(event.message, m.HeartbeatAck)):
             core = self.core
             self.clockwork.trace(self.name, f"[{core.phase} {core.state.step}] < {event}")
 
@@ -164,7 +164,7 @@ class Trainer(Process):
 
     def send_peer(self, effect: io.SendPeer) -> None:
         self.world.checks.said_to_peer(self, effect.message)
-        if isinstance(effect.message, m.Bar):
+        if isinstance(effect.message, m.CommitVote):
             self.world.happened("bar", self.host)
         self.links.send((effect.replica, effect.incarnation), effect.message)
 
@@ -184,10 +184,10 @@ class Trainer(Process):
         self.world.checks.believed(self, effect.record)
         self.links.link_up(effect.record)
 
-    def _listen(self, effect: io.Listen) -> None:
+    def _listen(self, effect: io.RetainGradients) -> None:
         self.listening = effect.on
 
-    def _note(self, note: io.Note) -> None:
+    def _note(self, note: io.WriteJournal) -> None:
         self.clockwork.counts[f"member: {note.kind}"] += 1
         if note.kind in ("resume", "outside"):
             self.world.checks.released(self)
@@ -204,10 +204,10 @@ class Trainer(Process):
         if isinstance(message, m.Report):
             self.world.checks.reported(self, message)
             self.world.happened("report", self.host)
-        if isinstance(message, m.Fallen):
+        if isinstance(message, m.CannotContinue):
             self.fallen = True
             self.world.ended_by_wish(self.host)
-        if isinstance(message, m.Beat):
+        if isinstance(message, m.Heartbeat):
             self._beats[message.number] = self.clock()
         if isinstance(message, m.Running):
             self.fallen = False
@@ -242,9 +242,9 @@ class Trainer(Process):
 
     def _from_leader(self, data: object) -> None:
         message = cast(m.LeaderMessage, decode(data))
-        if isinstance(message, m.BeatReply):
+        if isinstance(message, m.HeartbeatAck):
             self.answered = max(self.answered, self._beats.pop(message.number, 0.0))
-        if isinstance(message, m.Epoch | m.Change):
+        if isinstance(message, m.Epoch | m.RosterDelta):
             self._missed = self.world.network.unheard.pop(self.host, False)
             if self._missed:
                 self.after(1.0, self._say_again)
@@ -268,7 +268,7 @@ class Trainer(Process):
     @staticmethod
     def is_answer(data: object) -> bool:
         """Whether this answers a beat."""
-        return isinstance(decode(data), m.BeatReply)
+        return isinstance(decode(data), m.HeartbeatAck)
 
     def reach(self, world: Any) -> None:
         """From now on this process sees the world so; its session ends."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from sim.server import Gradient, Server
 
 from fabric.model import DURABLE, SnapshotRef
-from fabric.protocol import member_io as io
+from fabric.protocol.messages import member_events as io
 
 if TYPE_CHECKING:
     from sim.trainer import Trainer

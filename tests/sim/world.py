@@ -17,13 +17,12 @@ from sim.server import Server, digest_of
 from sim.store import LEASE_S, Store
 from sim.trainer import Trainer
 
-from fabric.model import EVERYTHING, Death, Ended, Policy, Sharing, SnapshotRef
-from fabric.protocol import leader_io
-from fabric.protocol.leader import LeaderConfig
-from fabric.protocol.member import Member
-from fabric.protocol.member_state import MemberConfig
+from fabric.model import EVERYTHING, Death, JobEnd, Policy, Sharing, SnapshotRef
+from fabric.protocol.leader.core import LeaderConfig
+from fabric.protocol.member.state import MemberConfig
+from fabric.protocol.messages import leader_events
 
-__all__ = ["Member", "Settings", "Trainer", "Violation", "World", "run_seed"]
+__all__ = ["Settings", "Trainer", "Violation", "World", "run_seed"]
 
 START_LIMIT_S = 20.0
 HEAL_LIMIT_S = 40.0
@@ -71,7 +70,7 @@ class Host:
     finished: bool = False
     restart_due: bool = False
     servers: int = 1
-    ended: Ended | None = None  # word of the job's end, on this machine's disk
+    ended: JobEnd | None = None  # word of the job's end, on this machine's disk
     started: list[float] = field(default_factory=list)
 
 
@@ -317,7 +316,7 @@ class World:
         found = [h.trainer for h in self.hosts.values()]
         return [t.main.step if t is not None and t.alive else -1 for t in found]
 
-    def told(self, effect: leader_io.Tell) -> None:
+    def told(self, effect: leader_events.RecordEvent) -> None:
         """What a leader says of its decisions."""
         coverage.told(self.clockwork.counts, effect)
 

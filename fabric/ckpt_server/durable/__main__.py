@@ -13,12 +13,12 @@ import sys
 import threading
 from dataclasses import asdict
 
-from fabric.ckpt_server.durable.order import Order
-from fabric.ckpt_server.manifest import check_manifest
+from fabric.ckpt_server.format.manifest import check_manifest
+from fabric.ckpt_server.wire.durable_job import Order
 from fabric.errors import FabricError, StateError
-from fabric.protocol.wire import decode_as
+from fabric.protocol.messages.wire import decode_as
 from fabric.runtime.config import armed_points
-from fabric.runtime.points import Points
+from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.priority import lower_priority
 
 _NICENESS = 10
@@ -43,7 +43,7 @@ def main() -> int:
         mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         from fabric.ckpt_server.durable.writer import write  # torch, which takes seconds: when it is needed
 
-        outcome = write(order, snapshot, memoryview(mapped), Points(armed_points()))
+        outcome = write(order, snapshot, memoryview(mapped), Failpoints(armed_points()))
     except (FabricError, OSError, ValueError, KeyError, TypeError) as error:
         sys.stdout.write(json.dumps({"ok": False, "error": " ".join(str(error).split())[:2000]}) + "\n")
         return 1

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fabric.ckpt_server.durable.manifest import METADATA
 from fabric.ckpt_server.durable.storage import Storage, telling
-from fabric.ckpt_server.encoding import DTYPE_BY_NAME, Decoder
-from fabric.ckpt_server.layout import Header, read_header
-from fabric.ckpt_server.sharded import Shardings
-from fabric.ckpt_server.state import describe, host_bytes, tensor_at
+from fabric.ckpt_server.format.safetensors_file import Header, read_header
+from fabric.ckpt_server.state.dtensor import Shardings
+from fabric.ckpt_server.state.encoding import DTYPE_BY_NAME, Decoder
+from fabric.ckpt_server.state.training_state import describe, host_bytes, tensor_at
 from fabric.errors import StateError
 
 _KEPT_BYTES = 64 << 10

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fabric.ckpt_server.layout import MAX_FILE_BYTES, is_count, parse_json
-from fabric.ckpt_server.manifest import DIGEST_DIGITS, check_manifest, is_hex, state_digest
+from fabric.ckpt_server.format.manifest import DIGEST_DIGITS, check_manifest, is_hex, state_digest
+from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES, is_count, parse_json
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 

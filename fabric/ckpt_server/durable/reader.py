@@ -12,7 +12,6 @@ from typing import Any
 
 import xxhash
 
-from fabric.ckpt_server.digest import block_digest, bytes_digest
 from fabric.ckpt_server.durable.manifest import (
     MANIFEST,
     MARKER,
@@ -26,6 +25,7 @@ from fabric.ckpt_server.durable.manifest import (
     state_of,
 )
 from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.format.digest import block_digest, bytes_digest
 from fabric.errors import IntegrityError, StateError
 from fabric.model import SnapshotRef
 

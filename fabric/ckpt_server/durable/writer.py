@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fabric.ckpt_server.digest import bytes_digest, file_digest
 from fabric.ckpt_server.durable.dcp import write_lane, write_metadata
 from fabric.ckpt_server.durable.manifest import (
     FORMAT,
@@ -25,19 +24,20 @@ from fabric.ckpt_server.durable.manifest import (
     parse_lane,
     parse_manifest,
 )
-from fabric.ckpt_server.durable.order import Order, Outcome
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.retention import doomed
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.ckpt_server.layout import canonical_json
-from fabric.ckpt_server.manifest import state_digest
+from fabric.ckpt_server.format.digest import bytes_digest, file_digest
+from fabric.ckpt_server.format.manifest import state_digest
+from fabric.ckpt_server.format.safetensors_file import canonical_json
+from fabric.ckpt_server.wire.durable_job import Order, Outcome
 from fabric.errors import IntegrityError, StateError
-from fabric.runtime.points import Points
+from fabric.runtime.failpoints import Failpoints
 
 _LOOK_S = 0.1
 
 
-def write(order: Order, snapshot: Mapping[str, Any], file: memoryview, points: Points) -> Outcome:
+def write(order: Order, snapshot: Mapping[str, Any], file: memoryview, points: Failpoints) -> Outcome:
     """Write the ``snapshot`` with this checked manifest from ``file``, exactly its bytes. Raises StateError;
     whatever rank 0 wrote before that is deleted again where it can be."""
     begun = time.monotonic()
@@ -67,19 +67,21 @@ def write(order: Order, snapshot: Mapping[str, Any], file: memoryview, points: P
 
 
 def _write_part(
-    folder: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, points: Points
+    folder: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, points: Failpoints
 ) -> None:
     folder.make()
-    lane = write_lane(folder, file, snapshot, rank, lambda: points.reach("durable-begin", snapshot["step"]))
-    points.reach("durable-data", snapshot["step"])
+    lane = write_lane(folder, file, snapshot, rank, lambda: points.hit("durable-begin", snapshot["step"]))
+    points.hit("durable-data", snapshot["step"])
     folder.put(lane_name(rank), json.dumps(lane, separators=(",", ":")).encode())
 
 
-def _finish(folder: Storage, order: Order, snapshot: Mapping[str, Any], ranks: int, points: Points) -> None:
+def _finish(
+    folder: Storage, order: Order, snapshot: Mapping[str, Any], ranks: int, points: Failpoints
+) -> None:
     step = snapshot["step"]
     described = _await_parts(folder, ranks, order.patience_s)
     lanes = [json.loads(data) for data in described]
-    points.reach("durable-lanes", step)
+    points.hit("durable-lanes", step)
     write_metadata(folder, lanes)
     files = {name: entry for lane in lanes for name, entry in lane["files"].items()}
     files[METADATA] = _entry(folder.get(METADATA, MAX_JSON_BYTES))
@@ -104,9 +106,9 @@ def _finish(folder: Storage, order: Order, snapshot: Mapping[str, Any], ranks: i
         if folder.size(name) != entry["nbytes"]:
             raise StateError(f"{folder.where(name)} is not what was written a moment ago: see to the storage")
     folder.put(MANIFEST, data)
-    points.reach("durable-marker", step)
+    points.hit("durable-marker", step)
     folder.put(MARKER, f"{bytes_digest(memoryview(data))}\n".encode())
-    points.reach("durable-complete", step)
+    points.hit("durable-complete", step)
 
 
 def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
@@ -125,7 +127,7 @@ def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
         time.sleep(_LOOK_S)
 
 
-def _tidy(job: Storage, order: Order, mine: Attempt, points: Points) -> tuple[str, ...]:
+def _tidy(job: Storage, order: Order, mine: Attempt, points: Failpoints) -> tuple[str, ...]:
     """Delete what is no longer wanted. What cannot be deleted is tried again after the next checkpoint."""
     warnings: list[str] = []
     try:
@@ -134,7 +136,7 @@ def _tidy(job: Storage, order: Order, mine: Attempt, points: Points) -> tuple[st
         return (str(error),)
     complete = [c.attempt for c in listing.complete if c.attempt is not None]
     for attempt in doomed(complete, listing.unfinished, mine, order.keep):
-        points.reach("durable-tidy", mine.step)
+        points.hit("durable-tidy", mine.step)
         folder = job.at(attempt.folder)
         try:
             if folder.is_link():

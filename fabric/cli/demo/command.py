@@ -13,9 +13,9 @@ from typing import NoReturn
 import click
 from rich.console import Console
 
+from fabric.cli.audit.verify import verify
 from fabric.cli.demo.folder import claimed
 from fabric.cli.demo.supervise import Options, supervise
-from fabric.cli.demo.verify import verify
 from fabric.errors import ConfigError, FabricError
 
 MAX_REPLICAS = 64

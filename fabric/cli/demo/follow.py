@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fabric.cli.demo.journal import MAX_LINE_BYTES
-from fabric.cli.demo.summary import loss_per_unit
+from fabric.cli.audit.journal import MAX_LINE_BYTES
+from fabric.cli.audit.summary import loss_per_unit
 
 
 class Follower:

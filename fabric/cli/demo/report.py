@@ -11,12 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from fabric.cli.demo.audit import Evidence
+from fabric.cli.audit.audit import Evidence
+from fabric.cli.audit.journal import Journal, Line, lines_of
+from fabric.cli.audit.summary import mean_loss, step_gaps
+from fabric.cli.audit.verify import Verdict
 from fabric.cli.demo.charts import Mark, Point, Span, bars, colour, curves, rosters
-from fabric.cli.demo.journal import Journal, Line, lines_of
-from fabric.cli.demo.summary import mean_loss, step_gaps
 from fabric.cli.demo.tables import Cells, failure_rows, join_rows
-from fabric.cli.demo.verify import Verdict
 
 
 def write_report(directory: Path, verdict: Verdict) -> None:

@@ -17,14 +17,14 @@ from typing import Any
 
 from rich.console import Console
 
-from fabric.cli.demo.audit import absent
+from fabric.cli.audit.audit import absent
+from fabric.cli.audit.journal import read_run
+from fabric.cli.audit.verify import judge, write_summary
 from fabric.cli.demo.follow import Follower, ReplicaView
-from fabric.cli.demo.journal import read_run
 from fabric.cli.demo.processes import Processes
 from fabric.cli.demo.report import write_report
 from fabric.cli.demo.show import Show
 from fabric.cli.demo.tables import print_tables
-from fabric.cli.demo.verify import judge, write_summary
 from fabric.errors import FabricError
 
 JOB = "demo"

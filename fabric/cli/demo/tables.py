@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from fabric.cli.demo.summary import Summary
+from fabric.cli.audit.summary import Summary
 
 # A head and rows of text.
 Cells = tuple[tuple[str, ...], list[tuple[str, ...]]]

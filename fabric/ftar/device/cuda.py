@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fabric.ftar.device.device_api import Event, Handle, Stream
 from fabric.ftar.device.host import boot_id
-from fabric.ftar.device.seam import Event, Handle, Stream
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import xxhash
 
 from fabric.errors import ProtocolError
-from fabric.ftar.device.seam import Handle
+from fabric.ftar.device.device_api import Handle
 
 _CHUNK = struct.Struct("<4sBBBBHHIIQQQIQ")
 _DIGEST = struct.Struct("<Q")

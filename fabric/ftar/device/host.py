@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fabric.ftar.device.seam import Event, Handle, Stream
+from fabric.ftar.device.device_api import Event, Handle, Stream
 
 _Work = Callable[[], object]
 _MEMFD = re.compile(r"/memfd:fabric-device(?: \(deleted\))?")

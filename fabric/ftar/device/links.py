@@ -13,7 +13,7 @@ import torch
 
 from fabric.errors import ProtocolError, RoundAborted
 from fabric.ftar.device import frames
-from fabric.ftar.device.seam import Device
+from fabric.ftar.device.device_api import Device
 from fabric.ftar.epochs import EpochLinks
 from fabric.ftar.plane import Ring
 

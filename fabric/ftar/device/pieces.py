@@ -7,9 +7,9 @@ import torch
 
 from fabric.errors import ProtocolError
 from fabric.ftar.device import frames
+from fabric.ftar.device.device_api import Event
 from fabric.ftar.device.links import DeviceLinks
 from fabric.ftar.device.plan import Piece
-from fabric.ftar.device.seam import Event
 from fabric.ftar.device.workspace import Job, Workspace
 
 

@@ -1,14 +1,15 @@
 """Which pieces go over a device ring, and in which order: pure.
 
-Segments, and the order in which each is summed, are those of every ring (see ``fabric.ftar.reduce``). What
-differs is the order of the pieces: a group of pieces goes through all hops before the next group begins. A
+Segments, and the order in which each is summed, are those of every ring (``fabric.ftar.ring_schedule``).
+The difference is the order of the pieces: a group of pieces goes through all hops before the next group
+begins. A
 partial sum waits on the device from its arrival until it is passed on, and so the memory for that is bounded
 by two groups, whatever the length of the buffer.
 """
 
 from dataclasses import dataclass
 
-from fabric.ftar.reduce import ALIGNMENT, segment_bounds
+from fabric.ftar.ring_schedule import ALIGNMENT, segment_bounds
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ import torch
 
 from fabric.errors import ConfigError
 from fabric.ftar.device import frames
+from fabric.ftar.device.device_api import Device
 from fabric.ftar.device.exchange import Exchange
 from fabric.ftar.device.links import DeviceLinks
 from fabric.ftar.device.plan import Piece, plan
-from fabric.ftar.device.seam import Device
 from fabric.ftar.device.workspace import Job, Workspace
 from fabric.ftar.epochs import Bounds, EpochPlane
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce import ALIGNMENT, DTYPE_CODES
-from fabric.ftar.reduction import SUM, Reduction, check_tensors
+from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
+from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES
 
 CHUNK_BYTES = 4 * 1024 * 1024
 SLOTS = 8

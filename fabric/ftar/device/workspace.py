@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from fabric.ftar.device import frames
+from fabric.ftar.device.device_api import Device, Event
 from fabric.ftar.device.plan import Piece
-from fabric.ftar.device.seam import Device, Event
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 

@@ -1,0 +1,167 @@
+"""Starts a checkpoint server from its trainer, in a session of its own so that it outlives it.
+
+The new process reports over a pipe when trainers can attach, or why it cannot serve; its output goes to
+a log in the run folder. Two trainers may start one at the same time: the folder's lock lets one server
+win, and who lost is told to attach to that one.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fabric
+from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME
+from fabric.errors import ConfigError, Refused, ServerLost
+from fabric.runtime.http.tls import Tls
+from fabric.runtime.private_folder import make_private, open_private
+
+_MAX_REPORT_BYTES = 64 * 1024
+_LOG_TAIL_BYTES = 2000
+
+# Servers that this process started: kept so that a dead one is waited for, and not left a zombie.
+_started: dict[int, "subprocess.Popen[bytes]"] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """The command line of a checkpoint server; see ``python -m fabric.ckpt_server --help``."""
+
+    job: str
+    replica: str
+    run_dir: Path
+    bind: str
+    port: str
+    advertise: str
+    token_file: Path | None
+    lighthouse: tuple[str, ...]
+    orphan_s: float
+    rank: int = 0
+    log: str = "text"
+    tls: Tls = field(default_factory=Tls)
+
+    def arguments(self) -> list[str]:
+        """What follows the name of the module."""
+        # With "=", so that a value which begins with a dash is not taken for an option.
+        arguments = [
+            f"--job={self.job}",
+            f"--replica={self.replica}",
+            f"--run-dir={self.run_dir}",
+            f"--bind={self.bind}",
+            f"--port={self.port}",
+            f"--advertise={self.advertise}",
+            f"--lighthouse={','.join(self.lighthouse)}",
+            f"--orphan-s={self.orphan_s}",
+            f"--rank={self.rank}",
+            f"--log={self.log}",
+        ]
+        if self.token_file is not None:
+            arguments.append(f"--token-file={self.token_file.absolute()}")
+        arguments += [f"--tls-{name}={path.absolute()}" for name, path in self.tls.files.items()]
+        return arguments
+
+
+def is_served(run_dir: Path) -> bool:
+    """Whether some process holds the server's lock of ``run_dir``: it starts, serves, or ends."""
+    try:
+        with os.fdopen(open_private(run_dir / LOCK_NAME, os.O_RDONLY), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def start(spec: ServerSpec, deadline: float) -> bool:
+    """Start a server and wait until it serves, or until monotonic ``deadline``.
+
+    Returns False where another server won the folder meanwhile. Raises ConfigError, Refused (its own
+    sentence) or ServerLost (it died, or took too long).
+    """
+    make_private(spec.run_dir)
+    output_fd = open_private(spec.run_dir / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    reader, writer = os.pipe()
+    try:
+        with os.fdopen(output_fd, "ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fabric.ckpt_server", *spec.arguments(), f"--ready-fd={writer}"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(writer,),
+                start_new_session=True,
+                # Where this very package is imported from, installed or not.
+                cwd=Path(fabric.__file__).resolve().parent.parent,
+            )
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    _started[process.pid] = process
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        report = _read_report(pipe.fileno(), deadline)
+    if report is None:
+        process.kill()
+        process.wait()
+        raise ServerLost(
+            f"the checkpoint server of {spec.replica} did not start in time{_tail(spec.run_dir)}"
+        )
+    return _judge(report, process, spec)
+
+
+def reap() -> None:
+    """Wait for those servers of ours that have died, so that none is left a zombie."""
+    for pid, process in tuple(_started.items()):
+        if process.poll() is not None:
+            _started.pop(pid, None)
+
+
+def _read_report(pipe: int, deadline: float) -> bytes | None:
+    """What the new process wrote until the end of the pipe or of its line; None at the deadline."""
+    report = b""
+    while not report.endswith(b"\n") and len(report) < _MAX_REPORT_BYTES:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
+            return None
+        data = os.read(pipe, _MAX_REPORT_BYTES)
+        if not data:
+            break
+        report += data
+    return report
+
+
+def _judge(report: bytes, process: "subprocess.Popen[bytes]", spec: ServerSpec) -> bool:
+    body: object = None
+    with contextlib.suppress(ValueError):
+        body = json.loads(report)
+    if isinstance(body, dict) and body.get("ok") is True:
+        return True
+    process.wait()
+    _started.pop(process.pid, None)
+    if isinstance(body, dict) and body.get("busy") is True:
+        return False
+    if isinstance(body, dict) and isinstance(body.get("error"), str):
+        raise Refused(f"the checkpoint server of {spec.replica} cannot serve: {body['error']}")
+    raise ServerLost(
+        f"the checkpoint server of {spec.replica} ended as it started, exit code {process.returncode}"
+        f"{_tail(spec.run_dir)}"
+    )
+
+
+def _tail(run_dir: Path) -> str:
+    path = run_dir / LOG_NAME
+    try:
+        with os.fdopen(open_private(path, os.O_RDONLY), "rb") as log:
+            log.seek(max(os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES, 0))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+    except (OSError, ConfigError):
+        lines = []
+    return f": its log {path} ends with: {lines[-1]}" if lines else f": see its log {path}"

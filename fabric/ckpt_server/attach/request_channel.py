@@ -1,0 +1,148 @@
+"""The trainer's end of the channel to its checkpoint server: one request at a time, one answer each.
+
+A server that is stopped is not gone. A request that it has and has not answered in time stays owed: until
+the answer is there every other request is refused at once, so that nobody waits for that server again. The
+late answer is read and thrown away, and the channel goes on as before.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fabric.ckpt_server.wire.channel_protocol import (
+    MAX_LINE_BYTES,
+    LineBuffer,
+    decode_line,
+    encode_line,
+    socket_path,
+)
+from fabric.errors import ProtocolError, Refused, ServerLost
+from fabric.runtime.private_folder import check_peer
+
+_RECEIVE_BYTES = 65536
+_MOST_DESCRIPTORS = 4
+
+
+class Requests:
+    """A connected channel to ``name``. One thread at a time, but for ``hangs``."""
+
+    def __init__(self, run_dir: Path, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._lines = LineBuffer(MAX_LINE_BYTES)
+        self._owed: tuple[str, float] | None = None  # the operation, and when it was asked for
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(timeout_s)
+            with socket_path(run_dir) as path:
+                self._socket.connect(path)
+            # Before anything is said: another user may have made the folder first, and listen in it.
+            check_peer(self._socket, f"the socket of {name} in {run_dir}")
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the server has a request that it did not answer in time."""
+        return self._owed is not None
+
+    def ask(self, body: Mapping[str, object], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        """The answer and the descriptors beside it. Raises Refused with the server's sentence, and
+        ServerLost when there is no answer; see ``is_open`` for whether the channel can still be used."""
+        operation = str(body.get("op"))
+        self.settle()
+        if self._owed is not None:
+            owed, since = self._owed
+            raise ServerLost(
+                f"{self._name} has not answered {owed!r} for {time.monotonic() - since:.0f} s: look whether"
+                " it is stopped and continue it, or end it, so that another one is started"
+            )
+        request, began = encode_line(body), time.monotonic()
+        descriptors: list[int] = []
+        try:
+            self._send(request, timeout_s)
+            answer = self._receive(descriptors, began + timeout_s)
+        except TimeoutError as error:
+            _close_all(descriptors)
+            if self.is_open:
+                self._owed = operation, began
+            raise self._lost(operation, f"no answer within {timeout_s:g} s") from error
+        except (OSError, ProtocolError) as error:
+            _close_all(descriptors)
+            self.close()
+            raise self._lost(operation, str(error)) from error
+        if answer.get("ok") is not True:
+            _close_all(descriptors)
+            raise Refused(str(answer.get("error", f"{self._name} refused without a reason")))
+        return answer, descriptors
+
+    def settle(self) -> None:
+        """Read an answer that was owed, where it is there by now; never waits."""
+        if self._owed is None:
+            return
+        descriptors: list[int] = []
+        try:
+            while self._lines.next_line() is None:
+                self._socket.setblocking(False)
+                self._read(descriptors)
+            self._owed = None
+        except BlockingIOError:
+            pass
+        except (OSError, ProtocolError):
+            self.close()
+        finally:
+            _close_all(descriptors)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other side is there, as far as the kernel knows."""
+        if self._socket.fileno() < 0:
+            return False
+        poll = select.poll()
+        # Nothing comes unasked: what can be read is the end, or what is owed.
+        poll.register(self._socket, select.POLLHUP | (0 if self.hangs else select.POLLIN))
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Let the channel go, and what is owed on it."""
+        self._owed = None
+        self._socket.close()
+
+    def _send(self, request: bytes, timeout_s: float) -> None:
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.sendall(request)
+        except TimeoutError:
+            self.close()  # how much of it has arrived is unknown
+            raise
+
+    def _receive(self, descriptors: list[int], deadline: float) -> dict[str, Any]:
+        while (line := self._lines.next_line()) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
+            self._read(descriptors)
+        return decode_line(line)
+
+    def _read(self, descriptors: list[int]) -> None:
+        data, received, _, _ = socket.recv_fds(self._socket, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
+        descriptors += received
+        if not data:
+            raise ConnectionResetError("it has closed the channel")
+        self._lines.feed(data)
+
+    def _lost(self, operation: str, why: str) -> ServerLost:
+        return ServerLost(f"{self._name} did not answer {operation!r} ({why}): attach again, or see its log")
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    descriptors.clear()

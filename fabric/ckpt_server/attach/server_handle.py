@@ -1,0 +1,388 @@
+"""The trainer's handle on its checkpoint server: find it or start it, share memory, publish.
+
+All calls block, under one lock, with a time limit each; any thread may make them. When the channel is closed
+every call raises ServerLost until ``ensure`` has attached again, to the same server if it lives and to a new
+one if not. A server that is stopped, or hangs, is neither: what rounds and snapshots ask for it must answer
+within a second, and until it has answered every other call raises ServerLost at once. It heals by itself.
+"""
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fabric.ckpt_server.attach.launch import ServerSpec, is_served, reap, start
+from fabric.ckpt_server.attach.request_channel import Requests
+from fabric.ckpt_server.wire import gradient_index
+from fabric.ckpt_server.wire.gradient_index import Labels
+from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
+from fabric.model import JobEnd, SnapshotRef
+from fabric.protocol.messages.wire import decode_as
+from fabric.runtime import logs
+from fabric.runtime.http.tls import Tls
+
+ATTACH_S = 20.0
+_ANSWER_S = 30.0
+# What a round or a snapshot waits for. A server that runs answers within a millisecond.
+_PROMPT_S = 1.0
+_PUBLISH_S = 5.0  # what nobody else waits for, such as to read the header of a large snapshot
+# The kernel clears shared memory at more than this, on the slowest machines too.
+_CLEAR_BYTES_PER_S = 100e6
+_LOOK_AGAIN_S = 0.02
+_FAULT_BYTES = 64 * 1024 * 1024
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None)
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Welcome:
+    """The server's answer to attach."""
+
+    url: str
+    pid: int
+    instance: str
+    snapshots: tuple[SnapshotRef, ...] = ()
+    slots: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
+
+
+class ServerHandle:
+    """One trainer's attachment. ``url`` is where others read, ``pid`` the server's process,
+    ``snapshots`` what it held when this trainer attached, oldest first, ``slots`` where each lies, ``parts``
+    of how many ranks each is."""
+
+    url: str
+    pid: int
+    snapshots: tuple[SnapshotRef, ...]
+    slots: tuple[int, ...]
+    parts: tuple[int, ...]
+
+    def __init__(self, spec: ServerSpec, incarnation: int) -> None:
+        self._spec = spec
+        self._incarnation = incarnation
+        self._lock = threading.Lock()
+        self._attaching = False
+        self._maps: dict[tuple[str, int], memoryview] = {}
+        self._descriptors: dict[tuple[str, int], int] = {}
+        self._labels: Labels | None = None
+        self._line, welcome = self._attach(time.monotonic() + ATTACH_S)
+        self._welcome(welcome)
+
+    @classmethod
+    def start_or_attach(
+        cls,
+        *,
+        job: str,
+        replica: str,
+        incarnation: int,
+        run_dir: Path,
+        bind: str,
+        port: str,
+        advertise: str,
+        token_file: Path | None,
+        lighthouse: Sequence[str],
+        orphan_s: float = 600.0,
+        rank: int = 0,
+        tls: Tls | None = None,
+    ) -> "ServerHandle":
+        """Attach to the server that lives in ``run_dir``, or start one there and wait for it.
+
+        Raises Refused (another trainer is attached, the server cannot serve), ConfigError (the folder
+        cannot be used), ServerLost (nothing within ATTACH_S).
+        """
+        spec = ServerSpec(
+            job=job,
+            replica=replica,
+            run_dir=Path(run_dir).absolute(),
+            bind=bind,
+            port=port,
+            advertise=advertise,
+            token_file=token_file,
+            lighthouse=tuple(lighthouse),
+            orphan_s=orphan_s,
+            rank=rank,
+            log=logs.form(),
+            tls=tls or Tls(),
+        )
+        return cls(spec, incarnation)
+
+    def allocate(self, kind: str, slot: int, nbytes: int) -> memoryview:
+        """``nbytes`` of writable memory shared with the server, every page of it present.
+
+        ``kind`` is ``snapshot`` or ``gradient``. The same memory is returned for the same slot while it
+        is large enough; it grows in place. Raises Refused where the host has not that much memory.
+        """
+        with self._lock:
+            mapped = self._maps.get((kind, slot))
+            if mapped is None or len(mapped) < nbytes:
+                self._demand_answer()
+                body = {"op": "allocate", "kind": kind, "slot": slot, "nbytes": nbytes}
+                timeout_s = _ANSWER_S + max(nbytes, 0) / _CLEAR_BYTES_PER_S
+                answer, descriptors = self._line.ask(body, timeout_s)
+                try:
+                    mapped = self._maps[kind, slot] = _map(descriptors, answer.get("nbytes"), nbytes)
+                    _close_all([self._descriptors.pop((kind, slot), -1)])
+                    self._descriptors[kind, slot] = descriptors.pop()
+                finally:
+                    _close_all(descriptors)
+            return mapped[:nbytes]
+
+    def holds(self, kind: str, slot: int, nbytes: int) -> bool:
+        """Whether ``allocate`` would return at once; asks nobody, also while another thread allocates."""
+        mapped = self._maps.get((kind, slot))
+        return mapped is not None and len(mapped) >= nbytes
+
+    def use_labels(self) -> None:
+        """Have memory for the labels of gradients, see ``labels``. Raises as ``allocate`` does."""
+        if self._labels is None:
+            self._labels = Labels(self.allocate(gradient_index.KIND, 0, gradient_index.TOTAL_BYTES))
+
+    def descriptor(self, kind: str, slot: int) -> int:
+        """The memfd of memory that was allocated, sealed against shrinking; it stays this handle's."""
+        with self._lock:
+            return self._descriptors[kind, slot]
+
+    def begin(self, kind: str, slot: int, *, unless_read: bool = False) -> bool:
+        """Withdraw the slot, so that it may be written; when this returns nobody reads it any more.
+
+        With ``unless_read`` returns False, and withdraws nothing, while somebody does.
+        """
+        if kind == "gradient" and self._labels is not None:
+            self._labels.withdraw(slot)
+        body = {"op": "begin", "kind": kind, "slot": slot, "unless_read": unless_read}
+        answer = self._ask(body, _PROMPT_S)
+        return answer.get("busy") is not True
+
+    def publish_snapshot(self, slot: int, manifest: Mapping[str, object]) -> None:
+        """Serve the slot's bytes as the snapshot of ``manifest``. Raises Refused for what it is not."""
+        self._ask({"op": "publish_snapshot", "slot": slot, "manifest": dict(manifest)}, _PUBLISH_S)
+
+    def publish_gradient(
+        self,
+        slot: int,
+        *,
+        generation: int,
+        step: int,
+        epoch: int,
+        nbytes: int,
+        digest: str,
+        weight: float,
+        layout: str,
+        meta: Mapping[str, object],
+        then_begin: int = -1,
+    ) -> None:
+        """Serve the slot's first ``nbytes`` as the reduced gradient that leads on from ``step``; then begin
+        gradient slot ``then_begin``, where it is not negative, as ``begin`` does, in the same request."""
+        self._ask(
+            {
+                "op": "publish_gradient",
+                "slot": slot,
+                "generation": generation,
+                "step": step,
+                "epoch": epoch,
+                "nbytes": nbytes,
+                "digest": digest,
+                "weight": weight,
+                "layout": layout,
+                "meta": dict(meta),
+                "then_begin": then_begin,
+            },
+            _PROMPT_S,
+        )
+
+    def label_gradient(self, slot: int, told: Mapping[str, object]) -> bool:
+        """Publish by a label in shared memory, and wake nobody; ``told`` is as ``publish_gradient`` takes it.
+        Returns False where it does not fit or there is no memory for labels; raises ServerLost where the
+        server is gone. One thread at a time."""
+        if self._labels is None:
+            return False
+        # While another thread asks, an answer on the line is no news; it will find out itself.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._line.settle()
+                if not self._line.is_open:
+                    raise ServerLost("the checkpoint server is gone: attach again, or see its log")
+            finally:
+                self._lock.release()
+        try:
+            text = _JSON.encode({"slot": slot, **told})
+        except ValueError:  # not finite: ``publish_gradient`` has the sentence for it
+            return False
+        return self._labels.write(slot, text.encode())
+
+    def unlabel_gradient(self, slot: int) -> bool:
+        """Take a label back: True where the slot may be written from now on, False where ``begin`` has to end
+        what is read."""
+        return self._labels is not None and self._labels.withdraw(slot)
+
+    def persist(
+        self, step: int, generation: int, *, url: str, incarnation: int, keep: int, required: bool = False
+    ) -> None:
+        """Have the snapshot of ``step`` written to durable storage, after what is being written; does not
+        wait for that. ``required``: only where the job has a checkpoint there. Raises Refused where the step
+        is not held."""
+        self._ask(
+            {
+                "op": "persist",
+                "step": step,
+                "generation": generation,
+                "url": url,
+                "incarnation": incarnation,
+                "keep": keep,
+                "required": required,
+            },
+            _PUBLISH_S,
+        )
+
+    def void(self) -> None:
+        """Withdraw everything that was published: the state behind it is declared invalid."""
+        self._ask({"op": "void"})
+
+    def finish(self, linger_s: float = 5.0, ended: JobEnd | None = None) -> None:
+        """The job is done: the server ends by itself ``linger_s`` from now. ``ended``: what it tells the next
+        lighthouse that it reaches, after which it ends as well."""
+        word = None if ended is None else asdict(ended)
+        self._ask({"op": "finish", "linger_s": linger_s, "ended": word}, _PUBLISH_S)
+
+    def gone(self) -> None:
+        """This process takes part no more, and needs no waiting for its end: a death, told early."""
+        self._ask({"op": "gone"}, _PROMPT_S)
+
+    def close(self) -> None:
+        """Detach. The server, and what was published, stay. Memory that is still used stays mapped."""
+        with self._lock:
+            self._line.close()
+            self._let_maps_go()
+            reap()
+
+    def ensure(self) -> bool:
+        """Attach again if the channel is closed, starting a new server if the old one is dead.
+
+        Returns True when the server is another process than before: nothing is published there, and
+        every slot must be allocated anew. One that hangs is left alone. Raises as ``start_or_attach`` does.
+        """
+        with self._lock:
+            self._line.settle()
+            if self._line.is_open:
+                return False
+            self._line.close()
+            reap()
+            before = self._instance
+            self._attaching = True
+            try:
+                self._line, welcome = self._attach(time.monotonic() + ATTACH_S)
+            finally:
+                self._attaching = False
+            self._welcome(welcome)
+            if self._instance == before:
+                return False
+            self._let_maps_go()
+            self._labels = None
+            return True
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the server has a request that it did not answer in time. It may go on at any moment, and
+        serve what it was told of: memory that was published is not withdrawn."""
+        return self._line.hangs
+
+    def _ask(self, body: Mapping[str, object], timeout_s: float = _ANSWER_S) -> dict[str, Any]:
+        if self._attaching:
+            raise ServerLost(f"the checkpoint server of {self._spec.replica} is being started again")
+        with self._lock:
+            answer, descriptors = self._line.ask(body, timeout_s)
+            _close_all(descriptors)
+            return answer
+
+    def _demand_answer(self) -> None:
+        """Raise ServerLost where the server does not answer promptly: what follows may take long."""
+        with contextlib.suppress(Refused):  # of an older version: that is an answer too
+            self._line.ask({"op": "ping"}, _PUBLISH_S)
+
+    def _let_maps_go(self) -> None:
+        self._maps.clear()
+        _close_all(list(self._descriptors.values()))
+        self._descriptors.clear()
+
+    def _welcome(self, welcome: _Welcome) -> None:
+        self.url, self.pid, self.snapshots = welcome.url, welcome.pid, welcome.snapshots
+        self.slots, self._instance = welcome.slots, welcome.instance
+        self.parts = welcome.parts
+
+    def held_by(self, ranks: int) -> tuple[SnapshotRef, ...]:
+        """Those of ``snapshots`` that a replica of ``ranks`` ranks has taken."""
+        if not self.parts:  # a server of an older version, which does not say it
+            return self.snapshots
+        return tuple(r for r, n in zip(self.snapshots, self.parts, strict=True) if n == ranks)
+
+    def _attach(self, deadline: float) -> tuple[Requests, _Welcome]:
+        """Connect and introduce ourselves, starting a server where there is none."""
+        while True:
+            try:
+                return self._greet(deadline)
+            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError, ServerLost) as error:
+                # Blocked: more wait to be accepted than the server's queue holds.
+                if time.monotonic() >= deadline:
+                    raise ServerLost(
+                        f"the checkpoint server in {self._spec.run_dir} could not be attached to within"
+                        f" {ATTACH_S:g} s ({error}): see its log there"
+                    ) from error
+            except OSError as error:
+                raise ConfigError(
+                    f"the folder {self._spec.run_dir} cannot be used ({error}): name one that belongs to this"
+                    " user"
+                ) from error
+            if is_served(self._spec.run_dir) or not start(self._spec, deadline):
+                # Another process is starting or ending a server there; both are over in a moment.
+                time.sleep(_LOOK_AGAIN_S)
+
+    def _greet(self, deadline: float) -> tuple[Requests, _Welcome]:
+        timeout_s = max(deadline - time.monotonic(), _LOOK_AGAIN_S)
+        line = Requests(self._spec.run_dir, f"the checkpoint server of {self._spec.replica}", timeout_s)
+        try:
+            body = {
+                "op": "attach",
+                "pid": os.getpid(),
+                "incarnation": self._incarnation,
+                "replica": self._spec.replica,
+                "job": self._spec.job,
+            }
+            answer, _ = line.ask(body, timeout_s)
+            return line, decode_as(_Welcome, answer, "attach")
+        except BaseException:
+            line.close()
+            raise
+
+
+def _map(descriptors: list[int], capacity: object, nbytes: int) -> memoryview:
+    """Writable memory behind the one descriptor, all of its pages present in this process."""
+    if len(descriptors) != 1 or type(capacity) is not int or capacity < nbytes:
+        raise ProtocolError("the checkpoint server handed over no memory of the size that was asked for")
+    try:
+        mapped = mmap.mmap(descriptors[0], capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise Refused(
+            f"{capacity} bytes of shared memory cannot be mapped ({error}): raise the limit on address space"
+        ) from error
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    for begin in range(0, capacity, _FAULT_BYTES):
+        size = min(_FAULT_BYTES, capacity - begin)
+        # Not by mmap's own method, which holds the interpreter's lock: the trainer's step would wait. Kernels
+        # before 5.14 cannot do it (an error that nobody looks at), and fault pages in when they are written.
+        _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+    return memoryview(mapped)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    descriptors.clear()

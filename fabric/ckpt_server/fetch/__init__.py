@@ -1,0 +1,1 @@
+"""Reading state and gradients from checkpoint servers: many sources, every block verified. No torch."""

@@ -1,0 +1,300 @@
+"""Fetching state and gradients from checkpoint servers, over as many of them as there are.
+
+A newcomer asks every source for the manifest at once and takes the state from all whose blocks give the
+digest that was asked for, so each block that is verified as it arrives is verified against that digest.
+Nothing is allocated before a manifest was checked, and nothing is kept twice: bytes go from the socket to
+their place. A fetch that failed is resumed by the next one for the same state, by looking which blocks are
+in place.
+
+Everything here blocks and belongs into a thread; ``cancel`` may come from any other. This module
+needs no torch.
+"""
+
+import contextlib
+import ssl
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.ckpt_server.fetch.gradient_fetch import GradientMeta, Gradients
+from fabric.ckpt_server.fetch.http_source import (
+    LEAST_BYTES_PER_S,
+    TRANSIENT,
+    Access,
+    Address,
+    Connection,
+    Idle,
+    SourceRefused,
+    read_json,
+    refusal,
+)
+from fabric.ckpt_server.fetch.local_source import HostMemory
+from fabric.ckpt_server.fetch.multi_source import Progress, Source, Striping, all_failed, said
+from fabric.ckpt_server.format.manifest import check_manifest, state_digest
+from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
+from fabric.errors import ConfigError, IntegrityError, StateError
+from fabric.model import SnapshotRef
+from fabric.runtime.http.token_file import TokenFile
+
+__all__ = ["Fetched", "GradientMeta", "StateFetcher"]
+
+_MAX_MANIFEST_BYTES = 128 << 20
+_MANIFEST_GRACE_S = 2.0  # how long the first manifest waits for the others
+_MANIFEST_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A complete and verified state. ``sources`` says how many bytes of it came from which URL,
+    ``compression`` whether they came packed at last, and why."""
+
+    nbytes: int
+    seconds: float
+    sources: dict[str, int]
+    manifest: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+    compression: str = ""
+
+
+class StateFetcher:
+    """Fetches from checkpoint servers until it is cancelled; one fetch at a time.
+
+    ``token`` empty means none. Ranges of at most ``range_bytes`` go to ``streams_per_source`` connections per
+    source, none of which waits longer than ``timeout_s`` for bytes. ``progress(received, nbytes)`` is
+    called in the fetching thread. States larger than ``max_nbytes`` are refused. Of a replica of several
+    ranks it fetches the part of ``rank``, from servers of that rank; digests asked for are of the whole.
+    With ``same_host`` a state whose server is on this host is read from its memory.
+    """
+
+    def __init__(
+        self,
+        token: TokenFile | str = "",
+        *,
+        streams_per_source: int = 2,
+        range_bytes: int = 64 << 20,
+        timeout_s: float = 30.0,
+        progress: Progress | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        max_nbytes: int = MAX_FILE_BYTES,
+        rank: int = 0,
+    ) -> None:
+        if streams_per_source < 1 or range_bytes < 1 or not timeout_s > 0:
+            raise ConfigError(
+                "A fetch needs at least one stream per source, a range size and a timeout above 0."
+            )
+        tokens = TokenFile.of(token)
+        if not (shown := tokens.shown()).isascii() or not shown.isprintable():
+            raise ConfigError("The token contains characters that cannot be sent; check the token file.")
+        self._access = Access(tokens, timeout_s, ssl_context)
+        self._streams = streams_per_source
+        self._range_bytes = range_bytes
+        self._progress = progress
+        self._max_nbytes = max_nbytes
+        self._rank = rank
+        self.same_host = True
+        self._unfinished = ""
+        self._idle = Idle(self._access)
+        self._gradients = Gradients(self._access, self._idle)
+        self.warnings: list[str] = []
+
+    def cancel(self) -> None:
+        """Ends every transfer at once, from any thread; the fetcher cannot be used afterwards."""
+        self._access.sockets.shutdown()
+        self._idle.close()
+
+    def close(self) -> None:
+        """Closes idle connections."""
+        self._idle.close()
+
+    def fetch_manifest(self, url: str, step: int, generation: int) -> dict[str, Any]:
+        """The checked manifest of that state from the source ``url``. Raises StateError or Gone."""
+        source = Source(Address.parse(url))
+        manifest = self._ask(source, SnapshotRef(generation, step, ""), self._idle.take(source.address))
+        if manifest is None:
+            raise all_failed(f"the manifest of step {step}", [source])
+        return manifest
+
+    def fetch_state(
+        self,
+        urls: Sequence[str],
+        state: SnapshotRef,
+        allocate: Callable[[int], memoryview],
+        blocks: Collection[int] | None = None,
+    ) -> Fetched:
+        """Fetches ``state`` from ``urls`` into ``allocate(nbytes)`` (writable, at least that long), or, where
+        ``blocks`` are given, those of its blocks alone; the rest of the memory is left as it is.
+
+        Returns when all of it is there and its digest is the one asked for. Raises Gone when every
+        source says so, IntegrityError when what they have is not what was asked for, StateError
+        otherwise, always with every source's reason. What was verified before an error stays in the
+        memory and is not fetched again by the next call for the same state.
+        """
+        begun_s = time.monotonic()
+        self.warnings = []
+        sources = [Source(Address.parse(url)) for url in dict.fromkeys(urls)]
+        if not sources:
+            raise StateError(
+                f"There is no source for step {state.step}; somebody must hold a snapshot of it."
+            )
+        manifest, good = self._holders(sources, state)
+        if manifest is None:
+            raise all_failed(f"step {state.step}", sources)
+        compression = self._stripe(manifest, good, _allocated(allocate, manifest["nbytes"]), blocks)
+        received = {source.url: source.nbytes for source in sources}
+        seconds = time.monotonic() - begun_s
+        warnings = tuple(self.warnings)
+        return Fetched(manifest["nbytes"], seconds, received, manifest, warnings, compression)
+
+    def fetch_gradient(
+        self, urls: Sequence[str], *, generation: int, step: int, into: memoryview, wait_s: float = 0.0
+    ) -> GradientMeta:
+        """Fetches the reduced gradient that leads to ``step`` into ``into`` and verifies it.
+
+        Sources are asked in turn; ``wait_s`` is how long to wait for it to be published. Raises Gone
+        when every source says that it is no longer held, StateError otherwise, e.g. when it was not
+        published in time. ``into`` is undefined after an error.
+        """
+        return self._gradients.fetch(urls, generation, step, into, wait_s)
+
+    def _stripe(
+        self,
+        manifest: dict[str, Any],
+        group: list[Source],
+        target: memoryview,
+        blocks: Collection[int] | None,
+    ) -> str:
+        """Fetches what the group promises, from this host alone where that can be; returns whether it came
+        packed, and why."""
+        try:
+            near = self._near(manifest, group)
+            if 0 < len(near) < len(group):
+                with contextlib.suppress(StateError):
+                    return self._stripe_over(manifest, near, target, blocks)
+                self._require_running()
+            return self._stripe_over(manifest, [s for s in group if s.error is None] or group, target, blocks)
+        finally:
+            for source in group:
+                if source.memory is not None:
+                    source.memory.close()
+
+    def _near(self, manifest: dict[str, Any], group: list[Source]) -> list[Source]:
+        """Those of the group whose memory can be read."""
+        if not self.same_host:
+            return []
+        state = SnapshotRef(manifest["generation"], manifest["step"], manifest["digest"])
+        for source in group:
+            source.memory = HostMemory.find(
+                source.address.place, state, self._access.token, manifest["nbytes"]
+            )
+        return [source for source in group if source.memory is not None]
+
+    def _stripe_over(
+        self,
+        manifest: dict[str, Any],
+        group: list[Source],
+        target: memoryview,
+        blocks: Collection[int] | None,
+    ) -> str:
+        striping = Striping(manifest, group, target, self._access, self._idle)
+        resume = self._unfinished == manifest["digest"]
+        self._unfinished = manifest["digest"]
+        try:
+            striping.run(self._streams, self._range_bytes, self._progress, resume=resume, wanted=blocks)
+        finally:
+            self.warnings += striping.warnings
+        self._unfinished = ""
+        return striping.compression
+
+    def _holders(
+        self, sources: list[Source], state: SnapshotRef
+    ) -> tuple[dict[str, Any] | None, list[Source]]:
+        """The manifest of ``state`` and who holds it; None where nobody does, with reasons in the sources."""
+        promised: dict[str, Any] | None = None
+        good: list[Source] = []
+        for source, manifest in self._manifests(sources, state):
+            if state_digest(manifest) != state.digest or manifest.get("rank", 0) != self._rank:
+                source.error = IntegrityError(f"it holds the digest {state_digest(manifest)} for this step")
+                self.warnings.append(
+                    f"{source.url} is not used: {source.error}, and {state.digest} is asked for."
+                )
+                continue
+            promised = manifest  # any of them: those with the same digest promise the same bytes
+            good.append(source)
+        return promised, good
+
+    def _manifests(self, sources: list[Source], state: SnapshotRef) -> list[tuple[Source, dict[str, Any]]]:
+        """The manifests of those that answer in time."""
+        if len(sources) == 1:
+            answers = [self._ask(sources[0], state, self._idle.take(sources[0].address))]
+        else:
+            answers = self._ask_all(sources, state)
+        self._require_running()
+        found = []
+        for source, manifest in zip(sources, answers, strict=True):
+            if manifest is not None:
+                found.append((source, manifest))
+            else:
+                self.warnings.append(f"{source.url} is not used: {source.error}.")
+        return found
+
+    def _ask_all(self, sources: list[Source], state: SnapshotRef) -> list[dict[str, Any] | None]:
+        """All sources at once; None for those that have nothing, or are much later than the first."""
+        lines = [self._idle.take(source.address) for source in sources]
+        with ThreadPoolExecutor(len(sources), "fabric-manifest") as pool:
+            asked: list[Future[dict[str, Any] | None]] = [
+                pool.submit(self._ask, source, state, line)
+                for source, line in zip(sources, lines, strict=True)
+            ]
+            late = set(asked)
+            while late and not any(future.done() and _usable(future) for future in asked):
+                late = wait(late, return_when="FIRST_COMPLETED").not_done
+            late = wait(late, timeout=_MANIFEST_GRACE_S).not_done
+            for line, future in zip(lines, asked, strict=True):
+                if future in late:
+                    line.retire()
+        return [None if future in late else future.result() for future in asked]
+
+    def _ask(self, source: Source, state: SnapshotRef, line: Connection) -> dict[str, Any] | None:
+        """The source's manifest, or None with the reason in ``source.error``."""
+        step, generation = state.step, state.generation
+        path = f"/v1/snapshots/{step}/manifest?generation={generation}&tensors=0"
+        for _ in range(_MANIFEST_TRIES):
+            whole = False
+            try:
+                with line.within(self._access.timeout_s):
+                    response = line.get(path)
+                    if response.status != 200:
+                        raise refusal(response)
+                limit_s = self._access.timeout_s + (response.length or 0) / LEAST_BYTES_PER_S
+                with line.within(limit_s):
+                    body = read_json(response, _MAX_MANIFEST_BYTES)
+                manifest = check_manifest(body, self._max_nbytes)
+                if (manifest["step"], manifest["generation"]) != (step, generation):
+                    raise SourceRefused("it answers with another step or generation")
+                manifest.pop("tensors", None)  # who loads the state reads them from its own header
+                whole = True
+                return manifest
+            except (*TRANSIENT, StateError) as error:
+                source.error = said(error)
+                if source.error is error:
+                    return None
+            finally:
+                self._idle.give(line, reusable=whole)
+        return None
+
+    def _require_running(self) -> None:
+        if self._access.sockets.closed:
+            raise StateError("The fetch was cancelled; nothing was loaded.")
+
+
+def _usable(future: "Future[dict[str, Any] | None]") -> bool:
+    return future.exception() is not None or future.result() is not None
+
+
+def _allocated(allocate: Callable[[int], memoryview], nbytes: int) -> memoryview:
+    memory = allocate(nbytes)
+    if memory.readonly or not memory.c_contiguous or memory.nbytes < nbytes:
+        raise StateError(f"The memory for a state of {nbytes} bytes is too small or not writable.")
+    return memory.cast("B")[:nbytes]

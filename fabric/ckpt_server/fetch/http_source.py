@@ -1,0 +1,391 @@
+"""One server that state is fetched from, over blocking sockets that another thread can end.
+
+Bytes go from the socket straight into the caller's memory; nothing else of a body is kept. A wait in
+``recv`` ends for three reasons: bytes, the timeout, or ``shutdown`` from another thread, which is how
+a cancel reaches every stream at once. So every socket is registered from before it connects.
+"""
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.wire.compression import IDENTITY
+from fabric.ckpt_server.wire.http_preconditions import etag
+from fabric.errors import ConfigError, Gone, IntegrityError, StateError
+from fabric.runtime.http.token_file import TokenFile
+
+CONNECT_S = 5.0
+# Less is no link that a job can use: what comes more slowly is not waited for.
+LEAST_BYTES_PER_S = 20e3
+_MOST_IDLE = 32
+_MAX_ERROR_BYTES = 64 << 10
+_FEW_CONTAINERS, _BYTES_PER_CONTAINER = 64, 24
+_MAX_ERROR_CHARACTERS = 300
+# What a source that died, stalled or talks nonsense makes the HTTP client raise.
+TRANSIENT = (OSError, http.client.HTTPException)
+
+
+class SourceRefused(StateError):
+    """The source understood and said no: asking it again is of no use."""
+
+
+class Sockets:
+    """The open sockets of one fetcher; after ``shutdown`` there will be no others."""
+
+    def __init__(self) -> None:
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.closed = False
+
+    def add(self, sock: socket.socket) -> None:
+        """Raises StateError when the fetch was cancelled."""
+        with self._lock:
+            if self.closed:
+                sock.close()
+                raise StateError("The fetch was cancelled.")
+            self._open.add(sock)
+
+    def close(self, sock: socket.socket) -> None:
+        """Closes one socket."""
+        with self._lock:
+            self._open.discard(sock)
+        sock.close()
+
+    def shutdown(self) -> None:
+        """Ends every socket and every wait on one; their owners close them."""
+        with self._lock:
+            self.closed = True
+            for sock in self._open:
+                abort(sock)
+
+
+def abort(sock: socket.socket) -> None:
+    """Wakes whoever waits on ``sock``."""
+    with contextlib.suppress(OSError):  # it was not connected, or is closed: nobody waits on it
+        # Not the TLS socket's own shutdown, which would change the object under its reader.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How every source is reached. ``token`` empty means none, ``timeout_s`` bounds one read."""
+
+    tokens: TokenFile
+    timeout_s: float
+    ssl_context: ssl.SSLContext | None
+    sockets: Sockets = field(default_factory=Sockets)
+
+    @property
+    def token(self) -> str:
+        """What to show now: the token may be replaced while this process runs."""
+        return self.tokens.shown()
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A source's base URL, taken apart."""
+
+    url: str
+    host: str
+    port: int
+    path: str
+    secure: bool
+
+    @classmethod
+    def parse(cls, url: str) -> "Address":
+        """Raises ConfigError unless ``url`` is http(s)://host[:port][/path]."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url[:200]!r} is not a URL ({error}).") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+            raise ConfigError(f"{url[:200]!r} is not the base URL of a checkpoint server (http://host:port).")
+        secure = parts.scheme == "https"
+        return cls(url, parts.hostname, port or (443 if secure else 80), parts.path.rstrip("/"), secure)
+
+    @property
+    def place(self) -> str:
+        """Host and port, spelled in one way."""
+        return f"{self.host.lower()}:{self.port}"
+
+
+class Connection:
+    """One keep-alive connection; dials at the first request, and again after an error."""
+
+    def __init__(self, address: Address, access: Access) -> None:
+        self.address = address
+        self._access = access
+        self._http = http.client.HTTPConnection(address.host, address.port)
+        self._http.auto_open = 0  # dialling is ours, so that a cancel can reach it
+        self._sock: socket.socket | None = None
+        self._ended = False
+        self._retired = False
+
+    def get(
+        self,
+        path: str,
+        byte_range: tuple[int, int] | None = None,
+        wait_s: float = 0.0,
+        coding: str = IDENTITY,
+    ) -> http.client.HTTPResponse:
+        """Sends a GET; returns the response with its headers read. ``wait_s`` lengthens the timeout,
+        ``coding`` is the content coding that may be used. Where a connection that was kept turns out to be
+        closed, it dials anew.
+
+        Raises what is in TRANSIENT, or StateError after a cancel.
+        """
+        headers = {"Accept-Encoding": coding}
+        if self._access.token:
+            headers["Authorization"] = f"Bearer {self._access.token}"
+        if byte_range is not None:
+            headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
+        if self._sock is not None and self._http.sock is not None:
+            try:
+                return self._ask(self._sock, path, headers, wait_s)
+            except TimeoutError:
+                raise
+            except TRANSIENT:
+                if self._ended:
+                    raise
+        return self._ask(self._dial(), path, headers, wait_s)
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Raise TimeoutError where what the block reads is not there in time, however slowly it trickles."""
+        over = threading.Event()
+
+        def end() -> None:
+            over.set()
+            self.abort()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except Exception as error:
+            if over.is_set():
+                raise TimeoutError from error
+            raise
+        finally:
+            timer.cancel()
+        if over.is_set():  # what ends too early may look whole, such as a head
+            raise TimeoutError
+
+    def _ask(
+        self, sock: socket.socket, path: str, headers: dict[str, str], wait_s: float
+    ) -> http.client.HTTPResponse:
+        sock.settimeout(self._access.timeout_s + wait_s)
+        self._http.request("GET", self.address.path + path, headers=headers)
+        response = self._http.getresponse()
+        sock.settimeout(self._access.timeout_s)
+        return response
+
+    def body(self, response: http.client.HTTPResponse) -> "Body":
+        """Where the bytes of the response of the last ``get`` come from."""
+        assert self._sock is not None
+        return Body(response, self._sock, self._access.timeout_s)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is connected and nobody has ended it."""
+        ended = self._ended or self._retired or self._access.sockets.closed
+        return self._sock is not None and not ended
+
+    def retire(self) -> None:
+        """From another thread: ends the wait, and every later one."""
+        self._retired = True
+        self.abort()
+
+    def abort(self) -> None:
+        """From another thread: ends the wait of whoever uses this connection, also where it is still dialled;
+        until it is closed there is no other."""
+        self._ended = True
+        sock = self._sock
+        if sock is not None:
+            abort(sock)
+
+    def close(self) -> None:
+        """Closes the connection; the next ``get`` dials again, whatever was ended before."""
+        self._let_go()
+        self._ended = False
+
+    def _let_go(self) -> None:
+        sock, self._sock = self._sock, None
+        self._http.close()
+        if sock is not None:
+            self._access.sockets.close(sock)
+
+    def _dial(self) -> socket.socket:
+        self._let_go()
+        if self._retired:
+            raise SourceRefused("it gave no answer in time")
+        last: OSError = OSError("no address")
+        found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, where in found:
+            sock = socket.socket(family, kind, protocol)
+            self._access.sockets.add(sock)
+            self._sock = sock  # so that an abort reaches it while it connects
+            try:
+                if self._ended:
+                    raise ConnectionAbortedError("the wait for it was ended")
+                sock.settimeout(min(CONNECT_S, self._access.timeout_s))
+                sock.connect(where)
+                self._sock = self._http.sock = self._secure(sock)
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return self._sock
+            except OSError as error:
+                last, self._sock = error, None
+                self._access.sockets.close(sock)
+        raise last
+
+    def _secure(self, sock: socket.socket) -> socket.socket:
+        if not self.address.secure:
+            return sock
+        context = self._access.ssl_context or ssl.create_default_context()
+        wrapped = context.wrap_socket(sock, server_hostname=self.address.host)
+        self._access.sockets.add(wrapped)
+        self._access.sockets.close(sock)
+        return wrapped
+
+
+class Idle:
+    """Connections that are open and have nothing to do, kept for the next request to their server."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._connections: deque[Connection] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, address: Address) -> Connection:
+        """A connection to ``address``, which is open already where one was kept."""
+        with self._lock:
+            kept = next((c for c in self._connections if c.address == address and c.is_open), None)
+            if kept is not None:
+                self._connections.remove(kept)
+                return kept
+        return Connection(address, self._access)
+
+    def give(self, connection: Connection, *, reusable: bool) -> None:
+        """Gives one back; ``reusable``: its last response was read to the end."""
+        if not reusable or not connection.is_open:
+            connection.close()
+            return
+        with self._lock:
+            self._connections.appendleft(connection)
+            oldest = self._connections.pop() if len(self._connections) > _MOST_IDLE else None
+        if oldest is not None:
+            oldest.close()
+
+    def close(self) -> None:
+        """Closes them all."""
+        with self._lock:
+            while self._connections:
+                self._connections.pop().close()
+
+
+class Body:
+    """A response's bytes, from the socket to their place in as few wake-ups as the kernel allows: it waits
+    for a whole piece, and not the interpreter for whatever has come. Over TLS the interpreter has to read.
+    """
+
+    def __init__(self, response: http.client.HTTPResponse, sock: socket.socket, timeout_s: float) -> None:
+        self._response = response
+        self._sock = None if isinstance(sock, ssl.SSLSocket) else sock
+        self._buffered = 0
+        self._timeout_s = timeout_s
+        if self._sock is not None and response.length:
+            # What came with the head lies in the response's buffer and goes first.
+            self._buffered = len(response.fp.peek(1))
+            seconds = int(timeout_s)
+            limit = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._sock.settimeout(None)
+
+    def read(self, into: memoryview) -> None:
+        """Fills ``into``. Raises ConnectionError where the body ends too early, TimeoutError."""
+        if self._buffered:
+            first = min(self._buffered, len(into))
+            self._buffered -= first
+            read_exactly(self._response, into[:first])
+            into = into[first:]
+        length = self._response.length
+        if self._sock is None or length is None or length <= len(into):
+            if self._sock is not None:
+                self._sock.settimeout(self._timeout_s)
+            read_exactly(self._response, into)  # to the end: the response learns of it
+            return
+        filled = 0
+        while filled < len(into):
+            try:
+                count = self._sock.recv_into(into[filled:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise TimeoutError from None
+            if not count:
+                raise ConnectionError(f"the body ended {len(into) - filled} bytes too early")
+            filled += count
+        self._response.length = length - filled
+
+
+def read_exactly(response: http.client.HTTPResponse, into: memoryview) -> None:
+    """Fills ``into`` from the body. Raises ConnectionError where the body ends too early."""
+    filled = 0
+    while filled < len(into):
+        count = response.readinto(into[filled:])
+        if not count:
+            raise ConnectionError(f"the body ended {len(into) - filled} bytes too early")
+        filled += count
+
+
+def read_json(response: http.client.HTTPResponse, most: int) -> Any:
+    """The JSON body of at most ``most`` bytes. Raises SourceRefused for a larger or malformed one, and
+    IntegrityError for one that is not what its ETag says."""
+    body = response.read(most + 1)
+    if len(body) > most:
+        raise SourceRefused(f"its answer is larger than {most} bytes")
+    if response.length:
+        raise ConnectionError("its answer ended too early")
+    tag = response.getheader("ETag")
+    if tag is not None and tag != etag(bytes_digest(memoryview(body))):
+        raise IntegrityError("its answer is not what its ETag says")
+    # A parsed list takes dozens of bytes, an empty one three in the text. What is asked for has few.
+    if body.count(b"[") + body.count(b"{") > _FEW_CONTAINERS + len(body) // _BYTES_PER_CONTAINER:
+        raise SourceRefused("its answer is made of too many lists and objects")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise SourceRefused(f"its answer is not JSON ({' '.join(str(error).split())[:100]})") from error
+
+
+def refusal(response: http.client.HTTPResponse) -> StateError:
+    """What an answer other than the wanted one means: Gone, SourceRefused, or worth another try."""
+    text, gone = _error_text(response)
+    reason = f"it answered {response.status}: {text}"
+    if response.status == 409:
+        return Gone(reason) if gone is not False else StateError(reason)
+    if response.status >= 500 or response.status in (408, 429):
+        return StateError(reason)
+    return SourceRefused(reason)
+
+
+def _error_text(response: http.client.HTTPResponse) -> tuple[str, bool | None]:
+    body = response.read(_MAX_ERROR_BYTES)
+    gone = None
+    try:
+        parsed = json.loads(body)
+        text = str(parsed["error"])
+        gone = parsed.get("gone") if isinstance(parsed.get("gone"), bool) else None
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        text = body.decode("utf-8", "replace") or response.reason
+    return " ".join(text.split())[:_MAX_ERROR_CHARACTERS], gone

@@ -1,0 +1,125 @@
+"""A snapshot read out of the memory of a checkpoint server on this host, not over the network.
+
+The reader connects to the server's unix socket, asks the kernel for the server's user, and wants its own. It
+shows the job's token and says which state it means. It gets a read-only descriptor of the memory and reads
+that as a file. The end of the connection says that the server withdrew the slot. Bytes read after that may be
+of another state. So the reader believes nothing without the digest that the manifest promises.
+"""
+
+import logging
+import os
+import socket
+import struct
+
+from fabric.ckpt_server.wire.channel_protocol import (
+    LOCAL_ASK_S,
+    MAX_FIRST_LINE_BYTES,
+    LineBuffer,
+    decode_line,
+    encode_line,
+    local_socket_name,
+)
+from fabric.errors import FabricError, Refused
+from fabric.model import SnapshotRef
+
+log = logging.getLogger(__name__)
+
+_CREDENTIALS = struct.Struct("iII")
+_SIGN = b"."  # a reader's: it reads still
+
+
+class HostMemory:
+    """The reader's side: one snapshot in the memory of a server on this host. Any thread may read."""
+
+    def __init__(self, connection: socket.socket, descriptor: int) -> None:
+        self._connection = connection
+        self._descriptor = descriptor
+
+    @classmethod
+    def find(cls, place: str, state: SnapshotRef, token: str, nbytes: int) -> "HostMemory | None":
+        """That of the server at ``place`` (host:port), if it holds ``state`` (its digest is the file's), of
+        ``nbytes``; None where there is no such thing here: HTTP says why."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(LOCAL_ASK_S)
+            connection.connect(local_socket_name(place))
+            if _user_of(connection) != os.geteuid():
+                raise Refused("another user's process listens there")
+            look = {
+                "generation": state.generation,
+                "step": state.step,
+                "digest": state.digest,
+                "token": token,
+            }
+            connection.sendall(encode_line(look))
+            descriptor = _receive(connection)
+            found = cls(connection, descriptor)
+            if os.fstat(descriptor).st_size < nbytes:
+                found.close()
+                return None
+            return found
+        except (OSError, FabricError) as error:
+            log.debug("%s is not read from its memory: %s", place, error)
+            connection.close()
+            return None
+
+    def body(self, begin: int) -> "MemoryBody":
+        """The bytes from ``begin`` on."""
+        return MemoryBody(self._descriptor, begin)
+
+    def still_there(self) -> bool:
+        """Whether what was read so far is the state that was asked for; tells the server that we read on."""
+        try:
+            self._connection.send(_SIGN, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:  # it has not looked for a while: so it has not withdrawn the slot either
+            return True
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """The slot may be used again. Nobody may be reading."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        self._connection.close()
+
+
+class MemoryBody:
+    """A snapshot's bytes, one after the other, as of a response's body."""
+
+    def __init__(self, descriptor: int, begin: int) -> None:
+        self._descriptor = descriptor
+        self._at = begin
+
+    def read(self, into: memoryview) -> None:
+        """Fills ``into``. Raises ConnectionError where the memory ends too early."""
+        while len(into):
+            # Not mapped: the kernel copies as fast, and needs no page tables for it.
+            count = os.preadv(self._descriptor, [into], self._at)
+            if not count:
+                raise ConnectionError(f"its memory ends {len(into)} bytes too early")
+            self._at, into = self._at + count, into[count:]
+
+
+def _user_of(connection: socket.socket) -> int:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(data)[1])
+
+
+def _receive(connection: socket.socket) -> int:
+    """The descriptor that was sent. Raises OSError or FabricError where there is none."""
+    lines, descriptors = LineBuffer(MAX_FIRST_LINE_BYTES), list[int]()
+    try:
+        while (line := lines.next_line()) is None:
+            data, received, _, _ = socket.recv_fds(connection, 4096, 4)
+            descriptors += received
+            if not data:
+                raise ConnectionResetError("it has closed the connection")
+            lines.feed(data)
+        if decode_line(line).get("ok") is not True or len(descriptors) != 1:
+            raise Refused("it shows nothing")
+        return descriptors.pop()
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,367 @@
+"""One file from several sources into one memory: every block is verified or fetched again.
+
+Each source has a few streams, all feeding on one queue of ranges. A source that sends wrong bytes is
+named and asked once more; the second time it is dropped. A source that dies or stalls loses its
+range and is dropped after three failures in a row. What was verified is never fetched twice.
+"""
+
+import http.client
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from fabric.ckpt_server.fetch.http_source import (
+    LEAST_BYTES_PER_S,
+    TRANSIENT,
+    Access,
+    Address,
+    Body,
+    Connection,
+    Idle,
+    SourceRefused,
+    refusal,
+)
+from fabric.ckpt_server.fetch.link_speed import LinkSpeed
+from fabric.ckpt_server.fetch.local_source import HostMemory, MemoryBody
+from fabric.ckpt_server.fetch.range_queue import Lease, RangeQueue
+from fabric.ckpt_server.format.digest import block_digest
+from fabric.ckpt_server.wire.compression import IDENTITY, PLANES, unpack
+from fabric.errors import Gone, IntegrityError, ProtocolError, StateError
+from fabric.runtime.priority import lower_priority
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+_MAX_FAILURES = 3
+_MAX_LIES = 2
+_WAIT_S = 0.1
+_MAX_REFUSAL_BYTES = 64 << 10
+_PIECE_BYTES = 512 << 10  # is digested while it is in the core's own cache
+PACKED_PATH = "/v1/snapshots/{}/blocks/{}-{}{}"
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
+
+
+@dataclass(slots=True)
+class Source:
+    """What is known of one source during a fetch; ``error`` says why it is no longer used. ``packs``: whether
+    it can send its bytes packed, as far as is known. ``memory``: where it is on this host, and readable;
+    ``shared`` of its ``nbytes`` were read there."""
+
+    address: Address
+    packs: bool = True
+    memory: HostMemory | None = None
+    nbytes: int = 0
+    shared: int = 0
+    failures: int = 0
+    lies: int = 0
+    error: StateError | None = None
+
+    @property
+    def url(self) -> str:
+        return self.address.url
+
+
+class Striping:
+    """Fetches what ``manifest`` describes from ``sources`` into ``target`` (exactly its size)."""
+
+    def __init__(
+        self,
+        manifest: Mapping[str, Any],
+        sources: Sequence[Source],
+        target: memoryview,
+        access: Access,
+        idle: Idle,
+    ) -> None:
+        self._manifest = manifest
+        self._sources = sources
+        self._target = target
+        self._access = access
+        self._idle = idle
+        self._lock = threading.Lock()
+        self._snapshot = f"/v1/snapshots/{manifest['step']}"
+        self._query = f"?generation={manifest['generation']}"
+        self._speed = LinkSpeed(1)
+        self.warnings: list[str] = []
+
+    @property
+    def compression(self) -> str:
+        """Whether bytes came packed at last, and why; where they were not sent, how they came."""
+        shared = sum(source.shared for source in self._sources)
+        if not shared:
+            return self._speed.why
+        if shared == sum(source.nbytes for source in self._sources):
+            return "plain: read from shared memory, over this host's socket"
+        return f"{self._speed.why}; {shared / 1e6:.0f} MB of it were read from shared memory on this host"
+
+    def run(
+        self,
+        streams: int,
+        range_bytes: int,
+        progress: Progress | None,
+        *,
+        resume: bool,
+        wanted: Collection[int] | None = None,
+    ) -> None:
+        """Returns when the target has the ``wanted`` blocks (None: all); raises StateError when that cannot
+        be, or on a cancel.
+
+        With ``resume``, blocks that the target holds already are not fetched.
+        """
+        count = len(self._manifest["blocks"])
+        wanted = range(count) if wanted is None else wanted
+        done = [block not in wanted or (resume and self._holds(block)) for block in range(count)]
+        held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
+        most = max(1, range_bytes // int(self._manifest["block_bytes"]))
+        streams = streams_each(streams, len(self._sources), len(os.sched_getaffinity(0)))
+        workers = len(self._sources) * streams
+        self._speed = LinkSpeed(workers)
+        queue = RangeQueue(done, most, workers, {source.url for source in self._sources}, time.monotonic)
+        with ThreadPoolExecutor(workers, "fabric-fetch", lower_priority) as pool:
+            running = [
+                pool.submit(self._stream, queue, source) for source in self._sources for _ in range(streams)
+            ]
+            try:
+                self._watch(queue, running, progress, held)
+            finally:
+                queue.stop()
+                for source in self._sources:
+                    queue.drop(source.url)
+        for future in running:
+            future.result()
+
+    def _watch(
+        self, queue: RangeQueue, running: list[Future[None]], progress: Progress | None, held: int
+    ) -> None:
+        told = -1
+        stuck_s = self._access.timeout_s + int(self._manifest["block_bytes"]) / LEAST_BYTES_PER_S
+        while True:
+            complete = queue.complete
+            received = held + sum(source.nbytes for source in self._sources)
+            if progress is not None and received != told:
+                told = received
+                progress(received, self._manifest["nbytes"])
+            if complete:
+                return
+            if self._access.sockets.closed:
+                raise StateError("The fetch was cancelled; nothing was loaded.")
+            if not queue.alive:
+                raise all_failed(f"step {self._manifest['step']}", self._sources)
+            if any(future.done() and future.exception() for future in running):
+                return  # a bug in a stream: its exception is raised by whoever collects the results
+            queue.end_stuck(stuck_s)
+            queue.wait(_WAIT_S)
+
+    def _stream(self, queue: RangeQueue, source: Source) -> None:
+        connection, sound = self._idle.take(source.address), False
+        try:
+            while (lease := queue.take(source.url, connection.abort)) is not None:
+                self._serve(queue, source, connection, lease)
+            sound = True  # a connection with a response that was not read to the end is closed by now
+        finally:
+            self._idle.give(connection, reusable=sound)
+
+    def _serve(self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease) -> None:
+        if (memory := source.memory) is not None:
+            self._read(queue, source, memory, lease)
+            return
+        failed, packed, begun_s = True, source.packs and self._speed.next_is_packed(), time.monotonic()
+        try:
+            nbytes = self._fetch(queue, source, connection, lease, packed)
+            failed = False
+            if not packed or source.packs:
+                self._speed.measured(packed, nbytes, time.monotonic() - begun_s)
+        except IntegrityError as error:
+            self._lied(queue, source, error)
+        except (SourceRefused, Gone) as error:
+            self._drop(queue, source, error)
+        except (*TRANSIENT, StateError, ProtocolError) as error:
+            if not lease.reclaimed and not self._access.sockets.closed:
+                self._stumbled(queue, source, error)
+        finally:
+            if failed or (packed and not source.packs):
+                self._speed.failed(packed)
+            queue.release(lease, failed=failed)
+            if failed or lease.reclaimed:  # the end may have reached a connection that was just done
+                connection.close()
+
+    def _read(self, queue: RangeQueue, source: Source, memory: HostMemory, lease: Lease) -> None:
+        """Brings a range into place out of the memory of a server on this host."""
+        failed, body = True, memory.body(lease.taken.first * self._manifest["block_bytes"])
+        try:
+            for block in lease.taken.blocks:
+                self._finish(queue, source, block, _receive(body, self._block(block)))
+                with self._lock:
+                    source.shared += len(self._block(block))
+            failed = not memory.still_there()
+        except IntegrityError as error:
+            if memory.still_there():
+                self._lied(queue, source, error)
+        except OSError as error:
+            log.debug("%s: its memory is not read any more: %s", source.url, error)
+        finally:
+            queue.release(lease, failed=False)
+            if failed:  # withdrawn, or nobody there: over the network it says so
+                source.memory = None
+
+    def _fetch(
+        self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease, packed: bool
+    ) -> int:
+        """Brings a range into place; returns its size."""
+        blocks = lease.taken.blocks
+        response = self._ask_packed(source, connection, lease) if packed else None
+        unpacks = response is not None
+        if response is None:
+            response = self._ask_plain(connection, lease)
+        body = connection.body(response)
+        for block in blocks:
+            part = self._block(block)
+            if unpacks:
+                unpack(body.read, part)
+                if block == blocks[-1] and response.read(1):
+                    raise SourceRefused("it sends more than the blocks that were asked for")
+            self._finish(queue, source, block, block_digest(part) if unpacks else _receive(body, part))
+        return sum(len(self._block(block)) for block in blocks)
+
+    def _finish(self, queue: RangeQueue, source: Source, block: int, digest: str) -> None:
+        """``block`` is in place and has this digest. Raises IntegrityError where that is wrong."""
+        if digest != self._manifest["blocks"][block]:
+            raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
+        with self._lock:
+            source.nbytes += len(self._block(block))
+            source.failures = 0
+        queue.finished(block)
+
+    def _ask_plain(self, connection: Connection, lease: Lease) -> http.client.HTTPResponse:
+        block_bytes, nbytes = self._manifest["block_bytes"], self._manifest["nbytes"]
+        begin = lease.taken.first * block_bytes
+        end = min(nbytes, begin + lease.taken.count * block_bytes)
+        response = connection.get(f"{self._snapshot}/data{self._query}", (begin, end))
+        if response.status not in (200, 206):
+            raise refusal(response)
+        check_range(response, begin, end, nbytes)
+        self._check_coding(response, IDENTITY)
+        return response
+
+    def _ask_packed(
+        self, source: Source, connection: Connection, lease: Lease
+    ) -> http.client.HTTPResponse | None:
+        """The answer in PLANES, or None where the source offers no such thing."""
+        first, last = lease.taken.first, lease.taken.first + lease.taken.count - 1
+        path = PACKED_PATH.format(self._manifest["step"], first, last, self._query)
+        response = connection.get(path, coding=PLANES)
+        if response.status == 404:
+            response.read(_MAX_REFUSAL_BYTES)
+            connection.close()
+            source.packs = False
+            return None
+        if response.status != 200:
+            raise refusal(response)
+        self._check_coding(response, PLANES)
+        return response
+
+    def _check_coding(self, response: http.client.HTTPResponse, coding: str) -> None:
+        found = response.getheader("Content-Encoding") or IDENTITY
+        if found != coding:
+            raise SourceRefused(f"it sends the coding {found[:40]!r} where {coding} was asked for")
+        # The digest of the state, and after a dash what sets this answer apart from the whole file.
+        tag = response.getheader("ETag")
+        if tag is not None and tag.strip('W/"').partition("-")[0] != self._manifest["digest"]:
+            raise SourceRefused("it holds another state by now")
+
+    def _lied(self, queue: RangeQueue, source: Source, error: IntegrityError) -> None:
+        with self._lock:
+            source.lies += 1
+            drop = source.lies >= _MAX_LIES
+            self.warnings.append(
+                f"{source.url} sent wrong bytes for {error}; they were not used"
+                f"{' and the source is not used any more' if drop else ''}."
+            )
+        if drop:
+            self._drop(queue, source, IntegrityError(f"it sent wrong bytes {source.lies} times"))
+
+    def _stumbled(self, queue: RangeQueue, source: Source, error: Exception) -> None:
+        with self._lock:
+            source.failures += 1
+            drop = source.failures >= _MAX_FAILURES
+        if drop:
+            self._drop(queue, source, StateError(describe(error)))
+        else:
+            queue.wait(_WAIT_S * source.failures)
+
+    def _drop(self, queue: RangeQueue, source: Source, error: StateError) -> None:
+        with self._lock:
+            first = source.error is None
+            source.error = source.error or error
+            if first and not isinstance(error, IntegrityError):
+                self.warnings.append(f"{source.url} is not used any more: {error}.")
+        queue.drop(source.url)
+
+    def _block(self, block: int) -> memoryview:
+        size = self._manifest["block_bytes"]
+        return self._target[block * size : (block + 1) * size]
+
+    def _holds(self, block: int) -> bool:
+        return bool(block_digest(self._block(block)) == self._manifest["blocks"][block])
+
+
+def streams_each(wanted: int, sources: int, processors: int) -> int:
+    """How many streams each source gets: more in all than there are processors only take turns, and each has
+    bytes wait in its buffers until they are out of every cache."""
+    return max(1, min(wanted, processors // sources))
+
+
+def _receive(body: Body | MemoryBody, part: memoryview) -> str:
+    """Fills ``part``; returns its digest."""
+    hasher = xxhash.xxh3_64()
+    for begin in range(0, len(part), _PIECE_BYTES):
+        piece = part[begin : begin + _PIECE_BYTES]
+        body.read(piece)
+        hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def check_range(response: Any, begin: int, end: int, nbytes: int) -> None:
+    """Raises SourceRefused unless the body is exactly bytes ``begin`` to ``end`` of ``nbytes``."""
+    if response.status == 200:
+        if (begin, end) != (0, nbytes) or response.length != nbytes:
+            raise SourceRefused("it ignores byte ranges")
+        return
+    match = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range") or "")
+    if match is None or tuple(map(int, match.groups())) != (begin, end - 1, nbytes):
+        raise SourceRefused(
+            f"it offers {str(response.getheader('Content-Range'))[:80]!r} where bytes {begin} to {end - 1} of"
+            f" {nbytes} were asked for"
+        )
+    if response.length != end - begin:
+        raise SourceRefused(f"it sends {response.length} bytes where {end - begin} were asked for")
+
+
+def all_failed(what: str, sources: Sequence[Source]) -> StateError:
+    """The error that tells of every source why it is of no use."""
+    reasons = "; ".join(f"{source.url}: {source.error or 'no reason'}" for source in sources)
+    kinds = {type(source.error) for source in sources}
+    kind = kinds.pop() if len(kinds) == 1 else StateError
+    chosen: type[StateError] = kind if kind in (Gone, IntegrityError) else StateError
+    return chosen(f"No source could deliver {what}, and nothing was loaded ({reasons}).")
+
+
+def describe(error: Exception) -> str:
+    """One line that says why a source failed."""
+    if isinstance(error, TimeoutError):
+        return "it stopped sending"
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def said(error: Exception) -> StateError:
+    """Why a source gave nothing: its own word, which stays so, or what went wrong on the way."""
+    if isinstance(error, Gone | IntegrityError | SourceRefused):
+        return error
+    return StateError(describe(error))

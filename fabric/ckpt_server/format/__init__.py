@@ -1,0 +1,1 @@
+"""What a file of training state looks like: tensors, manifest, digests, slices. No torch, no I/O."""

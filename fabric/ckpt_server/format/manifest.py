@@ -1,0 +1,113 @@
+"""What a checkpoint server says about a snapshot, and how little of it is believed.
+
+A manifest names the state (job, generation, step, digest) and cuts its file into blocks with a
+digest each, so that a transfer can be striped over many sources and verified as it arrives; the
+state's digest is made of the blocks', so two manifests with one digest promise the same bytes. It comes
+from outside: every number is bounded before anything is allocated for it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fabric.ckpt_server.format.digest import BLOCK_BYTES, digest_of_blocks
+from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES, is_count
+from fabric.errors import IntegrityError, StateError
+from fabric.model import SnapshotRef
+from fabric.protocol.messages.rank_messages import replica_digest
+
+MANIFEST_FORMAT = 1
+DIGEST_DIGITS = 32
+BLOCK_DIGITS = 16
+MIN_BLOCK_BYTES = 4096
+MAX_BLOCK_BYTES = 1 << 30
+_HEX = frozenset("0123456789abcdef")
+_MAX_NUMBER = 1 << 62
+
+
+def make_manifest(
+    state: SnapshotRef, nbytes: int, blocks: Sequence[str], *, job: str, replica: str, created: float
+) -> dict[str, Any]:
+    """The manifest of a snapshot file of ``nbytes`` bytes, taken at Unix time ``created``."""
+    return {
+        "format": MANIFEST_FORMAT,
+        "job": job,
+        "replica": replica,
+        "generation": state.generation,
+        "step": state.step,
+        "digest": state.digest,
+        "nbytes": nbytes,
+        "block_bytes": BLOCK_BYTES,
+        "blocks": list(blocks),
+        "created": created,
+    }
+
+
+def of_rank(manifest: Mapping[str, Any], rank: int, digests: Sequence[str]) -> dict[str, Any]:
+    """``manifest`` as that of rank ``rank``'s part of a state whose parts have these digests."""
+    return {**manifest, "rank": rank, "ranks": list(digests)}
+
+
+def state_digest(manifest: Mapping[str, Any]) -> str:
+    """The digest of the whole replica's state, of which the manifest's file may be one rank's part."""
+    return replica_digest(manifest["ranks"]) if "ranks" in manifest else str(manifest["digest"])
+
+
+def is_hex(value: object, digits: int) -> bool:
+    """Whether ``value`` is a string of exactly ``digits`` lower-case hex digits."""
+    return isinstance(value, str) and len(value) == digits and _HEX.issuperset(value)
+
+
+def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
+    """Returns ``manifest`` when it is well-formed and of at most ``max_nbytes``; StateError otherwise."""
+    if not isinstance(manifest, dict):
+        raise StateError("The manifest is not a JSON object.")
+    if manifest.get("format") != MANIFEST_FORMAT:
+        raise StateError(
+            f"The manifest is of format {str(manifest.get('format'))[:20]!r} and not {MANIFEST_FORMAT}."
+        )
+    for key in ("generation", "step"):
+        if not is_count(manifest.get(key), _MAX_NUMBER):
+            raise StateError(f"The manifest has no usable {key}.")
+    if not is_hex(manifest.get("digest"), DIGEST_DIGITS):
+        raise StateError(f"The manifest's digest is not {DIGEST_DIGITS} hex digits.")
+    _check_ranks(manifest)
+    nbytes, block_bytes = manifest.get("nbytes"), manifest.get("block_bytes")
+    if not is_count(nbytes, MAX_FILE_BYTES) or not nbytes:
+        raise StateError("The manifest has no usable size.")
+    assert isinstance(nbytes, int)
+    if nbytes > max_nbytes:
+        raise StateError(f"The snapshot has {nbytes} bytes and at most {max_nbytes} are accepted here.")
+    if (
+        not is_count(block_bytes, MAX_BLOCK_BYTES)
+        or not isinstance(block_bytes, int)
+        or block_bytes < MIN_BLOCK_BYTES
+    ):
+        raise StateError("The manifest has no usable block size.")
+    _check_blocks(manifest, math.ceil(nbytes / block_bytes))
+    return manifest
+
+
+def _check_ranks(manifest: Mapping[str, Any]) -> None:
+    """One rank's part lists the digests of all, its own among them."""
+    if "ranks" not in manifest and "rank" not in manifest:
+        return
+    rank, ranks = manifest.get("rank"), manifest.get("ranks")
+    listed = isinstance(ranks, list) and all(is_hex(digest, DIGEST_DIGITS) for digest in ranks)
+    if not listed or not isinstance(ranks, list) or not is_count(rank, len(ranks) - 1):
+        raise StateError("The manifest lists no usable digests of the ranks.")
+    assert isinstance(rank, int)
+    if ranks[rank] != manifest["digest"]:
+        raise StateError(f"The manifest's digest is not what it lists for its own rank {rank}.")
+
+
+def _check_blocks(manifest: Mapping[str, Any], expected: int) -> None:
+    blocks = manifest.get("blocks")
+    if not isinstance(blocks, list) or len(blocks) != expected:
+        found = len(blocks) if isinstance(blocks, list) else 0
+        raise StateError(f"The manifest lists {found} blocks where its size needs {expected}.")
+    if not all(is_hex(block, BLOCK_DIGITS) for block in blocks):
+        raise StateError(f"The manifest has a block digest that is not {BLOCK_DIGITS} hex digits.")
+    digest = digest_of_blocks(manifest["nbytes"], blocks, manifest["block_bytes"])
+    if digest != manifest["digest"]:
+        raise IntegrityError(f"The manifest's blocks give the digest {digest} and not {manifest['digest']}.")

@@ -1,0 +1,124 @@
+"""One rank's file of a state, of which only what is needed is read: from checkpoint servers that hold it, or
+from a durable checkpoint. Blocks and not bytes, because a block is what can be verified."""
+
+import mmap
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from fabric.ckpt_server.durable.reader import Checkpoint, LaneFile
+from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.format.safetensors_file import Header, read_preamble
+from fabric.model import SnapshotRef
+
+Allocate = Callable[[int], memoryview]
+
+
+class Part:
+    """``rank``'s file. ``file`` is memory of its size, of which what was read is there and verified; the rest
+    is reserved and never touched. ``manifest`` is known once something was read. ``sources`` says how many
+    bytes were read from which URL, ``compression`` whether they came packed, and why."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.file = memoryview(b"")
+        self.manifest: dict[str, Any] = {}
+        self.sources: dict[str, int] = {}
+        self.compression = ""
+        self._there: set[int] = set()
+
+    @property
+    def ranks(self) -> int:
+        """Of how many ranks the state is."""
+        return len(self.manifest.get("ranks", ("",)))
+
+    def header(self) -> Header:
+        """What lies where in it. Raises StateError."""
+        self.have({0})
+        end = 8 + int.from_bytes(self.file[:8], "little")
+        self.have(range(min(end // self.manifest["block_bytes"] + 1, len(self.manifest["blocks"]))))
+        return read_preamble(self.file, len(self.file))
+
+    def have(self, blocks: Collection[int]) -> None:
+        """Have these blocks in ``file``, verified. Raises StateError."""
+        missing = set(blocks) - self._there
+        if missing:
+            self._read(missing)
+            self._there |= missing
+
+    def complete(self, allocate: Allocate) -> memoryview:
+        """All of it, in ``allocate(nbytes)``. Raises StateError."""
+        self.have({0})
+        size, nbytes = self.manifest["block_bytes"], self.manifest["nbytes"]
+        memory = allocate(nbytes)[:nbytes]
+        for block in self._there:
+            memory[block * size : (block + 1) * size] = self.file[block * size : (block + 1) * size]
+        self.file = memory
+        self.have(range(len(self.manifest["blocks"])))
+        return memory
+
+    def let_go(self) -> None:
+        """Its memory is needed no more."""
+        self.file = memoryview(b"")
+
+    def _read(self, blocks: Collection[int]) -> None:
+        raise NotImplementedError
+
+    def _memory(self, nbytes: int) -> memoryview:
+        if len(self.file) != nbytes:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+            self.file = memoryview(mmap.mmap(-1, nbytes, flags))
+        return self.file
+
+
+class ServedPart(Part):
+    """From the servers at ``urls``, by a fetcher of its rank."""
+
+    def __init__(self, rank: int, urls: Sequence[str], state: SnapshotRef, fetcher: StateFetcher) -> None:
+        super().__init__(rank)
+        self._urls = urls
+        self._state = state
+        self._fetcher = fetcher
+
+    def _read(self, blocks: Collection[int]) -> None:
+        found = self._fetcher.fetch_state(self._urls, self._state, self._memory, blocks)
+        self.manifest, self.compression = found.manifest, found.compression
+        for url, nbytes in found.sources.items():
+            self.sources[url] = self.sources.get(url, 0) + nbytes
+
+    def let_go(self) -> None:
+        """Its memory and its connections are needed no more."""
+        self._fetcher.close()
+        super().let_go()
+
+
+class StoredPart(Part):
+    """From a durable checkpoint, whose files ``stack`` closes."""
+
+    def __init__(self, rank: int, checkpoint: Checkpoint, stack: ExitStack) -> None:
+        super().__init__(rank)
+        self._checkpoint = checkpoint
+        self._stack = stack
+        self._lane: LaneFile | None = None
+
+    def _read(self, blocks: Collection[int]) -> None:
+        if self._lane is None:
+            self._lane = LaneFile(self._checkpoint, self.rank, self._stack)
+            self.manifest = self._lane.manifest
+        lane, size = self._lane, self.manifest["block_bytes"]
+        file = self._memory(lane.nbytes)
+        for begin, end in _runs(blocks):
+            target = file[begin * size : end * size]
+            lane.fill(target, begin * size)
+            self.sources[lane.storage.url] = self.sources.get(lane.storage.url, 0) + len(target)
+
+
+def _runs(blocks: Collection[int]) -> list[tuple[int, int]]:
+    """Blocks without a gap between them: (first, behind the last)."""
+    found: list[tuple[int, int]] = []
+    for block in sorted(blocks):
+        if found and found[-1][1] == block:
+            found[-1] = (found[-1][0], block + 1)
+        else:
+            found.append((block, block + 1))
+    return found

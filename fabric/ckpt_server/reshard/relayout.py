@@ -1,0 +1,318 @@
+"""A state in another layout of ranks: each rank's own file, made of slices of the old ranks' files.
+
+Beside every shard a file says of which whole it is, and where in it (``sharded.py``). So a rank of the new
+layout reads the old ranks' headers, finds for every tensor which parts of it lie where, and fetches the
+blocks that hold its own part: blocks and not bytes, because a block is what can be verified. Out of those it
+writes the file that it would itself have written in that state, to be restored and served like any other.
+Nothing live is touched.
+
+How the new layout places a tensor is asked of the live objects, once: of a module's or another object's own
+state, and for an optimizer, whose state may not exist yet, of the parameter that has the same shape.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
+from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.format.safetensors_file import (
+    ALIGNMENT_BYTES,
+    ELEMENT_BYTES,
+    Header,
+    TensorSpan,
+    build_preamble,
+    canonical_json,
+    file_order,
+    read_preamble,
+)
+from fabric.ckpt_server.format.tensor_regions import Box, Piece
+from fabric.ckpt_server.reshard.rank_files import Allocate, Part
+from fabric.ckpt_server.state.dtensor import describe, is_sharded, local_shape
+from fabric.ckpt_server.state.training_state import FORMAT, tensor_at
+from fabric.ckpt_server.state.training_state import describe as step_and_tree
+from fabric.errors import StateError
+from fabric.model import SnapshotRef
+
+
+class Misfit(StateError):
+    """The state cannot be this model's, wherever it is read: another model, or a layout that is not cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """How a live tensor is placed: the shape of the whole, this rank's part of it, and how a file describes
+    that (None: it is not sharded)."""
+
+    shape: tuple[int, ...]
+    box: Box
+    description: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Placed":
+        """A live tensor's."""
+        shape = tuple(tensor.shape)
+        if not is_sharded(tensor):
+            return cls(shape, Box.whole(shape), None)
+        description = describe(tensor)
+        return cls(shape, Box(tuple(description["offset"]), local_shape(tensor)), description)
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """State of an optimizer that is placed as its parameter is, where it has its shape."""
+
+    parameter: Placed
+
+
+class Layout:
+    """How the live ``objects`` are placed in this rank; looked up once, while nothing changes them."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self.live = {name: _placements(value) for name, value in objects.items()}
+
+    def fits(self, header: Header) -> bool:
+        """Whether the file with this header is as this rank would write it. Raises Misfit."""
+        return bool(Plan([header], self, 0, whole=False).tree == step_and_tree(header.metadata)[1])
+
+
+def relay(
+    parts: Sequence[Part],
+    state: SnapshotRef,
+    layout: Layout,
+    allocate: Allocate,
+    *,
+    rank: int = 0,
+    who: tuple[str, str] = ("", ""),
+) -> dict[str, Any]:
+    """Makes rank ``rank``'s own file of ``state`` in ``layout``, in ``allocate(nbytes)``; its manifest.
+
+    ``parts`` are those of all old ranks, in order. The memory begins at a multiple of 64. ``who`` is the job
+    and replica of the manifest. Raises StateError (Misfit, Gone, IntegrityError), with the memory undefined.
+    """
+    try:
+        headers = [part.header() for part in parts]
+        for part in parts:
+            if part.ranks != len(parts):
+                raise StateError(
+                    f"The state of step {state.step} has {part.ranks} parts and sources were given for"
+                    f" {len(parts)}: name the servers of every old rank."
+                )
+        plan = Plan(headers, layout, rank)
+        memory = allocate(plan.nbytes)[: plan.nbytes]
+        if np.frombuffer(memory, np.uint8).ctypes.data % ALIGNMENT_BYTES or memory.readonly:
+            raise StateError("The memory for a state must be writable and begin at a multiple of 64.")
+        memory[: len(plan.preamble)] = plan.preamble
+        for part in parts:
+            part.have(plan.blocks(part.rank, part.manifest["block_bytes"]))
+            plan.write(part.rank, part.file, memory)
+            part.let_go()
+    finally:
+        for part in parts:
+            part.let_go()
+    digests = BlockDigests()
+    digests.update(memory)
+    blocks = digests.blocks()
+    ref = SnapshotRef(state.generation, state.step, digest_of_blocks(plan.nbytes, blocks))
+    (job, replica), created = who, parts[0].manifest.get("created", 0.0)
+    return make_manifest(ref, plan.nbytes, blocks, job=job, replica=replica, created=created)
+
+
+class Plan:
+    """How rank ``rank`` of the new layout makes its file (``preamble``, and ``nbytes`` in all) of the old
+    ranks' files with these ``headers``: which ``pieces`` go there.
+
+    ``whole`` False: only what the file would say is asked for (``tree``): some parts may be missing, and what
+    nobody here places is as it was.
+    Raises Misfit with the path of what cannot be laid out anew.
+    """
+
+    def __init__(self, headers: Sequence[Header], layout: Layout, rank: int, whole: bool = True) -> None:
+        self.pieces: list[Piece] = []
+        self._rank = rank
+        self._whole = whole
+        self._spans = [{span.name: span for span in header.tensors} for header in headers]
+        self._own: dict[str, tuple[str, Box]] = {}  # by tensor: dtype, and this rank's part
+        described = [step_and_tree(header.metadata) for header in headers]
+        self.tree = self._walk([one for _, one in described], layout.live, "")
+        entries = [
+            (name, dtype, box.sizes, ELEMENT_BYTES[dtype] * box.elements)
+            for name, (dtype, box) in self._own.items()
+        ]
+        entries.sort(key=lambda entry: file_order(entry[0], entry[1]))
+        metadata = canonical_json({"format": FORMAT, "step": described[0][0], "state": self.tree})
+        self.preamble = build_preamble(entries, metadata)
+        self.nbytes = len(self.preamble) + sum(entry[3] for entry in entries)
+        header = read_preamble(memoryview(self.preamble), self.nbytes)
+        self._targets = {span.name: span for span in header.tensors}
+
+    def blocks(self, rank: int, block_bytes: int) -> set[int]:
+        """Which blocks of old rank ``rank``'s file are needed."""
+        return set().union(*(piece.blocks(block_bytes) for piece in self.pieces if piece.rank == rank))
+
+    def write(self, rank: int, file: memoryview, into: memoryview) -> None:
+        """Copies what comes from old rank ``rank``, whose needed blocks are in ``file``, to its place."""
+        for piece in self.pieces:
+            if piece.rank == rank:
+                target = tensor_at(into, self._targets[piece.name])[
+                    piece.box.within(self._own[piece.name][1])
+                ]
+                target.copy_(tensor_at(file, piece.span)[piece.box.within(piece.held)])
+
+    def _walk(self, nodes: list[Any], live: Any, path: str) -> Any:
+        """The new layout's node for the old ranks' nodes in one place of the tree."""
+        first = nodes[0]
+        if isinstance(first, dict) and ("$shard" in first or "$tensor" in first):
+            return self._tensor(nodes, live, path)
+        if isinstance(first, dict):
+            if not all(isinstance(node, dict) and set(node) == set(first) for node in nodes):
+                raise _unlike(path)
+            return {key: self._value(key, [node[key] for node in nodes], live, path) for key in first}
+        if isinstance(first, list):
+            if not all(isinstance(node, list) and len(node) == len(first) for node in nodes):
+                raise _unlike(path)
+            rows = zip(*nodes, strict=True)
+            return [self._walk(list(row), _at(live, i), f"{path}[{i}]") for i, row in enumerate(rows)]
+        if any(node != first for node in nodes):
+            raise _unlike(path)
+        return first
+
+    def _value(self, key: str, nodes: list[Any], live: Any, path: str) -> Any:
+        if key == "$module":
+            tensors = self._walk([node[0] for node in nodes], live, path)
+            return [tensors, self._walk([node[1] for node in nodes], None, path)]
+        if key in ("$map", "$ordered"):
+            keys = [pair[0] for pair in nodes[0]]
+            if any([pair[0] for pair in node] != keys for node in nodes):
+                raise _unlike(path)
+            return [
+                [name, self._walk([node[i][1] for node in nodes], _at(live, name), f"{path}[{name!r}]")]
+                for i, name in enumerate(keys)
+            ]
+        if key in ("$array", "$numpy"):  # its bytes lie there as a tensor, the same at every rank
+            self._place(nodes[0][0], [(node[0], None) for node in nodes], None, path)
+            return nodes[0]
+        inner = live if key.startswith("$") else _at(live, key)
+        return self._walk(nodes, inner, path if key.startswith("$") else f"{path}.{key}".lstrip("."))
+
+    def _tensor(self, nodes: list[Any], live: Any, path: str) -> Any:
+        held = []
+        for node in nodes:
+            inner, told = node.get("$shard", (node, None)) if isinstance(node, dict) else (None, None)
+            name = inner.get("$tensor") if isinstance(inner, dict) else None
+            if isinstance(name, list) and told is None and not _is_sharded(live):
+                self._place(name[0], [(one["$tensor"][0], None) for one in nodes], None, path)
+                return nodes[0]
+            if not isinstance(name, str) or (told is None) != ("$shard" not in nodes[0]):
+                raise _unlike(path)
+            held.append((name, told))
+        description = self._place(held[0][0], held, live, path)
+        own = {"$tensor": held[0][0]}
+        return own if description is None else {"$shard": [own, description]}
+
+    def _place(
+        self, name: str, held: list[tuple[str, dict[str, Any] | None]], live: Any, path: str
+    ) -> dict[str, Any] | None:
+        """Takes my part of one tensor into the plan; how it is described there, None: as a whole."""
+        spans = [self._span(rank, one, path) for rank, (one, _) in enumerate(held)]
+        told = held[0][1]
+        shape = tuple(told["shape"]) if told is not None else spans[0].shape
+        here = live.parameter if isinstance(live, _Like) and live.parameter.shape == shape else live
+        if told is not None and not isinstance(here, Placed):
+            if not self._whole:
+                self._own.setdefault(name, (spans[0].dtype, Box.whole(spans[0].shape)))
+                return told
+            raise Misfit(
+                f"{path} is sharded in the snapshot, and nothing here says how it is placed: run the same"
+                " model and optimizer as the job did."
+            )
+        description, box = None, Box.whole(shape)
+        if isinstance(here, Placed) and (told is not None or here.description is not None):
+            if here.shape != shape:
+                raise Misfit(
+                    f"{path} has shape {shape} in the snapshot and {here.shape} here: run the same model as"
+                    " the job did."
+                )
+            description, box = here.description, here.box
+        if name not in self._own:  # tied parameters have one tensor
+            self._own[name] = spans[0].dtype, box
+            self._take(name, box, spans, [told for _, told in held], path)
+        elif self._own[name] != (spans[0].dtype, box):
+            raise _unlike(path)
+        return description
+
+    def _take(
+        self,
+        name: str,
+        box: Box,
+        spans: list[TensorSpan],
+        told: list[dict[str, Any] | None],
+        path: str,
+    ) -> None:
+        """Of every part that several ranks hold, one of them gives."""
+        givers: dict[Box, list[int]] = {}
+        for rank, (span, one) in enumerate(zip(spans, told, strict=True)):
+            whole = Box.whole(span.shape)
+            givers.setdefault(whole if one is None else Box(tuple(one["offset"]), span.shape), []).append(
+                rank
+            )
+        covered = 0
+        for part, ranks in givers.items():
+            common = part.common(box)
+            if common.elements:
+                covered += common.elements
+                rank = ranks[self._rank % len(ranks)]
+                self.pieces.append(Piece(name, rank, spans[rank], part, common))
+        if covered != box.elements and self._whole:
+            raise Misfit(
+                f"{path}: the old ranks' parts cover {covered} of the {box.elements} elements that are needed"
+                " here; such a layout cannot be cut anew."
+            )
+
+    def _span(self, rank: int, name: str, path: str) -> TensorSpan:
+        span = self._spans[rank].get(name)
+        if span is None:
+            raise StateError(f"{path} refers to a tensor that rank {rank}'s part has not; it is damaged.")
+        return span
+
+
+def _placements(live: Any) -> Any:
+    """What stands where in the state of a live object, as far as it is known."""
+    if isinstance(live, torch.optim.Optimizer):
+        parameters = [parameter for group in live.param_groups for parameter in group["params"]]
+        return {"state": {index: _Like(Placed.of(one)) for index, one in enumerate(parameters)}}
+    return _placed(live.state_dict())
+
+
+def _placed(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Placed.of(value)
+    if isinstance(value, Mapping):
+        return {key: _placed(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_placed(inner) for inner in value]
+    return None
+
+
+def _is_sharded(live: Any) -> bool:
+    return isinstance(live, Placed) and live.description is not None
+
+
+def _at(live: Any, key: Any) -> Any:
+    if isinstance(live, _Like):
+        return live
+    if isinstance(live, Mapping):
+        return live.get(key)
+    if isinstance(live, (list, tuple)) and isinstance(key, int) and key < len(live):
+        return live[key]
+    return None
+
+
+def _unlike(path: str) -> Misfit:
+    return Misfit(
+        f"{path or 'The state'} is not the same at all old ranks, beside what is sharded: such a layout"
+        " (pipeline stages, for one) cannot be cut anew."
+    )

@@ -1,0 +1,60 @@
+"""Which micro-batch a trainer died at: it notes in eight bytes of our shared memory where its main thread is.
+
+A note is one aligned store by the trainer and costs no call. We look at it when the trainer is found gone,
+and keep what we saw, over the trainers of this replica, until the job is past that step. An orderly exit
+takes the note back first, so only a process that was killed, or crashed, leaves one.
+"""
+
+import contextlib
+import os
+import sys
+
+from fabric.ckpt_server.server.slots import MARK, Memory
+from fabric.ckpt_server.server.trainer_watch import GONE, Trainer
+from fabric.model import Death
+
+MARK_BYTES = 8
+# The micro-batch, plus one, is in the low bits; zero is "at none".
+_BITS = 21
+_MOST = 16
+
+
+def encode_mark(step: int, micro_batch: int) -> int:
+    """What the trainer stores while it is at this micro-batch."""
+    return (step << _BITS) | (micro_batch + 1)
+
+
+class Deaths:
+    """What this server saw of its replica's processes; ``seen`` looks at the one of now first."""
+
+    def __init__(self, memory: Memory, trainer: Trainer) -> None:
+        self._slot = memory.slot(MARK, 0)
+        self._trainer = trainer
+        self._seen: list[Death] = []
+        trainer.on_attach = self._turn
+
+    def seen(self, state: str) -> tuple[Death, ...]:
+        """The deaths at a micro-batch that the job is not past yet; ``state`` is the trainer's."""
+        step, micro_batch = self._read()
+        if micro_batch >= 0:
+            death = Death(self._trainer.incarnation, step, micro_batch)
+            if state == GONE and death not in self._seen:
+                self._seen = [*self._seen, death][-_MOST:]
+            elif state != GONE:
+                self._seen = [d for d in self._seen if d.step >= step]
+        return tuple(self._seen)
+
+    def _turn(self) -> None:
+        """Another trainer attaches: what the last one died at is kept, and its note is taken away."""
+        self.seen(self._trainer.state)
+        if self._slot.region is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._slot.region.fd, bytes(MARK_BYTES), 0)
+
+    def _read(self) -> tuple[int, int]:
+        """(step, micro-batch) of the note, micro-batch -1 where there is none."""
+        view = self._slot.region.view if self._slot.region is not None else b""
+        if len(view) < MARK_BYTES:  # its memory is still being allocated, or has been let go
+            return 0, -1
+        value = int.from_bytes(view[:MARK_BYTES], sys.byteorder)
+        return value >> _BITS, (value & ((1 << _BITS) - 1)) - 1

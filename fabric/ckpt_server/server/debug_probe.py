@@ -1,0 +1,217 @@
+"""What the trainer is doing, asked from outside of it: by its own word, by a signal, by the kernel.
+
+The trainer answers on a socket of its own, from a thread of its own (see
+``fabric.client.process.debug_endpoint``), which needs the interpreter. While C code holds the interpreter's
+lock nobody there can answer; then a signal makes the
+interpreter write the stacks of all threads to a file, which needs no lock. That is the second way and not
+the first: a dump of threads that run may read a frame that is being torn down, and while one thread holds
+the lock for long no frame changes. What the kernel knows of every thread stands beside it in any case, and
+alone where the process is stopped.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+from fabric.ckpt_server.server.epoch_log import News
+from fabric.ckpt_server.server.trainer_status import PulseSender
+from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, STOPPED, Trainer
+from fabric.ckpt_server.wire.channel_protocol import (
+    INSIGHT_NAME,
+    STACKS_NAME,
+    STACKS_SIGNAL,
+    LineBuffer,
+    decode_line,
+    encode_line,
+    socket_path,
+)
+from fabric.errors import ConfigError, FabricError, Refused
+from fabric.runtime.private_folder import check_peer, open_private
+
+ANSWER_S = 1.0
+_MAX_ANSWER_BYTES = 32 * 1024 * 1024
+_MAX_DUMP_BYTES = 1024 * 1024
+_MAX_THREADS = 1000
+_DUMP_S = 2.0
+_LOOK_S = 0.02
+_QUIET_LOOKS = 5  # a dump is written in many small pieces: it is over when nothing has come for so long
+_TICKS_PER_S = 100  # what the kernel counts processor time in, for every program (USER_HZ)
+_THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-f]+).* \(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+
+
+class Silent(FabricError):
+    """The trainer did not answer; the message says why that may be."""
+
+
+class Insight:
+    """Asks the process that ``trainer`` watches, whose folder is ``run_dir``. ``pulse``: what tells the
+    lighthouse of it, where anything does. ``news``: what the lighthouse tells of the job's epochs."""
+
+    def __init__(self, run_dir: Path, trainer: Trainer) -> None:
+        self.pulse: PulseSender | None = None
+        self.news = News(trainer)
+        self._run_dir = run_dir
+        self._trainer = trainer
+        self._one_dump = asyncio.Lock()
+
+    def require_process(self) -> None:
+        """Raises Refused where there is nobody to look at."""
+        state = self._trainer.state
+        if state == ABSENT:
+            raise Refused("no trainer has attached to this server yet: there is nobody to look at")
+        if state == GONE:
+            raise Refused(f"the trainer, process {self._trainer.pid}, has ended: there is nobody to look at")
+
+    async def ask(self, what: str) -> dict[str, Any]:
+        """The trainer's own answer to ``what``. Raises Silent, or Refused with its sentence."""
+        if self._trainer.state == STOPPED:
+            raise Silent("the process is stopped (SIGSTOP, or a debugger): it answers when it is continued")
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer = await self._exchange(what)
+        except TimeoutError:
+            raise Silent(
+                f"the trainer did not answer within {ANSWER_S:g} s: code in it holds the interpreter's lock,"
+                " or the host is overloaded"
+            ) from None
+        except (OSError, FabricError) as error:
+            raise Silent(f"the trainer takes no questions ({error})") from error
+        if answer.get("ok") is not True:
+            raise Refused(str(answer.get("error", "the trainer gave no reason"))[:1000])
+        return answer
+
+    async def _exchange(self, what: str) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.setblocking(False)
+            with socket_path(self._run_dir, INSIGHT_NAME) as path:
+                await loop.sock_connect(line, path)
+            check_peer(line, f"the socket {INSIGHT_NAME}")
+            await loop.sock_sendall(line, encode_line({"ask": what, "pid": self._trainer.pid}))
+            lines = LineBuffer(_MAX_ANSWER_BYTES)
+            while (found := lines.next_line()) is None:
+                data = await loop.sock_recv(line, 256 * 1024)
+                if not data:
+                    raise ConnectionResetError("it closed the connection without an answer")
+                lines.feed(data)
+        return await asyncio.to_thread(decode_line, found)
+
+    async def stacks(self) -> dict[str, object]:
+        """The stacks of all threads by the best way there is, and what the kernel says of them.
+
+        ``how`` is ``interpreter``, ``signal`` or ``kernel`` (there are no Python stacks then); ``why`` says
+        why it was not a better one. Raises Refused where there is no process.
+        """
+        self.require_process()
+        async with self._one_dump:
+            how, why = "interpreter", ""
+            try:
+                threads = _threads(await self.ask("stacks"))
+            except (Silent, Refused) as error:
+                how, why = "signal", str(error)
+                try:
+                    threads = parse_dump(await self._dump())
+                except (Silent, ConfigError, OSError) as worse:
+                    how, why, threads = "kernel", f"{why}; {worse}", []
+            pid = self._trainer.pid
+            kernel = await asyncio.to_thread(kernel_threads, pid)
+        return {"pid": pid, "how": how, "why": why, "threads": threads, "kernel": kernel}
+
+    async def _dump(self) -> str:
+        """What the interpreter writes when it is sent STACKS_SIGNAL. Raises Silent or OSError."""
+        trainer, file = self._trainer, self._run_dir / STACKS_NAME
+        if trainer.state == STOPPED:
+            raise Silent("a signal would wait until it is continued")
+        if not file.exists() or not catches(trainer.pid, STACKS_SIGNAL):
+            raise Silent("it has not been made ready to write its stacks on a signal")
+        with os.fdopen(open_private(file, os.O_RDWR), "r+b") as dump:
+            dump.truncate(0)
+            trainer.signal(STACKS_SIGNAL)
+            size, quiet = 0, 0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DUMP_S):
+                    while not size or quiet < _QUIET_LOOKS:
+                        await asyncio.sleep(_LOOK_S)
+                        now = os.fstat(dump.fileno()).st_size
+                        quiet = quiet + 1 if now == size else 0
+                        size = now
+            text = dump.read(_MAX_DUMP_BYTES).decode(errors="replace")
+        if not text:
+            raise Silent(f"it wrote no stacks within {_DUMP_S:g} s of the signal")
+        return text
+
+
+def parse_dump(text: str) -> list[dict[str, object]]:
+    """The threads in what ``faulthandler`` wrote, most recent call first; other lines are left out."""
+    threads: list[dict[str, object]] = []
+    stack: list[str] = []
+    for line in text.splitlines():
+        if (thread := _THREAD.match(line)) is not None:
+            stack = []
+            threads.append({"name": thread[2], "current": thread[1] != "Thread", "stack": stack})
+        elif (frame := _FRAME.match(line)) is not None:
+            stack.append(f"{frame[1]}:{frame[2]} {frame[3]}")
+    return threads
+
+
+def _threads(answer: dict[str, Any]) -> list[dict[str, object]]:
+    threads = answer.get("threads")
+    if not isinstance(threads, list) or not threads:
+        raise Silent("what answers for the trainer names no threads")
+    return threads
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal: without one it would die of it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def kernel_threads(pid: int) -> list[dict[str, object]]:
+    """What the kernel says of each thread: its name, state, what it sleeps in, and its processor time.
+
+    ``wchan`` and ``syscall`` are empty where this user may not know. The first is the main thread.
+    """
+    found = []
+    try:
+        tids = sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+    for tid in tids[:_MAX_THREADS]:
+        folder = Path(f"/proc/{pid}/task/{tid}")
+        fields = _read(folder / "stat").rpartition(")")[2].split()
+        if len(fields) < 13:
+            continue  # it has ended meanwhile
+        found.append(
+            {
+                "tid": tid,
+                "name": _read(folder / "comm"),
+                "state": fields[0],
+                "wchan": _read(folder / "wchan").strip("0"),
+                "syscall": _read(folder / "syscall").split(" ")[0],
+                "cpu_s": (int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+            }
+        )
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def parse_flight(text: object) -> Any:
+    """Torch's recording, which travels as JSON inside JSON. Raises Refused for anything else."""
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"torch's flight recording is not JSON ({error})") from error

@@ -1,0 +1,199 @@
+"""The checkpoint server's side of durable checkpoints: starts the writer, one at a time, and knows how it
+went.
+
+The writer gets the snapshot's memory as a descriptor. Meanwhile the slot counts as read, so the trainer
+overwrites the other one; if it must have this one all the same, the writer is killed, and that checkpoint is
+given up."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import fabric
+from fabric.ckpt_server.format.manifest import check_manifest, state_digest
+from fabric.ckpt_server.server.slots import SNAPSHOT, Memory
+from fabric.ckpt_server.wire.durable_job import Order
+from fabric.errors import Refused
+from fabric.model import SnapshotRef
+
+log = logging.getLogger(__name__)
+
+_MAX_REPORT_BYTES = 1 << 20
+_MAX_ERROR_CHARACTERS = 500
+_OVERTAKEN = {
+    "ok": False,
+    "error": "its memory was needed for another snapshot before the one before was written: write them less"
+    " often, or to faster storage",
+}
+# Where this very package is imported from, installed or not.
+_HERE = Path(fabric.__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """What a trainer asks for: the snapshot of this step, which is held, becomes a durable checkpoint; see
+    ``Order`` for the rest."""
+
+    generation: int
+    step: int
+    url: str
+    incarnation: int
+    keep: int
+    required: bool = False
+
+
+class Dispatch:
+    """``newest`` is the last checkpoint that was completed from here, ``error`` why the last try failed
+    (empty after one that did not), ``seconds`` how long that took."""
+
+    def __init__(self, job: str, replica: str, memory: Memory) -> None:
+        self._job = job
+        self._replica = replica
+        self._memory = memory
+        self._task: asyncio.Task[None] | None = None
+        self._next: Persist | None = None  # what is written after that
+        self._incarnation = 0  # of the trainer that the running task was asked by
+        self.newest: SnapshotRef | None = None
+        self.error = ""
+        self.seconds = 0.0
+        self.failures = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no writer runs."""
+        return self._task is None or self._task.done()
+
+    def start(self, request: Persist) -> None:
+        """Begin to write, or when the one before is written: then it is the newest of those that were asked
+        for meanwhile. Raises Refused where the step is not held.
+
+        What an earlier process of the trainer asked for is given up: its other ranks are gone, too.
+        """
+        if self._memory.find(SNAPSHOT, request.step, request.generation) is None:
+            raise Refused(f"step {request.step} is not held, so it cannot be written to durable storage")
+        if not self.is_idle and request.incarnation == self._incarnation:
+            if self._next is not None:
+                log.warning(
+                    "step %d is not written: storage is slower than checkpoints come", self._next.step
+                )
+            self._next = request
+            return
+        self._incarnation, self._next = request.incarnation, None
+        self._task = asyncio.create_task(self._run(request, self._task))
+
+    async def finish(self) -> None:
+        """Return when the writer that runs, if any, has ended."""
+        while self._task is not None and not self._task.done():
+            await asyncio.wait({self._task})
+
+    async def close(self) -> None:
+        """End the writer that runs, if any: what it has written counts for nothing."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self, request: Persist, before: asyncio.Task[None] | None) -> None:
+        if before is not None and not before.done():
+            before.cancel()
+            await asyncio.wait({before})
+        wanted: Persist | None = request
+        while wanted is not None:
+            await self._persist(wanted)
+            wanted, self._next = self._next, None
+
+    async def _persist(self, request: Persist) -> None:
+        begun = time.monotonic()
+        try:
+            outcome = await self._write(request)
+        except OSError as error:
+            outcome = {"ok": False, "error": f"its writer could not be started: {error}"}
+        self.seconds = time.monotonic() - begun
+        if outcome.get("ok") is not True:
+            self.failures += 1
+            self.error = f"step {request.step}: {outcome.get('error')}"[:_MAX_ERROR_CHARACTERS]
+            log.warning("the durable checkpoint of %s", self.error)
+            return
+        self.error = ""
+        for warning in outcome.get("warnings") or ():
+            log.warning("durable storage could not be tidied up: %s", warning)
+        if outcome.get("complete") is True:
+            self.newest = SnapshotRef(request.generation, request.step, str(outcome["digest"]))
+        log.info("durable checkpoint of step %d: %s, %.1f s", request.step, outcome["folder"], self.seconds)
+
+    async def _write(self, request: Persist) -> dict[str, Any]:
+        slot = self._memory.find(SNAPSHOT, request.step, request.generation)
+        if slot is None:
+            return dict(_OVERTAKEN)
+        content = slot.content
+        assert content is not None and slot.region is not None
+        manifest = _manifest(content.manifest)
+        digest = state_digest(manifest)
+        order = Order(
+            request.url,
+            self._job,
+            self._replica,
+            request.incarnation,
+            request.keep,
+            required=request.required,
+        )
+        descriptor = slot.region.fd
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "fabric.ckpt_server.durable",
+            f"--fd={descriptor}",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(descriptor,),
+            limit=_MAX_REPORT_BYTES,
+            cwd=_HERE,
+        )
+        assert process.stdin is not None and process.stdout is not None
+
+        def kill() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+        try:
+            # While the process was started the slot may have been given to another snapshot.
+            with slot.reading(kill, content):
+                body = {"order": asdict(order), "manifest": manifest}
+                with contextlib.suppress(ConnectionError):
+                    process.stdin.write(json.dumps(body).encode() + b"\n")
+                    await process.stdin.drain()
+                report = await process.stdout.read(_MAX_REPORT_BYTES)
+                code = await process.wait()
+        except ConnectionResetError:
+            await process.wait()
+            return dict(_OVERTAKEN)
+        except BaseException:
+            kill()
+            await process.wait()
+            raise
+        return {**_parsed(report, code), "digest": digest}
+
+
+def _manifest(served: bytes) -> dict[str, Any]:
+    """The snapshot's own manifest, without what the server adds for readers."""
+    told: Mapping[str, Any] = json.loads(served)
+    return check_manifest({k: v for k, v in told.items() if k not in ("url", "tensors")})
+
+
+def _parsed(report: bytes, code: int) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        body = json.loads(report)
+        if isinstance(body, dict):
+            return body
+    if code == -9:
+        return {
+            "ok": False,
+            "error": "its writer was killed, as when its memory was needed for another snapshot",
+        }
+    return {"ok": False, "error": f"its writer ended with code {code}; see the checkpoint server's log"}

@@ -1,0 +1,49 @@
+"""What this server has heard of the job's epochs: its log says what a change of its trainer belongs to.
+
+Nothing is decided by it: a server that hears nothing (an older lighthouse, none at all) serves as well.
+"""
+
+import logging
+
+from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.model import Fence, incident_id_of
+from fabric.protocol.messages.network import EpochNotice
+from fabric.runtime import logs
+from fabric.runtime.logs import fields
+
+log = logging.getLogger(__name__)
+
+
+class News:
+    """``epoch`` and ``incident_id`` are of the newest epoch heard of (0 and empty before the first)."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._fence = Fence("", 0, 0)
+        self.incident_id = ""
+        trainer.on_change = self._on_change
+
+    @property
+    def epoch(self) -> int:
+        return self._fence.epoch
+
+    def hear(self, notice: EpochNotice) -> None:
+        """Log an epoch once, however many lighthouses say it."""
+        if (notice.fence, notice.incident_id) == (self._fence, self.incident_id):
+            return
+        self._fence, self.incident_id = notice.fence, notice.incident_id
+        logs.describe(epoch=self.epoch, incident_id=self.incident_id, incarnation=self._trainer.incarnation)
+        log.info("epoch: %s", notice.why)
+
+    def _on_change(self, state: str) -> None:
+        trainer = self._trainer
+        # Some epoch to come may answer it, and the lighthouse will call it the same.
+        incident_id = (
+            incident_id_of(self.epoch + 1) if state != "running" and self.epoch else self.incident_id
+        )
+        log.info(
+            "the trainer, process %d, is %s",
+            trainer.pid,
+            state,
+            extra=fields(incident_id=incident_id, incarnation=trainer.incarnation),
+        )

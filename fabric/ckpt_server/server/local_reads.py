@@ -1,0 +1,104 @@
+"""Snapshots for readers on the same host: read out of the server's memory, not sent over the network.
+
+The server listens on a unix socket that is named by its URL. The name is abstract: it ends with its process
+and can be reached within one network namespace only, so every reader that reaches it is on this host. The
+server asks the kernel for the reader's user, wants its own, and then the job's token. It answers with a
+read-only descriptor of the memory. The slot counts as read while the connection lasts. The server ends the
+connection when it withdraws the slot.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fabric.ckpt_server.server.slots import SNAPSHOT, Memory
+from fabric.ckpt_server.server.unix_sockets import Connection, Response, serve_each
+from fabric.ckpt_server.wire.channel_protocol import LOCAL_ASK_S, decode_line, local_socket_name
+from fabric.errors import FabricError, Gone, Refused
+from fabric.protocol.messages.wire import decode_as
+from fabric.runtime.http.http_service import check_bearer
+from fabric.runtime.http.token_file import TokenFile
+
+log = logging.getLogger(__name__)
+
+# A reader that says nothing in this time is cut off: it would keep the slot from being used again.
+STALL_S = 60.0
+_MOST_READERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A reader's request. ``digest``: of the file, as its manifest says."""
+
+    generation: int
+    step: int
+    digest: str
+    token: str
+
+
+class Door:
+    """The server's side."""
+
+    def __init__(self, memory: Memory, token: TokenFile | str | None, stall_s: float = STALL_S) -> None:
+        self._memory = memory
+        self._tokens = TokenFile.of(token)
+        self._stall_s = stall_s
+
+    @asynccontextmanager
+    async def open(self, place: str) -> AsyncIterator[None]:
+        """Let readers in while the block lasts; ``place`` is the host:port that readers dial. Where somebody
+        else has taken the socket's name, readers come over HTTP alone."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.setblocking(False)
+            try:
+                listener.bind(local_socket_name(place))
+            except OSError as error:
+                log.warning(
+                    "another process has the socket for readers on this host (%s): they read over HTTP",
+                    error.strerror,
+                )
+                yield
+                return
+            listener.listen(_MOST_READERS)
+            serving = asyncio.create_task(serve_each(listener, self._serve, _MOST_READERS, "a reader"))
+            try:
+                yield
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+
+    async def _serve(self, connection: Connection) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            try:
+                async with asyncio.timeout(LOCAL_ASK_S):
+                    line = await connection.receive()
+                if line is not None:
+                    await self._show(connection, decode_as(Look, decode_line(line), "look"))
+            except FabricError as error:
+                await connection.send(Response({"ok": False, "error": str(error)}))
+
+    async def _show(self, connection: Connection, look: Look) -> None:
+        _, uid = connection.peer()
+        if uid != os.geteuid():
+            raise Refused("this is another user's memory: ask over HTTP")
+        if not self._tokens.is_open:
+            check_bearer(f"Bearer {look.token}", self._tokens)
+        slot = self._memory.find(SNAPSHOT, look.step, look.generation)
+        if slot is None or slot.region is None or slot.content is None or slot.content.digest != look.digest:
+            raise Gone(f"step {look.step} of generation {look.generation} with that digest is not held here")
+        with slot.reading(connection.shut):
+            # Opened anew, for who only reads needs no descriptor that can be written to.
+            descriptor = os.open(f"/proc/self/fd/{slot.region.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                await connection.send(Response({"ok": True, "nbytes": slot.content.nbytes}, descriptor))
+            finally:
+                os.close(descriptor)
+            while True:
+                async with asyncio.timeout(self._stall_s):
+                    if not await connection.hear():
+                        return

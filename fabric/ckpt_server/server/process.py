@@ -1,0 +1,260 @@
+"""The checkpoint server process: holds a worker's shared memory, serves it, and is the worker's pulse.
+
+It is a process of its own so that a dead trainer leaves its last snapshots behind, and so that serving
+them costs a living trainer nothing. One server per folder: a lock says so, which the kernel releases
+however the process ends.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fabric.ckpt_server.fetch.http_source import Address
+from fabric.ckpt_server.server.crash_log import Deaths
+from fabric.ckpt_server.server.debug_probe import Insight
+from fabric.ckpt_server.server.durable_jobs import Dispatch
+from fabric.ckpt_server.server.epoch_log import News
+from fabric.ckpt_server.server.lifetime import Lifetime
+from fabric.ckpt_server.server.local_reads import Door
+from fabric.ckpt_server.server.log_file import keep_bounded
+from fabric.ckpt_server.server.metrics import Metrics
+from fabric.ckpt_server.server.routes import Parts, make_app
+from fabric.ckpt_server.server.slots import Memory
+from fabric.ckpt_server.server.trainer_channel import Channel, Identity
+from fabric.ckpt_server.server.trainer_status import PulseSender, Vitals
+from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME, socket_path
+from fabric.errors import ConfigError, Refused
+from fabric.protocol.messages.network import EpochNotice, TrainerStatus
+from fabric.runtime.http.http_service import check_exposure, serve
+from fabric.runtime.http.tls import Tls
+from fabric.runtime.http.token_file import TokenFile
+from fabric.runtime.private_folder import make_private, open_private
+
+log = logging.getLogger(__name__)
+
+_SHUTDOWN_S = 0.5
+# How long the server stays once the end of the job, of which it had word, is on record.
+TOLD_S = 5.0
+_State = tuple[Memory, Trainer, Dispatch]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """``bind`` and ``port`` (a port or range): where HTTP listens; ``advertise``: the host others dial,
+    empty for the bound one. ``token_file`` None: no token. ``lighthouse``: base URLs, empty for no
+    pulse. ``rank``: whose server this is in a replica of several ranks. ``tls``: how it
+    is reached, and reaches the lighthouse. ``orphan_s``: how long to live
+    without a trainer."""
+
+    job: str
+    replica: str
+    run_dir: Path
+    bind: str = "127.0.0.1"
+    port: str = "0"
+    advertise: str = ""
+    token_file: Path | None = None
+    lighthouse: Sequence[str] = ()
+    orphan_s: float = 600.0
+    rank: int = 0
+    tls: Tls = field(default_factory=Tls)
+
+
+class AlreadyServed(Refused):
+    """Another living server holds the folder's lock."""
+
+
+@contextmanager
+def own_folder(run_dir: Path) -> Iterator[None]:
+    """Make ``run_dir`` this process's own while the block lasts.
+
+    Raises ConfigError where it cannot be made, AlreadyServed while another server has it.
+    """
+    try:
+        make_private(run_dir)
+        descriptor = open_private(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {run_dir} cannot be used ({error.strerror}): name one that belongs to this user"
+        ) from error
+    with os.fdopen(descriptor, "r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AlreadyServed(
+                f"another checkpoint server (process {lock.read(20).strip() or 'unknown'}) serves {run_dir}:"
+                " use that one, stop it, or give this replica a folder of its own"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+@contextmanager
+def listening_socket(run_dir: Path) -> Iterator[socket.socket]:
+    """The channel's socket (mode 0600) in ``run_dir``, removed again after the block."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.setblocking(False)
+    with listener:
+        (run_dir / SOCKET_NAME).unlink(missing_ok=True)
+        with socket_path(run_dir) as path:
+            listener.bind(path)
+        (run_dir / SOCKET_NAME).chmod(0o600)
+        listener.listen(128)
+        try:
+            yield listener
+        finally:
+            (run_dir / SOCKET_NAME).unlink(missing_ok=True)
+
+
+async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
+    """Serve until the end comes; returns why it did.
+
+    When ``ready_fd`` is given, one JSON line is written to it once trainers can attach. Raises
+    FabricError where serving cannot begin.
+    """
+    token = TokenFile(settings.token_file)
+    check_exposure(settings.bind, token.shown() or None)
+    lifetime = Lifetime(settings.orphan_s)
+    memory, trainer = Memory(), Trainer()
+    durable = Dispatch(settings.job, settings.replica, memory)
+    with own_folder(settings.run_dir):
+        try:
+            insight = Insight(settings.run_dir, trainer)
+            async with _http(settings, token, (memory, trainer, durable), insight) as identity:
+                door = Door(memory, token).open(Address.parse(identity.url).place)
+                with listening_socket(settings.run_dir) as listener, _signals(lifetime):
+                    tell_ready(ready_fd, {"ok": True, "url": identity.url})
+                    log.info("replica %s of job %s: %s", settings.replica, settings.job, identity.url)
+                    channel = Channel(identity, memory, trainer, lifetime, durable)
+                    lifetime.trainer_left()
+                    async with door, asyncio.TaskGroup() as group:
+                        tasks = [group.create_task(channel.accept(listener))]
+                        log_file = settings.run_dir / LOG_NAME
+                        tasks.append(group.create_task(keep_bounded(log_file)))
+                        if settings.lighthouse:
+                            tasks.append(group.create_task(trainer.watch()))
+                            inside = (memory, trainer, durable)
+                            hear = _hear(insight.news, trainer, lifetime)
+                            insight.pulse = _pulse(settings, token, identity, inside, hear)
+                            tasks.append(group.create_task(insight.pulse.run()))
+                        await lifetime.ended.wait()
+                        if not lifetime.at_once:
+                            await durable.finish()
+                        await durable.close()
+                        for task in tasks:
+                            task.cancel()
+        finally:
+            trainer.close()
+            memory.close()
+    return lifetime.reason
+
+
+def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
+    """Tell whoever started this process how that went, once."""
+    if ready_fd >= 0:
+        with contextlib.suppress(OSError):
+            os.write(ready_fd, json.dumps(body).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            os.close(ready_fd)
+
+
+@asynccontextmanager
+async def _http(
+    settings: ServerSettings, token: TokenFile, state: _State, insight: Insight
+) -> AsyncIterator[Identity]:
+    memory, trainer, durable = state
+    name = {"job": settings.job, "replica": settings.replica, "instance": secrets.token_hex(8)}
+    metrics = Metrics(memory, trainer, durable)
+    app = make_app(Parts(name, memory, trainer, metrics, insight), token, (settings.advertise, settings.bind))
+    runner, port = await serve(
+        app,
+        settings.bind,
+        settings.port,
+        ssl_context=settings.tls.server_context(),
+        shutdown_s=_SHUTDOWN_S,
+        cancel_abandoned=True,
+        limit=metrics.connections,
+    )
+    try:
+        yield Identity(url=f"{settings.tls.scheme}://{_url_host(settings)}:{port}", **name)
+    finally:
+        await runner.cleanup()
+
+
+def _url_host(settings: ServerSettings) -> str:
+    host = settings.advertise or settings.bind
+    if host in ("", "0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+def _hear(news: News, trainer: Trainer, lifetime: Lifetime) -> Callable[[EpochNotice], None]:
+    """What is done with word of the epoch in force."""
+
+    def hear(notice: EpochNotice) -> None:
+        news.hear(notice)
+        if notice.complete and trainer.ended is not None:
+            lifetime.finish(TOLD_S)  # what the server has stayed for is on record
+
+    return hear
+
+
+def _pulse(
+    settings: ServerSettings,
+    token: TokenFile,
+    identity: Identity,
+    state: _State,
+    hear: Callable[[EpochNotice], None],
+) -> PulseSender:
+    memory, trainer, durable = state
+    deaths = Deaths(memory, trainer)
+
+    def compose(number: int) -> TrainerStatus:
+        state = trainer.state
+        return TrainerStatus(
+            replica=settings.replica,
+            incarnation=trainer.incarnation,
+            trainer=state,
+            number=number,
+            ckpt=identity.url + (f"#{settings.rank}" if settings.rank else ""),
+            snapshots=memory.snapshot_refs(),
+            deaths=deaths.seen(state),
+            rank=settings.rank,
+            ages_s=memory.snapshot_ages_s(),
+            durable=(durable.newest,) if durable.newest is not None else (),
+            durable_error=durable.error,
+            parts=memory.snapshot_parts(),
+            ended=trainer.ended,
+        )
+
+    chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
+    vitals = Vitals(compose, trainer.changed, hear)
+    return PulseSender(
+        settings.lighthouse, settings.job, settings.replica, token, vitals, chance, tls=settings.tls
+    )
+
+
+@contextmanager
+def _signals(lifetime: Lifetime) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for number in handled:
+        loop.add_signal_handler(number, lifetime.end_at_once, f"signal {number.name}")
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

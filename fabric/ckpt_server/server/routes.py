@@ -1,0 +1,373 @@
+"""The HTTP side: snapshots and gradients for newcomers, JSON for people with `curl`.
+
+Steps are named by number or ``latest``; a step that is not held is answered with 409 and the steps that
+are, so that a reader can choose another source or another step. Bytes support ranges and are never
+copied as a whole. What is malformed gets a 4xx with a sentence.
+"""
+
+import asyncio
+import difflib
+import functools
+import re
+import threading
+import time
+from bisect import bisect
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+
+from aiohttp import web
+
+from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.format.safetensors_file import TensorSpan
+from fabric.ckpt_server.format.tensor_slices import in_whole, local_part, parse_slice, show
+from fabric.ckpt_server.server import openapi
+from fabric.ckpt_server.server.debug_probe import Insight, Silent, parse_flight
+from fabric.ckpt_server.server.metrics import Metrics
+from fabric.ckpt_server.server.send import Excerpt, send, work
+from fabric.ckpt_server.server.slot_content import Content
+from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, Memory, Slot
+from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.ckpt_server.wire.http_preconditions import (
+    PreconditionFailed,
+    Unsatisfiable,
+    check_if_match,
+    etag,
+    is_unchanged,
+)
+from fabric.errors import ProtocolError, Refused
+from fabric.runtime.http.browser_guard import pages_kept_out
+from fabric.runtime.http.http_service import (
+    bearer_required,
+    errors_as_json,
+    json_error,
+    query_integer,
+    query_seconds,
+)
+from fabric.runtime.http.token_file import TokenFile
+
+OPEN_PATHS = frozenset({"/healthz", "/metrics"})
+MAX_WAIT_S = 60.0
+_MAX_NUMBER = 2**62
+_NEIGHBOURS = 20
+_BLOCKS = re.compile(r"(\d{1,12})-(\d{1,12})", re.ASCII)
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_Handler = Callable[["Routes", web.Request], Awaitable[web.StreamResponse]]
+_Answer = Callable[["Routes", web.Request, Slot, Content], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes answer from; ``name`` says whose server this is."""
+
+    name: dict[str, str]
+    memory: Memory
+    trainer: Trainer
+    metrics: Metrics
+    insight: Insight
+
+
+def make_app(parts: Parts, token: TokenFile | str | None, names: Iterable[str] = ()) -> web.Application:
+    """The application, with everything but OPEN_PATHS behind ``token`` (None: open). ``names``: the hosts
+    that it is known by besides loopback."""
+    tokens = TokenFile.of(token)
+    app = web.Application(
+        middlewares=[
+            errors_as_json,
+            *([pages_kept_out(names)] if tokens.is_open else []),
+            bearer_required(tokens, OPEN_PATHS),
+        ],
+        client_max_size=64 * 1024,
+    )
+    routes = Routes(parts)
+    app.router.add_get("/healthz", routes.health)
+    app.router.add_get("/metrics", routes.metrics)
+    app.router.add_get("/openapi.json", routes.openapi)
+    app.router.add_get("/debug/state", routes.state)
+    app.router.add_get("/debug/stacks", routes.stacks)
+    app.router.add_get("/debug/flight", routes.flight)
+    app.router.add_get("/v1/snapshots", routes.snapshots)
+    app.router.add_get("/v1/snapshots/{step}/manifest", routes.manifest)
+    app.router.add_get("/v1/snapshots/{step}/data", routes.data)
+    app.router.add_get("/v1/snapshots/{step}/blocks/{blocks}", routes.blocks)
+    app.router.add_get("/v1/snapshots/{step}/tensors/{tensor:.+}", routes.tensor)
+    app.router.add_get("/v1/snapshots/{step}/statistics/{tensor:.+}", routes.statistics)
+    app.router.add_get("/v1/gradients", routes.gradients)
+    app.router.add_get("/v1/gradients/{step}", routes.gradient)
+    return app
+
+
+def _of_snapshot(answer: _Answer) -> _Handler:
+    """The handler of a path below a snapshot, from what answers for the slot that holds it. Whoever asks for
+    one that is not held is told which are."""
+
+    @functools.wraps(answer)
+    async def handler(routes: "Routes", request: web.Request) -> web.StreamResponse:
+        slot = routes.find(request)
+        if isinstance(slot, web.Response):
+            return slot
+        assert slot.content is not None
+        return await answer(routes, request, slot, slot.content)
+
+    return handler
+
+
+class Routes:
+    """One handler per path."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._one_summary = asyncio.Lock()
+
+    async def health(self, request: web.Request) -> web.Response:
+        """The process answers: that is all this says."""
+        return web.json_response({"ok": True})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus' text format."""
+        return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": _METRICS_TYPE})
+
+    async def snapshots(self, request: web.Request) -> web.Response:
+        """All held snapshots, oldest first."""
+        return web.json_response(self._listing(SNAPSHOT))
+
+    async def gradients(self, request: web.Request) -> web.Response:
+        """All held gradients, oldest first."""
+        return web.json_response(self._listing(GRADIENT))
+
+    @_of_snapshot
+    async def manifest(self, request: web.Request, _: Slot, content: Content) -> web.StreamResponse:
+        """The snapshot's manifest, with the URL of its data and, unless ``tensors=0``, its tensors."""
+        whole = query_integer(request, "tensors", low=0, high=1) != 0
+        body = content.manifest if whole else content.manifest_without_tensors
+        tag = etag(bytes_digest(memoryview(body)))
+        try:
+            check_if_match(request.headers.get("If-Match"), tag)
+        except PreconditionFailed as error:
+            return json_error(412, str(error))
+        if is_unchanged(request.headers.get("If-None-Match"), tag):
+            return web.Response(status=304, headers={"ETag": tag})
+        headers = {**content.headers, "ETag": tag, "Cache-Control": "no-store"}
+        return web.Response(body=body, content_type="application/json", headers=headers)
+
+    @_of_snapshot
+    async def data(self, request: web.Request, slot: Slot, _: Content) -> web.StreamResponse:
+        """The snapshot's bytes: a whole safetensors file, or a range of it."""
+        return await self._send(request, slot)
+
+    @_of_snapshot
+    async def tensor(self, request: web.Request, slot: Slot, content: Content) -> web.StreamResponse:
+        """One tensor's bytes, little-endian, or a slice, or a range of either; its dtype and shape are in the
+        headers."""
+        span = _tensor(request, content)
+        if isinstance(span, web.Response):
+            return span
+        excerpt = _excerpt(request, content, span)
+        return excerpt if isinstance(excerpt, web.Response) else await self._send(request, slot, excerpt)
+
+    @_of_snapshot
+    async def blocks(self, request: web.Request, slot: Slot, content: Content) -> web.StreamResponse:
+        """Some blocks of a snapshot as its manifest cuts it: what fetchers take packed."""
+        first, last = _numbers(request.match_info["blocks"])
+        size, nbytes = content.block_bytes, content.nbytes
+        if last * size >= nbytes:
+            there = -(-nbytes // size)
+            return json_error(404, f"there is no block {last}: the manifest lists blocks 0 to {there - 1}")
+        begin, end = first * size, min((last + 1) * size, nbytes)
+        return await self._send(request, slot, Excerpt(begin, end - begin, f"-blocks-{first}-{last}"))
+
+    async def statistics(self, request: web.Request) -> web.StreamResponse:
+        """Smallest, largest, mean, norm of one tensor, and how many of its elements are not finite."""
+        # One at a time: a slot that is wanted back must not wait for the work of another one.
+        async with self._one_summary:
+            return await self._statistics(request)
+
+    @_of_snapshot
+    async def _statistics(self, request: web.Request, slot: Slot, content: Content) -> web.StreamResponse:
+        span = _tensor(request, content)
+        if isinstance(span, web.Response):
+            return span
+        over = threading.Event()
+        with slot.reading(over.set) as view:
+            data = view[span.begin : span.end]
+            try:
+                summary = await work(lambda: _summarise(data, span, over))
+            finally:
+                over.set()  # whoever asked may have gone
+                data.release()
+        if summary is None:
+            return json_error(409, "the snapshot was withdrawn meanwhile: ask for a newer one")
+        return web.json_response({"tensor": span.name, **summary})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """What can be asked here, as an OpenAPI document."""
+        return web.json_response(openapi.DOCUMENT)
+
+    async def gradient(self, request: web.Request) -> web.StreamResponse:
+        """A reduced gradient's bytes; waits up to ``wait_s`` for one that is yet to come."""
+        step = _step(request)
+        if step is None:
+            raise ProtocolError("gradients are named by their step: ask for /v1/gradients/<number>")
+        generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
+        wait_s = query_seconds(request, "wait_s", most=MAX_WAIT_S)
+        memory = self._parts.memory
+        slot = await memory.wait_gradient(step, generation, wait_s)
+        if slot is not None:
+            return await self._send(request, slot)
+        gone = memory.gradient_is_gone(step, generation)
+        why = "is not held any more" if gone else "is not held yet"
+        return self._not_held(GRADIENT, f"the gradient of step {step} {why}", gone)
+
+    async def state(self, request: web.Request) -> web.Response:
+        """The trainer by its own word and the kernel's, the pulse, and every slot with its readers."""
+        parts, pulse = self._parts, self._parts.insight.pulse
+        trainer, said, why = parts.trainer, None, ""
+        try:
+            parts.insight.require_process()
+            said = {k: v for k, v in (await parts.insight.ask("state")).items() if k != "ok"}
+        except (Silent, Refused) as error:
+            why = str(error)
+        return web.json_response(
+            {
+                **parts.name,
+                "epoch": parts.insight.news.epoch,
+                "incident_id": parts.insight.news.incident_id,
+                "trainer": {
+                    "state": trainer.state,
+                    "pid": trainer.pid,
+                    "incarnation": trainer.incarnation,
+                    "attached": trainer.is_attached,
+                    "says": said,
+                    "silent": why,
+                },
+                "pulse": None if pulse is None else pulse.describe(),
+                "slots": [_describe_slot(slot) for slot in parts.memory.slots()],
+            }
+        )
+
+    async def stacks(self, request: web.Request) -> web.Response:
+        """What every thread of the trainer is at, stuck or not."""
+        return web.json_response(await self._parts.insight.stacks())
+
+    async def flight(self, request: web.Request) -> web.Response:
+        """Torch's recording of the trainer's collectives; with ``last`` so many of them, the newest."""
+        last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
+        self._parts.insight.require_process()
+        try:
+            answer = await self._parts.insight.ask("flight")
+        except Silent as error:
+            return json_error(504, str(error))
+        except Refused as error:
+            return json_error(404, str(error))
+        flight = await asyncio.to_thread(parse_flight, answer.get("recording"))
+        if last is not None and isinstance(flight, dict) and isinstance(flight.get("entries"), list):
+            flight = {**flight, "entries": flight["entries"][-last:]}
+        return web.json_response(flight)
+
+    def find(self, request: web.Request) -> Slot | web.Response:
+        """The slot that holds the snapshot which the path names, or the answer that it is not held."""
+        step = _step(request)
+        generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
+        slot = self._parts.memory.find(SNAPSHOT, step, generation)
+        if slot is not None:
+            return slot
+        asked = "no snapshot is held yet" if step is None else f"the snapshot of step {step} is not held"
+        if generation is not None:
+            asked += f" in generation {generation}"
+        return self._not_held(SNAPSHOT, asked, gone=step is not None)
+
+    def _not_held(self, kind: str, sentence: str, gone: bool) -> web.Response:
+        available = [c.step for c in self._contents(kind)]
+        hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
+        return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
+
+    async def _send(
+        self, request: web.Request, slot: Slot, excerpt: Excerpt | None = None
+    ) -> web.StreamResponse:
+        try:
+            return await send(request, slot, self._parts.metrics, excerpt)
+        except Unsatisfiable as error:
+            return json_error(416, str(error), headers={"Content-Range": f"bytes */{error.nbytes}"})
+        except PreconditionFailed as error:
+            return json_error(412, str(error))
+
+    def _contents(self, kind: str) -> list[Content]:
+        return [slot.content for slot in self._parts.memory.held(kind) if slot.content is not None]
+
+    def _listing(self, kind: str) -> list[dict[str, object]]:
+        now = time.monotonic()
+        return [{**c.entry, "age_s": round(now - c.taken, 3)} for c in self._contents(kind)]
+
+
+def _step(request: web.Request) -> int | None:
+    """The step in the path, None for ``latest``. Raises ProtocolError."""
+    text = request.match_info["step"]
+    if text == "latest":
+        return None
+    if text.isascii() and text.isdecimal() and len(text) <= 18:
+        return int(text)
+    raise ProtocolError(f'"{text[:40]}" is no step: give a number or latest')
+
+
+def _tensor(request: web.Request, content: Content) -> TensorSpan | web.Response:
+    """The tensor that the path names: looked up, never a path of anything."""
+    name = request.match_info["tensor"]
+    span = content.tensors.get(name)
+    if span is not None:
+        return span
+    near = _near(name[:200], content.tensors)
+    hint = f"did you mean {', '.join(near)}?" if near else "the manifest lists them"
+    return json_error(404, f"step {content.step} has no tensor {name[:200]}: {hint}")
+
+
+def _near(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three names like it, of those that stand around it in order: to compare it with every one of a
+    hundred thousand would stop the server, and its pulse, for seconds."""
+    ordered = sorted(known)
+    at = bisect(ordered, name)
+    return difflib.get_close_matches(name, ordered[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS], n=3)
+
+
+def _excerpt(request: web.Request, content: Content, span: TensorSpan) -> Excerpt | web.Response:
+    """What of the tensor is asked for. Raises ProtocolError for a slice that is none of it."""
+    text, of = request.query.get("slice"), request.query.get("of", "part")
+    if of not in ("part", "whole"):
+        raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")
+    if text is None:
+        return Excerpt.of_tensor(span)
+    shard = content.shards.get(span.name)
+    if of == "part" or shard is None or len(shard.shape) != len(span.shape):
+        return Excerpt.of_tensor(span, parse_slice(text, span.shape))
+    box = local_part(parse_slice(text, shard.shape), shard, span.shape)
+    held = in_whole(tuple((0, size) for size in span.shape), shard)
+    if box is None:
+        return json_error(404, f"this rank holds {show(held)} of {span.name[:200]}, nothing of that slice")
+    excerpt = Excerpt.of_tensor(span, box)
+    return replace(excerpt, headers={**excerpt.headers, "X-Fabric-Slice": show(in_whole(box, shard))})
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    """(first, last) of "3-5". Raises ProtocolError."""
+    match = _BLOCKS.fullmatch(text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ProtocolError(f'"{text[:40]}" names no blocks: give the first and the last, such as 0-3')
+    return int(match[1]), int(match[2])
+
+
+def _summarise(data: memoryview, span: TensorSpan, over: threading.Event) -> dict[str, object] | None:
+    # Here, so that a server starts in a moment and stays small: few are ever asked, and numpy is large.
+    from fabric.ckpt_server.server.statistics import summarise
+
+    return summarise(data, span.dtype, span.shape, over.is_set)
+
+
+def _describe_slot(slot: Slot) -> dict[str, object]:
+    content = slot.content
+    return {
+        "kind": slot.kind,
+        "slot": slot.index,
+        "capacity": slot.capacity,
+        "version": slot.version,
+        "readers": len(slot.readers),
+        "content": None if content is None else dict(content.entry),
+    }

@@ -1,0 +1,223 @@
+"""Sends a slot's bytes over HTTP straight from shared memory, and never bytes that are being overwritten.
+
+Large pieces go to the transport as views of the memory, and the next one only when the transport holds
+nothing of the last: its high-water mark is zero, so a slow reader costs no memory. A small piece would
+be left in the transport's buffer while the handler goes on, so it is sent as a copy. When the transfer
+returns or fails, nothing of ours refers to the memory any more; that is what lets a withdrawal wait for it.
+
+Bytes that are packed, or gathered from all over a tensor, are copies made piece by piece in two threads of
+low priority. One that is still at it when its transfer ends early reads memory that may be written by then,
+and nobody ever sees what it made of that.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import BoundedSemaphore
+from typing import TypeVar
+
+from aiohttp import web
+from prometheus_client import Counter
+
+from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
+from fabric.ckpt_server.format.tensor_slices import Box, contiguous_from, elements, gather, show
+from fabric.ckpt_server.server.metrics import Metrics
+from fabric.ckpt_server.server.slots import Slot
+from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Packer, choose
+from fabric.ckpt_server.wire.compression import PIECE_BYTES as WORK_BYTES
+from fabric.ckpt_server.wire.http_preconditions import check_if_match, etag, is_unchanged, wanted_range
+from fabric.runtime.http.http_service import STALL_S
+from fabric.runtime.priority import lower_priority
+
+PIECE_BYTES = 4 * 1024 * 1024
+# The web framework waits for the transport after more than this, and joins the first piece to the
+# response's head.
+_COPY_BYTES = 64 * 1024
+_STREAMS = BoundedSemaphore(8)
+_WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """What of a slot's bytes an address stands for: ``nbytes`` from ``begin``, or with ``box`` these elements
+    of the tensor ``span``. ``tag`` sets its ETag apart from that of the whole; ``width``: bytes of an element
+    (of many tensors in a row 4, which parts the bytes of 16-bit elements as well)."""
+
+    begin: int
+    nbytes: int
+    tag: str = ""
+    width: int = 4
+    headers: Mapping[str, str] = field(default_factory=dict)
+    span: TensorSpan | None = None
+    box: Box = ()
+
+    @classmethod
+    def of_tensor(cls, span: TensorSpan, box: Box | None = None) -> "Excerpt":
+        """A whole tensor, or the part of it in ``box``."""
+        width = ELEMENT_BYTES[span.dtype]
+        shape = span.shape if box is None else tuple(end - begin for begin, end in box)
+        headers = {"X-Fabric-Dtype": span.dtype, "X-Fabric-Shape": ",".join(map(str, shape))}
+        tag = f"-{span.begin}"
+        if box is None:
+            return cls(span.begin, span.end - span.begin, tag, width, headers)
+        tag += "-" + show(box).replace(",", "_")
+        nbytes, first = elements(box) * width, contiguous_from(box, span.shape)
+        if first is not None:
+            return cls(span.begin + first * width, nbytes, tag, width, headers)
+        return cls(span.begin, nbytes, tag, width, headers, span, box)
+
+    def pieces(self, view: memoryview, begin: int, end: int, most: int) -> Iterator[memoryview]:
+        """Bytes ``begin`` to ``end`` of the excerpt, of the slot's ``view``."""
+        if self.span is None:
+            for at in range(self.begin + begin, self.begin + end, most):
+                yield view[at : min(at + most, self.begin + end)]
+            return
+        tensor, per_piece = view[self.span.begin : self.span.end], WORK_BYTES // self.width // 4
+        for first in range(begin // self.width, -(-end // self.width), per_piece):
+            last = min(first + per_piece, -(-end // self.width))
+            piece = gather(tensor, self.width, self.span.shape, self.box, (first, last))
+            skip = max(begin - first * self.width, 0)
+            yield piece[skip : end - first * self.width]
+
+
+async def send(
+    request: web.Request, slot: Slot, metrics: Metrics, excerpt: Excerpt | None = None
+) -> web.StreamResponse:
+    """Answer ``request`` with the content of ``slot`` (or an excerpt of it), or the range of that which was
+    asked for, packed where the request takes that and wants no range.
+
+    Raises ConnectionResetError when the connection ended early (the slot was withdrawn, the reader left
+    or stalled), PreconditionFailed, Unsatisfiable and ProtocolError for what the headers ask.
+    """
+    whole = request.method == "GET" and "Range" not in request.headers
+    wanted = choose(request.headers.get("Accept-Encoding")) if whole else IDENTITY
+    with _room_for(wanted) as coding:
+        return await _send(request, slot, metrics, excerpt, coding)
+
+
+@contextmanager
+def _room_for(coding: str) -> Iterator[str]:
+    """The coding to use: a stream of ZSTD keeps some MiB for as long as its reader likes, so few have one."""
+    streams = coding == ZSTD and _STREAMS.acquire(blocking=False)
+    try:
+        yield coding if streams or coding != ZSTD else IDENTITY
+    finally:
+        if streams:
+            _STREAMS.release()
+
+
+async def _send(
+    request: web.Request, slot: Slot, metrics: Metrics, excerpt: Excerpt | None, coding: str
+) -> web.StreamResponse:
+    content, asked = slot.content, request.headers
+    assert content is not None
+    excerpt = excerpt or Excerpt(0, content.nbytes)
+    tag = etag(content.digest + excerpt.tag + ("" if coding == IDENTITY else f"-{coding}"))
+    check_if_match(asked.get("If-Match"), tag)
+    if is_unchanged(asked.get("If-None-Match"), tag):
+        return web.Response(status=304, headers={"ETag": tag})
+    span = None
+    if request.method == "GET":
+        span = wanted_range(asked.get("Range"), asked.get("If-Range"), tag, excerpt.nbytes)
+    begin, end = span or (0, excerpt.nbytes)
+    response = web.StreamResponse(status=200 if span is None else 206, headers=content.headers)
+    response.headers.update(excerpt.headers)
+    response.headers.update({"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "no-store"})
+    response.headers["Vary"] = "Accept-Encoding"
+    if span is not None:
+        response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{excerpt.nbytes}"
+    response.content_type = "application/octet-stream"
+    if coding == IDENTITY:
+        response.content_length = end - begin
+    else:
+        response.headers["Content-Encoding"] = coding
+    transport = request.transport
+    if transport is None:
+        raise ConnectionResetError("the reader has gone before it was answered")
+    with metrics.transfer(slot.kind) as sent, slot.reading(transport.abort) as view:
+        # What TLS has taken is a copy; at a mark of zero its transport would stay paused.
+        transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
+        await response.prepare(request)
+        line = _Line(response, transport, slot, sent)
+        if request.method != "HEAD":
+            if coding != IDENTITY:
+                await line.send_packed(excerpt.pieces(view, begin, end, WORK_BYTES), coding, excerpt.width)
+            elif excerpt.span is not None:
+                await line.send_made(excerpt.pieces(view, begin, end, WORK_BYTES))
+            else:
+                await line.send_views(excerpt.pieces(view, begin, end, PIECE_BYTES))
+        await line.end()
+    return response
+
+
+class _Line:
+    """One response under way from a slot; all methods raise ConnectionResetError when it ends early."""
+
+    def __init__(
+        self, response: web.StreamResponse, transport: asyncio.Transport, slot: Slot, sent: Counter
+    ) -> None:
+        self._response = response
+        self._transport = transport
+        self._slot = slot
+        self._version = slot.version
+        self._sent = sent
+
+    async def send_views(self, pieces: Iterator[memoryview]) -> None:
+        """Views of the memory itself; the first one is small, for it is joined to the head."""
+        first = True
+        for piece in pieces:
+            if first:
+                first = False
+                await self._write(bytes(piece[:_COPY_BYTES]))
+                piece = piece[_COPY_BYTES:]  # noqa: PLW2901  (what is left of it)
+            if len(piece):
+                await self._write(bytes(piece) if len(piece) <= _COPY_BYTES else piece)
+
+    async def send_made(self, pieces: Iterator[memoryview]) -> None:
+        """Pieces that take work to make."""
+        while (piece := await work(lambda: next(pieces, None))) is not None:
+            await self._write(piece)
+
+    async def send_packed(self, pieces: Iterator[memoryview], coding: str, width: int) -> None:
+        """Pieces in a content coding."""
+        packer = await work(lambda: Packer(coding, width))
+
+        def pack_next() -> bytes | None:
+            piece = next(pieces, None)
+            return None if piece is None else packer.pack(piece)
+
+        while (packed := await work(pack_next)) is not None:
+            await self._write(packed)
+        await self._write(packer.end())
+
+    async def _write(self, piece: bytes | memoryview) -> None:
+        if self._slot.version != self._version:
+            raise ConnectionResetError(
+                f"{self._slot.kind} slot {self._slot.index} was withdrawn while it was being sent"
+            )
+        if not len(piece):
+            return
+        await self._give(self._response.write(piece))
+        self._sent.inc(len(piece))
+
+    async def end(self) -> None:
+        """Return when the transport holds nothing any more: up to then the slot is being read."""
+        await self._give(self._response.write_eof())
+
+    async def _give(self, written: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(STALL_S):
+                await written
+        except TimeoutError:
+            self._transport.abort()
+            raise ConnectionResetError(f"the reader took nothing for {STALL_S:g} s") from None
+
+
+_T = TypeVar("_T")
+
+
+async def work(make: Callable[[], _T]) -> _T:
+    """What ``make()`` returns or raises, made in one of the threads of low priority."""
+    return await asyncio.get_running_loop().run_in_executor(_WORKERS, make)

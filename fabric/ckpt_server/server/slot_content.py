@@ -1,0 +1,183 @@
+"""What a slot's bytes are, once the trainer has published them: checked, and described for readers.
+
+A trainer is trusted with its own numbers but not with their form: what it publishes is refused unless
+it is a snapshot or gradient that a reader will be able to use. What readers are told is put together
+here once, so that answering them costs nothing.
+"""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fabric.ckpt_server.format.digest import SEAL, seal
+from fabric.ckpt_server.format.manifest import check_manifest, state_digest
+from fabric.ckpt_server.format.safetensors_file import Header, TensorSpan, read_header
+from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
+from fabric.errors import ProtocolError, Refused
+from fabric.protocol.messages.wire import decode_as
+
+# The meta travels as one HTTP header, and readers give up at lines of 64 KiB.
+MAX_META_BYTES = 60_000
+_WORD = re.compile(r"[\x21-\x7e]{0,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Published bytes. ``entry`` describes them in a listing, ``headers`` beside the bytes themselves;
+    ``manifest`` is a snapshot's, as JSON, ``manifest_without_tensors`` a short one, and ``state`` the digest
+    of the state that it is (a part of), ``parts`` of how many ranks that is. ``tensors`` is where its own
+    tensors lie, ``shards`` which of them are parts of larger ones, ``block_bytes`` how its manifest cuts it.
+    ``published`` is monotonic seconds, and so is ``taken``: when the state was its trainer's, when the
+    gradient was published."""
+
+    generation: int
+    step: int
+    digest: str
+    nbytes: int
+    entry: Mapping[str, object]
+    headers: Mapping[str, str]
+    published: float
+    taken: float
+    manifest: bytes = b""
+    manifest_without_tensors: bytes = b""
+    state: str = ""
+    tensors: Mapping[str, TensorSpan] = field(default_factory=dict)
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    block_bytes: int = 0
+    parts: int = 1
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Later content compares greater."""
+        return self.generation, self.step
+
+
+@dataclass(frozen=True, slots=True)
+class GradientNote:
+    """What a trainer says of a reduced gradient: the slot's first ``nbytes`` lead on from ``step``."""
+
+    slot: int
+    generation: int
+    step: int
+    epoch: int
+    nbytes: int
+    digest: str
+    weight: float
+    layout: str
+
+
+def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str) -> Content:
+    """The snapshot in ``view``, which must be a whole safetensors file of the size in ``manifest``.
+
+    ``base_url`` is where this server is reached. Raises StateError, ProtocolError or Refused.
+    """
+    checked = check_manifest(manifest)
+    if checked.get("job") != job:
+        raise Refused(
+            f"the manifest is of job {str(checked.get('job'))[:80]!r} and this server's job is {job}"
+        )
+    created = checked.get("created")
+    if isinstance(created, bool) or not isinstance(created, int | float):
+        raise ProtocolError("the manifest's created is not a time: give seconds since 1970")
+    nbytes, step, generation = checked["nbytes"], checked["step"], checked["generation"]
+    if nbytes > len(view):
+        raise Refused(
+            f"the manifest promises {nbytes} bytes and the slot has {len(view)}: allocate it larger"
+        )
+    header, now = read_header(view[:nbytes]), time.monotonic()
+    url = f"{base_url}/v1/snapshots/{step}/data?generation={generation}"
+    shards = find_shards(header.metadata)
+    told = {key: value for key, value in checked.items() if key != "tensors"} | {"url": url}
+    return Content(
+        generation=generation,
+        step=step,
+        digest=checked["digest"],
+        nbytes=nbytes,
+        entry={
+            "generation": generation,
+            "step": step,
+            "digest": checked["digest"],
+            "nbytes": nbytes,
+            "created": created,
+            **({"rank": checked["rank"], "ranks": checked["ranks"]} if "ranks" in checked else {}),
+        },
+        headers=_headers(generation, step, checked["digest"]),
+        published=now,
+        # From here on the age grows by a clock that nobody sets.
+        taken=now - max(0.0, time.time() - created),
+        manifest=_dump({**told, "tensors": _tensors(header, shards)}),
+        manifest_without_tensors=_dump(told),
+        state=state_digest(checked),
+        tensors={span.name: span for span in header.tensors},
+        shards=shards,
+        block_bytes=checked["block_bytes"],
+        parts=len(checked.get("ranks", ("",))),
+    )
+
+
+def gradient_content(body: Mapping[str, Any], capacity: int) -> Content:
+    """The gradient that a trainer's request ``body`` describes. Raises ProtocolError or Refused."""
+    note = decode_as(GradientNote, body, "gradient")
+    for name in ("generation", "step", "epoch", "nbytes"):
+        if getattr(note, name) < 0:
+            raise ProtocolError(f"the gradient's {name} is negative: send a count")
+    for name in ("digest", "layout"):
+        if not _WORD.fullmatch(getattr(note, name)):
+            raise ProtocolError(f"the gradient's {name} is not one printable word: it travels in a header")
+    if note.nbytes > capacity:
+        raise Refused(f"the gradient has {note.nbytes} bytes and its slot has {capacity}: allocate it larger")
+    meta = body.get("meta", {})
+    if not isinstance(meta, dict):
+        raise ProtocolError("the gradient's meta is not a JSON object")
+    meta_text, now = _dump(meta), time.monotonic()
+    if len(meta_text) > MAX_META_BYTES:
+        raise Refused(f"the gradient's meta has {len(meta_text)} bytes: at most {MAX_META_BYTES} are served")
+    headers = {
+        **_headers(note.generation, note.step, note.digest),
+        "X-Fabric-Epoch": str(note.epoch),
+        "X-Fabric-Weight": repr(note.weight),
+        "X-Fabric-Layout": note.layout,
+        "X-Fabric-Meta": meta_text.decode("ascii"),
+    }
+    return Content(
+        generation=note.generation,
+        step=note.step,
+        digest=note.digest,
+        nbytes=note.nbytes,
+        entry={name: getattr(note, name) for name in GradientNote.__slots__ if name != "slot"},
+        headers={**headers, SEAL: seal(headers.get)},
+        published=now,
+        taken=now,
+    )
+
+
+def _tensors(header: Header, shards: Mapping[str, Shard]) -> dict[str, object]:
+    return {
+        span.name: {
+            "dtype": span.dtype,
+            "shape": span.shape,
+            "data_offsets": (span.begin - header.nbytes, span.end - header.nbytes),
+            **({"whole": asdict(shards[span.name])} if span.name in shards else {}),
+        }
+        for span in header.tensors
+    }
+
+
+def _headers(generation: int, step: int, digest: str) -> dict[str, str]:
+    return {
+        "X-Fabric-Generation": str(generation),
+        "X-Fabric-Step": str(step),
+        "X-Fabric-Digest": digest,
+    }
+
+
+def _dump(value: Mapping[str, object]) -> bytes:
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(
+            f"what was published cannot be said in JSON ({error}): use finite values"
+        ) from error

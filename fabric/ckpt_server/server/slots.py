@@ -1,0 +1,279 @@
+"""The slots: shared memory that one trainer writes and many readers are served from, never torn.
+
+A slot is withdrawn before it is written and published after it. Withdrawing aborts the connections
+that are being served from it, and is complete only when none of them refers to the memory any more: a
+reader sees a truncated answer, never a mixed one. What was published stays when its trainer dies; a
+slot that was withdrawn and not published again stays withdrawn.
+
+A gradient is mostly published by a label in shared memory (see ``labels``), which is looked at whenever
+gradients are asked for.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from fabric.ckpt_server.server.memfd import Region
+from fabric.ckpt_server.server.slot_content import Content, gradient_content
+from fabric.ckpt_server.wire import gradient_index
+from fabric.errors import FabricError, ProtocolError, Refused
+from fabric.model import SnapshotRef
+from fabric.runtime.priority import lower_priority
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT = "snapshot"
+GRADIENT = "gradient"
+MARK = "mark"  # eight bytes: which micro-batch the trainer is at
+SLOTS_BY_KIND = {SNAPSHOT: 8, GRADIENT: 256, MARK: 1, gradient_index.KIND: 1}
+
+# A fetch in ranges pauses between two of them: the slot still counts as read for so long.
+READ_PAUSE_S = 0.5
+# Aborted connections let go of the memory within a turn of the loop; more is a defect.
+_SETTLE_S = 10.0
+# Who waits for a gradient is told of a label within this time.
+_LOOK_S = 0.01
+# Memory is mostly had before anybody waits for it, beside steps on the same processors.
+_GROWING = ThreadPoolExecutor(1, "fabric-memory", lower_priority)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """One transfer under way; ``abort`` closes its connection at once."""
+
+    abort: Callable[[], None]
+
+
+@dataclass(slots=True)
+class Slot:
+    """``content`` describes what is published, None while withdrawn; ``version`` counts withdrawals.
+    ``labels``: where the trainer may label it, ``label``: the number of the label that was seen last."""
+
+    kind: str
+    index: int
+    region: Region | None = None
+    content: Content | None = None
+    version: int = 0
+    readers: set[Reader] = field(default_factory=set)
+    last_read: float = float("-inf")
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    labels: "Slot | None" = None
+    label: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of memory behind the slot."""
+        return 0 if self.region is None else self.region.capacity
+
+    def is_read(self, now: float) -> bool:
+        """Whether somebody is reading it, or is likely to go on in a moment."""
+        return bool(self.readers) or now - self.last_read < READ_PAUSE_S
+
+    @contextmanager
+    def reading(self, abort: Callable[[], None], content: Content | None = None) -> Iterator[memoryview]:
+        """The published bytes, for one transfer: it must hold no reference to them after the block. Raises
+        ConnectionResetError, and aborts it, where the trainer withdraws them at this moment, or has withdrawn
+        ``content``, which the reader came for (None: what is there now)."""
+        if content is not None and self.content is not content:
+            abort()
+            raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was read")
+        content = self.content
+        assert content is not None and self.region is not None
+        reader = Reader(abort)
+        self.readers.add(reader)
+        try:
+            self._tell_readers()
+            self.look()
+            if self.content is not content:
+                abort()
+                raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was sent")
+            yield self.region.view[: content.nbytes]
+        finally:
+            self.readers.discard(reader)
+            self._tell_readers()
+            self.last_read = time.monotonic()
+            self.released.set()
+
+    def look(self) -> int:
+        """Take note of a label that is another one than last time. Returns its number, 0 where that is gone
+        or the same."""
+        region = self.labels.region if self.labels is not None else None
+        if (
+            region is None
+            or self.region is None
+            or gradient_index.number_of(region.view, self.index) == self.label
+        ):
+            return 0
+        self.label, text = gradient_index.read(region.view, self.index)
+        self.version += 1
+        self.content = None
+        if self.label:
+            taken = self.label / 1e9
+            try:
+                said = gradient_content(json.loads(text), len(self.region.view))
+                self.content = replace(said, published=taken, taken=taken)
+            except (FabricError, ValueError) as error:
+                log.warning("gradient slot %d is not served, its label cannot be used: %s", self.index, error)
+        return self.label
+
+    def _tell_readers(self) -> None:
+        if self.labels is not None and self.labels.region is not None:
+            gradient_index.tell_readers(self.labels.region.fd, self.index, len(self.readers))
+
+    async def withdraw(self) -> int:
+        """Stop serving the slot; returns how many readers were aborted, when none is left."""
+        self.look()
+        self.content = None
+        self.version += 1
+        aborted = len(self.readers)
+        for reader in tuple(self.readers):
+            reader.abort()
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                while self.readers:
+                    self.released.clear()
+                    await self.released.wait()
+        except TimeoutError:
+            raise Refused(
+                f"{self.kind} slot {self.index} is still being sent: do not write to it, use another slot"
+            ) from None
+        self.last_read = float("-inf")
+        return aborted
+
+
+class Memory:
+    """All slots of one worker, and what of them can be read."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[str, int], Slot] = {}
+        # The newest (generation, step) that was published as a gradient, in order of publishing.
+        self._last_gradient: tuple[int, int] | None = None
+        self._published = asyncio.Event()
+
+    def slot(self, kind: str, index: int) -> Slot:
+        """Slot ``index`` of ``kind``. Raises ProtocolError where there can be none."""
+        most = SLOTS_BY_KIND.get(kind, 0)
+        if not 0 <= index < most:
+            known = ", ".join(f"{name} 0 to {count - 1}" for name, count in SLOTS_BY_KIND.items())
+            raise ProtocolError(f"there is no slot {index} of kind {kind[:40]!r}: slots are {known}")
+        found = self._slots.get((kind, index))
+        if found is None:
+            labelled = kind == GRADIENT and index < gradient_index.COUNT
+            told = self.slot(gradient_index.KIND, 0) if labelled else None
+            found = self._slots[kind, index] = Slot(kind, index, labels=told)
+        return found
+
+    def slots(self) -> list[Slot]:
+        """Every slot that was ever named."""
+        self._look()
+        return list(self._slots.values())
+
+    async def allocate(self, slot: Slot, nbytes: int) -> Region:
+        """The slot's memory, at least ``nbytes`` of it, without blocking the loop. Raises Refused."""
+        if slot.region is None:
+            slot.region = Region(f"{slot.kind} slot {slot.index}")
+        await asyncio.get_running_loop().run_in_executor(_GROWING, slot.region.grow, nbytes)
+        return slot.region
+
+    def publish(self, slot: Slot, content: Content) -> None:
+        """Serve ``content`` from ``slot`` from now on. Raises Refused unless the slot is withdrawn."""
+        self._look()
+        if slot.content is not None:
+            raise Refused(
+                f"{slot.kind} slot {slot.index} holds step {slot.content.step}, which may have been torn by"
+                " writing over it: begin the slot before writing to it"
+            )
+        slot.content = content
+        if slot.kind == GRADIENT:
+            self._last_gradient = content.order
+        self._published.set()
+        self._published = asyncio.Event()
+
+    async def void(self) -> None:
+        """Withdraw everything: the state behind it was declared invalid."""
+        self._look()
+        self._last_gradient = None
+        # All of it stops being served before anything is awaited.
+        held = [slot for slot in self._slots.values() if slot.content is not None]
+        for slot in held:
+            slot.content = None
+        for slot in held:
+            await slot.withdraw()
+
+    def held(self, kind: str) -> list[Slot]:
+        """Slots of ``kind`` with published content, oldest first."""
+        if kind == GRADIENT:
+            self._look()
+        found = [(slot.content, slot) for slot in self._slots.values() if slot.kind == kind]
+        live = [(content, slot) for content, slot in found if content is not None]
+        live.sort(key=lambda pair: (pair[0].order, pair[0].published))
+        return [slot for _, slot in live]
+
+    def _look(self) -> None:
+        """At the labels of all gradients; the newest of the new ones is the gradient published last."""
+        told = self._slots.get((gradient_index.KIND, 0))
+        if told is None or told.region is None:
+            return
+        seen = [(slot.look(), slot.content) for slot in self._slots.values() if slot.labels is not None]
+        new = [(number, content.order) for number, content in seen if number and content is not None]
+        if new:
+            self._last_gradient = max(new)[1]
+
+    def find(self, kind: str, step: int | None, generation: int | None) -> Slot | None:
+        """The newest held slot with this step (None: any) and generation (None: any), or None."""
+        for slot in reversed(self.held(kind)):
+            content = slot.content
+            assert content is not None
+            if step in (None, content.step) and generation in (None, content.generation):
+                return slot
+        return None
+
+    def snapshot_refs(self) -> tuple[SnapshotRef, ...]:
+        """What this worker can give to a newcomer."""
+        contents = [slot.content for slot in self.held(SNAPSHOT)]
+        return tuple(SnapshotRef(c.generation, c.step, c.state) for c in contents if c is not None)
+
+    def snapshot_parts(self) -> tuple[int, ...]:
+        """Of how many ranks each of ``snapshot_refs`` is."""
+        contents = [slot.content for slot in self.held(SNAPSHOT)]
+        return tuple(c.parts for c in contents if c is not None)
+
+    def snapshot_ages_s(self) -> tuple[float, ...]:
+        """How long ago each of ``snapshot_refs`` was the trainer's state."""
+        now = time.monotonic()
+        contents = [slot.content for slot in self.held(SNAPSHOT)]
+        return tuple(round(now - c.taken, 3) for c in contents if c is not None)
+
+    def gradient_is_gone(self, step: int, generation: int | None) -> bool:
+        """Whether a gradient that is not held will not come any more, as far as this worker can tell."""
+        if self._last_gradient is None:
+            return False
+        last_generation, last_step = self._last_gradient
+        return (last_generation if generation is None else generation, step) <= (last_generation, last_step)
+
+    async def wait_gradient(self, step: int, generation: int | None, wait_s: float) -> Slot | None:
+        """The slot with this gradient, once it is held; None when it is gone or ``wait_s`` have passed."""
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while True:
+            published = self._published
+            slot = self.find(GRADIENT, step, generation)
+            if slot is not None or self.gradient_is_gone(step, generation):
+                return slot
+            now = asyncio.get_running_loop().time()
+            if now >= deadline:
+                return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min(deadline, now + _LOOK_S)):
+                    await published.wait()
+
+    def close(self) -> None:
+        """Let all memory go."""
+        for slot in self._slots.values():
+            if slot.region is not None:
+                slot.region.close()

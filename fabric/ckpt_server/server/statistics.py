@@ -1,0 +1,108 @@
+"""Summary statistics of a tensor's bytes, without torch: what a person wants to know of a suspicious tensor.
+
+Works piece by piece, so that a tensor of many gigabytes needs some megabytes. Sums are in float64.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES
+
+_PIECE_ELEMENTS = 1 << 18
+_PLAIN = {
+    "BOOL": np.uint8,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "F16": np.float16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "F32": np.float32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F64": np.float64,
+}
+Array = npt.NDArray[Any]
+
+
+def values(data: memoryview, dtype: str) -> Array:
+    """The elements of ``data`` as numbers that numpy knows; bfloat16 and 8-bit floats become float32.
+
+    ``dtype`` is a name of the safetensors format. Raises ValueError for one that is not known.
+    """
+    if dtype in _PLAIN:
+        return np.frombuffer(data, dtype=_PLAIN[dtype])
+    if dtype == "BF16":
+        # The upper half of a float32.
+        return (np.frombuffer(data, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F8_E5M2":
+        # The upper half of a float16.
+        return (
+            (np.frombuffer(data, dtype=np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+        )
+    if dtype == "F8_E4M3":
+        return _E4M3[np.frombuffer(data, dtype=np.uint8)]
+    raise ValueError(f"no elements of type {dtype[:40]!r} are known")
+
+
+def _e4m3() -> npt.NDArray[np.float32]:
+    """All 256 values of the 8-bit float without infinities (OCP 8-bit floating point, E4M3)."""
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    magnitude = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    magnitude[(codes & 127) == 127] = math.nan
+    return np.where(codes & 128, -magnitude, magnitude).astype(np.float32)
+
+
+_E4M3 = _e4m3()
+
+
+def pieces(data: memoryview, dtype: str) -> Iterator[Array]:
+    """``values`` of ``data``, some at a time."""
+    nbytes = _PIECE_ELEMENTS * ELEMENT_BYTES[dtype]
+    for begin in range(0, len(data), nbytes):
+        yield values(data[begin : begin + nbytes], dtype)
+
+
+def summarise(
+    data: memoryview, dtype: str, shape: tuple[int, ...], is_over: Callable[[], bool] = lambda: False
+) -> dict[str, Any] | None:
+    """``elements``, ``min``, ``max``, ``mean``, ``norm`` (of the finite ones; None where there is none),
+    ``nan`` and ``inf`` counts. None when ``is_over`` said so in between."""
+    low, high, total, squares, finite, nan, inf = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for piece in pieces(data, dtype):
+            if is_over():
+                return None
+            if piece.dtype.kind == "f":
+                nan += int(np.isnan(piece).sum())
+                inf += int(np.isinf(piece).sum())
+                piece = piece[np.isfinite(piece)]  # noqa: PLW2901  (what is left of it)
+            if piece.size:
+                exact = piece.astype(np.float64)
+                low, high = min(low, float(exact.min())), max(high, float(exact.max()))
+                total += float(exact.sum())
+                squares += float(np.square(exact).sum())
+                finite += piece.size
+    there = finite > 0
+    return {
+        "dtype": dtype,
+        "shape": list(shape),
+        "elements": len(data) // ELEMENT_BYTES[dtype],
+        "min": low if there else None,
+        "max": high if there else None,
+        "mean": _finite(total / finite) if there else None,
+        "norm": _finite(math.sqrt(squares)) if there else None,
+        "nan": nan,
+        "inf": inf,
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: a sum that left the range of float64 is not told."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,282 @@
+"""The server's side of the channel to its trainer: one request at a time, one response each.
+
+The socket lies in a folder of mode 0700, the peer's user and pid come from the kernel, and one trainer
+at a time is attached: a second one under the same name is refused while the first one lives, because
+two writers would tear every snapshot. A trainer that is gone, or that closed its channel, makes room.
+Memory is handed over as file descriptors. Requests are decoded strictly; what cannot be done is
+answered with a sentence and changes nothing.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
+from fabric.ckpt_server.server.durable_jobs import Dispatch, Persist
+from fabric.ckpt_server.server.lifetime import Lifetime
+from fabric.ckpt_server.server.slot_content import gradient_content, snapshot_content
+from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, Memory, Slot
+from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, Trainer
+from fabric.ckpt_server.server.unix_sockets import Connection, Response, serve_each
+from fabric.ckpt_server.wire.channel_protocol import MAX_LINE_BYTES, decode_line
+from fabric.errors import FabricError, ProtocolError, Refused
+from fabric.model import JobEnd
+from fabric.protocol.messages.wire import decode_as
+
+_MAX_CONNECTIONS = 32
+_ATTACH_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this server is: ``instance`` differs between two processes, even with the same pid."""
+
+    job: str
+    replica: str
+    url: str
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    pid: int
+    incarnation: int
+    replica: str
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    kind: str
+    slot: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    kind: str
+    slot: int
+    unless_read: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PublishSnapshot:
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    linger_s: float = 5.0
+    ended: JobEnd | None = None
+
+
+class Channel:
+    """Accepts trainers, and does for the attached one what it asks."""
+
+    def __init__(
+        self, identity: Identity, memory: Memory, trainer: Trainer, lifetime: Lifetime, durable: Dispatch
+    ) -> None:
+        self._durable = durable
+        self._identity = identity
+        self._memory = memory
+        self._trainer = trainer
+        self._lifetime = lifetime
+        self._current: Connection | None = None
+        self._operations: dict[str, Callable[[dict[str, Any]], Awaitable[Response]]] = {
+            "allocate": self._allocate,
+            "begin": self._begin,
+            "publish_snapshot": self._publish_snapshot,
+            "publish_gradient": self._publish_gradient,
+            "persist": self._persist,
+            "void": self._void,
+            "finish": self._finish,
+            "gone": self._gone,
+            "ping": self._ping,
+        }
+        trainer.on_death = self._trainer_died
+
+    async def accept(self, listener: socket.socket) -> None:
+        """Accept connections on ``listener`` until cancelled."""
+        await serve_each(listener, self._serve, _MAX_CONNECTIONS, "a trainer")
+
+    def _trainer_died(self) -> None:
+        # A child that it forked may hold its end of the channel open.
+        if self._current is not None:
+            self._current.shut()
+
+    async def _serve(self, connection: Connection) -> None:
+        try:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                if await self._greet(connection):
+                    await self._work(connection)
+        finally:
+            if self._current is connection:
+                self._current = None
+                self._trainer.detach()
+                self._lifetime.trainer_left()
+
+    async def _greet(self, connection: Connection) -> bool:
+        """The first request must attach; returns whether it did."""
+        try:
+            async with asyncio.timeout(_ATTACH_S):
+                line = await connection.receive()
+            if line is None:
+                return False
+            response = self._attach(decode_line(line), connection)
+        except FabricError as error:
+            await connection.send(_refusal(error))
+            return False
+        await connection.send(response)
+        return True
+
+    async def _work(self, connection: Connection) -> None:
+        connection.limit(MAX_LINE_BYTES)
+        while True:
+            try:
+                line = await connection.receive()
+            except ProtocolError as error:
+                # Where the next line begins is unknown now.
+                await connection.send(_refusal(error))
+                return
+            if line is None or self._current is not connection:
+                return
+            try:
+                response = await self._do(decode_line(line))
+            except FabricError as error:
+                response = _refusal(error)
+            await connection.send(response)
+
+    async def _do(self, body: dict[str, Any]) -> Response:
+        name = body.get("op")
+        operation = self._operations.get(name) if isinstance(name, str) else None
+        if operation is None:
+            known = ", ".join(self._operations)
+            raise ProtocolError(
+                f"there is no operation {str(name)[:40]!r} on this channel: known are {known}"
+            )
+        return await operation(body)
+
+    def _attach(self, body: dict[str, Any], connection: Connection) -> Response:
+        if body.get("op") != "attach":
+            raise ProtocolError("the first request on this channel must be attach")
+        request = decode_as(Attach, body, "attach")
+        pid, uid = connection.peer()
+        if uid != os.geteuid():
+            raise Refused("another user's process asks for this server: run the trainer as the same user")
+        if request.pid != pid:
+            raise Refused(f"the kernel says that process {pid} asks, not {request.pid}: attach for yourself")
+        mine = self._identity
+        if (request.job, request.replica) != (mine.job, mine.replica):
+            raise Refused(
+                f"this folder's checkpoint server is of replica {mine.replica} in job {mine.job}, not of"
+                f" {request.replica[:80]} in {request.job[:80]}: give each replica a folder of its own"
+            )
+        if self._current is not None and self._trainer.pid != pid and self._trainer.state != GONE:
+            raise Refused(
+                f"replica {mine.replica} already has a trainer, process {self._trainer.pid}"
+                f" ({self._trainer.state}): stop that one, or give this one another replica name"
+            )
+        try:
+            self._trainer.attach(pid, request.incarnation)
+        except Refused:
+            if self._trainer.state == ABSENT:
+                self._lifetime.finish(0.0)  # it has never served anybody, and holds nothing
+            raise
+        if self._current is not None:
+            self._current.shut()
+        self._current = connection
+        self._lifetime.trainer_came()
+        snapshots = [
+            {"generation": ref.generation, "step": ref.step, "digest": ref.digest}
+            for ref in self._memory.snapshot_refs()
+        ]
+        slots = [slot.index for slot in self._memory.held(SNAPSHOT)]
+        return _success(
+            url=mine.url,
+            pid=os.getpid(),
+            instance=mine.instance,
+            snapshots=snapshots,
+            slots=slots,
+            parts=self._memory.snapshot_parts(),
+        )
+
+    async def _allocate(self, body: dict[str, Any]) -> Response:
+        request = decode_as(Allocate, body, "allocate")
+        slot = self._memory.slot(request.kind, request.slot)
+        if not 0 < request.nbytes <= MAX_FILE_BYTES:
+            raise ProtocolError(f"{request.nbytes} bytes cannot be allocated: ask for 1 to {MAX_FILE_BYTES}")
+        region = await self._memory.allocate(slot, request.nbytes)
+        return Response({"ok": True, "nbytes": region.capacity}, region.fd)
+
+    async def _begin(self, body: dict[str, Any]) -> Response:
+        request = decode_as(Begin, body, "begin")
+        slot = self._memory.slot(request.kind, request.slot)
+        if request.unless_read and slot.is_read(time.monotonic()):
+            return _success(busy=True, readers=len(slot.readers))
+        return _success(readers=await slot.withdraw())
+
+    async def _publish_snapshot(self, body: dict[str, Any]) -> Response:
+        request = decode_as(PublishSnapshot, body, "publish_snapshot")
+        slot = self._memory.slot(SNAPSHOT, request.slot)
+        view, version = self._published_view(slot)
+        content = await asyncio.to_thread(
+            snapshot_content, body.get("manifest"), view, self._identity.job, self._identity.url
+        )
+        if slot.version != version:
+            raise Refused(
+                f"snapshot slot {slot.index} was withdrawn while it was being published: begin anew"
+            )
+        self._memory.publish(slot, content)
+        self._trainer.changed.set()  # what a cold start could begin from: told at once
+        return _success()
+
+    async def _publish_gradient(self, body: dict[str, Any]) -> Response:
+        index = body.get("slot")
+        slot = self._memory.slot(GRADIENT, index if type(index) is int else -1)
+        view, _ = self._published_view(slot)
+        self._memory.publish(slot, gradient_content(body, len(view)))
+        following = body.get("then_begin", -1)
+        if following == -1:
+            return _success()
+        return await self._begin({"kind": GRADIENT, "slot": following})
+
+    def _published_view(self, slot: Slot) -> tuple[memoryview, int]:
+        if slot.region is None:
+            raise Refused(f"{slot.kind} slot {slot.index} has no memory: allocate it first")
+        return slot.region.view, slot.version
+
+    async def _persist(self, body: dict[str, Any]) -> Response:
+        self._durable.start(decode_as(Persist, {k: v for k, v in body.items() if k != "op"}, "persist"))
+        return _success()
+
+    async def _void(self, body: dict[str, Any]) -> Response:
+        await self._memory.void()
+        return _success()
+
+    async def _finish(self, body: dict[str, Any]) -> Response:
+        request = decode_as(Finish, body, "finish")
+        if not 0 <= request.linger_s <= 86400:
+            raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
+        self._trainer.leave_word(request.ended)
+        self._lifetime.finish(request.linger_s)
+        return _success()
+
+    async def _ping(self, _: dict[str, Any]) -> Response:
+        return _success()
+
+    async def _gone(self, _: dict[str, Any]) -> Response:
+        self._trainer.give_up()
+        return _success()
+
+
+def _success(**body: object) -> Response:
+    return Response({"ok": True, **body})
+
+
+def _refusal(error: FabricError) -> Response:
+    return Response({"ok": False, "error": str(error)})

@@ -1,0 +1,195 @@
+"""The worker's pulse: what the kernel says of its trainer, told to the lighthouse every quarter of a second
+(by the thousands: once a second).
+
+The trainer's own beats stop when C code holds its interpreter lock, and say nothing when it is stopped
+or killed. This process is small and does nothing else for long, so its beat is a second source that
+means something: a change of the trainer's state is sent at once, and silence means that the host, not
+the trainer, is in trouble. One lighthouse at a time is spoken to; the others redirect to the leader,
+and when a connection ends the next address is tried.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from urllib.parse import quote
+
+import aiohttp
+from yarl import URL
+
+from fabric.errors import ProtocolError
+from fabric.protocol.messages.network import EpochNotice, TrainerStatus
+from fabric.protocol.messages.wire import decode, encode
+from fabric.runtime.http import redirects
+from fabric.runtime.http.http_service import come_back_s
+from fabric.runtime.http.tls import Tls
+from fabric.runtime.http.token_file import TokenFile
+
+log = logging.getLogger(__name__)
+
+# A reply to a beat is small; what is larger is no reply of ours.
+_MAX_REPLY_BYTES = 64 * 1024
+_MAX_REDIRECTS = 3
+# No lighthouse is followed beyond this: it would take the silence for death.
+_MOST_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: between beats, allowed for connecting, for a beat to leave, and for a silent lighthouse
+    before another is tried; least and most before another attempt."""
+
+    period_s: float = 0.25
+    connect_s: float = 2.0
+    send_s: float = 2.0
+    heartbeat_s: float = 3.0
+    least_pause_s: float = 0.05
+    most_pause_s: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a pulse tells: ``compose`` makes the beat with this number (reading the trainer's state),
+    ``changed`` is set when the state may have changed between two beats. ``heard`` takes what the lighthouse
+    says of the epoch in force."""
+
+    compose: Callable[[int], TrainerStatus]
+    changed: asyncio.Event
+    heard: Callable[[EpochNotice], None] = lambda _: None
+
+
+class PulseSender:
+    """Keeps one of the lighthouses at ``urls`` informed, until cancelled."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        job: str,
+        replica: str,
+        token: TokenFile | str | None,
+        vitals: Vitals,
+        chance: random.Random,
+        timing: Timing | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        query = f"/v1/jobs/{quote(job, safe='')}/pulse?replica={quote(replica, safe='')}"
+        self._targets = [URL(url.rstrip("/") + query, encoded=True) for url in urls]
+        self._tokens = TokenFile.of(token)
+        self._vitals = vitals
+        self._chance = chance
+        self._timing = timing or Timing()
+        self._tls = tls or Tls()
+        self._number = 0
+        self._every_s = 0.0
+        self._said = ""
+        self._at: URL | None = None
+        self._problem = ""
+
+    def describe(self) -> dict[str, object]:
+        """To whom it beats (empty: nobody at the moment), how often it has, and what is in its way."""
+        at = str(self._at.origin()) if self._at is not None else ""
+        return {"lighthouse": at, "beats": self._number, "problem": self._problem}
+
+    async def run(self) -> None:
+        """Connect, beat, and connect again, for ever."""
+        # A silent lighthouse is noticed by the WebSocket's own ping; connecting has its own bound.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timing.connect_s)
+        pause_s = self._timing.least_pause_s
+        connector = aiohttp.TCPConnector(ssl=self._tls.client_context() or True)
+        jar = aiohttp.DummyCookieJar()
+        checks = [redirects.only_among([str(url) for url in self._targets])]
+        async with aiohttp.ClientSession(
+            timeout=timeout, cookie_jar=jar, connector=connector, trace_configs=checks
+        ) as client:
+            for target in cycle(self._targets):
+                beats = self._number
+                try:
+                    async with asyncio.timeout(2 * self._timing.connect_s):
+                        socket = await self._connect(client, target)
+                    try:
+                        self._at, self._problem = target, ""
+                        await self._beat(socket)
+                    finally:
+                        self._at = None
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(self._timing.send_s):
+                                await socket.close()
+                    self._say(target, "the lighthouse closed the connection")
+                except aiohttp.WSServerHandshakeError as error:
+                    self._say(target, f"it answered {error.status}")
+                    if error.status == 429:  # thousands come back at once, and it says when
+                        away_s = come_back_s(error.headers or {})
+                        await asyncio.sleep(away_s * self._chance.uniform(0.5, 1.0))
+                except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                    self._say(target, f"{type(error).__name__}: {error}")
+                if self._number > beats + 1:
+                    pause_s = self._timing.least_pause_s
+                await asyncio.sleep(pause_s * self._chance.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, self._timing.most_pause_s)
+
+    async def _connect(self, client: aiohttp.ClientSession, target: URL) -> aiohttp.ClientWebSocketResponse:
+        # Read at every connection: the file may have got another token since.
+        token = self._tokens.shown()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        for _ in range(_MAX_REDIRECTS):
+            try:
+                return await client.ws_connect(
+                    target,
+                    headers=headers,
+                    heartbeat=self._timing.heartbeat_s,
+                    max_msg_size=_MAX_REPLY_BYTES,
+                )
+            except aiohttp.WSServerHandshakeError as error:
+                # The redirect was followed, but the client does not carry a token to another address
+                # by itself. A lighthouse is trusted with it already, and so is the leader it names.
+                if error.status != 401 or not error.history:
+                    raise
+                target = error.request_info.url
+        raise ValueError("the lighthouses redirect in a circle")
+
+    async def _beat(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Send beats on ``socket`` until it ends."""
+        replies = asyncio.create_task(_listen(socket, self._hear))
+        loop = asyncio.get_running_loop()
+        try:
+            while not replies.done():
+                due = loop.time() + max(self._timing.period_s, self._every_s)
+                self._vitals.changed.clear()
+                self._number += 1
+                message = encode(self._vitals.compose(self._number)).decode()
+                async with asyncio.timeout(self._timing.send_s):
+                    await socket.send_str(message)
+                self._said = ""
+                await self._wait_change(due)
+        finally:
+            replies.cancel()
+            await asyncio.wait({replies})
+
+    def _hear(self, notice: EpochNotice) -> None:
+        """A lighthouse of thousands hears of an unchanged trainer less often; of a change at once."""
+        self._every_s = min(notice.every_s, _MOST_EVERY_S)
+        self._vitals.heard(notice)
+
+    async def _wait_change(self, due: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(due):
+                await self._vitals.changed.wait()
+
+    def _say(self, target: URL, why: str) -> None:
+        """Log a reason when it is another than last time."""
+        self._problem = f"{target.origin()}: {why}"
+        if why != self._said:
+            self._said = why
+            log.warning("the pulse to %s is interrupted: %s", target.origin(), why)
+
+
+async def _listen(socket: aiohttp.ClientWebSocketResponse, heard: Callable[[EpochNotice], None]) -> None:
+    """Hear notices until the connection ends. Anything else, a newer lighthouse's, only has to be read."""
+    async for message in socket:
+        with contextlib.suppress(ProtocolError):
+            said = decode(message.data) if message.type is aiohttp.WSMsgType.TEXT else None
+            if isinstance(said, EpochNotice):
+                heard(said)

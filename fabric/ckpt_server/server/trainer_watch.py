@@ -1,0 +1,178 @@
+"""What the kernel says of the trainer process: running, stopped or gone.
+
+Two sources. The process's pidfd becomes readable when it is dead, and wakes the loop at once. But the
+kernel frees a dying process's memory first, which takes up to 200 ms per GiB, and closes its sockets
+after that; so ``/proc/PID/stat`` is looked at every 10 ms (4 microseconds each), where a flag says within
+a fraction of a millisecond that the process has begun to exit, and where a stopped process shows at all.
+A process that runs is never called anything else, however busy it may be.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fabric.errors import Refused
+from fabric.model import JobEnd
+
+RUNNING = "running"
+STOPPED = "stopped"
+GONE = "gone"
+ABSENT = "absent"
+STATES = (RUNNING, STOPPED, GONE, ABSENT)
+
+LOOK_S = 0.01
+_STAT_BYTES = 4096
+
+# Kernel flags of a task (include/linux/sched.h), as /proc shows them.
+_PF_EXITING = 0x4
+_PF_SIGNALED = 0x400
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStat:
+    """The fields of ``/proc/PID/stat`` that are looked at."""
+
+    state: str
+    flags: int
+    threads: int
+
+    @property
+    def verdict(self) -> str:
+        """One of ``running``, ``stopped``, ``gone``."""
+        # The first thread may end alone while others work on; killed by a signal they end together.
+        ending = self.flags & _PF_EXITING or self.state in "ZX"
+        if ending and (self.flags & _PF_SIGNALED or self.threads <= 1):
+            return GONE
+        return STOPPED if self.state in "Tt" else RUNNING
+
+
+def parse_stat(text: str) -> TaskStat:
+    """Parses ``/proc/PID/stat``; the name in it may hold spaces and parentheses."""
+    fields = text.rpartition(")")[2].split()
+    return TaskStat(state=fields[0], flags=int(fields[6]), threads=int(fields[17]))
+
+
+class Trainer:
+    """The trainer that this server watches: at most one at a time, attached or only remembered.
+
+    ``changed`` is set whenever its state may have changed; ``on_death`` is called when its process is
+    dead. Lives on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.incarnation = 0
+        self.is_attached = False
+        self.ended: JobEnd | None = None  # what it left word of when it ended
+        self.changed = asyncio.Event()
+        self.on_death: Callable[[], None] = _nothing
+        self.on_change: Callable[[str], None] = _nothing_of_it  # with the new state, seen by a look
+        self.on_attach: Callable[[], None] = _nothing  # before another process takes this one's place
+        # Both stay with this process, whoever is given its number later.
+        self._stat = self._pidfd = -1
+        self._dead = False
+
+    def attach(self, pid: int, incarnation: int) -> None:
+        """From now on watch process ``pid``, whose channel is open. Raises Refused where there are no
+        descriptors to do it with: then nothing has changed."""
+        found = _descriptors_of(pid)
+        self.on_attach()
+        self._unwatch()
+        self.pid, self.incarnation, self.is_attached, self.ended = pid, incarnation, True, None
+        if found is None:
+            self._dead = True
+        else:
+            self._stat, self._pidfd = found
+            asyncio.get_running_loop().add_reader(self._pidfd, self._on_death)
+        self.changed.set()
+
+    def detach(self) -> None:
+        """Its channel is closed; the process is watched on."""
+        self.is_attached = False
+        self.changed.set()
+
+    def leave_word(self, ended: JobEnd | None) -> None:
+        """It saw the end of the job, and no lighthouse was there to be told: the next one is."""
+        self.ended = ended
+        self.changed.set()
+
+    def give_up(self) -> None:
+        """It takes part no more, says the process itself, although the kernel has it still."""
+        self._dead = True
+        self.changed.set()
+
+    @property
+    def state(self) -> str:
+        """``running``, ``stopped``, ``gone``, or ``absent`` when none has attached yet."""
+        if not self.pid:
+            return ABSENT
+        if self._dead:
+            return GONE
+        try:
+            return parse_stat(os.pread(self._stat, _STAT_BYTES, 0).decode(errors="replace")).verdict
+        except ProcessLookupError:
+            self._dead = True
+            return GONE
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, and never another process of its number. ProcessLookupError where it is gone."""
+        if self._pidfd < 0:
+            raise ProcessLookupError(f"process {self.pid} is gone")
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    async def watch(self) -> None:
+        """Set ``changed`` within LOOK_S of every change that only a look can tell, until cancelled."""
+        said = self.state
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if (state := self.state) != said:
+                said = state
+                self.changed.set()
+                self.on_change(state)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._unwatch()
+
+    def _on_death(self) -> None:
+        self._unwatch()
+        self._dead = True
+        self.changed.set()
+        self.on_death()
+
+    def _unwatch(self) -> None:
+        self._dead = False
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+        for descriptor in (self._pidfd, self._stat):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._pidfd = self._stat = -1
+
+
+def _descriptors_of(pid: int) -> tuple[int, int] | None:
+    """Of its ``/proc/PID/stat`` and of the process; None where it is gone."""
+    opened: list[int] = []
+    try:
+        opened.append(os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC))
+        opened.append(os.pidfd_open(pid))
+    except OSError as error:
+        for descriptor in opened:
+            os.close(descriptor)
+        if isinstance(error, FileNotFoundError | ProcessLookupError):
+            return None
+        raise Refused(
+            f"the checkpoint server cannot watch process {pid} ({error.strerror}): raise its limit on open"
+            " files (ulimit -n), where the trainer is started"
+        ) from error
+    return opened[0], opened[1]
+
+
+def _nothing() -> None:
+    """Nobody else cares."""
+
+
+def _nothing_of_it(_: str) -> None:
+    """Nobody else cares."""

@@ -1,0 +1,115 @@
+"""Unix sockets on which other processes of this host ask: a line in, a line out, a descriptor beside it."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from fabric.ckpt_server.wire.channel_protocol import MAX_FIRST_LINE_BYTES, LineBuffer, encode_line
+
+log = logging.getLogger(__name__)
+
+_SEND_S = 30.0
+_RECEIVE_BYTES = 256 * 1024
+_PEER_CREDENTIALS = struct.Struct("iII")
+# Out of descriptors: nothing tells when one is free.
+_LOOK_AGAIN_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """``body`` goes out as a line, with ``fd`` (-1: none) beside it."""
+
+    body: Mapping[str, object]
+    fd: int = -1
+
+
+class Connection:
+    """One accepted socket; lines in, responses out."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self._socket = accepted
+        self._lines = LineBuffer(MAX_FIRST_LINE_BYTES)
+
+    def limit(self, limit_bytes: int) -> None:
+        """From now on lines may have ``limit_bytes``."""
+        self._lines.limit_bytes = limit_bytes
+
+    def peer(self) -> tuple[int, int]:
+        """(pid, uid) of who connected, as the kernel knows them."""
+        data = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        pid, uid, _ = _PEER_CREDENTIALS.unpack(data)
+        return pid, uid
+
+    async def receive(self) -> bytes | None:
+        """The next line, or None at the end. Raises ProtocolError for one that is too long."""
+        while (line := self._lines.next_line()) is None:
+            data = await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES)
+            if not data:
+                return None
+            self._lines.feed(data)
+        return line
+
+    async def hear(self) -> bool:
+        """Wait for anything at all, which is thrown away; False at the end."""
+        return bool(await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES))
+
+    async def send(self, response: Response) -> None:
+        """Send it. Raises TimeoutError or ConnectionError for a peer that does not read."""
+        line = encode_line(response.body)
+        if response.fd >= 0:
+            try:
+                sent = socket.send_fds(self._socket, [line], [response.fd])
+            except BlockingIOError:
+                raise ConnectionAbortedError("the trainer does not read its responses") from None
+            line = line[sent:]
+        if line:
+            async with asyncio.timeout(_SEND_S):
+                await asyncio.get_running_loop().sock_sendall(self._socket, line)
+
+    def shut(self) -> None:
+        """End it from outside: who receives on it sees its end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let the socket go."""
+        self._socket.close()
+
+
+async def serve_each(
+    listener: socket.socket, serve: Callable[[Connection], Awaitable[None]], most: int, who: str
+) -> None:
+    """Accept connections until cancelled, and ``serve`` each in a task of its own, which ends with this one.
+    Where ``most`` are served already, the next is closed at once. ``who`` connects, for the log."""
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+
+    async def serve_one(connection: Connection) -> None:
+        try:
+            await serve(connection)
+        except Exception:  # the supervisor of connections: a defect in one must not end the others
+            log.exception("a defect ended the connection of %s", who)
+        finally:
+            connection.close()
+
+    try:
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("the connection of %s could not be accepted: %s", who, error)
+                await asyncio.sleep(_LOOK_AGAIN_S)
+                continue
+            if len(tasks) >= most:
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            tasks.add(task := asyncio.create_task(serve_one(Connection(accepted))))
+            task.add_done_callback(tasks.discard)
+    finally:
+        for task in tuple(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,206 @@
+"""One reading of a state, block by block: a copy into memory with its digests, or the digests alone.
+
+Blocks cut the file at multiples of 4 MiB, tensors wherever they end. A block is the unit of work: any thread
+takes one, copies what the tensors have of it in pieces that fit into a core's own cache, and digests each
+piece while it is there. What is digested of a copy is the target: the digests describe what is stored.
+"""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+import xxhash
+
+from fabric.ckpt_server.format.digest import BLOCK_BYTES, digest_of_blocks
+from fabric.ckpt_server.state.encoding import bytes_of
+from fabric.ckpt_server.state.training_state import StateView
+from fabric.errors import StateError
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+PIECE_BYTES = 256 << 10  # beside what it is copied from, well within a core's second cache
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotDigests:
+    """The state's digest and its blocks' (16 hex digits each, in file order)."""
+
+    digest: str
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A tensor of the view (its bytes, flat) and where they go in the file."""
+
+    tensor: torch.Tensor
+    begin: int
+    end: int
+
+
+def slices_of(view: StateView) -> list[Slice]:
+    """Every tensor of ``view`` that has any bytes, with its place in the file, in order."""
+    slices, begin = [], len(view.header)
+    for _, tensor in view.tensors:
+        flat = bytes_of(tensor)
+        if flat.numel():
+            slices.append(Slice(flat, begin, begin + flat.numel()))
+        begin += flat.numel()
+    return slices
+
+
+def as_bytes(target: memoryview, nbytes: int) -> Bytes:
+    """The first ``nbytes`` of writable ``target`` as an array. StateError where it is too small."""
+    if target.readonly or not target.c_contiguous:
+        raise StateError("A snapshot needs writable, contiguous memory as its target.")
+    if target.nbytes < nbytes:
+        raise StateError(
+            f"The snapshot needs {nbytes} bytes and its slot has {target.nbytes}; allocate it anew."
+        )
+    return np.frombuffer(target, np.uint8, nbytes)
+
+
+Item = TypeVar("Item")
+
+
+class Tasks(Generic[Item]):
+    """Work that any thread takes a piece of until none is left. Who waits for all of it waits for pieces that
+    somebody has begun, never for a thread that has yet to come."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._left = deque(items)
+        self._undone = len(self._left)
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        if not self._left:
+            self._over.set()
+
+    def __len__(self) -> int:
+        """Pieces that nobody has taken yet."""
+        return len(self._left)
+
+    def run(self, do: Callable[[Item], None]) -> None:
+        """Take pieces until none is left; an error is kept for ``wait``."""
+        while not self._error:
+            try:
+                item = self._left.popleft()
+            except IndexError:
+                return
+            try:
+                do(item)
+            except Exception as error:  # noqa: BLE001  (of whatever kind: who waits must hear of it)
+                self.fail(error)
+                return
+            with self._lock:
+                self._undone -= 1
+                if not self._undone:
+                    self._over.set()
+
+    def fail(self, error: BaseException) -> None:
+        """It will not be done."""
+        self._error = self._error or error
+        self._over.set()
+
+    def wait(self) -> None:
+        """Until everything is done or something went wrong, which is raised as a StateError."""
+        self._over.wait()
+        if self._error is not None:
+            raise StateError(f"The snapshot failed and is not usable: {self._error}.") from self._error
+
+
+class Reading:
+    """All blocks of a file of ``nbytes``, of which each takes what it needs of ``sources``: bytes, and where
+    in the file they begin, in order."""
+
+    def __init__(self, nbytes: int, sources: Iterable[tuple[Bytes, int]]) -> None:
+        count = -(-nbytes // BLOCK_BYTES)
+        self._nbytes = nbytes
+        self._sources: list[list[tuple[Bytes, int]]] = [[] for _ in range(count)]
+        for source, begin in sources:
+            for block in range(begin // BLOCK_BYTES, (begin + source.size - 1) // BLOCK_BYTES + 1):
+                self._sources[block].append((source, begin))
+        self._digests: list[str] = [""] * count
+        self.blocks = Tasks(range(count))
+
+    def run(self) -> None:
+        """Takes blocks until none is left; from several threads."""
+        self.blocks.run(self._take)
+
+    def help(self) -> None:
+        """Takes blocks, and waits for those that others have begun. An error is kept for ``digests``."""
+        self.run()
+        with contextlib.suppress(StateError):
+            self.blocks.wait()
+
+    def digests(self) -> SnapshotDigests:
+        """The result, when every block is done. Raises StateError where something went wrong.
+
+        The state is let go then, whatever thread has yet to find that there is nothing left to do.
+        """
+        try:
+            self.blocks.wait()
+        finally:
+            self._sources = []
+        return SnapshotDigests(digest_of_blocks(self._nbytes, self._digests), tuple(self._digests))
+
+    def _take(self, block: int) -> None:
+        """Read one block."""
+        raise NotImplementedError
+
+
+class Digesting(Reading):
+    """Of a state on the host, where it lies."""
+
+    def __init__(self, view: StateView) -> None:
+        header = np.frombuffer(view.header, np.uint8), 0
+        tensors = [(part.tensor.numpy(), part.begin) for part in slices_of(view)]
+        super().__init__(view.nbytes, [header, *tensors])
+
+    def _take(self, block: int) -> None:
+        begin = block * BLOCK_BYTES
+        hasher = xxhash.xxh3_64()
+        for source, start in self._sources[block]:
+            hasher.update(source[max(0, begin - start) : begin + BLOCK_BYTES - start].data)
+        self._digests[block] = hasher.hexdigest()
+
+
+class Copying(Reading):
+    """One copy: what blocks have of the tensors in ``fused`` is copied as they are digested, other bytes have
+    to be there before."""
+
+    def __init__(self, view: StateView, target: memoryview, fused: Sequence[Slice]) -> None:
+        self.memory = as_bytes(target, view.nbytes)
+        self.memory[: len(view.header)] = np.frombuffer(view.header, np.uint8)
+        super().__init__(view.nbytes, ((part.tensor.numpy(), part.begin) for part in fused))
+
+    def copy(self, part: Slice) -> None:
+        """One host tensor, without a digest."""
+        self.memory[part.begin : part.end] = part.tensor.numpy()
+
+    def digests(self) -> SnapshotDigests:
+        """See ``Reading``; the target is let go too."""
+        try:
+            return super().digests()
+        finally:
+            self.memory = np.empty(0, np.uint8)
+
+    def _take(self, block: int) -> None:
+        """Copy what is to be copied of a block, and digest all of it."""
+        begin = digested = block * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, self.memory.nbytes)
+        hasher = xxhash.xxh3_64()
+        for source, start in self._sources[block]:
+            at, stop = max(begin, start), min(end, start + source.size)
+            while at < stop:
+                upto = min(stop, at + PIECE_BYTES)
+                self.memory[at:upto] = source[at - start : upto - start]
+                if (at := upto) - digested >= PIECE_BYTES:
+                    hasher.update(self.memory[digested:at].data)
+                    digested = at
+        hasher.update(self.memory[digested:end].data)
+        self._digests[block] = hasher.hexdigest()

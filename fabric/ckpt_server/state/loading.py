@@ -1,0 +1,291 @@
+"""Loading decoded state into live objects: all of it fits and is taken over, or nothing has changed.
+
+``check_fit`` compares with the live object before anything is touched. A module must have the same
+names, shapes, dtypes and tied weights. An optimizer must have the same groups, parameters and
+options; per-parameter state may be missing on either side, for an optimizer creates it at its first
+step. Of other objects we know less: what exists on both sides must be of the same kind, and the
+object itself has the last word.
+
+``load_all`` goes from the objects most likely to refuse to those that cannot: others, optimizers,
+modules. Each keeps a way back until the last one is loaded. For an optimizer that is its own
+``state_dict`` (loading replaces its tensors); a plain torch module that passed the check has nothing
+left to refuse, so it is copied only if it runs code of its own while loading.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from fabric.ckpt_server.state.dtensor import is_sharded, placement_key
+from fabric.ckpt_server.state.encoding import memory_key
+from fabric.errors import StateError
+
+_T = TypeVar("_T")
+
+
+class Run(Protocol):
+    """Does heavy work that is no code of the objects' own; it may take another thread for it."""
+
+    def __call__(self, work: Callable[[], _T]) -> _T: ...
+
+
+def at_once(work: Callable[[], _T]) -> _T:
+    """In the calling thread."""
+    return work()
+
+
+class Loadable(Protocol):
+    """What shared state consists of."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def check_fit(name: str, live: object, value: Any) -> None:
+    """Raises StateError that names the first difference between decoded ``value`` and ``live``."""
+    if isinstance(live, torch.nn.Module):
+        _check_module(name, live.state_dict(), value)
+    elif isinstance(live, torch.optim.Optimizer):
+        _check_optimizer(name, live, value)
+    else:
+        _check_other(name, live.state_dict(), value)  # type: ignore[attr-defined]
+
+
+def load_all(objects: Mapping[str, Any], decoded: Mapping[str, Any], run: Run) -> None:
+    """Loads every object, or raises StateError with all of them as they were. Where torch's own code alone
+    loads it goes through ``run``."""
+    undo: list[Callable[[], object]] = []
+    for name in sorted(decoded, key=lambda name: (_caution(objects[name]), name)):
+        live, value = objects[name], decoded[name]
+        try:
+            way_back = _way_back(live)
+            if way_back is not None:
+                undo.append(way_back)
+            if isinstance(live, torch.nn.Module) and way_back is None:
+                run(partial(_load, live, value))
+            else:
+                _load(live, value)
+        except BaseException as error:
+            for back in reversed(undo):
+                back()
+            if not isinstance(error, Exception):
+                raise
+            raise StateError(
+                f"{name} ({type(live).__qualname__}) refused its state, so nothing was loaded:"
+                f" {_one_line(error)}"
+            ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def _caution(live: object) -> int:
+    if isinstance(live, torch.nn.Module):
+        return 3 if _loads_plainly(live) else 2
+    return 1 if isinstance(live, torch.optim.Optimizer) else 0
+
+
+def _load(live: Any, value: Any) -> None:
+    if isinstance(live, torch.nn.Module):
+        live.load_state_dict(_own_extras(value))
+    elif isinstance(live, torch.optim.Optimizer):
+        _load_optimizer(live, value)
+    else:
+        live.load_state_dict(_place(value, live.state_dict()))
+
+
+def _own_extras(value: Any) -> Any:
+    """Extra state may be kept by the module, so it must not lie in the file's memory."""
+    for key in [key for key in value if key.endswith("_extra_state")]:
+        value[key] = copy.deepcopy(value[key])
+    return value
+
+
+def _way_back(live: Any) -> Callable[[], object] | None:
+    if isinstance(live, torch.nn.Module):
+        if _loads_plainly(live):
+            return None
+        kept = copy.deepcopy(live.state_dict())
+        return lambda: live.load_state_dict(kept)
+    if isinstance(live, torch.optim.Optimizer):
+        before = live.state_dict()
+        return lambda: _load_optimizer(live, before)
+    state = copy.deepcopy(live.state_dict())
+    return lambda: live.load_state_dict(state)
+
+
+def _loads_plainly(module: torch.nn.Module) -> bool:
+    """Whether loading runs torch's own code only."""
+    return not any(_loads_by_itself(part) for part in module.modules())
+
+
+def _loads_by_itself(part: torch.nn.Module) -> bool:
+    if any(getattr(part, name) for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")):
+        return True
+    overridable = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+    return not type(part).__module__.startswith("torch.") and any(
+        getattr(type(part), name) is not getattr(torch.nn.Module, name) for name in overridable
+    )
+
+
+def _load_optimizer(live: torch.optim.Optimizer, value: Any) -> None:
+    groups = [
+        _place(group, {key: now for key, now in live_group.items() if key != "params"})
+        for group, live_group in zip(value["param_groups"], live.param_groups, strict=True)
+    ]
+    live.load_state_dict({**value, "param_groups": groups})
+    parameters = [parameter for group in live.param_groups for parameter in group["params"]]
+    indices = [index for group in groups for index in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        for key, exact in value["state"].get(index, {}).items():
+            loaded = live.state[parameter][key]
+            if isinstance(exact, torch.Tensor) and loaded.dtype != exact.dtype:
+                live.state[parameter][key] = exact.to(loaded.device)
+
+
+def _place(value: Any, live: Any) -> Any:
+    """``value`` with every tensor on the device where ``live`` has its counterpart."""
+    if isinstance(value, torch.Tensor):
+        return value.to(live.device) if isinstance(live, torch.Tensor) else value
+    if isinstance(value, dict) and isinstance(live, dict):
+        for key in value:
+            value[key] = _place(value[key], live.get(key))
+        return value
+    if type(value) in (list, tuple) and isinstance(live, (list, tuple)):
+        paired = [_place(item, live[i] if i < len(live) else None) for i, item in enumerate(value)]
+        return type(value)(paired)
+    return value
+
+
+def _differ(path: str, what: str, there: object, here: object) -> StateError:
+    return StateError(
+        f"{path} has {what} {there} in the snapshot and {here} here; nothing was loaded: run the same model"
+        " and optimizer on every replica."
+    )
+
+
+def _check_tensor(path: str, live: torch.Tensor, value: torch.Tensor) -> None:
+    if value.shape != live.shape:
+        raise _differ(path, "shape", tuple(value.shape), tuple(live.shape))
+    if value.dtype != live.dtype:
+        raise _differ(path, "dtype", value.dtype, live.dtype)
+    here, there = _placement(live), _placement(value)
+    if here != there:
+        raise _differ(path, "the placement", there, here)
+
+
+def _placement(tensor: torch.Tensor) -> object:
+    return placement_key(tensor) if is_sharded(tensor) else "whole"
+
+
+def _check_keys(path: str, what: str, live: set[Any], value: set[Any]) -> None:
+    missing, unknown = sorted(map(str, live - value)), sorted(map(str, value - live))
+    if missing:
+        raise StateError(
+            f"{path} has the {what} {missing[0]!r} here and the snapshot has not; nothing was loaded."
+        )
+    if unknown:
+        raise StateError(
+            f"{path} has no {what} {unknown[0]!r} here and the snapshot has; nothing was loaded."
+        )
+
+
+def _ties(state: Mapping[str, Any]) -> dict[str, str]:
+    """For each tensor that is the memory of an earlier one: the earlier one's name."""
+    first: dict[object, str] = {}
+    ties = {}
+    for name in sorted(state):
+        tensor = state[name]
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            owner = first.setdefault(memory_key(tensor), name)
+            if owner != name:
+                ties[name] = owner
+    return ties
+
+
+def _check_module(path: str, live: Mapping[str, Any], value: Any) -> None:
+    if not isinstance(value, dict):
+        raise StateError(f"{path} is a module here and none in the snapshot; nothing was loaded.")
+    _check_keys(path, "entry", set(live), set(value))
+    for name, now in live.items():
+        if isinstance(now, torch.Tensor) != isinstance(value[name], torch.Tensor):
+            raise _differ(f"{path}.{name}", "a value of type", type(value[name]).__name__, type(now).__name__)
+        if isinstance(now, torch.Tensor):
+            _check_tensor(f"{path}.{name}", now, value[name])
+    here, there = _ties(live), _ties(value)
+    for name in sorted(set(here) | set(there)):
+        if here.get(name) != there.get(name):
+            raise _differ(f"{path}.{name}", "its memory shared with", there.get(name), here.get(name))
+
+
+def _check_optimizer(path: str, live: torch.optim.Optimizer, value: Any) -> None:
+    try:
+        state, groups = value["state"], value["param_groups"]
+        options = [set(group) for group in groups]
+        indices = [list(group["params"]) for group in groups]
+        known = {index for group in indices for index in group}
+        strays = sorted(index for index in state if type(index) is int and index not in known)
+        kept = {index: dict(state[index]) for index in known if index in state}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StateError(
+            f"{path} is an optimizer here and none in the snapshot; nothing was loaded."
+        ) from error
+    if len(groups) != len(live.param_groups):
+        raise _differ(path, "parameter groups:", len(groups), len(live.param_groups))
+    for index, group in enumerate(live.param_groups):
+        if len(indices[index]) != len(group["params"]):
+            raise _differ(
+                f"{path}.param_groups[{index}]", "parameters:", len(indices[index]), len(group["params"])
+            )
+        missing = sorted(set(group) - options[index] - {"initial_lr"})  # a scheduler adds that one
+        if missing:
+            raise StateError(
+                f"{path}.param_groups[{index}] has the option {missing[0]!r} here and not in the snapshot;"
+                " nothing was loaded: use the same optimizer and torch version on every replica."
+            )
+    if strays:
+        raise StateError(
+            f"{path} has state of parameter {strays[0]}, which is in no group; the snapshot is damaged."
+        )
+    _check_parameter_state(path, live, indices, kept)
+
+
+def _check_parameter_state(
+    path: str, live: torch.optim.Optimizer, indices: list[list[Any]], kept: dict[Any, dict[Any, Any]]
+) -> None:
+    for group, names in zip(live.param_groups, indices, strict=True):
+        for parameter, index in zip(group["params"], names, strict=True):
+            for key, now in live.state.get(parameter, {}).items():
+                then = kept.get(index, {}).get(key)
+                if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
+                    _check_tensor(f"{path}.state[{index}].{key}", now, then)
+
+
+def _check_other(path: str, live: Any, value: Any) -> None:
+    if isinstance(live, torch.Tensor) or isinstance(value, torch.Tensor):
+        if live is None or value is None:
+            return
+        both = isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)
+        if not both or live.dtype != value.dtype:
+            raise _differ(path, "a value of type", _kind(value), _kind(live))
+    elif isinstance(live, dict) != isinstance(value, dict) and live is not None and value is not None:
+        raise _differ(path, "a value of type", _kind(value), _kind(live))
+    elif isinstance(live, dict):
+        if not isinstance(value, dict):
+            return
+        for key in live:
+            if key not in value and "." not in path and "[" not in path:
+                raise StateError(
+                    f"{path} has the entry {key!r} here and the snapshot has not; nothing was loaded."
+                )
+            if key in value:
+                _check_other(f"{path}.{key}", live[key], value[key])
+
+
+def _kind(value: Any) -> str:
+    return f"tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,346 @@
+"""Snapshots: a consistent copy of live state in shared memory while training goes on.
+
+The state is consistent between two optimizer steps. ``start`` is called there and returns at once;
+the copy runs while the next forward and backward do; ``fence`` is called before anything changes the
+state again and returns when that is safe; ``join`` returns the digests. Between ``start`` and
+``fence`` nothing may change what the view refers to, buffers and moving averages included.
+
+On the CPU one or two threads of low priority copy and digest block by block, and leave the trainer a core.
+Who waits in ``fence`` helps: the trainer's thread takes blocks itself rather than wait for a thread that the
+scheduler starves. ``digest`` reads the state in the same way without copying it.
+
+On a GPU a side stream waits for an event recorded behind the optimizer step, copies into registered
+(page-locked) shared memory, and records an event of its own. ``fence`` makes the compute stream wait
+for that event and the host for nothing. No byte is digested before the event has happened.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.state.block_copy import (
+    Bytes,
+    Copying,
+    Digesting,
+    Reading,
+    Slice,
+    SnapshotDigests,
+    Tasks,
+    as_bytes,
+    slices_of,
+)
+from fabric.ckpt_server.state.training_state import StateView
+from fabric.errors import StateError
+from fabric.model import SnapshotRef
+from fabric.runtime.priority import lower_priority
+
+__all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaLane", "DeviceLane", "SnapshotDigests", "build_manifest"]
+
+_cuda: Any = torch.cuda  # its streams and events carry no types
+_log = logging.getLogger(__name__)
+# Lower than other background work: the copy must not take the cores that the trainer needs, and who has to
+# wait for it helps.
+_NICENESS = 10
+# So few are digested sooner by who needs the digest than by a thread that may be starved in the midst of one.
+_FEW_BLOCKS = 4
+_PACK_BELOW_BYTES = 256 << 10  # smaller device tensors are gathered on the device first
+_PACK_BYTES = 16 << 20
+_REGISTERED = 2  # as many as there are slots: memory of others is let go
+
+
+class Copier(Protocol):
+    """Copies one view at a time. ``fence`` may be called by one thread while another joins; all other calls
+    come one at a time."""
+
+    def prepare(self, target: memoryview) -> None:
+        """Does ahead what ``start`` would have to do with this ``target``; from any thread."""
+
+    def start(self, view: StateView, target: memoryview) -> None:
+        """Begins to copy ``view`` into the first ``view.nbytes`` of ``target``."""
+
+    def fence(self) -> None:
+        """After this the state may be changed (on a GPU: by work enqueued after this)."""
+
+    def join(self) -> SnapshotDigests:
+        """Waits for the end; the target is complete then. Raises what went wrong."""
+
+    def digest(self, view: StateView) -> Reading:
+        """Begins to digest ``view``, on the host, without a copy, beside a copy under way or not. It must not
+        change until the reading's ``digests`` has returned."""
+
+    def close(self) -> None:
+        """Ends the threads, waiting for a copy in progress."""
+
+
+def build_manifest(
+    view: StateView, digests: SnapshotDigests, *, job: str, replica: str, generation: int, created: float
+) -> dict[str, Any]:
+    """What the checkpoint server publishes about this snapshot; ``created`` is Unix time."""
+    state = SnapshotRef(generation, view.step, digests.digest)
+    return make_manifest(state, view.nbytes, digests.blocks, job=job, replica=replica, created=created)
+
+
+def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "fabric-snapshot", lower_priority, (niceness,))
+
+
+def _threads() -> int:
+    """Two, or one where two would leave no core to the trainer."""
+    return max(1, min(2, len(os.sched_getaffinity(0)) - 1))
+
+
+class CpuCopier:
+    """Copies host tensors with ``threads`` threads (0: as many as the cores allow) at the given niceness
+    (0 to 19)."""
+
+    def __init__(self, threads: int = 0, niceness: int = _NICENESS) -> None:
+        self._threads = threads or _threads()
+        self._pool = _pool(self._threads + 1, niceness)
+        self._copying: Copying | None = None
+
+    def prepare(self, target: memoryview) -> None:
+        """See ``Copier``: nothing, the pages are present."""
+
+    def start(self, view: StateView, target: memoryview) -> None:
+        """See ``Copier``. Raises StateError for a target that is too small, or device tensors."""
+        if self._copying is not None:
+            raise StateError("A snapshot is still being copied; join it before the next one is started.")
+        for name, tensor in view.tensors:
+            if tensor.device.type != "cpu":
+                raise StateError(f"{name} is on {tensor.device}; a CpuCopier copies host memory only.")
+        self._copying = Copying(view, target, slices_of(view))
+        self._begin(self._copying)
+
+    def digest(self, view: StateView) -> Reading:
+        """See ``Copier``."""
+        digesting = Digesting(view)
+        if len(digesting.blocks) > _FEW_BLOCKS:
+            self._begin(digesting)
+        return digesting
+
+    def _begin(self, reading: Reading) -> None:
+        for _ in range(min(self._threads, len(reading.blocks))):
+            self._pool.submit(reading.run)
+
+    def fence(self) -> None:
+        """Helps until every live tensor has been read. An error is kept for ``join``."""
+        copying = self._copying
+        if copying is not None:
+            # The core that was left to the caller is free now. While one thread waits for the interpreter's
+            # lock, as each does between two pieces, another has its core.
+            if len(copying.blocks) > 1:
+                self._pool.submit(copying.run)
+            copying.help()
+
+    def join(self) -> SnapshotDigests:
+        """See ``Copier``. StateError when nothing was started."""
+        if self._copying is None:
+            raise StateError("No snapshot was started, so there is none to wait for.")
+        try:
+            return self._copying.digests()
+        finally:
+            self._copying = None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+class Event(Protocol):
+    """A point in a device's work."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until the device has reached it."""
+
+
+class DeviceLane(Protocol):
+    """The five things that a snapshot asks of a device; ``CudaLane`` is the real one."""
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor is in the device's memory."""
+
+    def register(self, memory: Bytes) -> None:
+        """From any thread: host memory can be copied to without blocking; repeated calls are free."""
+
+    def begin(self) -> None:
+        """Copies enqueued from here on see all work enqueued for computing before."""
+
+    def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        """Enqueues the copy of flat ``tensors``, one behind the other, into ``memory``."""
+
+    def end(self) -> Event:
+        """An event behind all copies enqueued."""
+
+    def hold(self, event: Any) -> None:
+        """Computing enqueued from here on waits, on the device, for ``event``."""
+
+    def close(self) -> None:
+        """Undoes every registration."""
+
+
+class CudaLane:
+    """A side stream of one CUDA device, and the host memory registered for it."""
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        index = torch.device(device).index
+        self._device = torch.device("cuda", _cuda.current_device() if index is None else index)
+        self._stream = _cuda.Stream(self._device)
+        # By address, oldest first; each array keeps its memory mapped as long as it is registered.
+        self._registered: dict[int, Bytes] = {}
+        self._registering = threading.Lock()
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._device
+
+    def register(self, memory: Bytes) -> None:
+        with self._registering:
+            self._register(memory)
+
+    def _register(self, memory: Bytes) -> None:
+        address, nbytes = memory.ctypes.data, memory.nbytes
+        known = self._registered.pop(address, None)
+        if known is not None and known.nbytes >= nbytes:
+            self._registered[address] = known  # the newest now
+            return
+        with _cuda.device(self._device):
+            if known is not None:
+                _unregister(known)
+            # What is not a slot any more, because slots grow and servers die, goes when others come.
+            while len(self._registered) >= _REGISTERED:
+                _unregister(self._registered.pop(next(iter(self._registered))))
+            code = int(_cuda.cudart().cudaHostRegister(address, nbytes, 0))
+            if code == 0:
+                self._registered[address] = memory
+                return
+            # Copies still work, but the host waits for each. The error stays behind for the next kernel
+            # to raise, unless something takes it first.
+            _log.warning("Shared memory of %d bytes could not be page-locked (CUDA error %d).", nbytes, code)
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+
+    def begin(self) -> None:
+        ready = _cuda.Event()
+        ready.record(_cuda.current_stream(self._device))
+        self._stream.wait_event(ready)
+
+    def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        with _cuda.stream(self._stream):
+            # What the gathering allocates belongs to the side stream, so it is not reused too early.
+            source = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            torch.from_numpy(memory).copy_(source, non_blocking=True)
+
+    def end(self) -> Event:
+        done: Event = _cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
+        self._stream.record_event(done)
+        return done
+
+    def hold(self, event: Any) -> None:
+        _cuda.current_stream(self._device).wait_event(event)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        with _cuda.device(self._device):
+            while self._registered:
+                _unregister(self._registered.popitem()[1])
+
+
+def _unregister(memory: Bytes) -> None:
+    _cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+
+class CudaCopier:
+    """Copies device tensors through a lane, and host tensors (Adam's step counters) with threads; one more
+    thread digests when all bytes are there."""
+
+    def __init__(self, lane: DeviceLane | None = None, threads: int = 2) -> None:
+        self._lane: DeviceLane = CudaLane() if lane is None else lane
+        self._threads = threads
+        self._host, self._digesting = _pool(threads, _NICENESS), _pool(1, _NICENESS)
+        self._current: tuple[StateView, Copying, Tasks[Slice], Event] | None = None
+
+    def prepare(self, target: memoryview) -> None:
+        """See ``Copier``: page-locking takes a while, and ``start`` runs in the trainer's thread."""
+        self._lane.register(as_bytes(target, target.nbytes))
+
+    def start(self, view: StateView, target: memoryview) -> None:
+        """See ``Copier``. Raises StateError for a target that is too small, or a foreign device."""
+        if self._current is not None:
+            raise StateError("A snapshot is still being copied; join it before the next one is started.")
+        for name, tensor in view.tensors:
+            if tensor.device.type != "cpu" and not self._lane.owns(tensor):
+                raise StateError(f"{name} is on {tensor.device}, another device than the snapshot's.")
+        copying = Copying(view, target, [])
+        self._lane.register(copying.memory)
+        slices = slices_of(view)
+        self._lane.begin()
+        for pack in _packs([part for part in slices if self._lane.owns(part.tensor)]):
+            self._lane.copy([part.tensor for part in pack], copying.memory[pack[0].begin : pack[-1].end])
+        event = self._lane.end()
+        host = Tasks(part for part in slices if not self._lane.owns(part.tensor))
+        self._current = view, copying, host, event  # the view keeps the tensors alive until join
+        for _ in range(min(self._threads, len(host))):
+            self._host.submit(host.run, copying.copy)
+        self._digesting.submit(_digest, event, host, copying)
+
+    def fence(self) -> None:
+        """Makes later work of the compute stream wait for the copy; helps with host tensors."""
+        if self._current is not None:
+            _, copying, host, event = self._current
+            self._lane.hold(event)
+            host.run(copying.copy)
+            with contextlib.suppress(StateError):
+                host.wait()
+
+    def join(self) -> SnapshotDigests:
+        """See ``Copier``. StateError when nothing was started."""
+        if self._current is None:
+            raise StateError("No snapshot was started, so there is none to wait for.")
+        _, copying, host, _ = self._current
+        try:
+            host.wait()
+            return copying.digests()
+        finally:
+            self._current = None
+
+    def digest(self, view: StateView) -> Reading:
+        """See ``Copier``. Raises StateError."""
+        raise StateError("A state on a device is digested piece by piece, not beside other work.")
+
+    def close(self) -> None:
+        self._host.shutdown(wait=True)
+        self._digesting.shutdown(wait=True)
+        self._lane.close()
+
+
+def _digest(event: Event, host: "Tasks[Slice]", copying: Copying) -> None:
+    """When all bytes are there."""
+    try:
+        event.synchronize()
+        host.wait()
+    except Exception as error:  # noqa: BLE001  (of whatever kind: who joins must hear of it)
+        copying.blocks.fail(error)
+    else:
+        copying.run()
+
+
+def _packs(slices: Iterable[Slice]) -> list[list[Slice]]:
+    """Runs of small tensors that lie behind one another in the file, and each larger one alone."""
+    packs: list[list[Slice]] = []
+    for part in slices:
+        last = packs[-1] if packs else None
+        if (
+            last is not None
+            and last[-1].end == part.begin
+            and part.end - part.begin < _PACK_BELOW_BYTES > last[0].end - last[0].begin
+            and part.end - last[0].begin <= _PACK_BYTES
+        ):
+            last.append(part)
+        else:
+            packs.append([part])
+    return packs

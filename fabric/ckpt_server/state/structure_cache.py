@@ -1,0 +1,68 @@
+"""Whether a value would be encoded as it was the last time, without encoding it.
+
+An outline is a flat list of all that the encoding of a value depends on beside its tensors' elements: types,
+keys, lengths, numbers and strings, and of each tensor where it lies and what it is. To make and compare one
+costs a fraction of what encoding does. Values that it does not know have none: they are encoded every time.
+"""
+
+import math
+from collections import OrderedDict
+
+import torch
+
+from fabric.ckpt_server.state.dtensor import is_sharded, local_part
+from fabric.ckpt_server.state.encoding import PLAIN_TENSORS, memory_key
+
+_EXACT = frozenset((int, str, bool, type(None)))
+_MAX_DEPTH = 20
+
+
+def outline(value: object, words: list[object], tensors: list[torch.Tensor], depth: int = 0) -> bool:
+    """Add ``value`` to ``words`` and its tensors (their parts in this process) to ``tensors``, as met.
+
+    Returns False where it has no outline. The tensors of an outline are contiguous: what is stored of each is
+    its memory.
+    """
+    kind = type(value)
+    if kind in PLAIN_TENSORS:
+        assert isinstance(value, torch.Tensor)
+        return _outline_tensor(value, words, tensors)
+    words.append(kind)
+    if kind in _EXACT:
+        words.append(value)
+        return True
+    if kind is float:
+        assert isinstance(value, float)
+        words.append(value or value.hex())  # zeros have signs
+        return math.isfinite(value)
+    if depth >= _MAX_DEPTH:
+        return False
+    if kind is dict or kind is OrderedDict:
+        assert isinstance(value, dict)
+        words.append(len(value))
+        metadata = getattr(value, "_metadata", None)  # a module's state has its versions there
+        if metadata is not None and not outline(dict(metadata), words, tensors, depth + 1):
+            return False
+        for key, item in value.items():
+            if type(key) is not str and type(key) is not int:
+                return False
+            words.append(key)
+            if not outline(item, words, tensors, depth + 1):
+                return False
+        return True
+    if kind is list or kind is tuple:
+        assert isinstance(value, list | tuple)
+        words.append(len(value))
+        return all(outline(item, words, tensors, depth + 1) for item in value)
+    if isinstance(value, torch.Tensor) and is_sharded(value):
+        words.append((value.shape, value.device_mesh, value.placements))  # type: ignore[attr-defined]
+        return _outline_tensor(local_part(value), words, tensors)
+    return False
+
+
+def _outline_tensor(tensor: torch.Tensor, words: list[object], tensors: list[torch.Tensor]) -> bool:
+    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        return False
+    words.append(memory_key(tensor))
+    tensors.append(tensor)
+    return True

@@ -1,0 +1,351 @@
+"""Training state in and out: a consistent view of live objects, and live objects from a file.
+
+The shared state of a job is a few named objects with ``state_dict`` and ``load_state_dict``: model,
+optimizer, scheduler, scaler, moving averages. ``capture`` describes them as one safetensors file
+without copying a tensor; the view is valid until something changes the state, so it is taken and
+used between two optimizer steps. ``restore`` reads such a file back. It checks everything against
+the live objects before it touches one of them, and undoes what it did when an object refuses.
+
+Only what decides training is in the file: no devices, no addresses, no types by name. So the digest
+is equal on every replica that is in the same state, whatever it runs on.
+
+Two things differ from what ``load_state_dict`` alone would give. Optimizer state keeps its own dtype
+(torch casts it to the parameter's, which loses bits of a float32 average beside a bfloat16
+parameter). And tensors are never left pointing into the file.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
+from fabric.ckpt_server.format.safetensors_file import (
+    ELEMENT_BYTES,
+    Preamble,
+    TensorSpan,
+    canonical_json,
+    file_order,
+    is_count,
+    parse_json,
+    read_header,
+)
+from fabric.ckpt_server.state.dtensor import Shardings
+from fabric.ckpt_server.state.encoding import (
+    FILE_DTYPE,
+    TORCH_DTYPE,
+    Blobs,
+    Decoder,
+    Path,
+    bytes_of,
+    encode,
+    memory_key,
+)
+from fabric.ckpt_server.state.loading import Run, at_once, check_fit, load_all
+from fabric.ckpt_server.state.structure_cache import outline
+from fabric.errors import IntegrityError, StateError
+
+FORMAT = 1
+_MAX_STEP = 1 << 62
+_PIECE_BYTES = 16 << 20  # how much of a device tensor is on the host at a time while digesting
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """A consistent view of live state at ``step``; the tensors are references, not copies.
+
+    ``header`` is the file's preamble, ``tensors`` its data in file order (contiguous), ``nbytes``
+    the size of the whole file. Valid until the state is changed.
+    """
+
+    header: bytes
+    tensors: tuple[tuple[str, torch.Tensor], ...]
+    nbytes: int
+    step: int
+
+    def digest(self) -> str:
+        """The state's digest, 32 hex digits, without a copy of the state.
+
+        Tensors on a device come down piece by piece, so memory on the host stays bounded.
+        """
+        digests = BlockDigests()
+        digests.update(self.header)
+        for _, tensor in self.tensors:
+            for piece in _host_pieces(tensor):
+                digests.update(piece)
+        return digest_of_blocks(self.nbytes, digests.blocks())
+
+
+def capture(objects: Mapping[str, object], step: int) -> StateView:
+    """The state of ``objects`` after ``step`` committed steps, as a file that is not yet written.
+
+    Raises StateError with the path of whatever cannot be serialised.
+    """
+    return Describer(objects).capture(step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What was written about an object, or about one item of its state, and the outline that it had then.
+
+    ``entries`` are those of the file's header, each with the place of its tensor among the ``count`` that
+    are met on the way through the part. No tensor is kept, so none is kept alive.
+    """
+
+    outline: list[object] | None
+    json: str
+    entries: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    places: tuple[int, ...]
+    count: int
+
+
+class Describer:
+    """Captures the same objects again and again, and writes anew only what has changed since.
+
+    A tensor has not changed while it is the elements of the same memory, whatever they are now. ``standing``
+    gives, for a tensor that changes within a step, the one that holds what it was when the step began. One
+    thread at a time.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, object],
+        standing: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
+        self.objects = objects
+        self._standing = standing
+        self._parts: dict[tuple[str, str | None], _Part] = {}
+        self._preamble = Preamble(())
+        self._nbytes = 0  # of all tensors
+        self._order: list[tuple[str, int]] = []  # the file's tensors, by place among all that are met
+
+    def capture(self, step: int) -> StateView:
+        """As the function ``capture`` of these objects."""
+        if not is_count(step, _MAX_STEP):
+            raise StateError(f"A step must be a whole number from 0, not {step!r}.")
+        before, parts = self._parts, {}
+        met: list[torch.Tensor] = []
+        told = []
+        for name, value, state in _states(self.objects):
+            texts = []
+            for key, item in _items(value, state):
+                ties: dict[object, str] | None = {} if isinstance(value, torch.nn.Module) else None
+                path = Path.root(name) if key is None else Path.root(name).key(key)
+                part, found = _describe(item, path, ties, before.get((name, key)))
+                parts[name, key] = part
+                met += found
+                texts.append(part.json if key is None else f"{canonical_json(key)}:{part.json}")
+            whole = (name, None) in parts
+            told.append(f"{canonical_json(name)}:" + (texts[0] if whole else f"{{{','.join(texts)}}}"))
+        if [_laid(part) for part in parts.values()] != [_laid(part) for part in before.values()]:
+            self._arrange(parts.values())
+        self._parts = parts
+        header = self._preamble.with_metadata(
+            f'{{"format":{FORMAT},"state":{{{",".join(told)}}},"step":{step}}}'
+        )
+        tensors = tuple((name, self._standing(met[place].detach())) for name, place in self._order)
+        return StateView(header, tensors, len(header) + self._nbytes, step)
+
+    def _arrange(self, parts: Iterable[_Part]) -> None:
+        """Put the tensors of all parts in the order of the file."""
+        placed, first = [], 0
+        for part in parts:
+            placed += [(entry, first + at) for entry, at in zip(part.entries, part.places, strict=True)]
+            first += part.count
+        placed.sort(key=lambda pair: file_order(pair[0][0], pair[0][1]))
+        self._preamble = Preamble([entry for entry, _ in placed])
+        self._nbytes = sum(entry[3] for entry, _ in placed)
+        self._order = [(entry[0], place) for entry, place in placed]
+
+
+def _laid(part: _Part) -> tuple[object, ...]:
+    return part.entries, part.places, part.count
+
+
+def _items(value: object, state: Any) -> list[tuple[str | None, object]]:
+    """The parts of an object's state: settings change more often than where tensors lie."""
+    in_parts = type(state) is dict and bool(state) and not isinstance(value, torch.nn.Module)
+    if in_parts and all(type(key) is str and not key.startswith("$") for key in state):
+        return [(key, state[key]) for key in sorted(state)]
+    return [(None, state)]
+
+
+def _describe(
+    value: object, path: Path, ties: dict[object, str] | None, known: _Part | None
+) -> tuple[_Part, list[torch.Tensor]]:
+    """What there is to write about ``value``, ``known`` itself where that still holds, and its tensors."""
+    words: list[object] = []
+    met: list[torch.Tensor] = []
+    has_outline = outline(value, words, met)
+    if has_outline and known is not None and known.outline == words:
+        return known, met
+    blobs = Blobs()
+    try:
+        text = canonical_json(encode(value, path, blobs, ties))
+    except ValueError as error:
+        raise StateError(f"The training state has a number that cannot be written down: {error}.") from error
+    tensors = list(blobs.tensors.values())
+    entries = tuple(_entry(name, tensor) for name, tensor in blobs.tensors.items())
+    if not has_outline:
+        return _Part(None, text, entries, tuple(range(len(tensors))), len(tensors)), tensors
+    # Tensors of the same memory are the same, whichever of them is taken.
+    place = {memory_key(tensor): at for at, tensor in enumerate(met)}
+    places = tuple(place[memory_key(tensor)] for tensor in tensors)
+    return _Part(words, text, entries, places, len(met)), met
+
+
+def _entry(name: str, tensor: torch.Tensor) -> tuple[str, str, tuple[int, ...], int]:
+    dtype, shape = FILE_DTYPE.get(tensor.dtype), tuple(tensor.shape)
+    if dtype is None:  # the format has no word for it: raw bytes, one dimension more
+        dtype, shape = "U8", (*shape, tensor.dtype.itemsize)
+    return name, dtype, shape, tensor.numel() * tensor.dtype.itemsize
+
+
+def check_serialisable(objects: Mapping[str, object]) -> None:
+    """Raises StateError naming what keeps ``objects`` from being captured, e.g. ``scheduler.fn[0]``."""
+    capture(objects, 0)
+
+
+def restore(file: memoryview, objects: Mapping[str, object], run: Run = at_once) -> int:
+    """Loads the snapshot in ``file`` (exactly its bytes) into ``objects``; returns its step. What is heavy
+    and no code of the objects' own goes through ``run``, which may do it in another thread.
+
+    Names, shapes, dtypes and structure are checked first. Raises StateError that names the first
+    difference, or the object that refused its state; nothing is changed then.
+    """
+    file = file.cast("B") if file.format != "B" or file.ndim != 1 else file
+    header = read_header(file)
+    step, tree = describe(header.metadata)
+    _require_names(set(tree), objects)
+    tensors = tensors_of(file, header.tensors)
+    unused = set(tensors)
+
+    def view(name: str) -> torch.Tensor:
+        found = tensors.get(name)
+        if found is None:
+            raise StateError(
+                f"The state refers to tensor {name[:200]!r}, which it does not contain; it is damaged."
+            )
+        return found
+
+    def own(name: str) -> torch.Tensor:
+        return view(name).clone()
+
+    shardings = _shardings(objects)
+    decoded = {}
+    for name, node in tree.items():  # a module copies out of the file by itself
+        source = view if isinstance(objects[name], torch.nn.Module) else own
+        decoder = Decoder(source, unused, shardings=shardings)
+        decoded[name] = run(partial(decoder.decode, node))
+    if unused:
+        raise StateError(
+            f"The state contains tensor {min(unused)[:200]!r}, which belongs to nothing; it is damaged."
+        )
+    for name, live in objects.items():
+        check_fit(name, live, decoded[name])
+    load_all(objects, decoded, run)
+    return step
+
+
+def verify(objects: Mapping[str, object], step: int, digest: str, run: Run = at_once) -> None:
+    """Raises IntegrityError unless ``objects`` are in exactly the state that ``digest`` names; see
+    ``restore``."""
+    found = run(capture(objects, step).digest)
+    if found != digest:
+        raise IntegrityError(
+            f"After loading step {step} the state's digest is {found} and must be {digest}: an object did not"
+            " take over all of its state; check that its load_state_dict reverses its state_dict."
+        )
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """A contiguous host tensor's memory as flat bytes; valid as long as the tensor."""
+    return bytes_of(tensor).numpy().data
+
+
+def _states(objects: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+    """Name, object and its state, in the order of the file. Raises StateError for what has none."""
+    for name in sorted(objects):
+        if not isinstance(name, str) or not name:
+            raise StateError(
+                f"The shared state has the name {name!r}; names must be strings that are not empty."
+            )
+        value = objects[name]
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(value, method, None)):
+                raise StateError(
+                    f"{name} is a {type(value).__qualname__} without {method}(); shared state needs both"
+                    " state_dict() and load_state_dict()."
+                )
+        yield name, value, value.state_dict()  # type: ignore[attr-defined]
+
+
+def _shardings(objects: Mapping[str, object]) -> Shardings:
+    """How the sharded tensors in ``objects`` are placed."""
+    blobs = Blobs()
+    for name, _, state in _states(objects):
+        encode(state, Path.root(name), blobs)
+    return blobs.shardings
+
+
+def describe(metadata: str) -> tuple[int, dict[str, Any]]:
+    """The step and the tree of values in a file's metadata. Raises StateError for what is none of a state."""
+    description = parse_json(metadata)
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise StateError(
+            f"The state is not of format {FORMAT}; run the same version of fabric on every replica."
+        )
+    step, tree = description.get("step"), description.get("state")
+    if not is_count(step, _MAX_STEP) or not isinstance(tree, dict):
+        raise StateError("The state names no step or no objects; it is damaged.")
+    assert isinstance(step, int)
+    return step, tree
+
+
+def _require_names(found: set[str], objects: Mapping[str, object]) -> None:
+    missing, unknown = sorted(set(objects) - found), sorted(found - set(objects))
+    if missing or unknown:
+        raise StateError(
+            f"The snapshot holds {', '.join(sorted(found)) or 'nothing'} and here the shared state is"
+            f" {', '.join(sorted(objects)) or 'nothing'}; attach the same objects on every replica."
+        )
+
+
+def tensors_of(file: memoryview, spans: Iterable[TensorSpan]) -> dict[str, torch.Tensor]:
+    """All tensors of ``file`` by name, each as ``tensor_at`` gives it."""
+    address = np.frombuffer(file, np.uint8).ctypes.data
+    found = {}
+    for span in spans:
+        name, word, shape, begin, end = span
+        width = ELEMENT_BYTES[word]
+        if begin == end or file.readonly or (address + begin) % width:
+            found[name] = tensor_at(file, span)
+            continue
+        dtype, count = TORCH_DTYPE[word], (end - begin) // width
+        flat = torch.frombuffer(file, dtype=dtype, count=count, offset=begin)
+        found[name] = flat if len(shape) == 1 else flat.view(shape)
+    return found
+
+
+def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
+    """The tensor at ``span``, in the file's own memory where that is writable and aligned, else a copy."""
+    dtype = TORCH_DTYPE[span.dtype]
+    if span.begin == span.end:
+        return torch.empty(span.shape, dtype=dtype)
+    raw = np.frombuffer(file[span.begin : span.end], np.uint8)
+    if file.readonly or raw.ctypes.data % dtype.itemsize:
+        raw = raw.copy()  # torch knows neither memory it must not write nor odd addresses
+    return torch.from_numpy(raw).view(dtype).reshape(span.shape)
+
+
+def _host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes on the host, not all of a device's at once."""
+    if tensor.device.type == "cpu":
+        yield host_bytes(tensor)
+        return
+    flat = bytes_of(tensor)
+    for begin in range(0, flat.numel(), _PIECE_BYTES):
+        yield flat[begin : begin + _PIECE_BYTES].cpu().numpy().data

@@ -1,0 +1,96 @@
+"""The channel between a trainer and its checkpoint server: JSON lines over a Unix socket.
+
+Each side sends one JSON object per line; a request gets exactly one response, and a file descriptor
+may travel with a response. Both sides live on one machine under one user. Still every line is bounded
+before it is kept. A Unix socket's path may have 107 bytes only, so the socket is always named through
+its folder's file descriptor (``/proc/self/fd/N/ckpt.sock``), however deep that folder is.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from fabric.errors import ProtocolError
+
+SOCKET_NAME = "ckpt.sock"
+# How long a reader on the same host and the server wait for each other's first line.
+LOCAL_ASK_S = 5.0
+LOCK_NAME = "ckpt.lock"
+LOG_NAME = "ckpt-server.log"
+# The trainer's side of /debug: where it answers, and what its stacks are written to when it cannot.
+INSIGHT_NAME = "trainer.sock"
+STACKS_NAME = "trainer.stacks"
+# No library that we know uses it; the kernel does nothing else with it.
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+# Who has not attached yet has nothing long to say.
+MAX_FIRST_LINE_BYTES = 64 * 1024
+
+
+class LineBuffer:
+    """Bytes in, whole lines out; at most ``limit_bytes`` are kept for a line that has not ended."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._data = bytearray()
+        self._searched = 0
+
+    def feed(self, data: bytes) -> None:
+        """Add what was received."""
+        self._data += data
+
+    def next_line(self) -> bytes | None:
+        """The next whole line without its end, or None. ProtocolError when it is over the limit."""
+        end = self._data.find(b"\n", self._searched)
+        self._searched = len(self._data) if end < 0 else 0
+        if (len(self._data) if end < 0 else end) > self.limit_bytes:
+            raise ProtocolError(f"a line is over the limit of {self.limit_bytes} bytes: send less at once")
+        if end < 0:
+            return None
+        line = bytes(memoryview(self._data)[:end])
+        del self._data[: end + 1]
+        return line
+
+
+def encode_line(body: Mapping[str, object]) -> bytes:
+    """One JSON object as a line. ProtocolError for what JSON cannot say, or not within the limit."""
+    try:
+        line = json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"this cannot be sent as JSON ({error}): use plain finite values") from error
+    if len(line) > MAX_LINE_BYTES:
+        raise ProtocolError(f"a line of {len(line)} bytes is over the limit of {MAX_LINE_BYTES}: send less")
+    return line
+
+
+def decode_line(line: bytes) -> dict[str, Any]:
+    """The JSON object in ``line``. Raises ProtocolError for anything else."""
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"this line is not JSON ({error}): send one JSON object per line") from error
+    if not isinstance(body, dict):
+        raise ProtocolError("this line is not a JSON object: send one JSON object per line")
+    return body
+
+
+@contextmanager
+def socket_path(run_dir: Path, name: str = SOCKET_NAME) -> Iterator[str]:
+    """A short path of the socket ``name`` in ``run_dir``, valid inside the block. Raises OSError."""
+    folder = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{name}"
+    finally:
+        os.close(folder)
+
+
+def local_socket_name(place: str) -> str:
+    """The abstract unix socket for readers on this host; ``place`` is the server's host:port."""
+    return f"\0fabric-ckpt-{xxhash.xxh3_128_hexdigest(place.encode())}"

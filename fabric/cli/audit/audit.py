@@ -1,0 +1,397 @@
+"""Whether a run kept the promises of the protocol, judged from the journals of all its replicas.
+
+Four questions, each over independent records. Agreement: whoever committed a step of a generation
+wrote down the same gradient, contributions and metrics, and all states of a step have one digest.
+Plus one: every process commits step after step (``walk``). Exactly once: the micro-batches of a step
+are each in its gradient once, and their samples, as the contributors listed them, are those that the
+data order prescribes. Nothing lost: every member of a round committed it, every step is there, and
+everybody ends with the same state. Where the supervisor kept a log, the journals must also be as long
+as it saw them grow, and a process it killed must have stopped.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fabric.cli.audit.journal import Journal, Line, Run, lines_of
+from fabric.cli.audit.replica_walk import walk
+from fabric.cli.audit.sample_order import DataOrder
+from fabric.cli.audit.skips import Skips
+
+# (generation, step), and (replica, generation, epoch, step).
+StepKey = tuple[int, int]
+RoundKey = tuple[str, int, int, int]
+
+# A journal says the same thing in many lines; beyond this many sentences none adds anything.
+MAX_SENTENCES = 200
+_WEIGHT_TOLERANCE = 1e-9
+# What a killed process may still seem to write after the kill was recorded, in seconds.
+_KILL_SLACK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCount:
+    """How the samples in the committed gradients differ from those of the data order."""
+
+    skipped: int
+    repeated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The journals of a run, indexed for the questions above."""
+
+    run: Run
+    commits: Mapping[StepKey, Sequence[Line]]
+    states: Mapping[StepKey, Sequence[Line]]
+    contributions: Mapping[RoundKey, Sequence[Line]]
+
+    def lineage(self) -> dict[int, Line]:
+        """For every step one commit of it, of its newest generation."""
+        newest: dict[int, Line] = {}
+        for (_, step), lines in sorted(self.commits.items()):
+            newest[step] = lines[0]
+        return dict(sorted(newest.items()))
+
+    def order(self) -> DataOrder | None:
+        """The data order, from the first start line; None where there is none."""
+        for journal in self.run.journals.values():
+            for line in lines_of(journal.lines, "start"):
+                return DataOrder(line.fields["data"])
+        return None
+
+
+def gather(run: Run) -> Evidence:
+    """Index the journals of ``run``."""
+    commits: dict[StepKey, list[Line]] = {}
+    states: dict[StepKey, list[Line]] = {}
+    contributions: dict[RoundKey, list[Line]] = {}
+    for journal in run.journals.values():
+        for line in lines_of(journal.lines, "commit", "state", "contribute"):
+            generation, step = line.integer("generation"), line.integer("step")
+            if line.event == "commit":
+                commits.setdefault((generation, step), []).append(line)
+            elif line.event == "state":
+                states.setdefault((generation, step), []).append(line)
+            else:
+                key = (line.replica, generation, line.integer("epoch"), step)
+                contributions.setdefault(key, []).append(line)
+    return Evidence(run, commits, states, contributions)
+
+
+def audit(evidence: Evidence) -> list[str]:
+    """Every broken promise as a sentence; empty when the run kept them all."""
+    broken: list[str] = []
+    for journal in evidence.run.journals.values():
+        broken.extend(journal.broken)
+        broken.extend(_lives(journal))
+    broken.extend(_same_job(evidence))
+    broken.extend(_agreement(evidence))
+    broken.extend(_rosters(evidence))
+    broken.extend(_exactly_once(evidence))
+    broken.extend(_contributed(evidence))
+    broken.extend(_nothing_lost(evidence))
+    broken.extend(_ends(evidence))
+    broken.extend(_supervised(evidence.run))
+    return list(dict.fromkeys(broken))[:MAX_SENTENCES]
+
+
+def finished(lines: Sequence[Line]) -> bool:
+    """Whether this incarnation ended of its own accord, with nothing left to do."""
+    return any(
+        line.event == "finish" or (line.event == "stop" and line.integer("code") == 0) for line in lines
+    )
+
+
+def count_samples(evidence: Evidence) -> SampleCount:
+    """Compare, step by step, the samples in the committed gradients with the data order."""
+    order = evidence.order()
+    if order is None:
+        return SampleCount(0, 0)
+    skipped = repeated = 0
+    lineage = evidence.lineage()
+    for step in range(max(lineage, default=-1) + 1):
+        expected = Counter(order.step_samples(step))
+        counted: Counter[int] = Counter()
+        if step in lineage:
+            for replica, ids in lineage[step].fields["contributions"].items():
+                samples = _samples_of(evidence, replica, lineage[step])
+                for micro_batch in ids:
+                    counted.update(samples.get(micro_batch, ()))
+        skipped += (expected - counted).total()
+        repeated += (counted - expected).total()
+    return SampleCount(skipped, repeated)
+
+
+def digests_equal(evidence: Evidence) -> bool:
+    """Whether all digests of one (generation, step) are equal, of gradients and of states."""
+    for lines in evidence.commits.values():
+        if len({line.text("gradient_digest") for line in lines}) > 1:
+            return False
+    # Generation 0 is what a process starts with, before anybody has vouched for one state of all.
+    return all(
+        generation == 0 or len({line.text("digest") for line in lines}) == 1
+        for (generation, _), lines in evidence.states.items()
+    )
+
+
+def _lives(journal: Journal) -> list[str]:
+    broken: list[str] = []
+    groups = journal.incarnations()
+    for earlier, later in pairwise(groups):
+        if later[0].incarnation <= earlier[0].incarnation:
+            broken.append(f"{later[0].place} does not have a higher incarnation than before.")
+        if later[0].mono < earlier[-1].mono:
+            broken.append(f"{later[0].place} starts before the process before it ended.")
+    for group in groups:
+        broken.extend(walk(group))
+    return broken
+
+
+def _same_job(evidence: Evidence) -> list[str]:
+    seen: dict[str, Line] = {}
+    broken: list[str] = []
+    for journal in evidence.run.journals.values():
+        for line in lines_of(journal.lines, "start"):
+            for name in ("data", "layout", "job"):
+                first = seen.setdefault(name, line)
+                if first.fields.get(name) != line.fields.get(name):
+                    broken.append(f"{line.place} has another {name} than {first.place}.")
+    return broken
+
+
+def _differences(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
+    first = lines[0]
+    return [
+        f"{line.place} and {first.place} disagree on the {name.replace('_', ' ')} of "
+        f"{line.event} step {line.integer('step')}."
+        for line in lines[1:]
+        for name in names
+        if line.fields.get(name) != first.fields.get(name)
+    ]
+
+
+_COMMIT_FIELDS = ("epoch", "gradient_digest", "contributions", "weight", "metrics", "members", "skipped")
+
+
+def _agreement(evidence: Evidence) -> list[str]:
+    broken: list[str] = []
+    for lines in evidence.commits.values():
+        broken.extend(_differences(lines, _COMMIT_FIELDS))
+    for (generation, _), lines in evidence.states.items():
+        if generation > 0:
+            broken.extend(_differences(lines, ("digest",)))
+    return broken
+
+
+def _rosters(evidence: Evidence) -> list[str]:
+    """Records of one epoch are the same everywhere, and rounds are made by members of theirs alone."""
+    broken: list[str] = []
+    records: dict[tuple[int, int], list[Line]] = {}
+    decisions: dict[int, list[Line]] = {}
+    for journal in evidence.run.journals.values():
+        for line in lines_of(journal.lines, "epoch", "resume"):
+            if line.event == "resume":
+                decisions.setdefault(line.integer("epoch"), []).append(line)
+                continue
+            key = (line.integer("generation"), line.integer("epoch"))
+            records.setdefault(key, []).append(line)
+    for lines in records.values():
+        broken.extend(_differences(lines, ("roster", "forced")))
+    for lines in decisions.values():
+        broken.extend(_differences(lines, ("step",)))
+    for (generation, step), committed in evidence.commits.items():
+        line = committed[0]
+        members = line.fields["members"]
+        record = records.get((generation, line.integer("epoch")))
+        if record is not None and set(members) != set(record[0].fields["roster"]):
+            broken.append(f"{line.place} commits step {step} with others than its epoch lists.")
+        broken.extend(
+            f"{line.place} counts {replica}, no member, in step {step}."
+            for replica in sorted(set(line.fields["contributions"]) - set(members))
+        )
+    return broken
+
+
+def _samples_of(evidence: Evidence, replica: str, commit: Line) -> dict[int, list[int]]:
+    """The samples that ``replica`` wrote down for the step of ``commit``, by micro-batch.
+
+    All attempts of the step count: what a contribution kept from an aborted round it listed there.
+    """
+    generation, step = commit.integer("generation"), commit.integer("step")
+    samples: dict[int, list[int]] = {}
+    for epoch in range(commit.integer("epoch") + 1):
+        for line in evidence.contributions.get((replica, generation, epoch, step), ()):
+            samples.update({int(key): ids for key, ids in line.fields["samples"].items()})
+    return samples
+
+
+def _exactly_once(evidence: Evidence) -> list[str]:
+    broken: list[str] = []
+    order = evidence.order()
+    if order is None:
+        return ["No journal has a start line that says what data the run was about."]
+    skips = Skips(evidence.run, order.data)
+    for step, commit in evidence.lineage().items():
+        counted = Counter(
+            micro_batch for ids in commit.fields["contributions"].values() for micro_batch in ids
+        )
+        broken.extend(
+            f"Micro-batch {micro_batch} of step {step} is counted {times} times."
+            for micro_batch, times in counted.items()
+            if times > (0 <= micro_batch < order.micro_batches)
+        )
+        missing = [i for i in range(order.micro_batches) if not counted[i]]
+        broken.extend(skips.unexplained(commit, missing))
+    for lines in evidence.contributions.values():
+        for line in lines:
+            broken.extend(_prescribed(order, line))
+    return broken
+
+
+def _prescribed(order: DataOrder, line: Line) -> list[str]:
+    step = line.integer("step")
+    listed = {int(key): ids for key, ids in line.fields["samples"].items()}
+    outside = set(listed) - set(line.fields["micro_batches"])
+    broken = [f"{line.place} lists samples of {i}, which it did not compute." for i in sorted(outside)]
+    for micro_batch, ids in listed.items():
+        if micro_batch >= order.micro_batches:
+            broken.append(f"{line.place} names micro-batch {micro_batch}, which does not exist.")
+        elif ids != order.samples(step, micro_batch):
+            broken.append(
+                f"{line.place} took other samples for micro-batch {micro_batch} of step {step} than "
+                "the data order prescribes."
+            )
+    return broken
+
+
+def _contributed(evidence: Evidence) -> list[str]:
+    """What a commit counts for a replica is what that replica wrote down before it sent it."""
+    broken: list[str] = []
+    for (generation, step), lines in evidence.commits.items():
+        commit = lines[0]
+        total = 0.0
+        for replica, ids in commit.fields["contributions"].items():
+            if not ids:
+                continue
+            epoch = commit.integer("epoch")
+            written = evidence.contributions.get((replica, generation, epoch, step), ())
+            if not written:
+                broken.append(f"{replica} is counted in step {step} and did not record its part.")
+                continue
+            total += written[-1].number_of("weight")
+            if sorted(written[-1].fields["micro_batches"]) != sorted(ids):
+                broken.append(f"{replica} recorded other micro-batches of step {step} than counted.")
+            if set(ids) - set(_samples_of(evidence, replica, commit)):
+                broken.append(f"{replica} did not record all samples of its part of step {step}.")
+        weight = commit.number_of("weight")
+        if abs(total - weight) > _WEIGHT_TOLERANCE * max(abs(total), abs(weight)):
+            broken.append(f"Step {step} weighs {weight}, its recorded contributions {total}.")
+    return broken
+
+
+def _nothing_lost(evidence: Evidence) -> list[str]:
+    lineage = evidence.lineage()
+    broken = [
+        f"Step {step} was committed by nobody."
+        for step in range(max(lineage, default=-1) + 1)
+        if step not in lineage
+    ]
+    for (generation, step), lines in evidence.commits.items():
+        for replica in lines[0].fields["members"]:
+            journal = evidence.run.journals.get(replica)
+            if journal is None:
+                broken.append(f"{replica} is a member of step {step} and has no journal.")
+            elif not _committed_or_died(journal, generation, step):
+                broken.append(f"{replica} is a member of step {step} and did not commit it.")
+    return broken
+
+
+def _committed_or_died(journal: Journal, generation: int, step: int) -> bool:
+    """Whether ``journal`` has the commit, or shows a process that ended just when it was due."""
+    for lines in journal.incarnations():
+        position = 0
+        for line in lines:
+            if line.event == "join":
+                # It gave up its place and fetched a later state instead.
+                if position == step and line.integer("step") > step:
+                    return True
+                position = line.integer("step")
+            elif line.event == "commit":
+                if (line.integer("generation"), line.integer("step")) == (generation, step):
+                    return True
+                position = line.integer("step") + 1
+        if position == step and not finished(lines):
+            return True
+    return False
+
+
+def _ends(evidence: Evidence) -> list[str]:
+    broken: list[str] = []
+    last: dict[str, Line] = {}
+    for replica, journal in evidence.run.journals.items():
+        groups = journal.incarnations()
+        if not groups or not finished(groups[-1]):
+            broken.append(f"{replica} did not finish.")
+            continue
+        # A process that comes after the end is told so, and must leave it at that.
+        ends = [i for i, group in enumerate(groups) if finished(group)]
+        broken.extend(
+            f"{replica} has a second process that trained after it finished."
+            for group in groups[ends[0] + 1 :]
+            if lines_of(group, "commit")
+        )
+        for line in lines_of(groups[-1], "finish"):
+            last[replica] = line
+    lineage = evidence.lineage()
+    end = max(lineage, default=-1) + 1
+    # Who was still catching up when the others finished may end behind them.
+    members = lineage[end - 1].fields["members"] if end else ()
+    broken.extend(
+        f"{replica} finished at step {line.integer('step')}, the run at step {end}."
+        for replica, line in last.items()
+        if line.integer("step") != end and (replica in members or line.integer("step") > end)
+    )
+    return broken
+
+
+def absent(evidence: Evidence) -> list[str]:
+    """Replicas none of whose processes ever held the final state."""
+    end = max(evidence.lineage(), default=-1) + 1
+    return sorted(
+        replica
+        for replica, journal in evidence.run.journals.items()
+        if not any(line.integer("step") + 1 == end for line in lines_of(journal.lines, "commit"))
+        and not any(line.integer("step") == end for line in lines_of(journal.lines, "state"))
+    )
+
+
+def _supervised(run: Run) -> list[str]:
+    """The journals against what the supervisor, a process of its own, saw of them."""
+    broken: list[str] = []
+    for event in run.supervisor:
+        replica = str(event.get("replica", ""))
+        journal = run.journals.get(replica)
+        groups = journal.incarnations() if journal is not None else ()
+        if event["event"] == "journal":
+            wanted, found = event.get("lines"), [len(group) for group in groups]
+            if wanted != found:
+                broken.append(
+                    f"The supervisor saw {wanted} lines from the processes of {replica}, its journal "
+                    f"has {found}."
+                )
+        elif event["event"] == "kill":
+            broken.extend(_killed(replica, event.get("pid"), float(event["t"]), groups))
+    return broken
+
+
+def _killed(replica: str, pid: object, t: float, groups: Sequence[Sequence[Line]]) -> list[str]:
+    for group in groups:
+        # A pid may come again: the process that was killed had started before.
+        if group[0].fields.get("pid") != pid or group[0].t > t:
+            continue
+        if finished(group) or group[-1].t > t + _KILL_SLACK_S:
+            return [f"{replica} was killed and its process {pid} went on."]
+        return []
+    return [f"{replica} was killed and its journal does not know process {pid}."]

@@ -1,0 +1,224 @@
+"""The life of one trainer process, replayed line by line against what the protocol allows.
+
+A committed step rises by exactly one, from zero or from the step that was fetched in a ``join``; the
+digest of the state follows every commit; a contribution is written once per round and before its
+commit; nothing follows the end. A process that was killed may stop anywhere, one that finished may
+not. What an incarnation alone cannot show (that others saw the same) is in ``audit``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fabric.cli.audit.journal import Line
+
+# Two threads of a trainer write lines: one may be overtaken between its look at the clock and its write.
+CLOCK_SLACK_S = 0.1
+
+
+@dataclass(slots=True)
+class Walk:
+    """Where one incarnation stands while its lines are read.
+
+    ``next_step`` is the step of its state; ``due`` the step whose state digest must come next, or
+    None. ``generation`` is that of its state. ``epoch`` is the newest forced epoch, ``called`` the
+    generation of that, ``heard`` the newest epoch of any kind. ``rounds`` holds the (generation, epoch,
+    step) that it contributed to.
+    """
+
+    next_step: int = 0
+    due: int | None = None
+    generation: int = 0
+    epoch: int = 0
+    called: int = 0
+    heard: int = 0
+    promised: int | None = None
+    replayed: int = 0
+    joining: bool = False
+    decided: int = -1
+    ended: bool = False
+    rounds: set[tuple[int, int, int]] = field(default_factory=set)
+
+
+# What may follow the end: a stop, and the links of an epoch that were made in the moment of the end. The
+# network's thread tells of them, and nothing of the state depends on them.
+_AFTER_END = frozenset(("stop", "plane"))
+
+
+def walk(lines: Sequence[Line]) -> list[str]:
+    """The broken rules of one incarnation, one sentence each; ``lines`` begin with its ``start``."""
+    broken: list[str] = []
+    if lines[0].event != "start":
+        broken.append(f"{lines[0].place} does not begin with a start line.")
+    state = Walk()
+    previous = lines[0]
+    for line in lines:
+        if line.incarnation != lines[0].incarnation:
+            broken.append(f"{line.place} changes its incarnation without a start line.")
+        if line.mono < previous.mono - CLOCK_SLACK_S:
+            broken.append(f"{line.place} goes back in time by {previous.mono - line.mono:.3f} s.")
+        if state.ended and line.event not in _AFTER_END:
+            broken.append(f"{line.place} has a {line.event} line after its end.")
+        rule = _RULES.get(line.event)
+        if rule is not None:
+            broken.extend(f"{line.place} {problem}." for problem in rule(state, line))
+        previous = line
+    return broken
+
+
+def _settled(state: Walk) -> list[str]:
+    """The digest of the state, or the commit, that was due is not coming any more."""
+    broken: list[str] = []
+    if state.due is not None:
+        broken.append(f"has no digest of its state at step {state.due}")
+    if state.promised is not None:
+        broken.append(f"was to commit step {state.promised} and did not")
+    state.due = state.promised = None
+    return broken
+
+
+def _ahead(state: Walk, step: int) -> bool:
+    """Whether ``step`` is one ahead: committed already, by the thread that decides, but not yet by the
+    one that writes the commit line, which must come next."""
+    if step == state.next_step + 1:
+        state.promised = state.next_step
+        return True
+    return False
+
+
+def _contribute(state: Walk, line: Line) -> list[str]:
+    broken = _settled(state)
+    step = line.integer("step")
+    if step != state.next_step:
+        broken.append(f"contributes to step {step} while its state is at step {state.next_step}")
+    key = (line.integer("generation"), line.integer("epoch"), step)
+    if key in state.rounds:
+        broken.append(f"contributes twice to the round of epoch {key[1]}, step {step}")
+    state.rounds.add(key)
+    ids = line.fields["micro_batches"]
+    if len(set(ids)) != len(ids):
+        broken.append(f"contributes a micro-batch of step {step} twice")
+    return broken
+
+
+def _commit(state: Walk, line: Line) -> list[str]:
+    step, generation = line.integer("step"), line.integer("generation")
+    decided = (state.decided, state.promised)  # committed before a later epoch was heard of, written after
+    if state.promised == step:
+        state.promised = None
+    broken = _settled(state)
+    if step != state.next_step:
+        broken.append(f"commits step {step} where step {state.next_step} had to follow")
+    if generation < state.generation:
+        broken.append(f"commits step {step} in generation {generation} after {state.generation}")
+    if line.flag("replay") and line.flag("live"):
+        broken.append(f"calls the commit of step {step} both live and a replay")
+    if line.flag("replay"):
+        state.replayed += 1
+        if not state.joining:
+            broken.append(f"replays step {step} without having been outside of the roster or behind")
+    elif line.integer("epoch") < state.epoch and step not in decided:
+        broken.append(f"commits step {step} in epoch {line.integer('epoch')} after {state.epoch}")
+    state.generation = generation
+    state.next_step = step + 1
+    state.due = step + 1
+    return broken
+
+
+def _state(state: Walk, line: Line) -> list[str]:
+    step = line.integer("step")
+    if state.due == step:
+        state.due = None
+        return []
+    # The state that a process starts with, has fetched or ends with may be recorded besides.
+    if state.due is None and step == state.next_step:
+        return []
+    wanted = state.next_step if state.due is None else state.due
+    return [f"records the state of step {step} where its state is at step {wanted}"]
+
+
+def _join(state: Walk, line: Line) -> list[str]:
+    broken = _settled(state)
+    state.next_step = line.integer("step")
+    state.generation = line.integer("generation")
+    state.replayed = 0
+    state.joining = True
+    return broken
+
+
+def _joined(state: Walk, line: Line) -> list[str]:
+    broken = _settled(state)
+    step, replayed = line.integer("step"), line.fields.get("replayed", state.replayed)
+    if step != state.next_step:
+        broken.append(f"joins at step {step} with the state of step {state.next_step}")
+    if replayed != state.replayed:
+        broken.append(f"says that it replayed {replayed} steps and recorded {state.replayed}")
+    # Who is left out again may come back with the state that it has, and fetch none.
+    state.replayed = 0
+    state.joining = False
+    return broken
+
+
+def _epoch(state: Walk, line: Line) -> list[str]:
+    epoch = line.integer("epoch")
+    # Links of an epoch may be made more than once, each time with a line of its own.
+    if epoch < state.heard:
+        return [f"hears of epoch {epoch} after epoch {state.heard}"]
+    state.heard = epoch
+    # A planned epoch is heard of while rounds of the one before still commit: only forced ones bar.
+    if line.flag("forced"):
+        state.epoch, state.called = epoch, line.fields.get("generation", 0)
+    return []
+
+
+def _abort(state: Walk, line: Line) -> list[str]:
+    step = line.integer("step")
+    if step != state.next_step and not _ahead(state, step):
+        return [f"aborts a round of step {step} with the state of step {state.next_step}"]
+    return []
+
+
+def _resume(state: Walk, line: Line) -> list[str]:
+    step = line.integer("step")
+    # One step ahead: it holds the round that leads there, and commits it now. More: it catches up.
+    if step > state.next_step:
+        state.decided = state.next_step
+        state.joining = True
+    if step < state.next_step and state.called > state.generation:
+        state.joining = True  # a cold start: what it has is not what the new generation begins from
+    elif step < state.next_step:
+        return [f"is told to go on at step {step} with the state of step {state.next_step}"]
+    return []
+
+
+def _outside(state: Walk, line: Line) -> list[str]:
+    """Evicted while alive: its state is good, so it replays what it missed and joins again."""
+    state.joining = True
+    return []
+
+
+def _finish(state: Walk, line: Line) -> list[str]:
+    broken = _settled(state)
+    if line.integer("step") != state.next_step:
+        broken.append(f"finishes at step {line.integer('step')} with step {state.next_step}")
+    state.ended = True
+    return broken
+
+
+def _stop(state: Walk, line: Line) -> list[str]:
+    state.ended = True
+    return []
+
+
+_RULES: Mapping[str, Callable[[Walk, Line], list[str]]] = {
+    "contribute": _contribute,
+    "commit": _commit,
+    "state": _state,
+    "join": _join,
+    "joined": _joined,
+    "epoch": _epoch,
+    "abort": _abort,
+    "resume": _resume,
+    "outside": _outside,
+    "finish": _finish,
+    "stop": _stop,
+}

@@ -1,0 +1,71 @@
+"""Which micro-batches a commit may leave out, and whether the journals explain those that it did.
+
+Two reasons are known. Poison: two processes died at a micro-batch, and the members recorded that nobody
+computes it. Seats: under policy ``shrink`` a part of the batch is its seat's alone, and where only some
+replicas can read a part it is theirs alone; it is left out when none of them contributed. What is left out
+must be listed by the commit itself.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from fabric.cli.audit.journal import Line, Run, lines_of
+from fabric.protocol.rules.spare import hosts_of
+
+
+class Skips:
+    """The reasons that the journals of one run give; ``data`` is the ``data`` field of a start line."""
+
+    def __init__(self, run: Run, data: Mapping[str, object]) -> None:
+        self._poison: set[tuple[int, int]] = set()  # (step, micro-batch)
+        self._seats: dict[int, Mapping[str, int]] = {}  # epoch -> data slot by replica
+        self._policy = data.get("policy", "constant")
+        self._readers = _integer(data, "redundancy")
+        self._waits = data.get("on_loss", "shrink") != "shrink"
+        self._count = _integer(data, "data_slots")
+        self._micro_batches = _integer(data, "micro_batches")
+        for journal in run.journals.values():
+            for line in lines_of(journal.lines, "epoch"):
+                self._seats[line.integer("epoch")] = line.fields.get("data_slots") or {}
+            for line in lines_of(journal.lines, "poison"):
+                step = line.integer("step")
+                self._poison |= {(step, i) for i in line.fields["micro_batches"]}
+
+    def unexplained(self, commit: Line, missing: Iterable[int]) -> list[str]:
+        """A sentence for every micro-batch of ``missing`` that ``commit`` had no reason to leave out."""
+        step, recorded = commit.integer("step"), set(commit.fields.get("skipped", ()))
+        broken = []
+        for micro_batch in sorted(missing):
+            if micro_batch not in recorded:
+                broken.append(f"Micro-batch {micro_batch} of step {step} is counted 0 times.")
+            elif (step, micro_batch) not in self._poison and not self._nobody_there(commit, micro_batch):
+                broken.append(f"Micro-batch {micro_batch} of step {step} is skipped without a reason.")
+        counted = {i for ids in commit.fields["contributions"].values() for i in ids}
+        broken += [
+            f"Micro-batch {i} of step {step} is counted and recorded as skipped."
+            for i in sorted(recorded & counted)
+        ]
+        return broken
+
+    def _nobody_there(self, commit: Line, micro_batch: int) -> bool:
+        """Whether none of those who may compute it contributed to this commit."""
+        if self._policy != "shrink" and (not self._readers or self._waits):
+            return False
+        data_slots = self._seats.get(commit.integer("epoch"), {})
+        there = {data_slots.get(name, -1) for name, ids in commit.fields["contributions"].items() if ids}
+        count = max(self._count, *(data_slot + 1 for data_slot in data_slots.values()), 1)
+        home = _part_of(micro_batch, self._micro_batches, count)
+        hosts = hosts_of(home, count, self._readers) if self._policy == "constant" else (home,)
+        return there.isdisjoint(hosts)
+
+
+def _part_of(micro_batch: int, total: int, parts: int) -> int:
+    """The part that a micro-batch lies in, of ``parts`` as even as can be, the larger ones first."""
+    size, larger = divmod(total, parts)
+    if micro_batch < larger * (size + 1):
+        return micro_batch // (size + 1)
+    return larger + (micro_batch - larger * (size + 1)) // size
+
+
+def _integer(data: Mapping[str, object], name: str) -> int:
+    value = data.get(name, 0)
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,213 @@
+"""What a run amounts to, in numbers: everything here is computed from the journals.
+
+A *failure* is a process of a replica that did not finish. A *join* is a process that entered the
+running job with a fetched state. The *stall* of a survivor is the time between two of its live
+commits, by the monotonic clock of its own process. Times of failures are counted from the kill where
+the supervisor recorded it, else from the last sign of life in the dead process's journal.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from fabric.cli.audit.audit import Evidence, count_samples, digests_equal, finished
+from fabric.cli.audit.journal import Line, lines_of
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One process that died. Seconds after its death, None where nobody recorded it.
+
+    ``detected_s`` is the first abort of a survivor, ``epoch_s`` the first epoch without the dead
+    replica, ``first_commit_s`` the first step that a survivor committed in that epoch or later.
+    """
+
+    replica: str
+    t: float
+    step: int
+    detected_s: float | None
+    epoch_s: float | None
+    first_commit_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """One process that entered the running job: what it fetched, and how it caught up.
+
+    ``catch_up_s`` runs from the start of its fetch to the first step that it committed with the others.
+    """
+
+    replica: str
+    t: float
+    step: int
+    bytes: int
+    seconds: float
+    replayed: int
+    catch_up_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The contents of ``summary.json``; ``failure_list`` and ``join_list`` hold the single ones."""
+
+    steps: int
+    steps_lost: int
+    samples_skipped: int
+    samples_repeated: int
+    digests_equal: bool
+    median_step_s: float
+    max_survivor_stall_s: float
+    final_loss: float
+    failure_list: tuple[Failure, ...]
+    join_list: tuple[Join, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON object, with the counts of failures and joins beside their lists."""
+        document = asdict(self)
+        lists = {name: list(document.pop(name)) for name in ("failure_list", "join_list")}
+        document["failures"] = len(self.failure_list)
+        document["joins"] = len(self.join_list)
+        document["catch_up_s"] = max((join.catch_up_s for join in self.join_list), default=0.0)
+        return document | lists
+
+
+def summarise(evidence: Evidence) -> Summary:
+    """Compute the summary of a run from its journals."""
+    lineage = evidence.lineage()
+    samples = count_samples(evidence)
+    gaps = [gap for _, gap in step_gaps(evidence)]
+    return Summary(
+        steps=len(lineage),
+        steps_lost=_steps_lost(evidence),
+        samples_skipped=samples.skipped,
+        samples_repeated=samples.repeated,
+        digests_equal=digests_equal(evidence),
+        median_step_s=statistics.median(gaps) if gaps else 0.0,
+        max_survivor_stall_s=max(gaps, default=0.0),
+        final_loss=mean_loss(lineage[max(lineage)]) if lineage else 0.0,
+        failure_list=tuple(failures(evidence)),
+        join_list=tuple(joins(evidence)),
+    )
+
+
+def mean_loss(commit: Line) -> float:
+    """The mean loss of a committed step: per token where tokens were counted, else per micro-batch."""
+    return loss_per_unit(commit.fields)
+
+
+def loss_per_unit(commit: Mapping[str, Any]) -> float:
+    """``mean_loss`` of the fields of a commit line."""
+    metrics: Mapping[str, float] = commit["metrics"]
+    parts = sum(len(ids) for ids in commit["contributions"].values())
+    return metrics.get("loss", 0.0) / (metrics.get("tokens") or parts or 1)
+
+
+def losses(evidence: Evidence) -> dict[int, float]:
+    """The mean loss of every committed step, by step."""
+    return {step: mean_loss(commit) for step, commit in evidence.lineage().items()}
+
+
+def step_gaps(evidence: Evidence) -> Iterator[tuple[Line, float]]:
+    """Every live commit that follows a live commit of the same process, with the seconds between."""
+    for lines in _lives(evidence):
+        for before, after in pairwise(lines_of(lines, "commit", "join")):
+            if all(line.event == "commit" and not line.flag("replay") for line in (before, after)):
+                yield after, after.mono - before.mono
+
+
+def failures(evidence: Evidence) -> list[Failure]:
+    """The processes that ended without having finished, in order of time."""
+    found: list[Failure] = []
+    for lines in _lives(evidence):
+        if finished(lines):
+            continue
+        t = _death(evidence, lines)
+        last = max((line.integer("step") + 1 for line in lines_of(lines, "commit")), default=0)
+        found.append(_describe(evidence, lines[0].replica, t, last))
+    return sorted(found, key=lambda failure: failure.t)
+
+
+def joins(evidence: Evidence) -> list[Join]:
+    """The processes that entered the running job, in order of time.
+
+    One has joined with the first step that it commits in a round of its own, not by replay.
+    """
+    commits = [line.t for lines in evidence.commits.values() for line in lines]
+    begun = min(commits, default=float("inf"))
+    found: list[Join] = []
+    for lines in _lives(evidence):
+        fetched: Line | None = None
+        replayed = 0
+        for line in lines_of(lines, "join", "commit"):
+            if line.event == "join":
+                fetched, replayed = line, 0
+            elif line.flag("replay"):
+                replayed += 1
+            elif fetched is not None:
+                # Before the first commit of all, fetching is how replicas start from one state.
+                if fetched.t > begun:
+                    found.append(_join(fetched, line, replayed))
+                fetched = None
+    return sorted(found, key=lambda join: join.t)
+
+
+def _join(fetched: Line, first: Line, replayed: int) -> Join:
+    seconds = fetched.number_of("seconds")
+    return Join(
+        replica=first.replica,
+        t=first.t,
+        step=first.integer("step"),
+        bytes=fetched.integer("bytes"),
+        seconds=seconds,
+        replayed=replayed,
+        catch_up_s=first.mono - fetched.mono + seconds,
+    )
+
+
+def _lives(evidence: Evidence) -> Iterator[Sequence[Line]]:
+    for journal in evidence.run.journals.values():
+        yield from journal.incarnations()
+
+
+def _death(evidence: Evidence, lines: Sequence[Line]) -> float:
+    for event in evidence.run.supervisor:
+        ours = event.get("replica") == lines[0].replica and event["t"] >= lines[0].t
+        if event["event"] == "kill" and ours and event.get("pid") == lines[0].fields.get("pid"):
+            return float(event["t"])
+    return lines[-1].t
+
+
+def _describe(evidence: Evidence, replica: str, t: float, step: int) -> Failure:
+    others = [
+        line
+        for name, journal in evidence.run.journals.items()
+        if name != replica
+        for line in journal.lines
+        if line.t >= t
+    ]
+    epochs = [e for e in lines_of(others, "epoch") if replica not in e.fields["roster"]]
+    first_epoch = min((line.integer("epoch") for line in epochs), default=None)
+    commits = [
+        line
+        for line in lines_of(others, "commit")
+        if first_epoch is not None and line.integer("epoch") >= first_epoch
+    ]
+
+    def after(lines: Sequence[Line]) -> float | None:
+        return min((line.t - t for line in lines), default=None)
+
+    return Failure(replica, t, step, after(lines_of(others, "abort")), after(epochs), after(commits))
+
+
+def _steps_lost(evidence: Evidence) -> int:
+    """Steps that were committed and then undone by a younger generation, or that are missing."""
+    lost = 0
+    generations = sorted({generation for generation, _ in evidence.commits})
+    for older, younger in pairwise(generations):
+        end = max(step for generation, step in evidence.commits if generation == older) + 1
+        base = min(step for generation, step in evidence.commits if generation == younger)
+        lost += max(0, end - base)
+    lineage = evidence.lineage()
+    return lost + max(lineage, default=-1) + 1 - len(lineage)

@@ -1,0 +1,102 @@
+"""``fabric demo verify``: recompute a run's summary from its journals and judge it.
+
+Nothing that the demo said about itself is believed: ``summary.json`` is only compared with what the
+journals amount to, and the promises of the protocol are checked on the journals (``audit``).
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fabric.cli.audit.audit import Evidence, audit, gather
+from fabric.cli.audit.journal import Run, read_run
+from fabric.cli.audit.summary import Summary, losses, summarise
+from fabric.errors import ConfigError
+
+SUMMARY_FILE = "summary.json"
+MAX_SUMMARY_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the journals amount to, and every broken promise as a sentence."""
+
+    evidence: Evidence
+    summary: Summary
+    broken: tuple[str, ...]
+
+
+def judge(run: Run) -> Verdict:
+    """Judge a run that has been read."""
+    evidence = gather(run)
+    return Verdict(evidence, summarise(evidence), tuple(audit(evidence)))
+
+
+def verify(directory: Path) -> Verdict:
+    """Judge the run in ``directory`` and compare it with its ``summary.json``, where there is one.
+
+    Raises ConfigError where ``directory`` holds no run.
+    """
+    verdict = judge(read_run(directory))
+    path = directory / SUMMARY_FILE
+    if not path.exists():
+        return Verdict(verdict.evidence, verdict.summary, (*verdict.broken, f"{path} is missing."))
+    differences = _differences(_read_summary(path), verdict.summary.as_json())
+    return Verdict(verdict.evidence, verdict.summary, (*verdict.broken, *differences))
+
+
+def compare_losses(first: Path, second: Path) -> float:
+    """The largest absolute difference of the mean loss at any step of two runs.
+
+    Raises ConfigError where one of them holds no run, or they have not committed the same steps.
+    """
+    curves = [losses(gather(read_run(directory))) for directory in (first, second)]
+    if set(curves[0]) != set(curves[1]) or not curves[0]:
+        raise ConfigError(f"{first} and {second} have not committed the same steps.")
+    return max(abs(curves[0][step] - curves[1][step]) for step in curves[0])
+
+
+def write_summary(directory: Path, summary: Summary) -> None:
+    """Write ``summary.json`` into ``directory``."""
+    document = json.dumps(summary.as_json(), indent=2) + "\n"
+    (directory / SUMMARY_FILE).write_text(document, encoding="utf-8")
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_SUMMARY_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_SUMMARY_BYTES} bytes, which no demo writes.")
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} is not a JSON object.")
+    return document
+
+
+def _differences(written: dict[str, Any], computed: dict[str, Any]) -> list[str]:
+    return [
+        f"summary.json says {name} = {_shown(written.get(name))}, the journals say "
+        f"{_shown(computed.get(name))}."
+        for name in sorted(set(written) | set(computed))
+        if not _same(written.get(name), computed.get(name))
+    ]
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:120]
+
+
+def _same(left: object, right: object) -> bool:
+    """Equality as JSON has it: floats may lose their last digit, true is not 1."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        return math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-12)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return left == right

@@ -1,0 +1,53 @@
+"""What every command that talks to a lighthouse shares: which one is meant, and the token."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fabric.cli.tls import current_tls
+from fabric.errors import ConfigError
+from fabric.runtime.http.http_service import read_token
+from fabric.runtime.http.lighthouse_client import Lighthouses
+
+_OPTIONS = (
+    click.option(
+        "--lighthouse",
+        envvar="FABRIC_LIGHTHOUSE",
+        default="",
+        help="URLs, separated by commas; FABRIC_LIGHTHOUSE.",
+    ),
+    click.option("--job", envvar="FABRIC_JOB", default="", help="Which job; FABRIC_JOB."),
+    click.option(
+        "--token-file",
+        envvar="FABRIC_TOKEN_FILE",
+        type=click.Path(path_type=Path),
+        help="File with the token; FABRIC_TOKEN_FILE.",
+    ),
+)
+
+
+def lighthouse_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--lighthouse``, ``--job`` and ``--token-file``: what ``lighthouses_of`` takes."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def lighthouses_of(lighthouse: str, job: str, token_file: Path | None, *, needs_job: bool) -> Lighthouses:
+    """From the options. Raises ConfigError for what cannot be meant."""
+    urls = tuple(part.strip().rstrip("/") for part in lighthouse.split(",") if part.strip())
+    if not urls:
+        raise ConfigError(
+            "no lighthouse is named: give --lighthouse http://host:port, or set FABRIC_LIGHTHOUSE"
+        )
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f'the lighthouse "{url[:200]}" is no URL: give addresses such as http://host:port'
+            )
+    if needs_job and not job:
+        raise ConfigError("no job is named: give --job NAME, or set FABRIC_JOB (`fabric status` lists them)")
+    token = read_token(token_file) if token_file is not None else ""
+    return Lighthouses(urls, job, token, current_tls())

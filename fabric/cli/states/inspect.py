@@ -1,0 +1,161 @@
+"""``fabric inspect`` and ``fabric diff``: what is in a state, and where two of them differ."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
+from fabric.ckpt_server.server.statistics import values
+from fabric.cli.states.state_source import State, open_state
+from fabric.cli.terminal_text import printable
+from fabric.runtime.http.http_service import read_token
+
+_PIECE_ELEMENTS = 1 << 20
+
+_token_option = click.option(
+    "--token-file",
+    envvar="FABRIC_TOKEN_FILE",
+    type=click.Path(path_type=Path),
+    help="File with the token, for URLs; FABRIC_TOKEN_FILE.",
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def token_of(token_file: Path | None) -> str:
+    """The token in the file, empty without one."""
+    return "" if token_file is None else read_token(token_file)
+
+
+def tell_part(state: State) -> None:
+    """Say it where the state is one rank's part: its tensors may be parts of larger ones."""
+    if state.ranks > 1:
+        click.echo(
+            f"{state.name} is the part of rank {state.rank} of {state.ranks}: for the whole state name the"
+            " durable folder, or a URL of each rank with commas between them",
+            err=True,
+        )
+
+
+@click.command("inspect")
+@click.argument("state")
+@_token_option
+@_json_option
+def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
+    """Show what is in STATE: a file, the URL of a checkpoint server (its newest snapshot) or of a snapshot,
+    or a durable checkpoint (its folder, or that of its job for the newest). Of several ranks: a URL of each,
+    with commas between them, or the durable folder (FOLDER#1 is the part of rank 1)."""
+    with open_state(state, token_of(token_file)) as found:
+        tell_part(found)
+        spans = list(found.tensors.values())
+        if as_json:
+            tensors = {s.name: {"dtype": s.dtype, "shape": s.shape, "nbytes": s.end - s.begin} for s in spans}
+            body = {"step": found.step, "digest": found.digest, "nbytes": found.nbytes, "tensors": tensors}
+            click.echo(json.dumps(body, indent=2))
+            return
+        table = Table("tensor", "dtype", "shape", "bytes")
+        for span in spans:
+            shape = "x".join(map(str, span.shape)) or "scalar"
+            table.add_row(
+                *(
+                    Text(printable(str(v)))
+                    for v in (span.name, span.dtype, shape, f"{span.end - span.begin:,}")
+                )
+            )
+        console = Console()
+        console.print(table)
+        console.print(
+            Text(f"step {found.step}, {len(spans)} tensors, {found.nbytes:,} bytes, digest {found.digest}")
+        )
+
+
+@click.command()
+@click.argument("one")
+@click.argument("other")
+@_token_option
+@_json_option
+def diff(one: str, other: str, token_file: Path | None, as_json: bool) -> None:
+    """Show which tensors of two states differ, and by how much; each is named as for inspect, and they may be
+    of different layouts of ranks. Exit code 1 where any differs."""
+    token = token_of(token_file)
+    with open_state(one, token) as a, open_state(other, token) as b:
+        tell_part(a)
+        tell_part(b)
+        rows = differences(a, b)
+        if as_json:
+            click.echo(json.dumps({"steps": [a.step, b.step], "different": rows}, indent=2))
+        else:
+            _show(rows, a, b)
+    raise SystemExit(1 if rows else 0)
+
+
+def differences(a: State, b: State) -> list[dict[str, Any]]:
+    """One entry per tensor that is not bitwise equal in both: in the order of ``a``, then of ``b``."""
+    found = []
+    for name, span in a.tensors.items():
+        other = b.tensors.get(name)
+        if other is None:
+            found.append({"tensor": name, "why": f"only in {a.name}"})
+        elif (span.dtype, span.shape) != (other.dtype, other.shape):
+            kinds = [f"{s.dtype} {'x'.join(map(str, s.shape))}" for s in (span, other)]
+            found.append({"tensor": name, "why": f"{kinds[0]} in {a.name}, {kinds[1]} in {b.name}"})
+        else:
+            entry = _compare(a, span, b, other)
+            found += [entry] if entry is not None else []
+    found += [{"tensor": n, "why": f"only in {b.name}"} for n in b.tensors if n not in a.tensors]
+    return found
+
+
+def _compare(a: State, mine: TensorSpan, b: State, theirs: TensorSpan) -> dict[str, Any] | None:
+    """How two tensors of one shape differ, None where they are bitwise equal."""
+    size = _PIECE_ELEMENTS * ELEMENT_BYTES[mine.dtype]
+    different, largest, unlike = 0, 0.0, 0
+    for offset in range(0, mine.end - mine.begin, size):
+        end = min(offset + size, mine.end - mine.begin)
+        x, y = (
+            a.read(mine.begin + offset, mine.begin + end),
+            b.read(theirs.begin + offset, theirs.begin + end),
+        )
+        if x == y:
+            continue
+        left, right = values(x, mine.dtype), values(y, mine.dtype)
+        same = np.frombuffer(x, np.uint8).reshape(left.size, -1) == np.frombuffer(y, np.uint8).reshape(
+            left.size, -1
+        )
+        at = ~same.all(axis=1)
+        different += int(at.sum())
+        with np.errstate(invalid="ignore", over="ignore"):
+            gap = np.abs(left[at].astype(np.float64) - right[at].astype(np.float64))
+        unlike += int((~np.isfinite(gap)).sum())
+        largest = max(largest, float(np.max(gap[np.isfinite(gap)], initial=0.0)))
+    if not different:
+        return None
+    elements = (mine.end - mine.begin) // ELEMENT_BYTES[mine.dtype]
+    entry: dict[str, Any] = {
+        "tensor": mine.name,
+        "different": different,
+        "elements": elements,
+        "largest": largest,
+    }
+    return {**entry, "not_finite": unlike} if unlike else entry
+
+
+def _show(rows: list[dict[str, Any]], a: State, b: State) -> None:
+    console = Console()
+    if rows:
+        table = Table("tensor", "elements that differ", "largest difference")
+        for row in rows:
+            counts = f"{row['different']:,} of {row['elements']:,}" if "different" in row else row["why"]
+            largest = f"{row['largest']:.3g}" if "largest" in row else ""
+            more = f" ({row['not_finite']:,} not finite)" if "not_finite" in row else ""
+            table.add_row(*(Text(printable(text)) for text in (row["tensor"], counts + more, largest)))
+        console.print(table)
+    equal = len(a.tensors.keys() - {row["tensor"] for row in rows})
+    console.print(
+        Text(f"step {a.step} and step {b.step}: {equal} tensors are bitwise equal, {len(rows)} are not")
+    )

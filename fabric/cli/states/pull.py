@@ -1,0 +1,157 @@
+"""``fabric pull``: a snapshot or durable checkpoint into a safetensors file, verified, resumed where cut
+off."""
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from fabric.ckpt_server.format.digest import block_digest, file_digest
+from fabric.cli.states.inspect import tell_part, token_of
+from fabric.cli.states.state_source import BlockState, open_manifested
+from fabric.cli.states.whole_state import WholeState
+from fabric.errors import ConfigError, IntegrityError, Unreachable
+
+_PIECE_BYTES = 4 << 20
+_TRIES = 5
+
+
+@click.command()
+@click.argument("url")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The file to write.")
+@click.option(
+    "--token-file",
+    envvar="FABRIC_TOKEN_FILE",
+    type=click.Path(path_type=Path),
+    help="File with the token; FABRIC_TOKEN_FILE.",
+)
+def pull(url: str, output: Path, token_file: Path | None) -> None:
+    """Fetch the snapshot at URL into a safetensors file: a checkpoint server's newest one, or that of
+    .../v1/snapshots/STEP; or a durable checkpoint: its folder, or that of its job for the newest. A state of
+    several ranks is put together: of a durable one, or where URL is one of each rank's server, with commas
+    between them (one URL alone, or FOLDER#1, is one rank's part).
+
+    The file is there when it is whole and verified; until then OUTPUT.part holds what has come, and a later
+    call goes on from it (what is put together begins anew).
+    """
+    if output.exists() and not output.is_file():
+        raise ConfigError(f"{output} is a {'folder' if output.is_dir() else 'device'}: name a file to write")
+    part = output.with_name(output.name + ".part")
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with ExitStack() as stack:
+        state = open_manifested(url, token_of(token_file), stack)
+        try:
+            with Progress(*columns, console=Console(stderr=True)) as bar:
+                task = bar.add_task("", total=state.nbytes)
+
+                def progress(nbytes: int) -> None:
+                    bar.advance(task, nbytes)
+
+                if isinstance(state, WholeState):
+                    export_into(part, state, progress)
+                else:
+                    fetch_into(part, state, progress)
+            part.replace(output)
+        except OSError as error:
+            raise ConfigError(f"{part} cannot be written: {error.strerror or error}") from error
+        click.echo(f"{output}: step {state.step}, {state.nbytes:,} bytes, digest {state.manifest['digest']}")
+        tell_part(state)
+
+
+def fetch_into(part: Path, state: BlockState, progress: Callable[[int], None] = lambda _: None) -> int:
+    """Fill ``part`` with the state, keeping the blocks in it that are right; returns the bytes fetched.
+
+    ``progress`` is called with a number of bytes as they are there. Raises FabricError or OSError.
+    """
+    size, blocks = state.manifest["block_bytes"], state.manifest["blocks"]
+    fetched = 0
+    with _open(part) as file:
+        here = os.fstat(file.fileno()).st_size
+        _make_room(file.fileno(), here, state.nbytes)
+        missing = []
+        for index, digest in enumerate(blocks):
+            begin, end = index * size, min((index + 1) * size, state.nbytes)
+            file.seek(begin)
+            if begin < here and block_digest(memoryview(file.read(end - begin))) == digest:
+                progress(end - begin)
+            else:
+                missing.append(index)
+        for first, count in _runs(missing):
+            file.seek(first * size)
+            for data in _fetch(state, first, count):
+                file.write(data)
+                fetched += len(data)
+                progress(len(data))
+        file.flush()
+        os.fsync(file.fileno())
+        _check_whole(file.fileno(), state)
+    return fetched
+
+
+def export_into(part: Path, state: WholeState, progress: Callable[[int], None]) -> None:
+    """Write ``part`` anew, the ranks' parts put together; each is verified as it is read. Raises FabricError
+    or OSError."""
+    with _open(part) as file:
+        _make_room(file.fileno(), 0, state.nbytes)
+        file.write(state.preamble)
+        progress(len(state.preamble))
+        for span in state.tensors.values():
+            for begin in range(span.begin, span.end, _PIECE_BYTES):
+                file.write(state.read(begin, min(begin + _PIECE_BYTES, span.end)))
+            progress(span.end - span.begin)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open(part: Path) -> BinaryIO:
+    return os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+
+
+def _make_room(descriptor: int, here: int, nbytes: int) -> None:
+    """A disk that has no room for all of it says so now, and is left as it was."""
+    os.truncate(descriptor, nbytes)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError:
+        os.truncate(descriptor, min(here, nbytes))
+        raise
+
+
+def _fetch(state: BlockState, first: int, count: int) -> Iterator[memoryview]:
+    """Some blocks, verified; what fails is tried again from there on."""
+    left, tries = count, 0
+    while left:
+        try:
+            for block in state.blocks(first + count - left, left):
+                yield block
+                left, tries = left - 1, 0
+        except (Unreachable, IntegrityError):
+            tries += 1
+            if tries == _TRIES:
+                raise
+
+
+def _runs(missing: list[int]) -> list[tuple[int, int]]:
+    """(first, count) of neighbouring blocks."""
+    runs: list[tuple[int, int]] = []
+    for index in missing:
+        first, count = runs[-1] if runs else (0, 0)
+        if runs and index == first + count:
+            runs[-1] = first, count + 1
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+def _check_whole(descriptor: int, state: BlockState) -> None:
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as whole, memoryview(whole) as view:
+        found = file_digest(view)
+    wanted = state.manifest["digest"]
+    if found != wanted:
+        raise IntegrityError(f"what came from {state.name} has the digest {found} and not {wanted}")

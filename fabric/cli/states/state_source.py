@@ -1,0 +1,322 @@
+"""A state to look at: a file, a durable checkpoint, or a snapshot on a checkpoint server, read piece by
+piece."""
+
+import mmap
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from fabric.ckpt_server.durable.reader import Checkpoint, LaneFile, list_checkpoints, open_checkpoint
+from fabric.ckpt_server.durable.storage import Storage
+from fabric.ckpt_server.fetch.http_source import (
+    TRANSIENT,
+    Access,
+    Address,
+    Connection,
+    read_exactly,
+    read_json,
+    refusal,
+)
+from fabric.ckpt_server.format.digest import block_digest, file_digest
+from fabric.ckpt_server.format.manifest import check_manifest
+from fabric.ckpt_server.format.safetensors_file import (
+    MAX_HEADER_BYTES,
+    Header,
+    TensorSpan,
+    parse_json,
+    read_header,
+    read_preamble,
+)
+from fabric.ckpt_server.format.tensor_slices import find_shards
+from fabric.cli.states.whole_state import WholeState
+from fabric.cli.tls import current_tls
+from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
+from fabric.runtime.http.dial_errors import why
+from fabric.runtime.http.token_file import TokenFile
+
+_TIMEOUT_S = 30.0
+_MAX_MANIFEST_BYTES = 256 << 20
+_MAX_HEALTH_BYTES = 4 << 10
+_SNAPSHOTS = "/v1/snapshots/"
+
+
+class State(Protocol):
+    """``name`` is what the user called it; ``tensors`` are in file order. ``rank`` of ``ranks`` has this part
+    of it (0 of 1: it is all there)."""
+
+    name: str
+    step: int
+    nbytes: int
+    rank: int
+    ranks: int
+    tensors: dict[str, TensorSpan]
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits of the whole state."""
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Bytes of the file. Raises StateError or Unreachable."""
+
+
+@contextmanager
+def open_state(name: str, token: str) -> Iterator[State]:
+    """The state that ``name`` (a path or URLs) stands for. Raises FabricError."""
+    with ExitStack() as stack:
+        if _is_file(name):
+            yield stack.enter_context(closing(FileState(name)))
+        else:
+            yield open_manifested(name, token, stack)
+
+
+def open_manifested(name: str, token: str, stack: ExitStack) -> "BlockState | WholeState":
+    """A state that comes with a manifest: a checkpoint server's, or a durable one, which ``stack`` closes. Of
+    a state of several ranks the whole, where ``name`` names all of them. Raises FabricError."""
+    parts: list[BlockState]
+    if name.startswith(("http://", "https://")):
+        parts = [stack.enter_context(closing(RemoteState(url, token))) for url in name.split(",")]
+    else:
+        url, mark, rank = name.partition("#")
+        if mark and not (rank.isascii() and rank.isdecimal() and len(rank) < 10):
+            raise ConfigError(f"{name[:200]} names no rank: write FOLDER#1 for that of rank 1")
+        found = _durable(url)
+        ranks = [int(rank)] if mark else range(found.ranks)
+        parts = [stack.enter_context(closing(DurableState(name, found, one))) for one in ranks]
+    return parts[0] if len(parts) == 1 else WholeState(name, parts)
+
+
+def _is_file(name: str) -> bool:
+    return "://" not in name and not Path(name.partition("#")[0]).is_dir()
+
+
+class FileState:
+    """A snapshot in a file; it is verified when its digest is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        try:
+            with Path(name).open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{name} cannot be read: {error}") from error
+        self._view = memoryview(self._map)
+        try:
+            header = read_header(self._view)
+        except StateError as error:
+            self.close()
+            raise StateError(f"{name}: {error}") from error
+        self.nbytes = len(self._view)
+        self.tensors = {span.name: span for span in header.tensors}
+        self.step = _step(header.metadata)
+        self.rank, self.ranks = 0, 1
+
+    @property
+    def digest(self) -> str:
+        return file_digest(self._view)
+
+    def read(self, begin: int, end: int) -> memoryview:
+        return self._view[begin:end]
+
+    def close(self) -> None:
+        self._view.release()
+        self._map.close()
+
+
+class BlockState:
+    """One rank's file of a state, whose manifest names every block: what is read is verified, or refused.
+
+    ``name`` is what the user called it, ``tensors`` are in file order, ``rank`` of ``ranks`` has this file;
+    ``shards`` says which of its tensors are parts of larger ones.
+    """
+
+    def __init__(self, name: str, manifest: dict[str, Any]) -> None:
+        self.name = name
+        self.manifest = manifest
+        self.step, self.nbytes = manifest["step"], manifest["nbytes"]
+        self.rank, self.ranks = manifest.get("rank", 0), len(manifest.get("ranks", ("",)))
+        self._kept_from, self._kept = 0, memoryview(b"")
+        self.header = self._read_header()
+        self.tensors = {span.name: span for span in self.header.tensors}
+        self.shards = find_shards(self.header.metadata)
+
+    @property
+    def digest(self) -> str:
+        """Of this file."""
+        return str(self.manifest["digest"])
+
+    def blocks(self, first: int, count: int) -> Iterator[memoryview]:
+        """Some blocks in order, each verified. Raises StateError or Unreachable."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of it."""
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Bytes of the file. The blocks that hold them are kept for the next call: neighbours are asked for
+        one after the other, and are often small."""
+        if begin >= end:
+            return memoryview(b"")
+        size = self.manifest["block_bytes"]
+        if not self._kept_from <= begin < end <= self._kept_from + len(self._kept):
+            first, last = begin // size, -(-end // size)
+            low, high = first * size, min(last * size, self.nbytes)
+            data, at = memoryview(bytearray(high - low)), 0
+            for block in self.blocks(first, last - first):
+                data[at : at + len(block)] = block
+                at += len(block)
+            self._kept_from, self._kept = low, data.toreadonly()
+        return self._kept[begin - self._kept_from : end - self._kept_from]
+
+    def _read_header(self) -> Header:
+        length = int.from_bytes(self.read(0, min(8, self.nbytes)), "little")
+        if length > min(MAX_HEADER_BYTES, self.nbytes - 8):
+            raise StateError(f"{self.name}: this is no safetensors file, or it is damaged")
+        return read_preamble(self.read(0, 8 + length), self.nbytes)
+
+    def _place(self, block: int) -> tuple[int, int]:
+        size = self.manifest["block_bytes"]
+        return block * size, min((block + 1) * size, self.nbytes)
+
+
+class DurableState(BlockState):
+    """One rank's part of a durable checkpoint."""
+
+    def __init__(self, name: str, checkpoint: Checkpoint, rank: int) -> None:
+        self._stack = ExitStack()
+        try:
+            self._lane = LaneFile(checkpoint, rank, self._stack)
+            super().__init__(name, self._lane.manifest)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def digest(self) -> str:
+        """Of all of it, which is read and verified for that, and so is every file that it lies in."""
+        for _ in self.blocks(0, len(self.manifest["blocks"])):
+            pass
+        self._lane.verify_files()
+        return super().digest
+
+    def blocks(self, first: int, count: int) -> Iterator[memoryview]:
+        """See BlockState."""
+        for index in range(first, first + count):
+            begin, end = self._place(index)
+            data = memoryview(bytearray(end - begin))
+            self._lane.fill(data, begin)
+            yield data
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _durable(url: str) -> Checkpoint:
+    """The checkpoint in this folder, or the newest complete one in the folder of a job."""
+    storage = Storage(url)
+    job = storage.url.rpartition("/")[2]
+    listing = list_checkpoints(storage, job)
+    if listing.complete:
+        return listing.complete[-1]
+    for warning in listing.warnings:
+        raise StateError(warning)
+    return open_checkpoint(storage)
+
+
+def _step(metadata: str) -> int:
+    """The step in the file's own metadata, -1 where it names none."""
+    described = parse_json(metadata)
+    step = described.get("step") if isinstance(described, dict) else None
+    return step if isinstance(step, int) else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A checkpoint server and one of its steps (a number, or latest)."""
+
+    server: Address
+    step: str
+    query: str
+
+    @classmethod
+    def parse(cls, url: str) -> "Where":
+        """From ``http://host:port``, with ``/v1/snapshots/STEP`` after it or without. Raises ConfigError."""
+        parts = urlsplit(url)
+        base, found, rest = parts.path.partition(_SNAPSHOTS)
+        step = rest.split("/")[0] if found else "latest"
+        if not (step == "latest" or (step.isascii() and step.isdecimal())):
+            raise ConfigError(f"{url[:200]} names no step: write http://host:port/v1/snapshots/STEP")
+        query = f"?{parts.query}" if parts.query else ""
+        return cls(Address.parse(f"{parts.scheme}://{parts.netloc}{base}"), step, query)
+
+
+class RemoteState(BlockState):
+    """A snapshot on a checkpoint server."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.name = url
+        where = Where.parse(url)
+        self._tls = current_tls()
+        self._connection = Connection(
+            where.server, Access(TokenFile.of(token), _TIMEOUT_S, self._tls.client_context())
+        )
+        try:
+            manifest = check_manifest(self._ask(f"{_SNAPSHOTS}{where.step}/manifest{where.query}"))
+            self._path = f"{_SNAPSHOTS}{manifest['step']}/data?generation={manifest['generation']}"
+            super().__init__(url, manifest)
+        except BaseException:
+            self.close()
+            raise
+
+    def blocks(self, first: int, count: int) -> Iterator[memoryview]:
+        """See BlockState. In one request: between two of them the server could need the slot."""
+        whole = False
+        try:
+            response = self._connection.get(
+                self._path, (self._place(first)[0], self._place(first + count - 1)[1])
+            )
+            if response.status != 206:
+                raise refusal(response)
+            for index in range(first, first + count):
+                begin, end = self._place(index)
+                data = memoryview(bytearray(end - begin))
+                read_exactly(response, data)
+                if block_digest(data) != self.manifest["blocks"][index]:
+                    raise IntegrityError(
+                        f"block {index} of {self.name} does not match its digest: fetch it again"
+                    )
+                yield data
+            whole = True
+        except TRANSIENT as error:
+            raise Unreachable(f"{self.name} was lost: {error}") from error
+        finally:
+            if not whole:
+                self._connection.close()
+
+    def _ask(self, path: str) -> Any:
+        try:
+            response = self._connection.get(path)
+            if response.status != 200:
+                raise self._refused(response)
+            return read_json(response, _MAX_MANIFEST_BYTES)
+        except TRANSIENT as error:
+            raise Unreachable(f"{self.name} does not answer: {why(error, self.name, self._tls)}") from error
+
+    def _refused(self, response: HTTPResponse) -> StateError:
+        """Why there is no manifest: also because somebody else answers there, as /healthz tells."""
+        refused = refusal(response)
+        self._connection.close()
+        health = self._connection.get("/healthz")
+        with suppress(StateError):
+            told = read_json(health, _MAX_HEALTH_BYTES)
+            if isinstance(told, dict) and "ok" in told and "is_leader" not in told:
+                return type(refused)(f"{self.name}: {refused}")
+        return StateError(
+            f"{self.name} is no checkpoint server: take the address under `ckpt` from `fabric status --json`"
+        )
+
+    def close(self) -> None:
+        self._connection.close()

@@ -1,0 +1,154 @@
+"""A state of several ranks as the one file that a single process would have written of it: every sharded
+tensor put together from the ranks' parts, piece by piece as it is read.
+
+What several ranks hold of a state, they must hold alike: whatever is read is read of all of them and
+compared. Ranks that hold different things under one name (the stages of a pipeline) are no parts of one
+file, and are refused.
+"""
+
+import math
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fabric.ckpt_server.format.safetensors_file import (
+    ELEMENT_BYTES,
+    TensorSpan,
+    build_preamble,
+    canonical_json,
+    file_order,
+    parse_json,
+    read_preamble,
+)
+from fabric.ckpt_server.format.tensor_regions import Box
+from fabric.ckpt_server.format.tensor_slices import Shard
+from fabric.errors import StateError
+from fabric.protocol.messages.rank_messages import replica_digest
+
+if TYPE_CHECKING:
+    from fabric.cli.states.state_source import BlockState
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """``span`` of the file of ``state`` holds ``box`` of a tensor. ``again``: a rank before it has it too."""
+
+    state: "BlockState"
+    span: TensorSpan
+    box: Box
+    again: bool
+
+    def rows(self, begin: int, count: int) -> "np.ndarray[Any, Any]":
+        """``count`` of its rows from its own ``begin`` on, as bytes by element."""
+        sizes = (count, *self.box.sizes[1:], ELEMENT_BYTES[self.span.dtype])
+        row = math.prod(sizes[1:])
+        data = self.state.read(self.span.begin + begin * row, self.span.begin + (begin + count) * row)
+        return np.frombuffer(data, np.uint8).reshape(sizes)
+
+
+class WholeState:
+    """``parts`` are those of all ranks of one state. Raises StateError where they are not, or do not make one
+    file. ``preamble`` is what that file begins with, ``manifest`` has the digest that the job knows it by."""
+
+    def __init__(self, name: str, parts: "Sequence[BlockState]") -> None:
+        self.name = name
+        self._states = sorted(parts, key=lambda part: part.rank)
+        self._check_one_state()
+        self.step, self.rank, self.ranks = parts[0].step, 0, 1
+        description = self._description()
+        found = [(tensor, *self._find(tensor)) for tensor in self._states[0].tensors]
+        found.sort(key=lambda entry: file_order(entry[0], entry[1]))
+        sizes = [(n, dtype, shape, ELEMENT_BYTES[dtype] * math.prod(shape)) for n, dtype, shape, _ in found]
+        self.preamble = build_preamble(sizes, canonical_json(description))
+        self.nbytes = len(self.preamble) + sum(nbytes for *_, nbytes in sizes)
+        spans = read_preamble(memoryview(self.preamble), self.nbytes).tensors
+        self.tensors = {span.name: span for span in spans}
+        self.manifest = {"digest": replica_digest([part.manifest["digest"] for part in self._states])}
+        self._spans, self._begins = spans, [span.begin for span in spans]
+        self._parts = {tensor: held for tensor, _, _, held in found}
+
+    @property
+    def digest(self) -> str:
+        """Of the state, as the job names it; all of durable parts is read and verified for that."""
+        return replica_digest([part.digest for part in self._states])
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Bytes of one tensor, counted in the whole file. Raises StateError or Unreachable."""
+        span = self._spans[bisect(self._begins, begin) - 1]
+        shape, item = span.shape or (1,), ELEMENT_BYTES[span.dtype]
+        row = item * math.prod(shape[1:])
+        low, high = begin - span.begin, end - span.begin
+        first, last = low // row, -(-high // row)
+        rows = Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+        found = np.zeros((*rows.sizes, item), np.uint8)
+        for part in self._parts[span.name]:
+            common = part.box.common(rows)
+            if common.elements:
+                data = part.rows(common.begin[0] - part.box.begin[0], common.sizes[0])
+                target = found[common.within(rows)]
+                if part.again and (target != data).any():
+                    raise self._unlike(f"{span.name} is not the same at rank {part.state.rank} as at another")
+                target[...] = data
+        return memoryview(found.tobytes())[low - first * row : high - first * row]
+
+    def _check_one_state(self) -> None:
+        ranks, first = [part.rank for part in self._states], self._states[0].manifest
+        if ranks != list(range(self._states[0].ranks)):
+            raise StateError(
+                f"{self.name} names ranks {', '.join(map(str, ranks))} of {self._states[0].ranks}: name one"
+                " address of each rank, or a single rank's"
+            )
+        for part in self._states:
+            known = [part.manifest[key] for key in ("generation", "step", "ranks")]
+            if known != [first[key] for key in ("generation", "step", "ranks")]:
+                raise StateError(
+                    f"{self.name}: rank {part.rank} has another state (step {part.step}) than rank 0 (step"
+                    f" {first['step']}): name one step of all, http://host:port/v1/snapshots/STEP"
+                )
+
+    def _description(self) -> Any:
+        """What the file says of the state: the same at all ranks, but for how things are sharded."""
+        try:
+            found = [_without_shards(parse_json(part.header.metadata)) for part in self._states]
+        except (RecursionError, LookupError, TypeError) as error:
+            raise StateError(f"{self.name}: its description of the state is damaged") from error
+        for rank, one in enumerate(found):
+            if one != found[0]:
+                raise self._unlike(f"rank {rank} describes another state than rank 0")
+        return found[0]
+
+    def _find(self, tensor: str) -> tuple[str, tuple[int, ...], list[_Part]]:
+        """The dtype and shape of the whole tensor, and who holds what of it."""
+        held: list[_Part] = []
+        wholes = set()
+        for state in self._states:
+            span = state.tensors.get(tensor)
+            if span is None:
+                raise self._unlike(f"rank {state.rank} has no tensor {tensor}")
+            shard = state.shards.get(tensor) or Shard(span.shape, (0,) * len(span.shape))
+            # Elements that the format has no name for lie there as bytes, in a dimension of their own.
+            more = span.shape[len(shard.shape) :]
+            wholes.add((span.dtype, (*shard.shape, *more)))
+            box = Box((*shard.offset, *(0 for _ in more)) or (0,), span.shape or (1,))
+            held.append(_Part(state, span, box, any(box == part.box for part in held)))
+        (dtype, shape), *others = wholes
+        covered = sum(part.box.elements for part in held if not part.again)
+        if others or covered != math.prod(shape):
+            raise self._unlike(f"the ranks' parts of {tensor} do not make one tensor")
+        return dtype, shape, held
+
+    def _unlike(self, what: str) -> StateError:
+        return StateError(
+            f"{self.name}: {what}, as with pipeline stages: name a single rank (FOLDER#1, one URL)"
+        )
+
+
+def _without_shards(node: Any) -> Any:
+    if isinstance(node, dict):
+        if "$shard" in node:
+            return node["$shard"][0]
+        return {key: _without_shards(inner) for key, inner in node.items()}
+    return [_without_shards(inner) for inner in node] if isinstance(node, list) else node

@@ -1,0 +1,411 @@
+"""The control thread: an event loop that holds the links and drives the member core.
+
+The trainer's main thread posts events and takes orders from ``orders``; exchange, transfer and keeper
+threads post the outcomes of what they were told to do. Whoever posts hands the core its event there and
+then, and performs what a step consists of (see ``_ANYWHERE``); so a step without faults wakes the control
+thread for what peers say, and for nothing else. Nothing here decides anything.
+"""
+
+import asyncio
+import contextlib
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import uvloop
+
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.client.control.lighthouse_link import LeaderLink
+from fabric.client.control.peers import Peers
+from fabric.client.gradients.averaged_buffers import AveragedBuffers
+from fabric.client.gradients.bucket_stream import Stream
+from fabric.client.gradients.exchange_thread import Exchange
+from fabric.client.gradients.gradient_backend import Placement
+from fabric.client.gradients.gradient_slots import GradientSlots
+from fabric.client.process.crash_marker import Mark
+from fabric.client.process.journal import Journal
+from fabric.client.process.worker import Worker
+from fabric.client.state.durable_policy import Durable
+from fabric.client.state.fetch_thread import Transfer
+from fabric.client.state.snapshots import Snapshots
+from fabric.errors import FabricError
+from fabric.ftar.plane import DataPlane
+from fabric.model import Fence, Record, incident_id_of
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.network import CommitVote, Contribution
+from fabric.protocol.messages.rank_messages import NameSnapshot, RankEvent
+from fabric.runtime import logs
+from fabric.runtime.driver import Core, Driver
+from fabric.runtime.failpoints import Failpoints
+
+# Effects that are orders to the trainer's main thread.
+Order = (
+    io.Compute
+    | io.Apply
+    | io.Install
+    | io.TellDigest
+    | io.TakeSnapshot
+    | io.DropGradient
+    | io.Finish
+    | io.Stop
+)
+# Notes that a person reads at once, and what the line says before their reason.
+_SAID = {"kept out": " waits", "loops differ": ""}
+Event = io.Event | RankEvent
+_ORDERS = get_args(Order)
+# What a step without faults orders, which needs nothing of the loop's: done by the thread that had the event.
+_ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io.Apply, io.TellDigest))
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the engine drives."""
+
+    handle: ServerHandle
+    plane: DataPlane
+    peers: Peers
+    leader: LeaderLink
+    slots: GradientSlots
+    exchange: Exchange
+    placement: Placement
+    transfer: Transfer
+    keeper: Worker
+    recover: Callable[[], None]
+    journal: Journal
+    points: Failpoints
+    snapshots: Snapshots
+    mark: Mark
+    buffers: AveragedBuffers
+    durable: Durable
+
+
+class _Informed:
+    """``core``, whose ``member`` is told before every event whom the data plane waits for."""
+
+    def __init__(self, core: Core[Any, Any], member: MemberCore, plane: DataPlane) -> None:
+        self._core, self._member, self._plane = core, member, plane
+        self.next_deadline = core.next_deadline
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        self._member.ring_waits_for = self._plane.waiting_for
+        return self._core.handle(event, now)
+
+
+class Engine:
+    """Runs from ``listen`` until ``close``; ``post`` and ``orders`` are the main thread's side of it. This is
+    the engine of a replica of one process; ``ranks`` has those of the ranks of a larger one."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self.member: MemberCore | None = None
+        self._parts = parts
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._driver: Driver[io.Event, io.Effect] | None = None
+        self._stopping: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._contributed: tuple[int, int] = (0, -1)
+        self._heard: Fence | None = None
+        self._session: asyncio.Task[None] | None = None
+        self._number = 0  # of the order being performed, where orders have numbers
+        self._performers: dict[type, Callable[[Any], None]] = {
+            io.SendPeer: self._send_peer,
+            io.SendLeader: lambda e: parts.leader.send(e.message),
+            io.LinkUp: self._link_up,
+            io.Probe: lambda e: parts.peers.probe(e.members),
+            io.Switch: self._switch,
+            io.StartExchange: self._start_exchange,
+            io.AbortExchange: self._abort_exchange,
+            io.Publish: self._publish,
+            io.FetchState: lambda e: parts.transfer.fetch_state(e, self._answer_to_this()),
+            io.FetchGradient: lambda e: parts.transfer.fetch_gradient(e, self._answer_to_this()),
+            io.CancelFetch: lambda _: parts.transfer.cancel(),
+            io.RetainGradients: self._listen,
+            io.WriteJournal: self._note,
+            NameSnapshot: lambda e: parts.keeper.submit(lambda: parts.snapshots.name(e, self.post)),
+        }
+
+    # --- what is known ----------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has begun."""
+        return self.member is not None
+
+    @property
+    def generation(self) -> int:
+        """Of the state in memory; 0: nobody vouches for it."""
+        return self.member.state.generation if self.member is not None else 0
+
+    @property
+    def current(self) -> Record | None:
+        """The epoch in force here."""
+        return self.member.current if self.member is not None else None
+
+    @property
+    def newest(self) -> Record | None:
+        """The newest epoch that was heard of."""
+        return self.member.newest if self.member is not None else None
+
+    @property
+    def step(self) -> int:
+        """Of the state in memory."""
+        return self.member.state.step if self.member is not None else 0
+
+    def describe(self) -> dict[str, object]:
+        """Where this trainer stands, for people; from any thread, so parts of it may be a moment apart."""
+        member, parts = self.member, self._parts
+        told: dict[str, object] = {
+            "epoch": self.current.epoch if self.current is not None else 0,
+            "newest_epoch": self.newest.epoch if self.newest is not None else 0,
+            "roster": list(self.current.names) if self.current is not None else [],
+            "generation": self.generation,
+            "step": self.step,
+            "lighthouse": {"url": parts.leader.url, "connected": parts.leader.is_connected},
+            "peers": parts.peers.linked,
+            "ring_waits_for": parts.plane.waiting_for,
+        }
+        if member is not None:
+            round_ = member.round
+            told |= {
+                "phase": member.phase,
+                "busy": member.busy,
+                "catching_up": member.fetch.doing,
+                "round": None
+                if round_ is None
+                else {
+                    "epoch": round_.record.epoch,
+                    "step": round_.step,
+                    "share": list(round_.share),
+                    "contributed": round_.contributed,
+                    "exchanging": round_.exchanging,
+                    "missing": list(round_.missing()),
+                },
+            }
+        return told
+
+    # --- from the main thread -----------------------------------------------------------------------
+
+    def listen(self, bind: str, ports: str) -> int:
+        """Start the control thread; returns the port. Raises ConfigError where the listener cannot bind."""
+        ready: queue.SimpleQueue[BaseException | int] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=lambda: uvloop.run(self._main((bind, ports), ready)),
+            name="fabric-control",
+            daemon=True,
+        )
+        self._thread.start()
+        found = ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def begin(self, member: MemberCore) -> None:
+        """Drive ``member`` from now on, and look for the lighthouse."""
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self._begin(member), self._loop).result()
+
+    def post(self, event: Event, number: int = 0) -> None:
+        """Hand an event to the core; from any thread, never waits. ``number``: of the order it answers."""
+        self._feed(event, number)
+
+    def close(self) -> None:
+        """Say goodbye to the peers and end the thread."""
+        if self._loop is not None and self._stopping is not None and self._thread is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(timeout=5.0)
+        self._parts.transfer.close()
+        self._parts.exchange.close()
+        self._parts.keeper.close(within_s=2.0)
+
+    def crash(self, error: BaseException) -> None:
+        """A defect in the core or a thread: this process must start anew."""
+        reason = f"internal error in {type(error).__name__}: {error}"
+        self._parts.mark.clear()
+        self._parts.journal.write("stop", code=75, reason=reason)
+        self.orders.put(io.Stop(75, reason))
+
+    async def _main(self, listen: tuple[str, str], ready: "queue.SimpleQueue[BaseException | int]") -> None:
+        parts = self._parts
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            port = await parts.peers.start(*listen, self._feed)
+        except FabricError as error:
+            ready.put(error)
+            return
+        ready.put(port)
+        await self._stopping.wait()
+        await self._end()
+        parts.plane.close()
+
+    async def _begin(self, member: MemberCore) -> None:
+        self.member = member
+        self._driver = Driver(
+            _Informed(self._make_core(member), member, self._parts.plane),
+            self._perform,
+            tick=io.Tick(),
+            on_crash=self.crash,
+            anywhere=_ANYWHERE,
+        )
+        self._session = asyncio.create_task(self._parts.leader.run(self._feed, self._refused))
+
+    async def _end(self) -> None:
+        """Say goodbye to everybody."""
+        await self._parts.leader.drain(within_s=1.0)
+        if self._driver is not None:
+            # Links that end from now on I end myself: the core would blame others for them.
+            self._driver.close()
+        await self._parts.peers.close()
+        if self._session is not None:
+            self._session.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._session
+
+    def _make_core(self, member: MemberCore) -> Core[Any, Any]:
+        return member
+
+    def _feed(self, event: Any, number: int = 0) -> None:
+        self._note_planes(event)
+        if self._driver is not None:  # of a rank that follows, too, which has no core of its own
+            self._driver.feed(event)
+
+    def _note_planes(self, event: Any) -> None:
+        if isinstance(event, io.Linked):
+            planes = self._parts.peers.planes(event.epoch)
+            self._parts.journal.write("plane", epoch=event.epoch, **planes)
+
+    def _refused(self, reason: str) -> None:
+        self.orders.put(io.Stop(1, reason))
+
+    def _answer_to_this(self) -> Callable[[io.Event], None]:
+        """Posts what answers the order that is being performed."""
+        number = self._number
+        return lambda event: self.post(event, number)
+
+    # --- effects ----------------------------------------------------------------------------------
+
+    def _perform(self, effect: Any) -> None:
+        if isinstance(effect, _ORDERS):
+            if isinstance(effect, io.Apply) and effect.held is not None:
+                self._parts.points.hit("after-barrier", effect.step)
+            self.orders.put(effect)
+        else:
+            self._performers[type(effect)](effect)
+
+    def _send_peer(self, effect: io.SendPeer) -> None:
+        message = effect.message
+        if isinstance(message, Contribution):
+            self._journal_contribution(message.fence.epoch, message)
+        elif isinstance(message, CommitVote):
+            self._parts.points.hit("before-barrier", message.step)
+        self._parts.peers.send(effect.replica, effect.incarnation, message)
+        if isinstance(message, CommitVote):
+            self._parts.points.hit("barrier", message.step)
+
+    def _journal_contribution(self, epoch: int, message: Contribution) -> None:
+        """Written before the contribution leaves this process, once per round; empty ones are not."""
+        if self._contributed == (epoch, message.step) or not message.micro_batches:
+            return
+        self._contributed = (epoch, message.step)
+        self._parts.journal.write(
+            "contribute",
+            generation=message.fence.generation,
+            epoch=epoch,
+            step=message.step,
+            micro_batches=list(message.micro_batches),
+            samples=self.samples(message.step, message.micro_batches),
+            weight=message.weight,
+        )
+
+    # What the main thread fed: set by the session.
+    samples: Callable[[int, tuple[int, ...]], dict[str, list[int]]] = staticmethod(lambda _step, _ids: {})
+
+    def _link_up(self, effect: io.LinkUp) -> None:
+        record = effect.record
+        # Links of an epoch may be made more than once: one line each.
+        if record.fence != self._heard:
+            self._heard = record.fence
+            logs.describe(epoch=record.epoch, incident_id=record.incident_id)
+            self._parts.journal.write(
+                "epoch",
+                epoch=record.epoch,
+                generation=record.generation,
+                forced=record.is_forced,
+                roster=list(record.names),
+                data_slots={x.replica: x.data_slot for x in record.roster},
+                reason=record.reason,
+                incident_id=record.incident_id,
+            )
+        self._parts.peers.link_up(record)
+
+    def _switch(self, effect: io.Switch) -> None:
+        step = self.step
+        self._parts.points.hit("switch", step)
+        self._parts.peers.switch(effect.record)
+        me = effect.record.member(self._parts.peers.replica)
+        if me is not None and me.joining:
+            self._parts.points.hit("first-round", step)
+
+    def _start_exchange(self, effect: io.StartExchange) -> None:
+        if self.member is not None and self.member.round is not None:
+            own = self.member.round.contributions.get(self.member.identity.replica)
+            if own is not None:  # of a gradient that is still computed it comes later
+                self._journal_contribution(effect.fence.epoch, own)
+        self._parts.exchange.start(effect, self.stream() if effect.streaming else None, self.post)
+
+    # The gradient that is being computed and handed over bucket by bucket: set by the session.
+    stream: Callable[[], Stream | None] = staticmethod(lambda: None)
+
+    def _abort_exchange(self, effect: io.AbortExchange) -> None:
+        self._parts.plane.abort(effect.epoch, effect.why)
+        self._parts.exchange.abort(effect.epoch, effect.why)
+        self._parts.points.hit("abort", self.step)
+
+    def _publish(self, effect: io.Publish) -> None:
+        parts = self._parts
+        try:
+            done = parts.slots.label(effect.generation, effect.held)
+        except FabricError:
+            done = False
+        if not done:
+            parts.keeper.submit(lambda: self._publish_now(effect))
+
+    def _publish_now(self, effect: io.Publish) -> None:
+        parts = self._parts
+        try:
+            parts.slots.publish(effect.generation, effect.held)
+            parts.slots.prepare()
+        except FabricError:
+            parts.recover()
+
+    def _listen(self, effect: io.RetainGradients) -> None:
+        self._parts.slots.listening = effect.on
+
+    def _cause(self, note: io.WriteJournal) -> str:
+        """What an abort belongs to: the forced epoch that ended the round, else the next one, which will."""
+        newest = self.newest
+        if newest is None:
+            return ""
+        answered = note.kind != "abort" or note.epoch < newest.forced
+        return newest.incident_id if answered else incident_id_of(newest.epoch + 1)
+
+    def _note(self, note: io.WriteJournal) -> None:
+        if note.kind == "resume":
+            self._parts.points.hit("recovery", note.step)
+        if note.kind in _SAID:
+            sys.stderr.write(f"fabric: {self._parts.peers.replica}{_SAID[note.kind]}: {note.why}\n")
+            sys.stderr.flush()
+        extra: dict[str, Any] = {"micro_batches": list(note.micro_batches)} if note.micro_batches else {}
+        extra["incident_id"] = self._cause(note)
+        self._parts.journal.write(
+            note.kind.replace(" ", "-"),
+            epoch=note.epoch,
+            step=note.step,
+            why=note.why,
+            about=note.about,
+            **extra,
+        )

@@ -1,0 +1,209 @@
+"""The session with the lighthouse: one WebSocket, kept open to whichever instance leads.
+
+Addresses are tried in turn, the last leader first, with attempts under a second and jittered back-off. At
+the first contact a refusal (wrong token, unknown job) ends the process with its sentence, where no address
+lets it in. A process that was let in once takes a refusal for a problem like any other: an address may be
+another program's for a while, or a lighthouse may not have the job's new token yet."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import aiohttp
+
+from fabric.errors import FabricError, ProtocolError
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import wire
+from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage, MemberMessage
+from fabric.runtime.config import Settings
+from fabric.runtime.http import redirects
+from fabric.runtime.http.dial_errors import mistake, why
+from fabric.runtime.http.http_service import come_back_s
+from fabric.runtime.http.token_file import TokenFile
+
+log = logging.getLogger(__name__)
+
+_CONNECT_S = 0.9
+_BACKOFF_S = (0.05, 0.5)
+_QUIET_S = 3.0  # a lighthouse that starts with its job is no news
+_LEADER_KINDS = LeaderMessage.__args__
+_MAX_MESSAGE_BYTES = wire.MAX_BYTES
+
+
+class LeaderLink:
+    """Feeds LeaderConnected, FromLeader and LeaderLost; ``send`` while away is dropped on purpose: the
+    core says again what matters when a session opens."""
+
+    def __init__(self, found: Settings) -> None:
+        job, replicas, replica = found.job, found.replicas, found.replica
+        self._tokens = TokenFile(found.token_file)
+        self._urls = list(found.lighthouse)
+        self._given = found.lighthouse
+        self._contact_s = found.contact_s
+        self._tls = found.tls
+        self._path = f"/v1/jobs/{job}/session"
+        self._query = {"replicas": replicas, "replica": replica}
+        self._outbox: asyncio.Queue[bytes] | None = None
+        self.waiting_for = ""  # for whom the job waits, as the lighthouse said last
+        self._problem = ""
+        self._reached = False  # a lighthouse has answered as one
+        self._let_in = False  # a session has been open
+        self._refused: dict[str, str] = {}  # address -> why it did not let us in, before one has
+        self._mistaken: set[str] = set()  # addresses whose TLS and ours cannot go together
+        self._told: set[str] = set()
+        self._begun = 0.0
+
+    @property
+    def url(self) -> str:
+        """Which lighthouse is spoken to, or tried next."""
+        return self._urls[0]
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a session with it is open."""
+        return self._outbox is not None
+
+    def send(self, message: MemberMessage) -> None:
+        """Queue one message for the leader."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(wire.encode(message))
+
+    async def run(self, feed: Callable[[io.Event], None], on_refused: Callable[[str], None]) -> None:
+        """Keep a session open until cancelled; a first contact that never comes, or that waiting cannot
+        bring, is a refusal too."""
+        self._begun = asyncio.get_running_loop().time()
+        deadline = self._begun + self._contact_s
+        jitter = random.Random()  # noqa: S311  (back-off, not a secret)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        connector = aiohttp.TCPConnector(ssl=self._tls.client_context() or True)
+        checks = [redirects.only_among(self._given)]
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, trace_configs=checks) as http:
+            while True:
+                url = self._urls[0]
+                try:
+                    await self._session(http, url, feed)
+                except aiohttp.WSServerHandshakeError as error:
+                    if error.history:
+                        self._follow(url, str(error.request_info.url.origin()))
+                        await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
+                        continue
+                    if error.status == 429:
+                        # Thousands come back at once: it is there, and says when. Not all at that moment.
+                        self._reached = True
+                        await asyncio.sleep(come_back_s(error.headers or {}) * jitter.uniform(0.5, 1.0))
+                        continue
+                    self._note_answer(url, error.status)
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    self._refused.pop(url, None)
+                    self._note_problem(url, error)
+                except FabricError as error:
+                    self._problem = str(error)
+                if not self._let_in and (gave_up := self._given_up(deadline)):
+                    on_refused(gave_up)
+                    return
+                self._urls.append(self._urls.pop(0))
+                await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
+
+    def _note_answer(self, url: str, status: int) -> None:
+        """An address answered, and let nobody in."""
+        self._problem = f"{url} answered {status}"
+        if status not in (400, 401, 403, 404):
+            self._refused.pop(url, None)
+            return
+        self._problem = _refusal(url, status)
+        if not self._let_in:
+            self._refused[url] = self._problem
+        elif self._problem not in self._told:
+            self._told.add(self._problem)
+            log.warning("fabric: %s: trains on meanwhile: %s", self._query["replica"], self._problem)
+
+    def _note_problem(self, url: str, error: Exception) -> None:
+        """Why ``url`` was not reached; said once where none has been for a while, for that may take long."""
+        self._problem = f"{url} cannot be reached ({why(error, url, self._tls)})"
+        if mistake(error, self._tls):
+            self._mistaken.add(url)
+        waited_s = asyncio.get_running_loop().time() - self._begun
+        if not self._reached and waited_s >= _QUIET_S and self._problem not in self._told:
+            self._told.add(self._problem)
+            replica, limit_s = self._query["replica"], self._contact_s
+            log.warning("fabric: %s: no lighthouse yet: %s; up to %g s", replica, self._problem, limit_s)
+
+    def _given_up(self, deadline: float) -> str:
+        """Why nobody is asked any more, empty while that goes on. A certificate does not heal by waiting."""
+        refused = [self._refused[url] for url in self._urls if url in self._refused]
+        if refused and self._mistaken.issuperset(url for url in self._urls if url not in self._refused):
+            return refused[0]
+        if self._mistaken.issuperset(self._urls):
+            return f"no lighthouse can be spoken to: {self._problem}"
+        if not self._reached and asyncio.get_running_loop().time() > deadline:
+            return (
+                f"no lighthouse was found within {self._contact_s:g} s ({self._problem}): "
+                "check FABRIC_LIGHTHOUSE, and that a lighthouse runs there"
+            )
+        return ""
+
+    def _follow(self, follower: str, leader: str) -> None:
+        """A follower sent us on. The client drops the token on the way to another origin, on purpose, so the
+        leader is asked anew, first. Where that has refused us the follower has, too."""
+        if leader in self._refused:
+            self._refused[follower] = self._refused[leader]
+        self._urls = [leader, *(url for url in self._urls if url != leader)]
+
+    async def _session(self, http: aiohttp.ClientSession, url: str, feed: Callable[[io.Event], None]) -> None:
+        async with asyncio.timeout(_CONNECT_S * 3):
+            token = self._tokens.shown()  # the file may have got another one since
+            socket = await http.ws_connect(
+                url + self._path,
+                params=self._query,
+                headers={"Authorization": f"Bearer {token}"} if token else {},
+                max_msg_size=_MAX_MESSAGE_BYTES,
+            )
+        self._reached = self._let_in = True
+        self._refused.clear()
+        self._told.clear()
+        self._outbox = asyncio.Queue()
+        self._problem = ""
+        sender = asyncio.get_running_loop().create_task(self._send_all(socket, self._outbox))
+        feed(io.LeaderConnected())
+        try:
+            async for message in socket:
+                if message.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+                    raise ProtocolError(f"{url} sent {message.type.name} where a message was expected")
+                decoded = wire.decode(message.data)
+                if not isinstance(decoded, _LEADER_KINDS):
+                    raise ProtocolError(f"{url} sent a {type(decoded).__name__}, which is not for members")
+                if isinstance(decoded, HeartbeatAck):
+                    self.waiting_for = decoded.waiting_for
+                feed(io.FromLeader(decoded))
+        finally:
+            self._outbox = None
+            sender.cancel()
+            await socket.close()
+            feed(io.LeaderLost())
+        # A clean end of the session (fail-over, restart): try the same address last.
+
+    async def _send_all(
+        self, socket: aiohttp.ClientWebSocketResponse, outbox: "asyncio.Queue[bytes]"
+    ) -> None:
+        while True:
+            data = await outbox.get()
+            await socket.send_str(data.decode())
+
+    async def drain(self, within_s: float) -> None:
+        """Wait until what was sent has left, at most ``within_s``."""
+        deadline = asyncio.get_running_loop().time() + within_s
+        while self._outbox is not None and not self._outbox.empty():
+            if asyncio.get_running_loop().time() > deadline:
+                return
+            await asyncio.sleep(0.005)
+
+
+def _refusal(url: str, status: int) -> str:
+    if status in (401, 403):
+        return f"the lighthouse at {url} refused the token: give FABRIC_TOKEN_FILE the job's token"
+    if status == 404:
+        return f"{url} is not a lighthouse: check FABRIC_LIGHTHOUSE"
+    return (
+        f"the lighthouse at {url} refused the job or the replica count: check FABRIC_JOB and FABRIC_REPLICAS"
+    )

@@ -1,0 +1,376 @@
+"""Links to the other members: one ordered control link per process, ring sockets per epoch.
+
+Control links outlive epochs and are keyed by (replica, incarnation); of two members the one whose id sorts
+first dials. Ring sockets belong to one epoch: each member dials the next in roster order and is dialled by
+the one before, outside the step. An epoch is linked when all of that stands; what is missing is retried
+until it is superseded, and reported as failed after ``link_s`` so that the leader hears of it.
+"""
+
+import asyncio
+import contextlib
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fabric.errors import FabricError, ProtocolError, Unconnected
+from fabric.ftar.plane import DataPlane, Ring
+from fabric.model import Member, Record
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import wire
+from fabric.protocol.messages.network import CommitVote, Contribution, Finished, PeerMessage
+from fabric.runtime.http.http_service import parse_ports
+from fabric.runtime.http.token_file import TokenFile
+from fabric.transport.greeting import Greeting
+from fabric.transport.link import Link
+from fabric.transport.tcp import CONNECT_S, Identity, Listener, dial
+
+_RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+_DIAL_S = 3.0
+# Connections that do not come about fail at about the same time: they are told of together.
+_TOGETHER_S = 0.1
+# A member may receive one message per peer before its own main thread is ready: some megabytes at most.
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Linking:
+    """One epoch's links on their way up."""
+
+    record: Record
+    next_socket: socket.socket | None = None
+    previous_socket: socket.socket | None = None
+    task: "asyncio.Task[None] | None" = None
+    done: bool = False
+    unreachable: dict[str, str] = field(default_factory=dict)  # to whom no connection came about, and why
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Peers:
+    """Owns the listener and every link of this process; lives on the control thread's loop.
+
+    ``feed`` takes the member core's events.
+    """
+
+    def __init__(
+        self, identity: Identity, incarnation: int, token: TokenFile, plane: DataPlane, link_s: float
+    ) -> None:
+        self._me: Key = (identity.replica, incarnation)
+        self._identity = identity
+        self._token = token
+        self._plane = plane
+        self._link_s = link_s
+        self._feed: Callable[[io.Event], None] = lambda _: None
+        self._listener = Listener(identity, self._accepted, self._on_connection)
+        self._links: dict[Key, Link] = {}
+        self._ring_arrivals: dict[tuple[int, Key], socket.socket] = {}
+        self._epochs: dict[int, _Linking] = {}
+        # One dial per peer, whichever epochs want it: two would replace each other's link.
+        self._dials: dict[Key, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._encoded: tuple[PeerMessage | None, bytes] = None, b""
+
+    # Takes the links of this replica's other ranks: set where there are any.
+    on_rank: Callable[[Greeting, socket.socket], None] = staticmethod(lambda _, sock: sock.close())
+
+    def _accepted(self) -> Sequence[bytes]:
+        return [token.encode() for token in self._token.accepted()] or [b""]
+
+    @property
+    def replica(self) -> str:
+        """Whose links these are."""
+        return self._me[0]
+
+    @property
+    def linked(self) -> list[str]:
+        """Peers to which a control link stands."""
+        return sorted(replica for replica, _ in self._links)
+
+    async def start(self, bind: str, ports: str, feed: Callable[[io.Event], None]) -> int:
+        """Listen; returns the port."""
+        self._feed = feed
+        await self._listener.start(bind, parse_ports(ports), local=self._plane.shares_memory)
+        return self._listener.address[1]
+
+    async def close(self) -> None:
+        """Say goodbye to everybody, then end every task."""
+        links = list(self._links.values())
+        await asyncio.gather(*(link.close(linger_s=1.0) for link in links), return_exceptions=True)
+        for task in [
+            *self._tasks,
+            *self._dials.values(),
+            *(e.task for e in self._epochs.values() if e.task is not None),
+        ]:
+            task.cancel()
+        await self._listener.close()
+        for sock in self._ring_arrivals.values():
+            sock.close()
+
+    def send(self, replica: str, incarnation: int, message: PeerMessage) -> None:
+        """Queue a message; a link that is down has told the core so, or will."""
+        link = self._links.get((replica, incarnation))
+        if link is not None:
+            if message is not self._encoded[0]:  # the same one mostly goes to everybody
+                self._encoded = message, wire.encode(message)
+            link.send(self._encoded[1])
+
+    def planes(self, epoch: int) -> dict[str, str]:
+        """What carries my links of ``epoch`` to the ring's next and from its previous: shm or tcp."""
+        linking = self._epochs.get(epoch)
+        links = {"next": linking.next_socket, "previous": linking.previous_socket} if linking else {}
+        return {
+            side: "shm" if sock.family == socket.AF_UNIX else "tcp"
+            for side, sock in links.items()
+            if sock is not None
+        }
+
+    # --- bringing epochs up -----------------------------------------------------------------------
+
+    def link_up(self, record: Record) -> None:
+        """Make what is missing of the links of ``record``; feeds Linked or LinkFailed."""
+        self._identity.store_id = record.store_id
+        if self._me[0] not in record.names:
+            # Drained: the epoch goes on without me, and I am ready for that.
+            asyncio.get_running_loop().call_soon(self._feed, io.Linked(record.epoch))
+            return
+        linking = self._epochs.get(record.epoch)
+        if linking is None:
+            linking = self._epochs[record.epoch] = _Linking(record)
+        if linking.task is None or linking.task.done():
+            linking.task = asyncio.get_running_loop().create_task(self._bring_up(linking))
+
+    def switch(self, record: Record) -> None:
+        """``record`` is in force: older epochs' ring sockets go."""
+        for epoch in [e for e in self._epochs if e < record.epoch]:
+            linking = self._epochs.pop(epoch)
+            if linking.task is not None:
+                linking.task.cancel()
+            if not linking.done:
+                for sock in (linking.next_socket, linking.previous_socket):
+                    if sock is not None:
+                        sock.close()
+        for key in [k for k in self._ring_arrivals if k[0] < record.epoch]:
+            self._ring_arrivals.pop(key).close()
+        self._plane.retire(record.epoch)
+
+    async def _bring_up(self, linking: _Linking) -> None:
+        record = linking.record
+        if not record.lists(*self._me):
+            # I leave when this epoch begins: nothing of it is mine to link, and the others wait for my word.
+            self._feed(io.Linked(record.epoch))
+            return
+        loop = asyncio.get_running_loop()
+        dials = [loop.create_task(self._dial_control(linking, x)) for x in self._to_dial(record)]
+        dials.append(loop.create_task(self._dial_next(linking)))
+        try:
+            async with asyncio.timeout(self._link_s):
+                await asyncio.gather(*dials)
+                while self._missing(linking):
+                    linking.changed.clear()
+                    await linking.changed.wait()
+        except (TimeoutError, FabricError) as error:
+            if isinstance(error, Unconnected):
+                await asyncio.sleep(_TOGETHER_S)
+            for task in dials:
+                task.cancel()
+            self._fail(linking, str(error))
+            return
+        self._install(linking)
+        self._feed(io.Linked(record.epoch))
+
+    def _fail(self, linking: _Linking, why: str) -> None:
+        away = linking.unreachable
+        missing = [*away, *(name for name in self._missing(linking) if name not in away)]
+        why = next(iter(away.values()), "") or why
+        why = why or f"no link to {', '.join(missing)} within {self._link_s:g} s"
+        linking.task, linking.unreachable = None, {}
+        about = missing[0] if missing else ""
+        self._feed(io.LinkFailed(linking.record.epoch, about, why, tuple(away)))
+
+    def _install(self, linking: _Linking) -> None:
+        if linking.done:
+            return
+        linking.done = True
+        record = linking.record
+        position = record.names.index(self._me[0])
+        ring = Ring(record.epoch, position, record.names)
+        if len(record.roster) > 1:
+            linking.previous_socket = self._ring_arrivals.pop((record.epoch, self._previous(record)))
+        self._plane.install(ring, linking.next_socket, linking.previous_socket)
+
+    def _to_dial(self, record: Record) -> list[Member]:
+        """Whom this process links to for messages: those are between the replicas' ranks 0."""
+        if self._identity.rank:
+            return []
+        others = [x for x in record.roster if x.replica > self._me[0]]
+        return [x for x in others if (x.replica, x.incarnation) not in self._links]
+
+    def _missing(self, linking: _Linking) -> list[str]:
+        record = linking.record
+        others = [(x.replica, x.incarnation) for x in record.roster if x.replica != self._me[0]]
+        missing = [] if self._identity.rank else [key[0] for key in others if key not in self._links]
+        if others and not linking.done:
+            previous = self._previous(record)
+            following = record.roster[(record.names.index(self._me[0]) + 1) % len(record.roster)].replica
+            if (record.epoch, previous) not in self._ring_arrivals and previous[0] not in missing:
+                missing.append(previous[0])
+            if linking.next_socket is None and following not in missing:
+                missing.append(following)
+        return missing
+
+    def _previous(self, record: Record) -> Key:
+        member = record.roster[record.names.index(self._me[0]) - 1]
+        return member.replica, member.incarnation
+
+    async def _dial_control(self, linking: _Linking, member: Member) -> None:
+        key = (member.replica, member.incarnation)
+        task = self._dials.get(key)
+        if task is None:
+            task = self._dials[key] = asyncio.create_task(self._link_control(linking.record, member))
+            task.add_done_callback(lambda done: self._dialled(key, done))
+        # Shielded: another epoch may still want the link when this one is superseded.
+        with self._noted(linking, member):
+            await asyncio.shield(task)
+
+    def _dialled(self, key: Key, task: "asyncio.Task[None]") -> None:
+        self._dials.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # whoever waited for it has it; nobody may have
+
+    @contextlib.contextmanager
+    def _noted(self, linking: _Linking, member: Member) -> Iterator[None]:
+        try:
+            yield
+        except Unconnected as error:
+            linking.unreachable[member.replica] = str(error)
+            raise
+
+    async def _link_control(self, record: Record, member: Member) -> None:
+        key = (member.replica, member.incarnation)
+        sock = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._link_s):
+                sock = await self._dial(record, member, "control", lambda: key in self._links)
+        if sock is not None:
+            self._adopt(key, sock)
+
+    async def _dial_next(self, linking: _Linking) -> None:
+        record = linking.record
+        if len(record.roster) < 2 or linking.next_socket is not None:
+            return
+        member = record.roster[(record.names.index(self._me[0]) + 1) % len(record.roster)]
+        with self._noted(linking, member):
+            linking.next_socket = await self._dial(record, member, "data", lambda: False)
+
+    async def _dial(
+        self, record: Record, member: Member, kind: str, is_up: Callable[[], bool]
+    ) -> socket.socket | None:
+        """Dial until it works or ``is_up``; the caller's timeout bounds it. Raises Unconnected where no
+        connection comes about for CONNECT_S."""
+        greeting = self._greeting(record.store_id, member, kind, record.epoch)
+        tries, since = 0, time.monotonic()
+        while not is_up():
+            try:
+                token = self._token.shown().encode()
+                return await dial(member.link, greeting, token, _DIAL_S, self._plane.shares_memory)
+            except Unconnected:
+                if time.monotonic() - since >= CONNECT_S:
+                    raise
+                await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+                tries += 1
+            except FabricError:
+                # The peer may not have heard of the epoch, or its place may just be taken over.
+                since = math.inf
+                await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+                tries += 1
+        return None
+
+    def _greeting(self, store_id: str, member: Member, kind: str, epoch: int = 0) -> Greeting:
+        return Greeting(
+            job=self._identity.job,
+            store_id=store_id,
+            replica=self._me[0],
+            incarnation=self._me[1],
+            kind=kind,
+            epoch=epoch,
+            to=member.replica,
+            rank=self._identity.rank,
+        )
+
+    # --- from outside the roster ------------------------------------------------------------------
+
+    def probe(self, members: tuple[Member, ...]) -> None:
+        """Find out which of them can be reached from here; feeds Probed."""
+        task = asyncio.get_running_loop().create_task(self._probe(members))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _probe(self, members: tuple[Member, ...]) -> None:
+        reached = await asyncio.gather(*(self._reaches(x) for x in members if x.replica != self._me[0]))
+        self._feed(io.Probed(tuple(name for name, is_there in reached if not is_there)))
+
+    async def _reaches(self, member: Member) -> tuple[str, bool]:
+        """Any answer will do, a refusal too: what is wanted is a way there and back."""
+        greeting = self._greeting(self._identity.store_id, member, "probe")
+        try:
+            sock = await dial(
+                member.link, greeting, self._token.shown().encode(), _DIAL_S, self._plane.shares_memory
+            )
+        except Unconnected:
+            return member.replica, False
+        except FabricError:
+            return member.replica, True
+        sock.close()
+        return member.replica, True
+
+    # --- links as they come -----------------------------------------------------------------------
+
+    def _on_connection(self, greeting: Greeting, sock: socket.socket) -> None:
+        key = (greeting.replica, greeting.incarnation)
+        if greeting.kind == "rank":
+            self.on_rank(greeting, sock)
+            return
+        if greeting.kind == "control":
+            self._adopt(key, sock)
+            return
+        if greeting.kind == "probe":
+            sock.close()  # it has found out what it wanted to know
+            return
+        stale = self._ring_arrivals.pop((greeting.epoch, key), None)
+        if stale is not None:
+            stale.close()
+        self._ring_arrivals[greeting.epoch, key] = sock
+        self._changed()
+
+    def _adopt(self, key: Key, sock: socket.socket) -> None:
+        link = Link(sock, key[0])
+        old = self._links.get(key)
+        self._links[key] = link
+        if old is not None:
+            reason = "replaced by a newer link to the same process"
+            old.abort(reason)
+            # What was on its way on the old one may be lost, so a round that used it cannot go on.
+            self._feed(io.LinkLost(key[0], key[1], reason))
+        task = asyncio.get_running_loop().create_task(self._run(key, link))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._changed()
+
+    async def _run(self, key: Key, link: Link) -> None:
+        def on_message(data: bytes) -> None:
+            message = wire.decode(data)
+            if not isinstance(message, Contribution | CommitVote | Finished):
+                raise ProtocolError(f"{key[0]} sent a {type(message).__name__}, which is not for peers")
+            self._feed(io.FromPeer(key[0], key[1], message))
+
+        def on_closed(reason: str) -> None:
+            if self._links.get(key) is link:
+                del self._links[key]
+                self._feed(io.LinkLost(key[0], key[1], reason, link.silent))
+
+        await link.run(on_message, on_closed)
+
+    def _changed(self) -> None:
+        for linking in self._epochs.values():
+            linking.changed.set()

@@ -1,0 +1,208 @@
+"""The engines of a replica of several ranks: rank 0 decides, the others obey.
+
+``HeadEngine`` runs the member core behind ``protocol.ranks.Ranks`` and sends every rank its orders; it does
+its own like any engine. ``FollowerEngine`` has no core: it performs orders as they come and sends their
+outcomes back. Whoever loses the other ends its process with code 75, at once and from the control thread,
+for the main thread may be stuck in a collective with the one that is gone.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from dataclasses import replace
+from typing import Any, get_args
+
+from fabric.client.control.engine import Engine, Parts
+from fabric.client.control.rank_links import FollowerLink, HeadLinks
+from fabric.client.process.rank_group import RESTART, RankGroup
+from fabric.model import Record
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.rank_messages import RankCommand, RankEvent, RankOutcome
+from fabric.protocol.ranks import Ended, Follower, FromRank, RankLost, Ranks, ToRank
+from fabric.runtime.driver import Core
+from fabric.transport.greeting import Greeting
+
+_OUTCOMES = get_args(RankEvent)
+# How long an error in the main thread waits to be explained by the loss of another rank.
+_EXPLAINED_S = 2.0
+# How long rank 0 looks for the end of another rank before it believes that a rank's error is its own.
+_SETTLED_S = 0.5
+# How long a main thread may take to obey a stop before it counts as stuck in a collective.
+_STUCK_S = 5.0
+
+
+class RankEngine(Engine):
+    """What the engines of all ranks share: the end that comes from another rank."""
+
+    def __init__(self, parts: Parts, group: RankGroup) -> None:
+        super().__init__(parts)
+        self._group = group
+        self._ordered: io.Stop | None = None
+        self._told = threading.Event()
+        self._closing = False
+
+    def await_explanation(self) -> None:
+        """An error has reached the top of the main thread. When another rank has died or failed, collectives
+        fail here too; this process then ends in a moment, with the sentence that explains it."""
+        if self._loop is not None and self._told.wait(_EXPLAINED_S) and self._ordered is not None:
+            self._end_now(self._ordered)
+
+    def post(self, event: Any, number: int = 0) -> None:
+        """See Engine. Every event goes by way of the control thread, which has the links between ranks."""
+        if self._loop is not None:
+            # The loop closes only after the job is complete: nobody waits for what comes later.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._feed, event, number)
+
+    def close(self) -> None:
+        """Say goodbye and end the thread: see Engine."""
+        self._closing = True
+        super().close()
+
+    def _perform(self, effect: Any) -> None:
+        if isinstance(effect, io.Stop):
+            assert self._loop is not None
+            self._ordered = effect
+            self._told.set()
+            self._loop.call_later(_STUCK_S, self._end_when_stuck, effect)
+        super()._perform(effect)
+
+    def _end_when_stuck(self, stop: io.Stop) -> None:
+        """The main thread has not obeyed: it waits in a collective for a rank that does not come any more."""
+        if not self._closing:
+            self._end_now(stop)
+
+    def _end_now(self, stop: io.Stop) -> None:
+        sys.stderr.write(f"fabric: {self._parts.peers.replica}: rank {self._group.rank}: {stop.reason}\n")
+        sys.stderr.flush()
+        self._parts.journal.write("stop", code=stop.code, reason=stop.reason)
+        os._exit(stop.code)
+
+
+class HeadEngine(RankEngine):
+    """Rank 0. ``groups`` is set before ``begin``: which part of a micro-batch each rank computes."""
+
+    def __init__(self, parts: Parts, group: RankGroup, incarnation: int) -> None:
+        super().__init__(parts, group)
+        self.groups: tuple[int, ...] = ()
+        self._links = HeadLinks(group.size, incarnation)
+        self._core: Ranks | None = None
+        parts.peers.on_rank = self._links.accept
+
+    async def _begin(self, member: MemberCore) -> None:
+        await self._links.wait()
+        await super()._begin(member)
+        self._links.hear(
+            lambda rank, outcome: self._feed(FromRank(rank, outcome)),
+            lambda rank, why: self._feed(RankLost(rank, why)),
+        )
+
+    def _make_core(self, member: MemberCore) -> Core[Any, Any]:
+        self._core = Ranks(member, self.groups)
+        return self._core
+
+    async def _end(self) -> None:
+        await self._links.close()
+        await super()._end()
+
+    def _feed(self, event: Any, number: int = 0) -> None:
+        self._note_planes(event)
+        if isinstance(event, _OUTCOMES):
+            event = FromRank(0, RankOutcome(event, number))
+        if isinstance(event, FromRank) and isinstance(event.outcome.event, io.LoopRaised):
+            # Perhaps another rank has died, and the end of its link, which explains this, is not read yet.
+            assert self._loop is not None
+            self._loop.call_later(_SETTLED_S, super()._feed, event)
+            return
+        super()._feed(event)
+
+    def _refused(self, reason: str) -> None:
+        self._feed(Ended(1, reason))
+
+    def _perform(self, effect: Any) -> None:
+        if not isinstance(effect, ToRank):
+            super()._perform(effect)
+        elif effect.rank:
+            self._links.send(effect.rank, effect.order)
+        elif isinstance(effect.order.effect, io.Stop) and self._core is not None and self._core.lost:
+            # The order to the others has been given: rank 0 is told last.
+            self._end_now(effect.order.effect)
+        else:
+            self._number = effect.order.number
+            super()._perform(effect.order.effect)
+
+
+class FollowerEngine(RankEngine):
+    """A rank from 1 on; ``join`` instead of ``begin``."""
+
+    def __init__(self, parts: Parts, group: RankGroup) -> None:
+        super().__init__(parts, group)
+        self._follower = Follower(group.rank)
+        self._link = FollowerLink()
+        self._running = False
+        self._step = 0
+
+    @property
+    def is_running(self) -> bool:
+        return self._running
+
+    @property
+    def generation(self) -> int:
+        return self._follower.generation
+
+    @property
+    def current(self) -> Record | None:
+        return self._follower.current
+
+    @property
+    def newest(self) -> Record | None:
+        return self._follower.newest
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    def join(self, address: str, greeting: Greeting, token: bytes) -> None:
+        """Link to rank 0 at ``address`` and obey. Raises FabricError where that cannot be."""
+        assert self._loop is not None
+        greeting = replace(greeting, kind="rank", rank=self._group.rank)
+        asyncio.run_coroutine_threadsafe(self._join(address, greeting, token), self._loop).result()
+
+    async def _join(self, address: str, greeting: Greeting, token: bytes) -> None:
+        await self._link.dial(address, greeting, token)
+        self._running = True
+        self._link.hear(self._on_order, self._on_lost)
+
+    async def _end(self) -> None:
+        self._follower.over = True
+        await self._link.close()
+        await super()._end()
+
+    def _feed(self, event: Any, number: int = 0) -> None:
+        self._note_planes(event)
+        self._link.send(RankOutcome(event, number))
+
+    def _on_order(self, order: RankCommand) -> None:
+        effect = self._follower.obey(order)
+        if effect is None:
+            return
+        if isinstance(effect, io.Apply):
+            self._step = effect.step + 1
+        elif isinstance(effect, io.Install):
+            self._step = effect.step
+        elif isinstance(effect, io.Stop) and effect.code == RESTART:
+            # Another rank may be lost, and the main thread stuck in a collective with it.
+            self._end_now(effect)
+        self._number = order.number
+        try:
+            self._perform(effect)
+        except Exception as error:  # noqa: BLE001  (a defect here ends this rank, whatever it is)
+            self.crash(error)
+
+    def _on_lost(self, why: str) -> None:
+        stop = self._follower.lost(why)
+        if stop is not None:
+            self._end_now(stop)

@@ -1,0 +1,1 @@
+"""The order of the data, and what feeds the user's loop. No torch state is kept here."""

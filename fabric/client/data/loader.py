@@ -1,0 +1,351 @@
+"""The order of the data: a pure function of (data set size, seed, step), whoever computes it.
+
+Pass k over the data set is the permutation ``numpy.random.Generator(PCG64([seed, k])).permutation(size)``;
+the passes are concatenated. Step s covers positions [s*G, (s+1)*G) of that, and its micro-batch i covers
+[i*m, (i+1)*m) of those. So the committed step is the data position, and nothing else must be saved.
+
+Data that only some replicas can read (``redundancy`` above 0) are cut into as many shards as there are data
+slots: shard h is the indices [h*size//n, (h+1)*size//n), the micro-batches of a step are divided among the
+shards as evenly as can be, in order, and each shard has an order of its own: pass k of shard h is drawn from
+``PCG64([seed, k, h + 1])``.
+
+A data set without a size is a stream; its samples go by their positions (see
+``fabric.client.data.iterable_stream``).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from fabric.client.data.iterable_stream import Stream
+from fabric.errors import ConfigError
+from fabric.model import EVERYTHING, Sharing
+from fabric.protocol.rules.assignment import cut
+from fabric.protocol.rules.spare import best_offsets, has_distinct_differences, stack_of
+
+ON_LOSS = ("wait", "shrink", "stop")
+
+
+@lru_cache(maxsize=32)
+def _permutation(
+    dataset_size: int, seed: int, number: int, shard: int
+) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    words = [seed, number] if shard < 0 else [seed, number, shard + 1]
+    return np.random.Generator(np.random.PCG64(words)).permutation(dataset_size)
+
+
+def sample_indices(dataset_size: int, seed: int, start: int, count: int, shard: int = -1) -> list[int]:
+    """Data set indices at positions ``start`` to ``start + count`` of the concatenated permutations."""
+    found: list[int] = []
+    while count > 0:
+        number, offset = divmod(start, dataset_size)
+        part = _permutation(dataset_size, seed, number, shard)[offset : offset + count]
+        found.extend(int(i) for i in part)
+        start += len(part)
+        count -= len(part)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a data set is cut into steps and micro-batches. ``dataset_size`` 0: a stream. ``shards`` 0: all
+    replicas can read everything."""
+
+    dataset_size: int
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int
+    shards: int = 0
+    is_stream: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dataset_size < 1 and not self.is_stream:
+            raise ConfigError(
+                "the data set is empty: give session.loader a data set with at least one sample"
+            )
+        if self.micro_batch_size < 1 or self.global_batch_size % self.micro_batch_size:
+            raise ConfigError(
+                f"global_batch_size {self.global_batch_size} must be a multiple of "
+                f"micro_batch_size {self.micro_batch_size}"
+            )
+        if self.global_batch_size < 1 or self.seed < 0:
+            raise ConfigError("global_batch_size must be at least 1 and the seed must not be negative")
+        if self.shards and (self.micro_batches < self.shards or self.dataset_size < self.shards):
+            raise ConfigError(
+                f"redundancy needs a micro-batch and a sample for each of the {self.shards} replicas: a step "
+                f"has {self.micro_batches} micro-batches and the data set {self.dataset_size} samples"
+            )
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches make a step."""
+        return self.global_batch_size // self.micro_batch_size
+
+    def samples(self, step: int, micro_batch: int) -> list[int]:
+        """Data set indices (of a stream: positions) of one micro-batch."""
+        start = step * self.global_batch_size + micro_batch * self.micro_batch_size
+        if self.is_stream:
+            return list(range(start, start + self.micro_batch_size))
+        if not self.shards:
+            return sample_indices(self.dataset_size, self.seed, start, self.micro_batch_size)
+        parts = cut(self.micro_batches, [1] * self.shards)
+        shard = next(h for h, part in enumerate(parts) if micro_batch in part)
+        begin, end = self.shard(shard)
+        number = step * len(parts[shard]) + micro_batch - parts[shard].start
+        found = sample_indices(
+            end - begin, self.seed, number * self.micro_batch_size, self.micro_batch_size, shard
+        )
+        return [begin + i for i in found]
+
+    def shard(self, number: int) -> tuple[int, int]:
+        """The indices [begin, end) of shard ``number``."""
+        return (
+            number * self.dataset_size // self.shards,
+            (number + 1) * self.dataset_size // self.shards,
+        )
+
+    def describe(self) -> dict[str, int]:
+        """For the journal: everything that the order is made of."""
+        body = {
+            "dataset_size": self.dataset_size,
+            "global_batch_size": self.global_batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "seed": self.seed,
+            "micro_batches": self.micro_batches,
+        }
+        if self.shards:
+            body["shards"] = self.shards
+        if self.is_stream:
+            body["stream"] = 1
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the batch is shared out, as given to ``session.loader``.
+
+    ``policy``: "constant" or "shrink". ``redundancy``: on how many replicas each part of the data can be
+    read; 0: on all. ``data_slot``: which part of them is this replica's (default: the number at the end of
+    its
+    id), where ``redundancy`` is given. ``on_poison``: "stop" or "skip". ``on_loss``: what follows when no
+    member can read a shard: "wait" for one, "shrink" (its part is skipped) or "stop" the job. ``scale_lr``:
+    under "shrink", the learning rate of a step times sqrt(present / all).
+    """
+
+    policy: str = "constant"
+    redundancy: int = 0
+    data_slot: int | None = None
+    on_poison: str = "stop"
+    scale_lr: bool = False
+    on_loss: str = "wait"
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("constant", "shrink"):
+            raise ConfigError(f'policy is "{self.policy}": it must be "constant" or "shrink"')
+        if self.on_poison not in ("stop", "skip"):
+            raise ConfigError(f'on_poison is "{self.on_poison}": it must be "stop" or "skip"')
+        if self.on_loss not in ON_LOSS:
+            raise ConfigError(f'on_loss is "{self.on_loss}": it must be "wait", "shrink" or "stop"')
+        if self.on_loss != "wait" and self.redundancy == 0:
+            raise ConfigError("on_loss goes with redundancy: without it every replica can read every shard")
+        if self.redundancy < 0 or (self.data_slot is not None and self.redundancy == 0):
+            raise ConfigError(
+                "redundancy must be 0 (all replicas can read all data) or a number of replicas; a data "
+                "slot goes "
+                "with redundancy"
+            )
+
+    def sharing(self, replicas: int) -> Sharing:
+        """As the protocol has it, in a job that starts with ``replicas``."""
+        if self.redundancy > replicas:
+            raise ConfigError(f"redundancy is {self.redundancy}, the job has {replicas} replicas")
+        return Sharing(self.policy, replicas, self.redundancy, self.on_poison, self.on_loss)
+
+
+def parse_options(given: dict[str, Any]) -> Options:
+    """What ``session.loader`` was given besides the sizes. Raises ConfigError for what it does not know."""
+    known = [f.name for f in fields(Options)]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ConfigError(f"session.loader knows no {unknown[0]}: known are {', '.join(known)}")
+    return Options(**given)
+
+
+def describe_sharing(sharing: Sharing) -> dict[str, Any]:
+    """For the journal: what differs from "everybody computes everything"."""
+    body: dict[str, Any] = {}
+    if sharing.policy != "constant" or sharing.readers:
+        body |= {"policy": sharing.policy, "data_slots": sharing.data_slots, "redundancy": sharing.readers}
+    if sharing.readers:
+        body["on_loss"] = sharing.on_loss
+    return body
+
+
+def data_slot_of(replica: str, replicas: int, given: int | None) -> int:
+    """The data slot that was given, or the number at the end of the replica's id. Raises ConfigError."""
+    number = re.search(r"(\d+)$", replica)
+    data_slot = given if given is not None else int(number[1]) if number else -1
+    if not 0 <= data_slot < replicas:
+        raise ConfigError(
+            f"replica {replica} of {replicas} has no data slot: end its id with a number below {replicas}, "
+            "or give data_slot="
+        )
+    return data_slot
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Slice ``index`` of ``count`` equal ones of each micro-batch's samples."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def of(cls, mesh: Any) -> "Slice":
+        """This rank's, where ``mesh`` (a DeviceMesh of one dimension) shares the samples out; None: all of
+        them. Raises ConfigError."""
+        if mesh is None:
+            return cls()
+        if mesh.ndim != 1:
+            raise ConfigError(
+                f"samples are shared out over one dimension of a mesh, not {mesh.ndim}: give that one, as "
+                'mesh["dp"]'
+            )
+        return cls(mesh.get_local_rank(), mesh.size())
+
+    def check(self, plan: Plan) -> None:
+        """Raises ConfigError where micro-batches cannot be cut so."""
+        if plan.micro_batch_size % self.count:
+            raise ConfigError(
+                f"micro_batch_size {plan.micro_batch_size} must be a multiple of the {self.count} ranks that "
+                "share each micro-batch"
+            )
+
+    def cut(self, samples: Sequence[int]) -> list[int]:
+        """Mine of ``samples``."""
+        size = len(samples) // self.count
+        return list(samples[self.index * size : (self.index + 1) * size])
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """torch's default: stack tensors, keep the structure."""
+    return torch.utils.data.default_collate(list(samples))
+
+
+class Loader:
+    """Micro-batches of a data set on request, read ahead by ``num_workers`` threads.
+
+    What was read ahead and is not this replica's any more (its step is past, or the roster gave it to
+    somebody else) is discarded.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: Plan,
+        collate: Callable[[Sequence[Any]], Any],
+        num_workers: int = 0,
+        sharing: Sharing = EVERYTHING,
+        data_slot: int = -1,
+        scale_lr: bool = False,
+        part: Slice | None = None,
+    ) -> None:
+        self.plan = plan
+        self.slice = part or Slice()
+        self.slice.check(plan)
+        self.sharing = sharing
+        self.data_slot = data_slot
+        self.scale_lr = scale_lr
+        self._dataset = dataset
+        self._stream = Stream(dataset) if plan.is_stream else None
+        self._collate = collate
+        self._ahead: dict[tuple[int, int], Future[Any]] = {}
+        self._pool = ThreadPoolExecutor(num_workers, "fabric-loader") if num_workers > 0 else None
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        """The index ranges [begin, end) that this replica must be able to read."""
+        if not self.plan.shards:
+            return [(0, self.plan.dataset_size)]
+        stack = stack_of(self.data_slot, self.plan.shards, self.sharing.readers)
+        return [self.plan.shard(number) for number in stack]
+
+    @property
+    def layout(self) -> str:
+        """How the shards lie on the replicas: "all" (everybody reads everything), "golomb" (two shards
+        share at most one reader) or "consecutive" (too few replicas for that)."""
+        if not self.plan.shards:
+            return "all"
+        offsets = best_offsets(self.plan.shards, self.sharing.readers)
+        return "golomb" if has_distinct_differences(self.plan.shards, offsets) else "consecutive"
+
+    def expect(self, step: int, micro_batches: Iterable[int]) -> None:
+        """Begin to read the micro-batches that will come next if nothing changes."""
+        if self._pool is not None:
+            self._submit(step, micro_batches)
+
+    def read_ahead(self, step: int, micro_batches: Iterable[int]) -> None:
+        """These are wanted now: begin to read them, and discard everything else that was read ahead."""
+        if self._pool is None:
+            return
+        wanted = {(step, micro_batch) for micro_batch in micro_batches}
+        for key in [k for k in self._ahead if k not in wanted]:
+            self._ahead.pop(key).cancel()
+        self._submit(step, sorted(micro_batch for _, micro_batch in wanted))
+
+    def _submit(self, step: int, micro_batches: Iterable[int]) -> None:
+        assert self._pool is not None
+        for micro_batch in micro_batches:
+            if (step, micro_batch) not in self._ahead:
+                future = self._pool.submit(self._read, step, micro_batch)
+                self._ahead[step, micro_batch] = future
+
+    def fetch(self, step: int, micro_batch: int) -> Any:
+        """One collated micro-batch."""
+        future = self._ahead.pop((step, micro_batch), None)
+        return future.result() if future is not None else self._read(step, micro_batch)
+
+    def _read(self, step: int, micro_batch: int) -> Any:
+        indices = self.slice.cut(self.plan.samples(step, micro_batch))
+        if self._stream is not None:
+            # Of the step before, too: while the next one is read ahead a part of it may still be inherited.
+            first = max(0, step - 1) * self.plan.global_batch_size
+            return self._collate(self._stream.read(first, indices))
+        return self._collate([self._dataset[i] for i in indices])
+
+    def close(self) -> None:
+        """End the reading threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def make_loader(
+    dataset: Any,
+    sizes: tuple[int, int, int],
+    collate_fn: Callable[[Sequence[Any]], Any] | None,
+    num_workers: int,
+    options: Options,
+    who: tuple[str, int],
+    part: Slice | None = None,
+) -> Loader:
+    """``sizes`` are global batch, micro-batch and seed; ``who`` is the replica and how many the job starts
+    with; ``part`` is this rank's slice of a micro-batch. Raises ConfigError for what does not fit."""
+    replica, replicas = who
+    # torch's own iterable data sets inherit an index that they do not have.
+    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, torch.utils.data.IterableDataset)
+    streams = not indexed and hasattr(dataset, "__iter__")
+    if streams and options.redundancy:
+        raise ConfigError("redundancy is for data sets with len() and an index, not for iterable ones")
+    shards = replicas if options.redundancy else 0
+    plan = Plan(0 if streams else len(dataset), *sizes, shards=shards, is_stream=streams)
+    data_slot = data_slot_of(replica, replicas, options.data_slot) if options.redundancy else -1
+    sharing = options.sharing(replicas)
+    return Loader(
+        dataset, plan, collate_fn or collate, num_workers, sharing, data_slot, options.scale_lr, part
+    )

@@ -1,0 +1,158 @@
+"""``session.sampler``: the data order for a DataLoader of a loop that we do not own.
+
+Policy shrink: the global batch of a step is cut into one part per data slot, this replica draws the part of
+its data slot, and the part of an absent replica is skipped, which the commit records. A pass over the data
+set has
+``size // global_batch_size`` steps; what is left over at its end is not used in that pass.
+
+A DataLoader draws ahead of what is computed. The part of a data slot does not depend on who else is there, so
+drawing ahead is right while steps follow each other; when this replica was away and the job is further than
+it thought, what was drawn for steps that are past is discarded: its gradient counts for nothing.
+
+A loop whose batch times its accumulation is another number than ``per_step`` is refused with both numbers.
+Too few samples show in what was drawn. Too many show only in the DataLoader's batch size, for a DataLoader
+may draw ahead as far as it likes.
+"""
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from fabric.client.data.loader import sample_indices
+from fabric.errors import ConfigError
+from fabric.protocol.rules.assignment import cut
+
+
+class StepSampler(torch.utils.data.Sampler[int]):
+    """The indices of this data slot, from the step that is committed now to the end of the pass over the
+    data.
+
+    Every step gives ``per_step`` indices: the loop's batch size times its accumulation must be that.
+    ``committed_step`` tells where the job is.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        global_batch_size: int,
+        seed: int,
+        data_slot: tuple[int, int],
+        committed_step: Callable[[], int],
+    ) -> None:
+        number, data_slots = data_slot
+        if not 0 < global_batch_size <= size or global_batch_size % data_slots:
+            raise ConfigError(
+                f"global_batch_size {global_batch_size} must be from 1 to the data set's size, {size}, and a "
+                f"multiple of the {data_slots} replicas"
+            )
+        if seed < 0:
+            raise ConfigError("the seed must not be negative")
+        self.size, self.global_batch_size, self.seed = size, global_batch_size, seed
+        self.data_slot, self.data_slots = number, data_slots
+        self.steps_per_pass = size // global_batch_size
+        self.per_step = global_batch_size // data_slots
+        self._part = cut(global_batch_size, [1] * data_slots)[number]
+        self._committed_step = committed_step
+        self._drawn: deque[int] = deque()  # the steps that were begun, and are not exchanged yet
+        self._begin()
+
+    def _begin(self) -> None:
+        """An iteration begins: an abandoned one's batches never come."""
+        self._drawn.clear()
+        self._yielded = self._exchanged = 0
+
+    def __len__(self) -> int:
+        """Indices of a whole pass on this data slot."""
+        return self.steps_per_pass * self.per_step
+
+    def __iter__(self) -> Iterator[int]:
+        self._begin()
+        number = self._committed_step() // self.steps_per_pass
+        while True:
+            step = self._committed_step() + len(self._drawn)
+            if step // self.steps_per_pass != number:
+                return
+            self._drawn.append(step)
+            yield from self._counted(step)
+
+    def _counted(self, step: int) -> Iterator[int]:
+        for index in self.indices(step):
+            self._yielded += 1
+            yield index
+
+    def indices(self, step: int) -> list[int]:
+        """The data set indices of this seat's part of ``step``."""
+        number, within = divmod(step, self.steps_per_pass)
+        start = number * self.size + within * self.global_batch_size
+        whole = sample_indices(self.size, self.seed, start, self.global_batch_size)
+        return whole[self._part.start : self._part.stop]
+
+    def take(self, step: int) -> bool:
+        """The loop exchanges for ``step`` what it drew first: whether that was drawn for this step. Raises
+        ConfigError where it did not draw a whole step."""
+        mistake = self._mistake()
+        if mistake:
+            raise ConfigError(
+                f"{mistake}, and sampler.per_step is {self.per_step}: give the DataLoader "
+                f"batch_size=sampler.per_step, or a part of it and as many micro-batches before each "
+                f"session.exchange"
+            )
+        self._exchanged += 1
+        return self._drawn.popleft() == step
+
+    def _mistake(self) -> str:
+        """What the loop computes instead of a whole step, or empty."""
+        if self._exchanged == 0:
+            size = next((x for x in _batch_sizes(self) if self.per_step % x), None)
+            if size is not None:
+                return f"the DataLoader has batch_size {size}"
+        drawn = self._yielded - self._exchanged * self.per_step
+        return f"the loop drew {drawn} samples for this step" if drawn < self.per_step else ""
+
+    def describe(self) -> dict[str, Any]:
+        """For the journal."""
+        return {
+            "policy": "shrink",
+            "sampler": 1,
+            "dataset_size": self.size,
+            "global_batch_size": self.global_batch_size,
+            "micro_batch_size": self.per_step,
+            "seed": self.seed,
+            "data_slots": self.data_slots,
+            "micro_batches": self.data_slots,
+        }
+
+
+class SoloSampler(StepSampler):
+    """Alone, with FABRIC_DISABLE=1, where the one part is the whole batch. A loop that takes ``per_step``
+    samples for each step gets the same steps as the job. One whose batches have another size goes through
+    every pass in order, as with any sampler."""
+
+    _begun = 0  # the first step of the next iteration, where steps are not whole
+    _whole = True
+
+    def __iter__(self) -> Iterator[int]:
+        self._begin()
+        step = self._committed_step() if self._whole else self._begun
+        number = step // self.steps_per_pass
+        while step // self.steps_per_pass == number:
+            self._begun = step + 1
+            yield from self._counted(step)
+            step += 1
+
+    def take(self, step: int) -> bool:
+        """Whatever was drawn counts."""
+        if self._whole and self._mistake():
+            self._whole = False
+        self._exchanged += 1
+        return True
+
+
+def _batch_sizes(sampler: StepSampler) -> list[int]:
+    """Those of the DataLoaders that draw from ``sampler``."""
+    found = [x for x in gc.get_objects() if type(x) is BatchSampler and x.sampler is sampler]
+    return sorted({x.batch_size for x in found})

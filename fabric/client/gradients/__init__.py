@@ -1,0 +1,1 @@
+"""Gradients on their way: buckets, buffers in shared memory, the exchange thread."""

@@ -1,0 +1,163 @@
+"""Where gradients are while they are exchanged: in host memory, or on the device where the parameters are.
+
+On a device the gradient is gathered into one flat buffer there, reduced there, and copied once into the
+result slot in host memory, from which it is digested and published. What the user's update code sees comes
+from the device's buffer. The streams are ordered by events: the main thread never waits for the device here,
+and the compute stream waits for nothing but the reduced gradient that it is about to use.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from fabric.errors import ConfigError
+from fabric.ftar.buckets import FlatGradients, NamedParameter
+from fabric.ftar.communicators.nccl import NcclMaker
+from fabric.ftar.communicators.process_group_plane import GroupPlane
+from fabric.ftar.device.cuda import CudaDevice
+from fabric.ftar.device.device_api import Device, Event
+from fabric.ftar.device.ring import DeviceRing
+from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.plane import DataPlane
+from fabric.runtime.config import Settings
+
+
+class Placement(Protocol):
+    """What the exchange and the session ask of the place."""
+
+    def computed(self) -> None:
+        """Main thread, or backward's: all work that makes the gradients which are handed over now, or that
+        used the newest result, is enqueued. Called before every handover, of all gradients or one bucket."""
+
+    @contextmanager
+    def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Exchange thread: the flat buffer to gather into and reduce in; ``slot`` is the round's own."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Exchange thread, within a round: torch operations on gradients and the flat buffer."""
+
+    def bring(self, slot: torch.Tensor, begin: int, end: int) -> None:
+        """Exchange thread, within a round: bytes [begin, end) of the result are in ``slot`` afterwards."""
+
+    def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
+        """Main thread: the gradient that lies in ``slot``, over ``weight``, into every ``.grad``."""
+
+
+class OnHost:
+    """Gradients in host memory are reduced in the slot itself."""
+
+    def computed(self) -> None:
+        """See ``Placement``."""
+
+    @contextmanager
+    def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
+        """See ``Placement``."""
+        yield slot
+
+    def run(self, work: Callable[[], object]) -> None:
+        """See ``Placement``."""
+        work()
+
+    def bring(self, slot: torch.Tensor, begin: int, end: int) -> None:
+        """See ``Placement``."""
+
+    def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
+        """See ``Placement``."""
+        gradients.scatter(slot, weight)
+
+
+class OnDevice:
+    """Gradients of one device: ``nbytes`` of its memory hold them flat."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._flat = device.memory(nbytes)
+        self._stream = device.stream()
+        self._ready: Event | None = None
+        self._left: Event | None = None
+        # Where what lies in the flat buffer was copied to: the same memory names the same round.
+        self._copied_to = 0
+
+    def computed(self) -> None:
+        """See ``Placement``."""
+        self._ready = self._device.compute().record()
+
+    @contextmanager
+    def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
+        """See ``Placement``."""
+        self._copied_to = 0
+        try:
+            with self._device.on(self._stream):
+                yield self._flat
+            self._copied_to = slot.data_ptr()
+        finally:
+            # An aborted round leaves work behind that still writes to the buffer.
+            self._left = self._stream.record()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """See ``Placement``; behind the newest handover, so also where one bucket follows another."""
+        if self._ready is not None:
+            self._stream.wait(self._ready)
+        self._stream.run(work)
+
+    def bring(self, slot: torch.Tensor, begin: int, end: int) -> None:
+        """See ``Placement``."""
+        target, source = slot[begin:end], self._flat[begin:end]
+        self._stream.run(lambda: target.copy_(source, non_blocking=True))
+        self._stream.record().wait()
+
+    def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
+        """See ``Placement``. A gradient that was fetched, or of an older round, comes up from ``slot``."""
+        compute = self._device.compute()
+        if self._left is not None:
+            compute.wait(self._left)
+        if self._copied_to != slot.data_ptr():
+            self._copied_to = 0
+            compute.run(lambda: self._flat.copy_(slot))
+        compute.run(lambda: gradients.scatter(self._flat, weight))
+
+
+def device_of(parameters: tuple[NamedParameter, ...]) -> torch.device:
+    """Where the parameters are. Raises ConfigError for several places, or one that is of no use."""
+    first, where = parameters[0][0], parameters[0][1].device
+    for name, parameter in parameters:
+        if parameter.device != where:
+            raise ConfigError(
+                f"{first} is on {where} and {name} on {parameter.device}: a process may have the parameters "
+                "of one device; give each device a rank of its own"
+            )
+    if where.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{first} is on {where}: gradients are reduced on CPUs and CUDA devices")
+    return where
+
+
+def place_gradients(
+    found: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
+) -> tuple[DataPlane, Placement]:
+    """The data plane for these gradients, and where they are. Raises ConfigError."""
+    where = device_of(gradients.parameters)
+    if where.type == "cpu":
+        if found.data_plane == "nccl":
+            raise ConfigError(
+                "FABRIC_DATA_PLANE is nccl and the parameters are on the CPU: use a GPU, or auto"
+            )
+        shares = found.data_plane != "tcp"
+        return CpuRing(exchange_s=found.exchange_s, shared_memory=shares, on_piece=on_piece), OnHost()
+    device = CudaDevice(where)
+    if found.data_plane == "nccl":
+        return GroupPlane(NcclMaker(device.device), device.owns, found.exchange_s), OnDevice(
+            device, gradients.nbytes
+        )
+    return on_device(device, found, gradients, on_piece)
+
+
+def on_device(
+    device: Device, found: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
+) -> tuple[DataPlane, Placement]:
+    """The device ring on ``device``, and the gradients there."""
+    plane = DeviceRing(
+        device, exchange_s=found.exchange_s, shares=found.data_plane != "tcp", on_piece=on_piece
+    )
+    return plane, OnDevice(device, gradients.nbytes)

@@ -1,0 +1,231 @@
+"""Where reduced gradients live: slots in the checkpoint server's shared memory, used in turn.
+
+A round reduces straight into a slot, so publishing it costs no copy. The last two committed gradients are
+always there (a third slot takes the round under way). While somebody catches up more slots keep more steps:
+five of any size, for a state takes a few steps to be fetched and loaded, and more up to a limit in bytes.
+When the server is gone, or hangs, the round uses private memory and is not published.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.errors import FabricError, StateError
+from fabric.ftar.plane import DataPlane
+from fabric.protocol.messages.member_events import PreparedRound
+
+_ALWAYS = 3
+_LISTENING = 6, 32
+
+
+@dataclass(slots=True)
+class Slot:
+    """One result buffer: the round it was reduced for, whether that was published (``labelled``: without a
+    word to the server), and when it was used."""
+
+    index: int
+    buffer: torch.Tensor
+    epoch: int = 0
+    step: int = -1
+    published: bool = False
+    labelled: bool = False
+    shared: bool = True
+    used: int = 0
+
+
+@dataclass(slots=True)
+class GradientSlots:
+    """``nbytes`` of one flat gradient; ``limit_bytes`` for all slots together. Neighbours of ``plane`` may
+    read a slot in place: what is gathered into it is reduced there without a copy."""
+
+    handle: ServerHandle
+    nbytes: int
+    layout: str
+    plane: DataPlane
+    limit_bytes: int = 2**30
+    listening: bool = False
+    _slots: list[Slot] = field(default_factory=list)
+    _prepared: Slot | None = None
+    _uses: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def reserve(self) -> None:
+        """Have the slots of the first rounds before these wait for their memory; one at a time, for a round
+        may come meanwhile."""
+        for index in range(_ALWAYS):
+            with self._lock:
+                if len(self._slots) < _ALWAYS and all(slot.index != index for slot in self._slots):
+                    self._slots.append(self._allocate(index))
+
+    def for_round(self, epoch: int, step: int) -> Slot:
+        """The slot that the round of ``step`` in ``epoch`` may overwrite."""
+        with self._lock:
+            slot = next((s for s in self._slots if s.step == step and not s.published), None)
+            if slot is None:
+                slot, self._prepared = self._prepared or self._next(), None
+            self._uses += 1
+            slot.epoch, slot.step, slot.published, slot.used = epoch, step, False, self._uses
+            return slot
+
+    def prepare(self) -> None:
+        """Withdraw the slot of the next round now, so that the round need not ask the server for it.
+
+        Nothing happens while a round is under way: it has its slot, and two published ones must stay.
+        """
+        with self._lock:
+            newest = max(self._slots, key=lambda s: s.used, default=None)
+            if self._prepared is None and newest is not None and newest.published:
+                self._prepared = self._next()
+
+    def _next(self) -> Slot:
+        if not self._is_full() and all(slot.used for slot in self._slots):
+            used = {s.index for s in self._slots}
+            slot = self._allocate(next(i for i in range(len(used) + 1) if i not in used))
+            self._slots.append(slot)
+            return slot
+        oldest = self._oldest()
+        slot = self._slots[oldest]
+        if slot.shared and not slot.used:
+            return slot  # withdrawn since it was made
+        if slot.shared:
+            try:
+                self.handle.begin("gradient", slot.index)
+            except FabricError:
+                slot = self._slots[oldest] = self._without_server(slot)
+        else:
+            slot = self._slots[oldest] = self._allocate(slot.index, slot.buffer)
+        return slot
+
+    def _without_server(self, slot: Slot) -> Slot:
+        """``slot``, not to be served. When a server is gone its memory stays mapped, and nobody serves it.
+        One that hangs may go on, and serve what it was told lies there: so that stays as it is."""
+        if not self.handle.hangs:
+            slot.shared = False
+            return slot
+        self.plane.forget(slot.buffer)
+        return Slot(slot.index, torch.zeros(self.nbytes, dtype=torch.uint8), shared=False)
+
+    def _is_full(self) -> bool:
+        """Whether the next slot is one that exists."""
+        least, most = _LISTENING
+        listening = max(least, min(most, self.limit_bytes // max(self.nbytes, 1)))
+        return len(self._slots) >= (listening if self.listening else _ALWAYS)
+
+    def _oldest(self) -> int:
+        """By use and not by step, for a cold start goes back to lower ones: first what was never used."""
+        return min(range(len(self._slots)), key=lambda i: self._slots[i].used)
+
+    def _allocate(self, index: int, private: torch.Tensor | None = None) -> Slot:
+        """A slot in the server's memory, or in ``private`` (made where None) while there is no server."""
+        try:
+            self.handle.use_labels()
+            memory = self.handle.allocate("gradient", index, max(self.nbytes, 1))
+            self.handle.begin("gradient", index)
+        except FabricError:
+            if private is None:
+                private = torch.zeros(self.nbytes, dtype=torch.uint8)
+            return Slot(index, private, shared=False)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes]
+        self.plane.show(self.handle.descriptor("gradient", index), buffer)
+        if private is not None:
+            self.plane.forget(private)
+        return Slot(index, buffer)
+
+    def publish(self, generation: int, held: PreparedRound) -> None:
+        """Serve the committed gradient that lies in the slot of its round; raises FabricError. Does nothing
+        where a later round has that slot: a cold start may redo a step that is yet to be published.
+
+        The slot of the next round is withdrawn with it, where that takes nothing but the one request.
+        """
+        with self._lock:
+            slot = self._of(held)
+            if slot is None or slot.published:
+                return
+            slot.published, slot.labelled = True, False
+            if not slot.shared:
+                raise StateError(f"the gradient of step {held.step} is not published: there was no server")
+            following = self._following(slot)
+            then_begin = following.index if following is not None else -1
+            told = self._told(generation, held)
+            self.handle.publish_gradient(slot.index, **told, then_begin=then_begin)
+            if following is not None:
+                self._prepared = following
+
+    def label(self, generation: int, held: PreparedRound) -> bool:
+        """Publish without a word to the server, which looks when it is asked; never waits. Returns False if
+        something is left to do for ``publish`` and ``prepare``, which may be all of it: while somebody
+        catches up and waits for the news, and where something has to be asked for. Raises FabricError."""
+        if self.listening or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            slot = self._of(held)
+            if slot is None or not slot.shared or slot.published:
+                return False
+            if not self.handle.label_gradient(slot.index, self._told(generation, held)):
+                return False
+            slot.published = slot.labelled = True
+            following = self._following(slot)
+            if following is not None and self._is_withdrawn(following):
+                self._prepared = following
+            return self._prepared is not None
+        finally:
+            self._lock.release()
+
+    def _is_withdrawn(self, slot: Slot) -> bool:
+        """Whether it may be written, without a word to the server: it never was, or only labelled."""
+        return not slot.used or (slot.labelled and self.handle.unlabel_gradient(slot.index))
+
+    def _following(self, slot: Slot) -> Slot | None:
+        """The slot of the next round, where it can and needs to be withdrawn when ``slot`` is published."""
+        following = self._slots[self._oldest()]
+        ahead = slot.used == self._uses and self._prepared is None and self._is_full()
+        return following if ahead and following.shared and following is not slot else None
+
+    def _told(self, generation: int, held: PreparedRound) -> dict[str, Any]:
+        """What is said of a published gradient beside the slot where it lies."""
+        return {
+            "generation": generation,
+            "step": held.step,
+            "epoch": held.epoch,
+            "nbytes": self.nbytes,
+            "digest": held.gradient_digest,
+            "weight": held.weight,
+            "layout": self.layout,
+            "meta": {
+                "contributions": {name: list(ids) for name, ids in held.contributions},
+                "metrics": dict(held.metrics),
+                **({"nonfinite": held.nonfinite} if held.nonfinite else {}),
+            },
+        }
+
+    def find(self, step: int) -> torch.Tensor:
+        """The buffer of the newest round of ``step``."""
+        # Without the lock, which is held while the server answers: the main thread asks for the step that it
+        # is about to apply, and no later round takes that slot before it has.
+        slot = self._newest(step)
+        assert slot is not None, f"no round of step {step} was reduced here"
+        return slot.buffer
+
+    def _of(self, held: PreparedRound) -> Slot | None:
+        """The slot that its round was reduced into."""
+        slot = self._newest(held.step)
+        return slot if slot is not None and slot.epoch == held.epoch else None
+
+    def _newest(self, step: int) -> Slot | None:
+        """The slot that was last used for ``step``."""
+        return max((s for s in tuple(self._slots) if s.step == step), key=lambda s: s.used, default=None)
+
+    def reset(self) -> None:
+        """A new server: allocate everything anew. What the newest steps lie in is still read by this
+        trainer (it may be about to apply it), so that stays mapped until it is overwritten."""
+        with self._lock:
+            self._prepared = None
+            for slot in self._slots:
+                if slot.used <= self._uses - 2:
+                    self.plane.forget(slot.buffer)
+            self._slots = [s for s in self._slots if s.used > self._uses - 2]
+            for slot in self._slots:
+                slot.shared = False

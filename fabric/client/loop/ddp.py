@@ -1,0 +1,48 @@
+"""DistributedDataParallel inside a replica, fabric between the replicas.
+
+DDP's process group has this process alone: what crosses replicas is fabric's, so a dead replica breaks no
+group. DDP tells when gradients are final, bucket by bucket, and fabric's own buckets go out as they fill;
+which parameters DDP puts into which bucket does not matter, and may differ between members.
+"""
+
+import torch
+from torch import distributed, futures
+from torch.nn.parallel import DistributedDataParallel
+
+from fabric.client.loop.session import Session
+from fabric.client.loop.solo import SoloSession
+from fabric.errors import ConfigError
+
+
+def ddp(model: DistributedDataParallel, session: Session | SoloSession) -> None:
+    """Let ``session`` average the gradients of ``model``; call it once, after ``attach``.
+
+    Micro-batches but the last run under ``no_sync``. Raises ConfigError for a model that is not
+    DDP's, and where DDP's group is larger than this process: replicas would be tied together by it.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"fabric.client.loop.ddp takes a model that is wrapped in DistributedDataParallel, and this is a "
+            f"{type(model).__name__}: wrap it, or leave the call out, for a plain model needs none"
+        )
+    size = distributed.get_world_size(model.process_group)
+    if size != 1:
+        raise ConfigError(
+            f"the process group of this DDP has {size} members: give DDP a group of this process alone "
+            "(fabric averages between the replicas)"
+        )
+    if isinstance(session, SoloSession):
+        return
+    overlap = session.overlap
+    overlap.watch(False)
+    overlap.without_sync = model.no_sync
+
+    # DDP looks at the annotations of its hook, and torch's stubs lack the one that it wants.
+    def hook(_, bucket):  # type: ignore[no-untyped-def]
+        for parameter in bucket.parameters():
+            overlap.ready(parameter, version=False)
+        done: futures.Future[torch.Tensor] = futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook(None, hook)

@@ -1,0 +1,37 @@
+"""A step of total weight 0: nobody had data for it, or only data drawn for a step that is past. It is
+committed, so that the data position goes on. It has no update, and it is never silent.
+"""
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from fabric.protocol.messages.member_events import PreparedRound
+
+_log = logging.getLogger("fabric")
+
+
+class EmptySteps:
+    """``objects`` are the shared state: a scaler among them cannot do without gradients."""
+
+    def __init__(self, replica: str, objects: Iterable[object]) -> None:
+        self._replica = replica
+        self._scales = any(isinstance(x, torch.amp.GradScaler) for x in objects)
+        self._met = 0
+
+    def has_no_update(self, held: PreparedRound) -> bool:
+        """Whether this step is empty, and ``.grad`` is to be None; all members judge alike. Says so at the
+        first one, and when there are twice as many."""
+        if held.weight > 0:
+            return False
+        self._met += 1
+        if self._met & (self._met - 1) == 0:
+            _log.warning(
+                "%s: step %d was committed with total weight 0, for nobody had data for it: %s (%d so far)",
+                self._replica,
+                held.step,
+                "its gradient is zero" if self._scales else "it has no update",
+                self._met,
+            )
+        return not self._scales

@@ -1,0 +1,516 @@
+"""The session: what a trainer holds. Steps are the outer loop, micro-batches the inner one.
+
+The main thread only ever waits in one place, ``_wait``: it has posted where it stands and gets orders:
+compute these micro-batches, apply this committed gradient, load this state, stop. A replayed step, a
+newcomer's first step and the recovery after our own eviction are all "a step without micro-batches whose
+averaged gradient is already in ``.grad``", so the user's loop has no special case.
+"""
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from fabric.ckpt_server.state.training_state import Describer
+from fabric.client.control.engine import Parts
+from fabric.client.control.rank_engines import RankEngine
+from fabric.client.data.loader import (
+    Loader,
+    Slice,
+    data_slot_of,
+    describe_sharing,
+    make_loader,
+    parse_options,
+)
+from fabric.client.data.randomness import seed_everything
+from fabric.client.data.sampler import StepSampler
+from fabric.client.gradients.bucket_stream import Overlap
+from fabric.client.gradients.gradient_backend import OnHost
+from fabric.client.gradients.learning_rate import PresenceFactor
+from fabric.client.gradients.nonfinite_metrics import finite, restored
+from fabric.client.loop.empty_steps import EmptySteps
+from fabric.client.loop.model_watch import ModelWatch
+from fabric.client.loop.replay import CatchingUp
+from fabric.client.loop.start import Work, begin, make_engine
+from fabric.client.loop.step import Step
+from fabric.client.process import excepthook
+from fabric.client.process.error_text import name_samples
+from fabric.client.process.excepthook import before_showing
+from fabric.client.process.process_identity import Place
+from fabric.client.process.step_clock import Clock
+from fabric.client.process.wait_log import FIRST_S, Patience, waits_for
+from fabric.client.state.durable_policy import StorageAway, writer_of
+from fabric.client.state.small_entries import small_entries
+from fabric.errors import ConfigError, FabricError
+from fabric.ftar.buckets import FlatGradients
+from fabric.model import EVERYTHING, Sharing, SnapshotRef, StepTimes
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.rank_messages import SnapshotDue
+from fabric.runtime.config import Settings, parse_replicas
+
+# For loops that we do not own a step has no micro-batches of ours; this many tokens stand for them, so
+# that every member of a roster of up to that size contributes.
+EXCHANGE_TOKENS = 64
+
+
+class Session(CatchingUp):
+    """Made by ``fabric.client.attach``. Not thread-safe: call it from the training loop's thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        place: Place,
+        describer: Describer,
+        gradients: FlatGradients,
+        parts: Parts,
+        watch: ModelWatch,
+    ) -> None:
+        self.settings = settings
+        self._place = place
+        self._state = describer
+        self._gradients = gradients
+        self._watch = watch
+        self._snapshots = parts.snapshots
+        self._parts = parts
+        self._engine = make_engine(parts, place)
+        if isinstance(self._engine, RankEngine):
+            before_showing(self._engine.await_explanation)
+        self.overlap = Overlap(
+            gradients,
+            lambda step, weight: self._engine.post(io.Streaming(step, weight)),
+            # Ranks of one replica would have to begin together, on a device every bucket needs its event, and
+            # averaged buffers are final only after backward. A single bucket is final when backward ends.
+            wanted=settings.retain_gradients
+            and place.group is None
+            and len(gradients.buckets) > 1
+            and (isinstance(parts.placement, OnHost) and not parts.buffers.stand_ins),
+        )
+        self._state_step = 0
+        self._empty = EmptySteps(settings.replica, describer.objects.values())
+        self._clock = Clock()
+        self._patience = Patience(settings.replica, self._waits_for, math.inf if place.rank else FIRST_S)
+        self._metrics: dict[str, float] = {}
+        self._samples: dict[int, list[int]] = {}
+        self._loader: Loader | None = None
+        self._finished = False
+        self._until = sys.maxsize
+        self._pid = os.getpid()
+        atexit.register(self._ends)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    @property
+    def committed_step(self) -> int:
+        """Committed optimizer steps that this replica's state has."""
+        return self._state_step
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Replica ids of the epoch in force, in ring order; of a newcomer the newest that it has heard of."""
+        current = self._engine.current or self._engine.newest
+        return current.names if current is not None else ()
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this replica is the one that writes a file for all: the first by name of those that are in
+        the epoch with the job's state. It is the same on all ranks of a replica."""
+        return writer_of(self._engine.current) == self.settings.replica
+
+    def begin_at(self, step: int) -> None:
+        """The state in memory is that of ``step`` (for attach alone, before anything else)."""
+        self._state_step = step
+
+    # --- the trainer's loop -------------------------------------------------------------------------
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int = 0,
+        collate_fn: Callable[[Sequence[Any]], Any] | None = None,
+        num_workers: int = 0,
+        mesh: Any = None,
+        **options: Any,
+    ) -> Loader:
+        """The job's data: every step is a fixed list of micro-batches, whoever computes them.
+
+        ``dataset`` is map-style (``len`` and integer index) or iterable, ``seed`` also seeds the draws in
+        each micro-batch. ``mesh`` is the device mesh of one dimension over which this replica shards its data
+        (FSDP2's): each of its ranks gets its slice of every micro-batch. Without one all ranks get all of
+        it, as tensor and pipeline parallel ranks need. ``options`` are the fields of
+        ``fabric.client.data.loader.Options``. Raises ConfigError for what does not fit.
+        """
+        sizes, who = (global_batch_size, micro_batch_size, seed), (self.settings.replica, self._replicas)
+        part = Slice.of(mesh)
+        return make_loader(dataset, sizes, collate_fn, num_workers, parse_options(options), who, part)
+
+    def sampler(
+        self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
+    ) -> StepSampler:
+        """The indices of this replica's part of every step, for the DataLoader of a loop that we do not own.
+
+        The loop takes ``global_batch_size / replicas`` of them, then calls ``exchange``. ``data_slot``:
+        which part
+        (default: the number at the end of the replica's id). Raises ConfigError.
+        """
+        number = data_slot_of(self.settings.replica, self._replicas, data_slot)
+        self._sampler = StepSampler(
+            size, global_batch_size, seed, (number, self._replicas), lambda: self._state_step
+        )
+        return self._sampler
+
+    def steps(self, data: Loader, until: int) -> Iterator[Step]:
+        """Steps from wherever the job is up to committed step ``until``; see Step."""
+        self._until = until
+        if not self._engine.is_running:
+            self._loader = data
+            plan = data.plan
+            self._presence = PresenceFactor(self._optimizers()) if data.scale_lr else None
+            described = {**plan.describe(), **describe_sharing(data.sharing)}
+            self._start(described, {"until": until}, data.sharing, data.data_slot)
+        while self._state_step < until and not self._finished:
+            step = Step(self, self._state_step)
+            order = self._wait(self._ready())
+            if isinstance(order, io.Finish):
+                if self._state_step < until:
+                    # Going on would hand the user's code weights that are not the final ones.
+                    self._too_late(order)
+                return
+            self._first_order = order
+            step.number = self._state_step
+            yield step
+            if not step.done:
+                raise FabricError(
+                    f"the loop left step {step.number} before its micro-batches ended: iterate `for batch in "
+                    "step` to its end, the exchange happens there"
+                )
+            self._parts.points.hit("optimizer", step.number)
+
+    def run_step(self, step: Step) -> Iterator[Any]:
+        """The micro-batches of ``step``, own ones first, then inherited ones (for Step alone)."""
+        assert self._loader is not None
+        order, mark = self._first_order, self._parts.mark
+        following = order.micro_batches if isinstance(order, io.Compute) else ()
+        while isinstance(order, io.Compute):
+            self._loader.read_ahead(order.step, order.micro_batches)
+            for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
+                self._at = (order.step, micro_batch)
+                mark.at(*self._at)
+                self._parts.points.hit("forward", order.step)
+                samples = self._loader.plan.samples(order.step, micro_batch)
+                self._samples[micro_batch] = samples
+                batch = self._loader.fetch(order.step, micro_batch)
+                seed_everything(self._loader.plan.seed, order.step, micro_batch)
+                step.begin(len(self._loader.slice.cut(samples)))
+                with self.overlap.micro_batch(last=left == 0):
+                    yield batch
+                self._clock.work[micro_batch] = float(len(samples))
+            mark.clear()
+            self._at = None
+            self._loader.expect(order.step + 1, following)
+            order = self._computed(order, step.take_weight())
+        self._end_step(step, order)
+
+    def metrics(self, **values: float) -> None:
+        """Add to the step's sums, e.g. ``metrics(loss=loss.item() * len(batch))``; the totals over the
+        global batch are in ``step.metrics`` after the commit, at no extra collective."""
+        for name, value in values.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
+
+    def exchange(self, weight: float = 1.0) -> Step:
+        """For loops that we do not own: average ``.grad`` over the members and commit the step.
+
+        Call it between backward and clipping; gradients must come from a mean over ``weight`` units.
+        Returns the committed step. What a dead member had computed is skipped (policy ``shrink``).
+        """
+        sampler = self._sampler
+        if not self._engine.is_running and sampler is None:
+            sharing = Sharing("shrink", EXCHANGE_TOKENS)
+            self._start({"micro_batches": EXCHANGE_TOKENS}, {"loop": "exchange"}, sharing)
+        elif not self._engine.is_running and sampler is not None:
+            sharing = Sharing("shrink", sampler.data_slots)
+            self._start(sampler.describe(), {"loop": "exchange"}, sharing, sampler.data_slot)
+        fresh = sampler is None or sampler.take(self._state_step)
+        step = Step(self, self._state_step)
+        for _, parameter in self._gradients.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(weight)
+        order = self._wait(self._ready())
+        contributed = False
+        while isinstance(order, io.Compute):
+            # A gradient of weights that have been replaced meanwhile was dropped: then there is none to give.
+            # Nor for one of data that were drawn for another step.
+            held = fresh and any(p.grad is not None for _, p in self._gradients.parameters)
+            if held and sampler is not None:
+                self._samples = {i: sampler.indices(order.step) for i in order.micro_batches}
+            order = self._computed(order, weight if held and not contributed else 0.0)
+            contributed = True
+        if isinstance(order, io.Finish):
+            self._too_late(order)
+        self._end_step(step, order)
+        return step
+
+    @contextlib.contextmanager
+    def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
+        """Say why this replica is away from the exchange for a while; shown in ``fabric status``.
+
+        ``at_most_s`` takes the place of ``user_code_s`` meanwhile: whoever keeps the others waiting for
+        longer is evicted, and catches up when it comes back. Raises ConfigError where it is not above 0.
+        """
+        if not 0 < at_most_s < math.inf:
+            raise ConfigError(f"session.busy has at_most_s={at_most_s:g}: give a finite number above 0")
+        self._engine.post(io.Busy(f"{reason}, at most {at_most_s:g} s", at_most_s))
+        try:
+            yield
+        finally:
+            self._engine.post(io.Busy("", 0.0))
+
+    def close(self) -> None:
+        """Finished: wait until every member is, then leave. Never counted as a failure.
+
+        It returns with the job's final state, or ends the process: this loop ended before it had caught up.
+        """
+        if self._engine.is_running and not self._finished:
+            self._note_state(self._digest_when_due(wanted=True))
+            if self._parts.durable.is_due(self._state_step, self._engine.current, last=True):
+                self._snapshot_by_policy(True, "")
+                self._parts.keeper.settle(within_s=60.0)
+            self._engine.post(io.Closing())
+            self._patience.begin()
+            while not isinstance(order := self._patience.get(self._engine.orders), io.Finish):
+                self._obey(order)
+            self._finish(order)
+        if self._loader is not None:
+            self._loader.close()
+        self._parts.journal.write("finish", step=self._state_step)
+        self._engine.close()
+        self._end(finished=True)
+
+    # --- between the user's code and the engine ---------------------------------------------------------
+
+    @property
+    def _replicas(self) -> int:
+        """How many replicas the job starts with."""
+        return parse_replicas(self.settings.replicas)[1]
+
+    def _optimizers(self) -> list[Any]:
+        return [x for name, x in self._state.objects.items() if name.startswith("optimizer")]
+
+    def _start(
+        self,
+        data: Mapping[str, Any],
+        more: Mapping[str, Any],
+        sharing: Sharing = EVERYTHING,
+        data_slot: int = -1,
+    ) -> None:
+        """Begin to talk: the data is known now, and with it everything a session must say."""
+        settings, parts = self.settings, self._parts
+        self._watch.begin()
+        self._micro_batches = int(data["micro_batches"])
+        parts.buffers.begin()
+        excepthook.watchers.append(self._failed)
+        parts.journal.write(
+            "start",
+            pid=os.getpid(),
+            job=settings.job,
+            layout=self._gradients.layout,
+            torch=torch.__version__,
+            data=dict(data),
+            data_slot=data_slot,
+        )
+        self._engine.stream = lambda: self.overlap.stream
+        self._engine.samples = lambda step, ids: {str(i): self._samples.get(i, []) for i in ids}
+        digest = self._digest_when_due(wanted=True)
+        if not parts.handle.snapshots and self._place.group is None:
+            # What a first start may begin from, should the replicas' initial states differ.
+            self._snapshot(generation=0)
+        parts.keeper.submit(parts.slots.reserve)
+        part = self._loader.slice.index if self._loader is not None else self._place.rank
+        alike = {**data, **more, "on_nan": settings.on_nan}
+        layout, tensors = self._gradients.layout, self._gradients.described
+        plane = parts.plane.kind
+        said = " ".join(f"{name} {value}" for name, value in alike.items())
+        work = Work(
+            self._micro_batches,
+            said,
+            layout,
+            digest,
+            part,
+            sharing,
+            data_slot,
+            tensors,
+            plane,
+            self._state_step,
+        )
+        try:
+            begin(self._engine, parts, settings, self._place, work)
+        except StorageAway as error:
+            self._leave(str(error), 75)
+
+    def _ready(self) -> io.Ready:
+        """The user's update has run (or nothing has yet): the state stands at ``_state_step``."""
+        self._end_replay()
+        self._clock.optimizer_s += self._clock.lap()
+        wanted, self._digest_wanted = self._digest_wanted, False
+        later = self._digests_beside(wanted)
+        digest, copied = "" if later else self._digest_when_due(wanted), False
+        if self._engine.generation > 0:
+            durable = self._parts.durable.is_due(self._state_step, self._engine.current)
+            if durable or self._snapshots.is_due(self._state_step, self._parts.keeper.submit):
+                copied = self._snapshot_by_policy(durable, digest)
+        if later:
+            self._snapshots.begin_digest(self._state_step, copied)
+        self._digest_begun = later
+        self._note_state(digest)
+        entries = small_entries(self._state.objects) if digest else ()
+        return io.Ready(self._state_step, digest, self._times(), later, entries)
+
+    _digest_wanted = True
+    _sampler: StepSampler | None = None
+    _presence: PresenceFactor | None = None
+    _micro_batches = 0
+    _first_order: io.Compute | io.Apply | io.Finish | None = None
+
+    def _times(self) -> StepTimes:
+        exchange = self._parts.exchange
+        times = self._clock.times(exchange.seconds, exchange.waiting_s)
+        exchange.seconds, exchange.waiting_s = 0.0, {}
+        return times
+
+    def _computed(self, order: io.Compute, weight: float) -> io.Compute | io.Apply | io.Finish:
+        self._watch.check(order.step)
+        self._gradients.settle()
+        self._clock.compute_s += self._clock.lap()
+        if weight > 0:
+            self._parts.buffers.contribute(weight)
+        metrics = finite(self._metrics)
+        self._metrics.clear()
+        redo = self.overlap.end_order()
+        self._parts.placement.computed()
+        return self._wait(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
+
+    def _wait(self, event: io.Event) -> io.Compute | io.Apply | io.Finish:
+        """Post where I stand and obey until there is something for the user's loop."""
+        self._engine.post(event)
+        self._patience.begin()
+        while True:
+            order = self._patience.get(self._engine.orders)
+            self._clock.wait_s += self._clock.lap()
+            if isinstance(order, io.Finish):
+                self._finish(order)
+                return order
+            if isinstance(order, io.Compute | io.Apply):
+                return order
+            self._obey(order)
+
+    def _waits_for(self) -> str:
+        return waits_for(self._engine.describe(), self._parts.leader.waiting_for)
+
+    def _obey(self, order: io.Effect) -> None:
+        if isinstance(order, io.Stop):
+            samples = self._loader.plan.samples if self._loader is not None else None
+            named = name_samples(order.poison, samples) if samples is not None else ""
+            self._leave(order.reason + named, order.code)
+        elif isinstance(order, io.DropGradient):
+            self._drop_gradient()
+        elif isinstance(order, io.TellDigest):
+            digest = self._snapshots.take_digest(order.step) or self.digest()
+            self._digest_begun = False
+            self._note_state(digest)
+            self._engine.post(io.Digested(order.step, digest, small_entries(self._state.objects)))
+        elif isinstance(order, io.TakeSnapshot):
+            self._snapshot(order.generation)
+        elif isinstance(order, io.Install):
+            self._install(order)
+
+    def _too_late(self, order: io.Finish) -> NoReturn:
+        self._leave(
+            f"the job is complete at step {order.step}, this process held step {self._state_step}: nothing "
+            "is left to train, and the final state is with the replicas that finished"
+        )
+
+    def _end_step(self, step: Step, order: io.Compute | io.Apply | io.Finish | None) -> None:
+        """Put the committed gradient into ``.grad`` and hand over to the user's update code."""
+        if isinstance(order, io.Finish):
+            self._too_late(order)
+        assert isinstance(order, io.Apply)
+        self._let_change()
+        transfer = self._parts.transfer
+        if order.held is not None:
+            held, buffer = order.held, self._parts.slots.find(order.step)
+            self._note_joined(held)
+        else:
+            assert transfer.buffer is not None
+            self._parts.points.hit("replay", order.step)
+            held, buffer = transfer.as_held(), transfer.buffer
+            self._begin_replay()
+        self._journal_commit(order, held, replay=order.held is None)
+        counted = sum(len(ids) for _, ids in held.contributions)
+        step.skipped = self._empty.has_no_update(held) or bool(held.nonfinite)
+        if step.skipped:
+            # Optimizers leave a parameter without a gradient as it is, so the user's loop needs no branch.
+            self._drop_gradient()
+        else:
+            weight = held.weight or 1.0  # of a sum that is zero
+            scatter = partial(self._parts.placement.scatter, self._gradients, buffer, weight)
+            self._yielding(scatter)
+            if held.weight:
+                self._parts.buffers.commit(held.weight)
+        if self._presence is not None:
+            self._presence.present(counted, self._micro_batches)
+        self._state_step = order.step + 1
+        self._digest_wanted = order.digest
+        self._samples.clear()
+        step.number, step.live, step.metrics, step.done = order.step, order.live, restored(held.metrics), True
+        self._clock.lap()
+
+    def _snapshot_by_policy(self, durable: bool, digest: str) -> bool:
+        """Whether it has begun: with several ranks all take theirs at the same step, when rank 0 says so."""
+        if self._place.group is None:
+            self._snapshot(-1, durable, digest)
+            return True
+        if self._place.rank == 0:
+            self._engine.post(SnapshotDue(self._state_step, durable))
+        return False
+
+    def _snapshot(self, generation: int, durable: bool = False, digest: str = "") -> None:
+        """Begin one; a negative ``generation`` is the current one. ``digest``: the state's, where known."""
+        generation = self._engine.generation if generation < 0 else generation
+        self._parts.points.hit("snapshot", self._state_step)
+        state = SnapshotRef(generation, self._state_step, digest)
+        self._snapshots.start(state, self._parts.keeper.submit, self._engine.post, durable)
+
+    @property
+    def _digests(self) -> bool:
+        return self.settings.reproducible and self.settings.digest_every > 0
+
+    def _digest_when_due(self, wanted: bool) -> str:
+        return self.digest() if wanted and self._digests else ""
+
+    def _digests_beside(self, wanted: bool) -> bool:
+        """Whether the digest is taken while forward and backward run: on the host, by who is no newcomer."""
+        there = self._engine.generation > 0 and self.epoch > 0 and not self._behind
+        return wanted and self._digests and there and isinstance(self._parts.placement, OnHost)
+
+    def _journal_commit(self, order: io.Apply, held: io.PreparedRound, replay: bool) -> None:
+        clock = self._clock
+        times = {
+            "compute_s": clock.compute_s,
+            "exchange_s": self._parts.exchange.seconds,
+            "optimizer_s": clock.optimizer_s,
+            "wait_s": clock.wait_s,
+        }
+        source = self._parts.transfer if replay else self._engine
+        self._parts.journal.commit(held, self._micro_batches, (source.generation, order.live, replay), times)
+
+    def _finish(self, order: io.Finish) -> None:
+        self._finished = True
+        self._note_end(order)

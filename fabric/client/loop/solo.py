@@ -1,0 +1,171 @@
+"""FABRIC_DISABLE=1: the same loop and the same mathematics with one member and no service at all."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fabric.ckpt_server.state.training_state import capture
+from fabric.client.data.loader import Loader, Slice, make_loader, parse_options
+from fabric.client.data.randomness import seed_everything
+from fabric.client.data.sampler import SoloSampler, StepSampler
+from fabric.client.process.rank_group import RankGroup
+from fabric.errors import FabricError
+from fabric.protocol.messages.rank_messages import replica_share
+
+
+class SoloStep:
+    """As Step: iterate it, then ``.grad`` is the average over the global batch."""
+
+    def __init__(self, session: "SoloSession", number: int, data: Loader) -> None:
+        self.number = number
+        self.live = True
+        self.skipped = False
+        self.metrics: dict[str, float] = {}
+        self.done = False
+        self._session = session
+        self._data = data
+        self._samples = 0
+        self._weight = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        plan = self._data.plan
+        self._data.read_ahead(self.number, range(plan.micro_batches))
+        for micro_batch in range(plan.micro_batches):
+            batch = self._data.fetch(self.number, micro_batch)
+            self._samples = plan.micro_batch_size // self._data.slice.count
+            seed_everything(plan.seed, self.number, micro_batch)
+            yield batch
+        self._session.average(self._weight, self._data.slice.index)
+        self.skipped = self._session.skips()
+        self.metrics, self.done = self._session.take_metrics(), True
+
+    def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
+        """As Step.backward."""
+        (loss * self.took(weight)).backward()  # type: ignore[no-untyped-call]
+
+    def took(self, weight: float | None = None) -> float:
+        """As Step.took."""
+        share = float(self._samples if weight is None else weight)
+        self._weight += share
+        return share
+
+
+class SoloSession:
+    """As Session, alone."""
+
+    epoch = 0
+    members: tuple[str, ...] = ()
+    is_writer = True
+    _sampler: StepSampler | None = None
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        objects: Mapping[str, object],
+        on_nan: str = "pass",
+        replicas: int = 1,
+        group: RankGroup | None = None,
+        step: int = 0,
+    ) -> None:
+        self._replicas = replicas
+        self._group = group
+        self.committed_step = step
+        self._on_nan = on_nan
+        self._objects = objects
+        self._parameters = parameters
+        self._metrics: dict[str, float] = {}
+
+    def digest(self) -> str:
+        """As Session.digest."""
+        return capture(self._objects, self.committed_step).digest()
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int = 0,
+        collate_fn: Callable[[Sequence[Any]], Any] | None = None,
+        num_workers: int = 0,
+        mesh: Any = None,
+        **options: Any,
+    ) -> Loader:
+        """As Session.loader; nobody is ever absent, so all of it is computed, whatever the policy."""
+        sizes, who = (global_batch_size, micro_batch_size, seed), ("replica0", self._replicas)
+        return make_loader(
+            dataset, sizes, collate_fn, num_workers, parse_options(options), who, Slice.of(mesh)
+        )
+
+    def sampler(
+        self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
+    ) -> StepSampler:
+        """As Session.sampler; the one part is the whole batch, and any other batch size will do."""
+        self._sampler = SoloSampler(size, global_batch_size, seed, (0, 1), lambda: self.committed_step)
+        return self._sampler
+
+    def steps(self, data: Loader, until: int) -> Iterator[SoloStep]:
+        """As Session.steps."""
+        while self.committed_step < until:
+            step = SoloStep(self, self.committed_step, data)
+            yield step
+            if not step.done:
+                raise FabricError(
+                    f"the loop left step {step.number} before its micro-batches ended: iterate `for batch in "
+                    "step` to its end"
+                )
+            self.committed_step += 1
+
+    def average(self, weight: float, part: int) -> None:
+        """Divide the summed gradients by the total weight; ``part`` is the slice of the samples computed
+        here, for the ranks of a replica must agree on the whole of it."""
+        if self._group is not None:
+            mine = {"weight": weight, "metrics": sorted(self._metrics.items()), "part": part}
+            said = self._group.gather(mine)
+            shares = [(x["weight"], tuple((k, v) for k, v in x["metrics"])) for x in said]
+            weight, metrics = replica_share([x["part"] for x in said], shares)
+            self._metrics = dict(metrics)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(weight)
+
+    def skips(self) -> bool:
+        """As ``on_nan`` says of a gradient that is not finite: whether the step goes without its update."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._on_nan == "pass" or all(bool(torch.isfinite(g).all()) for g in gradients):
+            return False
+        if self._on_nan == "stop":
+            raise FabricError(f"the gradient of step {self.committed_step} is not finite, and on_nan is stop")
+        for parameter in self._parameters:
+            parameter.grad = None
+        return True
+
+    def metrics(self, **values: float) -> None:
+        """As Session.metrics."""
+        for name, value in values.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
+
+    def take_metrics(self) -> dict[str, float]:
+        """The step's sums, begun anew."""
+        totals, self._metrics = self._metrics, {}
+        return totals
+
+    def exchange(self, weight: float = 1.0) -> SoloStep:
+        """As Session.exchange: alone, ``.grad`` is the average already (``weight`` cancels out)."""
+        if self._sampler is not None:
+            self._sampler.take(self.committed_step)
+        step = SoloStep.__new__(SoloStep)
+        step.number, step.live, step.metrics, step.done = self.committed_step, True, self.take_metrics(), True
+        step.skipped = self.skips()
+        self.committed_step += 1
+        return step
+
+    @contextlib.contextmanager
+    def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
+        """As Session.busy: nobody is waiting."""
+        yield
+
+    def close(self) -> None:
+        """As Session.close: nothing to leave."""

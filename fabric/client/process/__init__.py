@@ -1,0 +1,1 @@
+"""Things of one trainer process: identity, journal, crash marker, debug endpoint, waiting."""

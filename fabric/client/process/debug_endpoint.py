@@ -1,0 +1,157 @@
+"""Answers what the checkpoint server wants to know of this process: its stacks, where it stands, torch's
+recording of its collectives.
+
+A thread of its own on a socket of its own, so that it answers while main, control and exchange are stuck, as
+long as the interpreter's lock comes round. Where it does not, a signal makes the interpreter write the stacks
+without it. See ``fabric.ckpt_server.server.debug_probe`` for the other side.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from fabric.ckpt_server.wire.channel_protocol import (
+    INSIGHT_NAME,
+    STACKS_NAME,
+    STACKS_SIGNAL,
+    LineBuffer,
+    decode_line,
+    encode_line,
+    socket_path,
+)
+from fabric.errors import ConfigError, FabricError, Refused
+from fabric.runtime.private_folder import open_private
+
+_MAX_QUESTION_BYTES = 4096
+_PEER_S = 5.0
+_MAX_FRAMES = 100
+_PEER_CREDENTIALS = struct.Struct("iII")
+
+# The interpreter writes to it for as long as the process lives: nobody closes it.
+_dump_file: IO[bytes] | None = None
+
+Answers = Mapping[str, Callable[[], Mapping[str, object]]]
+
+
+class Insight:
+    """Answers ``answers`` by name on ``run_dir``'s socket, from a daemon thread, until ``close``.
+
+    Where the socket cannot be made this process is not looked into, and trains all the same.
+    """
+
+    def __init__(self, run_dir: Path, answers: Answers) -> None:
+        self._answers = answers
+        self._listener: socket.socket | None = None
+        self._path = run_dir / INSIGHT_NAME
+        with contextlib.suppress(OSError, ConfigError):
+            _write_stacks_on_signal(run_dir / STACKS_NAME)
+            self._path.unlink(missing_ok=True)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with socket_path(run_dir, INSIGHT_NAME) as path:
+                listener.bind(path)
+            self._path.chmod(0o600)
+            listener.listen(8)
+            self._listener = listener
+            threading.Thread(target=self._run, args=(listener,), name="fabric-insight", daemon=True).start()
+
+    def close(self) -> None:
+        """Answer no more."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
+            self._listener = None
+
+    def _run(self, listener: socket.socket) -> None:
+        with listener, contextlib.suppress(OSError):
+            while True:
+                asking, _ = listener.accept()
+                with asking, contextlib.suppress(OSError, FabricError):
+                    asking.settimeout(_PEER_S)
+                    self._answer(asking)
+
+    def _answer(self, asking: socket.socket) -> None:
+        data = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        if _PEER_CREDENTIALS.unpack(data)[1] != os.geteuid():
+            return
+        lines = LineBuffer(_MAX_QUESTION_BYTES)
+        while (line := lines.next_line()) is None:
+            received = asking.recv(_MAX_QUESTION_BYTES)
+            if not received:
+                return
+            lines.feed(received)
+        question = decode_line(line)
+        try:
+            if question.get("pid") != os.getpid():
+                raise Refused(f"the question is for process {question.get('pid')}, this is {os.getpid()}")
+            answer = self._answers.get(str(question.get("ask")))
+            if answer is None:
+                raise Refused(f"this trainer knows no answer to {str(question.get('ask'))[:40]!r}")
+            body: Mapping[str, object] = {"ok": True, **answer()}
+        except Exception as error:  # noqa: BLE001  (whoever looks gets the reason; the trainer goes on)
+            text = str(error) if isinstance(error, FabricError) else f"{type(error).__name__}: {error}"
+            body = {"ok": False, "error": text}
+        asking.sendall(encode_line(body))
+
+
+def stacks() -> dict[str, object]:
+    """The Python stacks of all threads, the main thread first, most recent call first."""
+    names = {thread.ident: thread for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    found = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda kv: kv[0] != main):  # noqa: SLF001
+        thread = names.get(ident)
+        calls = [
+            f"{code.co_filename}:{number} {code.co_name}"
+            for code, number in ((f.f_code, n) for f, n in traceback.walk_stack(frame))
+        ]
+        found.append(
+            {
+                "name": thread.name if thread is not None else hex(ident),
+                "tid": thread.native_id if thread is not None else 0,
+                "stack": calls[:_MAX_FRAMES],
+            }
+        )
+    return {"threads": found}
+
+
+def flight() -> dict[str, object]:
+    """Torch's recording of collectives as it says it itself, in JSON. Raises Refused where it keeps none."""
+    c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # noqa: SLF001
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        raise Refused(f"torch {torch.__version__} has no flight recorder that speaks JSON")
+    if not torch.distributed.is_initialized():
+        raise Refused("this trainer has no process group of torch's, so torch has recorded nothing")
+    text = bytes(dump()).decode(errors="replace")
+    if '"entries"' not in text:
+        raise Refused(
+            "torch has recorded no collective: start the trainer with TORCH_FR_BUFFER_SIZE=2000 set"
+        )
+    return {"recording": text}
+
+
+def _write_stacks_on_signal(path: Path) -> None:
+    """From now on STACKS_SIGNAL makes the interpreter write all stacks to the file at ``path``. A handler of
+    the user's stays, and then there is no such file."""
+    global _dump_file
+    path.unlink(missing_ok=True)
+    if _dump_file is None and signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
+        return
+    # Appended, so that a dump begins where the server has cut the file.
+    descriptor = open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    file = os.fdopen(descriptor, "ab", buffering=0)
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+    _dump_file = file

@@ -1,0 +1,127 @@
+"""What this replica did, one JSON line per event: the independent record that a run is verified from.
+
+The transitions among them are logged too, whether there is a journal or not.
+
+Each line is one ``write`` on a file opened for appending, so that a SIGKILL loses at most the line being
+written; every incarnation of the replica appends to the same file. Written only where FABRIC_JOURNAL says.
+A disk that is full ends no trainer: what could not be written is counted, and the count is the first line
+(event ``lost``) when there is room again.
+"""
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fabric.errors import ConfigError
+from fabric.protocol.messages.member_events import PreparedRound
+from fabric.runtime.logs import fields
+
+log = logging.getLogger(__name__)
+
+# What is logged: what happens once per start, failure or epoch, and nothing that happens at every step.
+_TOLD = frozenset(
+    ("start", "epoch", "abort", "resume", "outside", "installed", "join", "joined", "catch-up-failed")
+) | {"blocking-join", "poison", "skipped", "finish"}
+
+
+class Journal:
+    """Appends events; without a path it does nothing."""
+
+    def __init__(self, path: Path | None, replica: str, incarnation: int) -> None:
+        self._who = {"replica": replica, "incarnation": incarnation}
+        self._descriptor = -1
+        self._lock = threading.Lock()
+        self._path = path
+        self._torn, self._lost = False, 0
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            # A killed predecessor may have left half a line: what follows must not be glued to it.
+            if path.stat().st_size:
+                with path.open("rb") as file:
+                    file.seek(-1, os.SEEK_END)
+                    self._torn = file.read(1) != b"\n"
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                log.warning("fabric: %s: there is no room for the journal %s: none is written", replica, path)
+                return
+            raise ConfigError(f"the journal {path} cannot be written: {error.strerror}") from error
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is written."""
+        return self._descriptor >= 0
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one line; safe from any thread."""
+        if event in _TOLD:
+            known = {name: values[name] for name in ("epoch", "step", "incident_id") if name in values}
+            why = values.get("why") or values.get("reason") or ""
+            text = ": ".join(str(part) for part in (event, values.get("about"), why) if part)
+            log.info("%s", text, extra=fields(**known))
+        if not self.on:
+            return
+        with self._lock:  # the clock is read and the line written as one, or lines go back in time
+            body = {"event": event, "t": time.time(), "mono": time.monotonic(), **self._who, **values}
+            try:
+                if self._lost:
+                    self._put({**body, "event": "lost", "lines": self._lost})
+                    self._lost = 0
+                self._put(body)
+            except OSError as error:
+                if not self._lost:
+                    log.warning(
+                        "fabric: %s: the journal %s cannot be written (%s): training goes on without it;"
+                        " make room, or mend that disk",
+                        self._who["replica"],
+                        self._path,
+                        error.strerror,
+                    )
+                self._lost += 1
+
+    def _put(self, body: Mapping[str, Any]) -> None:
+        """Write one line, whole. Raises OSError; what there is of a line then ends at the next one."""
+        line = json.dumps(body, separators=(",", ":")).encode() + b"\n"
+        if self._torn:
+            os.write(self._descriptor, b"\n")
+            self._torn = False
+        while line:
+            written = os.write(self._descriptor, line)
+            line = line[written:]
+            self._torn = bool(line)
+
+    def commit(
+        self, held: PreparedRound, micro_batches: int, how: tuple[int, bool, bool], times: Mapping[str, float]
+    ) -> None:
+        """A step that this replica applied: of what it was made, what of its ``micro_batches`` was left out,
+        ``how`` (generation, live, replay), and where its time went (seconds)."""
+        generation, live, replay = how
+        counted = {i for _, ids in held.contributions for i in ids}
+        self.write(
+            "commit",
+            generation=generation,
+            epoch=held.epoch,
+            step=held.step,
+            live=live,
+            replay=replay,
+            skipped=[i for i in range(micro_batches) if i not in counted],
+            contributions={name: list(ids) for name, ids in held.contributions},
+            weight=held.weight,
+            gradient_digest=held.gradient_digest,
+            metrics=dict(held.metrics),
+            members=[name for name, _ in held.contributions],
+            times=dict(times),
+        )
+
+    def close(self) -> None:
+        if self.on:
+            os.close(self._descriptor)
+            self._descriptor = -1

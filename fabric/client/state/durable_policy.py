@@ -1,0 +1,194 @@
+"""Durable checkpoints as a trainer sees them: when one is due and who writes it, and what storage holds
+already.
+
+One replica writes each of them: the lowest name among the members that have the state. All count steps and
+time alike, so when that one dies the next one takes over by itself, at the next checkpoint that is due."""
+
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.durable.reader import Checkpoint, Listing, find_checkpoint, list_checkpoints
+from fabric.ckpt_server.durable.storage import Storage, StorageError
+from fabric.client.process.journal import Journal
+from fabric.client.process.process_identity import Place
+from fabric.client.state import peer_state_query
+from fabric.errors import Refused, StateError
+from fabric.model import Record, SnapshotRef
+from fabric.runtime.config import Settings
+
+_MOST_TOLD = 16  # of what storage holds; the others are older
+_LOOK_AGAIN_S = 1.0
+# A listing that takes longer than this is told of, and whether it is needed is asked meanwhile.
+_ANSWER_S = 10.0
+
+
+class StorageAway(StateError):
+    """Storage cannot be listed, and the job cannot begin without it: this process is to be started again."""
+
+
+class NoAnswer(StorageError):
+    """Storage has neither answered nor failed."""
+
+
+class _Look:
+    """One look at what storage holds, in a thread of its own: a mount whose server has vanished answers
+    nobody, for ever, and no call to it can be broken off."""
+
+    def __init__(self, job: Storage, name: str) -> None:
+        self._job, self._name, self._began = job, name, time.monotonic()
+        self._found: Future[Listing] = Future()
+        threading.Thread(target=self._run, name="fabric-storage", daemon=True).start()
+
+    def wait(self, seconds: float) -> Listing:
+        """Raises StorageError; NoAnswer where there is none in that time, and one may come yet."""
+        try:
+            return self._found.result(seconds)
+        except FutureTimeoutError:
+            gone_s = time.monotonic() - self._began
+            raise NoAnswer(f"{self._job.url} has not answered for {gone_s:.0f} s") from None
+
+    def _run(self) -> None:
+        try:
+            self._found.set_result(list_checkpoints(self._job, self._name))
+        except Exception as error:  # noqa: BLE001  (whoever waits raises it)
+            self._found.set_exception(error)
+
+
+class Durable:
+    """``settings.durable`` empty: there is none, and nothing is ever due. ``place`` is mine."""
+
+    def __init__(self, settings: Settings, journal: Journal, place: Place) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._place = place
+        self._last_s = time.monotonic()
+        self._last_step = -1
+
+    def find(self) -> tuple[SnapshotRef, ...] | None:
+        """Complete checkpoints, oldest first, in whatever layout of ranks; None where storage cannot be
+        listed and need not be, for others hold the job's state. Raises StorageAway where it must be (to begin
+        again from nothing would be worse than not to begin), StateError where there must be a checkpoint and
+        is none. A folder that is not there holds none: it is made, which is said."""
+        place = self._settings.durable
+        if not place:
+            return ()
+        listing = self._listing(self._job())
+        if listing is None:
+            return None
+        if self._settings.durable_required and not listing.complete:
+            more = "".join(f"; {warning}" for warning in listing.warnings)
+            raise StateError(
+                f"{place} holds no complete durable checkpoint of job {self._settings.job}{more}: correct "
+                "FABRIC_DURABLE or FABRIC_JOB, or start without FABRIC_DURABLE_REQUIRED to begin from nothing"
+            )
+        self._tell_unless_writable()
+        for warning in listing.warnings:
+            self._journal.write("durable", warning=warning)
+        return tuple(c.state for c in listing.complete[-_MOST_TOLD:])
+
+    def _listing(self, job: Storage) -> Listing | None:
+        """What storage holds as soon as it can be listed; None where it cannot, and others hold the state."""
+        limit_s, waits = self._settings.contact_s, False
+        deadline, look = time.monotonic() + limit_s, _Look(job, self._settings.job)
+        while True:
+            try:
+                return look.wait(_LOOK_AGAIN_S if waits else _ANSWER_S)
+            except StorageError as error:
+                trouble, may_come = error, isinstance(error, NoAnswer)
+            held = peer_state_query.hold_the_state(self._settings)
+            if held:
+                self._say(f"{trouble}: it is left for later, for others hold the job's state")
+                return None
+            why = "no member" if held is False else "no lighthouse says that a member"
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 and not may_come:
+                raise StorageAway(
+                    f"{trouble}, for {limit_s:g} s, and {why} of the job holds its state: mend the storage,"
+                    " or correct FABRIC_DURABLE; this process ends with code 75, to be started again"
+                )
+            if not waits:
+                waits = True
+                until = "" if may_come else f", up to {limit_s:g} s"
+                self._say(f"{trouble}: it is waited for{until}, for {why} holds the job's state")
+            if not may_come:
+                time.sleep(min(_LOOK_AGAIN_S, max(left_s, 0.0)))
+                look = _Look(job, self._settings.job)
+
+    def _tell_unless_writable(self) -> None:
+        """What the first checkpoint would meet later. No reason to refuse: memory of peers needs no storage,
+        and storage may be mended while the job trains."""
+        storage = Storage(self._settings.durable)
+        try:
+            is_new = not storage.is_there()
+            storage.try_writing()
+            if is_new:
+                self._say(
+                    f"{storage.url} was not there and has been made: there is nothing to begin again from"
+                )
+        except StorageError as error:
+            self._say(
+                f"no durable checkpoint will be written while this lasts: {error}; mend the storage, or"
+                " correct FABRIC_DURABLE"
+            )
+
+    def _say(self, sentence: str) -> None:
+        sys.stderr.write(f"fabric: {self._settings.replica}: {sentence}\n")
+        sys.stderr.flush()
+
+    def is_due(self, step: int, record: Record | None, last: bool = False) -> bool:
+        """Whether the state at ``step`` is to become a durable checkpoint, and this replica is the one.
+        ``last``: the loop has ended with it."""
+        settings = self._settings
+        if not settings.durable or record is None or step == self._last_step:
+            return False
+        if last:
+            due = True
+        elif settings.durable_every:
+            due = step > 0 and step % settings.durable_every == 0
+        else:
+            due = time.monotonic() - self._last_s >= settings.durable_every_s
+        if not due:
+            return False
+        self._last_s, self._last_step = time.monotonic(), step
+        return writer_of(record) == settings.replica
+
+    def persist(self, handle: ServerHandle, step: int, generation: int) -> None:
+        """Have the checkpoint server write the snapshot that it holds of ``step``; the journal says how that
+        began. Raises FabricError where the server is lost."""
+        settings = self._settings
+        try:
+            handle.persist(
+                step,
+                generation,
+                url=settings.durable,
+                incarnation=self._place.incarnation,
+                keep=settings.durable_keep,
+                required=settings.durable_required,
+            )
+        except Refused as error:
+            self._journal.write("durable", step=step, warning=str(error))
+        else:
+            self._journal.write("durable", step=step, generation=generation)
+
+    def find_state(self, state: SnapshotRef) -> Checkpoint:
+        """The complete checkpoint of ``state``. Raises StateError."""
+        if not self._settings.durable:
+            raise StateError(
+                f"step {state.step} is in durable storage and FABRIC_DURABLE is not set here: set it"
+            )
+        return find_checkpoint(self._job(), self._settings.job, state)
+
+    def _job(self) -> Storage:
+        return Storage(self._settings.durable).at(self._settings.job)
+
+
+def writer_of(record: Record | None) -> str:
+    """The replica that writes for all: the first by name of those that know the job's state and stay."""
+    names = (
+        [x.replica for x in record.roster if not x.joining and not x.leaving] if record is not None else []
+    )
+    return min(names, default="")

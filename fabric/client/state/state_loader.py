@@ -1,0 +1,190 @@
+"""Where a replica's state comes from, highest rung first: this host's own memory, the memory of others,
+durable storage. When one rung fails half-way the next one is tried, for the same state.
+
+A state that was taken in another layout of ranks than mine is cut anew on any rung, of the slices that this
+rank needs (``ckpt_server/relayout``)."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from fabric.ckpt_server.fetch.fetcher import Fetched, StateFetcher
+from fabric.ckpt_server.format.digest import file_digest
+from fabric.ckpt_server.format.manifest import state_digest
+from fabric.ckpt_server.format.safetensors_file import read_preamble
+from fabric.ckpt_server.reshard.rank_files import Part, ServedPart, StoredPart
+from fabric.ckpt_server.reshard.relayout import Layout, Misfit, relay
+from fabric.client.state.durable_policy import Durable
+from fabric.client.state.snapshots import Snapshots
+from fabric.errors import FabricError, IntegrityError, StateError
+from fabric.model import DURABLE, SnapshotRef
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.rank_messages import by_rank
+
+OWN_MEMORY = "own memory"  # where a state came from that nobody had to send
+
+
+class NoPlace(StateError):
+    """This host has no memory for a state: its own checkpoint server is lost, or refuses. The state itself,
+    and those who hold it, may be well."""
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A fetched state in one of my own slots, not yet loaded. ``relaid``: it was cut anew, so that under its
+    name others know another file."""
+
+    slot: int
+    file: memoryview
+    fetched: Fetched
+    relaid: bool = False
+
+
+class Ladder:
+    """Of rank ``rank`` of ``size``; ``layout`` is how the live objects are placed. ``make_fetcher``
+    takes a rank, mine where none is given."""
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        durable: Durable,
+        layout: Layout,
+        place: tuple[int, int],
+        make_fetcher: Callable[..., StateFetcher],
+    ) -> None:
+        self._snapshots = snapshots
+        self._durable = durable
+        self._layout = layout
+        self._rank, self._size = place
+        self.make_fetcher = make_fetcher
+
+    def climb(self, order: io.FetchState, fetcher: StateFetcher) -> Arrived:
+        """The state, verified, in a slot of mine; ``fetcher`` is for my own rank's servers.
+
+        Raises FabricError with every rung's reason; ``failed`` is what that means.
+        """
+        arrived = self._from_own_memory(order, fetcher)
+        if arrived is not None:
+            return arrived
+        served = by_rank(order.lanes or order.urls)
+        reasons = []
+        if served:
+            try:
+                return self._from_others(order, served, fetcher)
+            except (Misfit, NoPlace):
+                raise
+            except FabricError as error:
+                if DURABLE not in order.urls:
+                    raise
+                reasons.append(str(error))
+        try:
+            return self._from_storage(order)
+        except (Misfit, NoPlace):
+            raise
+        except StateError as error:
+            raise StateError("; ".join([*reasons, str(error)])) from error
+
+    # --- rungs -------------------------------------------------------------------------------------
+
+    def _from_own_memory(self, order: io.FetchState, fetcher: StateFetcher) -> Arrived | None:
+        """Where this host's own checkpoint server has kept it as I need it, verified; else None."""
+        state = order.state
+        slot, began = self._snapshots.held(state), time.monotonic()
+        if slot < 0:
+            return None
+        try:
+            manifest = fetcher.fetch_manifest(self._snapshots.url, state.step, state.generation)
+            if len(manifest.get("ranks", ("",))) != self._size:
+                return None
+            file = self._snapshots.look(slot, manifest["nbytes"])
+            if state_digest(manifest) != state.digest or file_digest(file) != manifest["digest"]:
+                return None
+            if self._size > 1 and not self._layout.fits(read_preamble(file, len(file))):
+                return None
+        except FabricError:
+            return None
+        seconds, nbytes = time.monotonic() - began, len(file)
+        return Arrived(slot, file, Fetched(nbytes, seconds, {OWN_MEMORY: nbytes}, manifest))
+
+    def _from_others(
+        self, order: io.FetchState, served: Mapping[int, Sequence[str]], fetcher: StateFetcher
+    ) -> Arrived:
+        ranks = 1 + max(served)
+        if ranks == self._size == 1:  # the ordinary way, at once: no layouts to compare
+            target = _Target(self._snapshots)
+            fetched = fetcher.fetch_state(served[0], order.state, target.allocate)
+            return Arrived(target.slot, target.file, fetched)
+        parts: list[Part] = [
+            ServedPart(
+                rank,
+                served.get(rank, ()),
+                order.state,
+                fetcher if rank == self._rank else self.make_fetcher(rank),
+            )
+            for rank in range(ranks)
+        ]
+        return self._take(order, parts)
+
+    def _from_storage(self, order: io.FetchState) -> Arrived:
+        checkpoint = self._durable.find_state(order.state)
+        with ExitStack() as stack:
+            return self._take(order, [StoredPart(r, checkpoint, stack) for r in range(checkpoint.ranks)])
+
+    # --- as it was, or cut anew ----------------------------------------------------------------------
+
+    def _take(self, order: io.FetchState, parts: list[Part]) -> Arrived:
+        """My part of the state as it is where that fits, else my slices of all parts."""
+        began = time.monotonic()
+        if len(parts) == self._size:
+            mine = parts[self._rank]
+            header = mine.header()
+            if mine.ranks == self._size and self._layout.fits(header):
+                target = _Target(self._snapshots)
+                mine.complete(target.allocate)
+                return _arrived(target, mine.manifest, parts, began)
+        target = _Target(self._snapshots, beside=order.state)
+        who = self._snapshots.who
+        manifest = relay(parts, order.state, self._layout, target.allocate, rank=self._rank, who=who)
+        return _arrived(target, manifest, parts, began, relaid=True)
+
+
+class _Target:
+    """A slot of my own memory. ``beside``: that state is there in another layout, and others read it."""
+
+    def __init__(self, snapshots: Snapshots, beside: SnapshotRef | None = None) -> None:
+        self._snapshots = snapshots
+        self._beside = beside
+        self.slot = -1
+        self.file = memoryview(b"")
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Raises NoPlace."""
+        try:
+            self.slot, memory = self._snapshots.target(nbytes, self._beside)
+        except FabricError as error:
+            raise NoPlace(str(error)) from error
+        self.file = memory[:nbytes]
+        return self.file
+
+
+def _arrived(
+    target: _Target, manifest: dict[str, Any], parts: list[Part], began: float, relaid: bool = False
+) -> Arrived:
+    sources: dict[str, int] = {}
+    for part in parts:
+        for url, nbytes in part.sources.items():
+            sources[url] = sources.get(url, 0) + nbytes
+    compression = next((part.compression for part in parts if part.compression), "")
+    seconds = time.monotonic() - began
+    fetched = Fetched(sum(sources.values()), seconds, sources, manifest, compression=compression)
+    return Arrived(target.slot, target.file, fetched, relaid)
+
+
+def failed(order: io.FetchState, error: FabricError) -> io.FetchFailed:
+    """What the member is told. From durable storage, or whole and wrong: asking again gives the same. What
+    does not fit here does not fit wherever it is read. After trouble of this host's own the state is good."""
+    own = isinstance(error, NoPlace)
+    unusable = not own and (DURABLE in order.urls or isinstance(error, IntegrityError))
+    return io.FetchFailed(str(error), unusable, misfit=isinstance(error, Misfit))

@@ -1,0 +1,1 @@
+"""Data planes over somebody else's collectives: one communicator per epoch."""

@@ -1,0 +1,86 @@
+"""gloo behind the planes' interface: a baseline to compare with, not a plane to run jobs on.
+
+What it cannot do is the reason for our own. A collective that was aborted goes on in gloo's threads until its
+timeout, so it works on a copy. 16-bit floats are rounded after every addition. Its sockets do not greet:
+whoever reaches a port is a member.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fabric.errors import ConfigError
+from fabric.ftar.communicators.process_group_plane import Communicator, GroupPlane, Meeting
+from fabric.ftar.plane import Ring
+
+_dist: Any = torch.distributed  # its types are not declared
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def gloo_plane(exchange_s: float = 30.0) -> GroupPlane:
+    """A plane for CPU tensors. Raises ConfigError where this torch has no gloo."""
+    if not dist.is_gloo_available():
+        raise ConfigError("this build of torch has no gloo: use another data plane")
+    return GroupPlane(GlooMaker(exchange_s), lambda t: t.device.type == "cpu", exchange_s)
+
+
+class GlooMaker:
+    """See ``Maker``. ``collective_s`` bounds what nobody can interrupt."""
+
+    def __init__(self, collective_s: float = 30.0) -> None:
+        self._collective = timedelta(seconds=collective_s)
+
+    def meet(self, ring: Ring, host: str) -> tuple[Meeting, Any]:
+        """See ``Maker``: a store at a port that the system chooses."""
+        store = _dist.TCPStore(host, 0, ring.world, is_master=True, wait_for_workers=False)
+        return Meeting(host, store.port), store
+
+    def make(
+        self, ring: Ring, meeting: Meeting, kept: Any, timeout_s: float, began: Callable[[Communicator], None]
+    ) -> Communicator:
+        """See ``Maker``. The first collective connects the members, so there is one here."""
+        bound = timedelta(seconds=timeout_s)
+        store = kept or _dist.TCPStore(meeting.host, meeting.port, ring.world, False, bound)
+        options = _dist.ProcessGroupGloo._Options()  # noqa: SLF001  there is no other way to it
+        options._timeout = self._collective  # noqa: SLF001
+        if meeting.host.startswith("127."):
+            # Else gloo looks its own host name up, which need not lead back here.
+            options._devices = [_dist.ProcessGroupGloo.create_device(hostname=meeting.host)]  # noqa: SLF001
+        else:
+            options._devices = [_dist.ProcessGroupGloo.create_default_device()]  # noqa: SLF001
+        prefix = _dist.PrefixStore(f"fabric/{ring.epoch}", store)
+        group = _dist.ProcessGroupGloo(prefix, ring.position, ring.world, options)
+        made = GlooCommunicator(group, store)
+        began(made)
+        made.start(torch.zeros(1), "sum")()
+        return made
+
+
+class GlooCommunicator:
+    """See ``Communicator``. ``store`` lives as long as the group may look at it."""
+
+    def __init__(self, group: Any, store: Any) -> None:
+        self._group = group
+        self._store = store
+        self.is_aborted = False
+
+    def start(self, tensor: torch.Tensor, operation: str) -> Callable[[], None]:
+        """See ``Communicator``."""
+        options = _dist.AllreduceOptions()
+        options.reduceOp = _OPERATIONS[operation]
+        working = tensor.clone()
+        work = self._group.allreduce([working], options)
+
+        def wait() -> None:
+            work.wait()
+            if not self.is_aborted:
+                tensor.copy_(working)
+
+        return wait
+
+    def abort(self) -> None:
+        """Nothing ends a collective of gloo; its result is not used."""
+        self.is_aborted = True

@@ -1,0 +1,90 @@
+"""NCCL communicators, one per epoch, for ``group``.
+
+Written from torch's documentation; ``docs/benchmarks.md`` says what of it has run on a GPU. NCCL refuses two
+ranks on one GPU, and a communicator cannot lose a member and go on: that is why every epoch has its own.
+torch would end the process when a collective times out; here the watchdog of the epoch ends the communicator,
+so torch's own handling is turned off and its timeout set beyond ours.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fabric.errors import ConfigError
+from fabric.ftar.communicators.process_group_plane import Communicator, Meeting
+from fabric.ftar.plane import Ring
+
+_cuda: Any = torch.cuda  # its streams and events carry no types
+_dist: Any = torch.distributed  # nor are these types declared
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+# Longer than any bound of ours: whoever gives up, it is not torch.
+_NEVER = timedelta(days=30)
+# What torch's own watchdog would do is our watchdog's work.
+_TORCH_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+class NcclMaker:
+    """Makes communicators of one GPU each. Raises ConfigError where this torch has no NCCL."""
+
+    def __init__(self, device: torch.device) -> None:
+        if not dist.is_nccl_available():
+            raise ConfigError("this build of torch has no NCCL: use another data plane, or a CUDA build")
+        self._device = device
+        for name, value in _TORCH_SETTINGS.items():
+            os.putenv(name, value)  # read by torch's native code, when the first communicator is made
+
+    def meet(self, ring: Ring, host: str) -> tuple[Meeting, Any]:
+        """See ``Maker``: a store at a port that the system chooses."""
+        store = _dist.TCPStore(host, 0, ring.world, is_master=True, timeout=_NEVER, wait_for_workers=False)
+        return Meeting(host, store.port), store
+
+    def make(
+        self, ring: Ring, meeting: Meeting, kept: Any, timeout_s: float, began: Callable[[Communicator], None]
+    ) -> Communicator:
+        """See ``Maker``. The first collective builds the communicator, so there is one here."""
+        bound = timedelta(seconds=timeout_s)
+        store = kept or _dist.TCPStore(
+            meeting.host, meeting.port, ring.world, is_master=False, timeout=bound, wait_for_workers=False
+        )
+        store.set_timeout(bound)
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = _NEVER  # noqa: SLF001  there is no other way to it
+        prefix = _dist.PrefixStore(f"fabric/{ring.epoch}", store)
+        group = _dist.ProcessGroupNCCL(prefix, ring.position, ring.world, options)
+        made = NcclCommunicator(group, self._device, store)
+        began(made)
+        made.start(torch.zeros(1, device=self._device), "sum")()
+        return made
+
+
+class NcclCommunicator:
+    """See ``Communicator``. ``store`` lives as long as the group may look at it."""
+
+    def __init__(self, group: Any, device: torch.device, store: Any) -> None:
+        self._group = group
+        self._device = device
+        self._store = store
+
+    def start(self, tensor: torch.Tensor, operation: str) -> Callable[[], None]:
+        """See ``Communicator``: NCCL's stream waits for the calling thread's, and that one for NCCL's."""
+        options = _dist.AllreduceOptions()
+        options.reduceOp = _OPERATIONS[operation]
+        with _cuda.device(self._device):
+            work = self._group.allreduce([tensor], options)
+            work.wait()  # enqueues a wait and returns
+            # An abort ends NCCL's kernel, and the event happens.
+            done = _cuda.Event(blocking=True)
+            done.record(_cuda.current_stream(self._device))
+
+        def wait() -> None:
+            done.synchronize()
+
+        return wait
+
+    def abort(self) -> None:
+        """See ``Communicator``."""
+        self._group.abort()

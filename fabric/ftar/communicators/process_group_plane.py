@@ -1,0 +1,373 @@
+"""A data plane over somebody else's collectives: one communicator per epoch, made outside the step.
+
+The members of an epoch are linked by our own authenticated sockets. Over these the first one tells the others
+where to meet; they build the communicator there, in a thread of the epoch, before its first exchange. The
+same sockets then carry the notice of an abort and, by their end, the news of a death. A watchdog thread per
+epoch listens to them and ends the communicator when the epoch is aborted, when a neighbour is gone, or when
+an exchange is over its bound. A communicator that was ended is never used again: the next epoch has its own.
+"""
+
+import contextlib
+import json
+import math
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fabric.errors import ConfigError, ProtocolError, RoundAborted
+from fabric.ftar.device import frames
+from fabric.ftar.device.links import lost
+from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane
+from fabric.ftar.plane import Ring
+from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
+
+_MEETING = struct.Struct("<4sI")
+_MAGIC = b"FGM1"
+_MAX_MEETING_BYTES = 1024
+_READ_BYTES = 4096
+
+
+class Communicator(Protocol):
+    """Collectives among the members of one epoch."""
+
+    def start(self, tensor: torch.Tensor, operation: str) -> Callable[[], None]:
+        """Begin to reduce in place by ``sum``, ``min`` or ``max``, in order with the calling thread's stream.
+
+        What is returned blocks, in any thread, until the result is there; it raises RuntimeError when the
+        collective failed, and may return when it was aborted.
+        """
+
+    def abort(self) -> None:
+        """End what is under way, from another thread; it may take a while and is called once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the members of an epoch build their communicator: the first one's address."""
+
+    host: str
+    port: int
+
+
+class Maker(Protocol):
+    """How communicators are made."""
+
+    def meet(self, ring: Ring, host: str) -> tuple[Meeting, Any]:
+        """For the first member: a place at ``host`` (its own address), and what must be kept meanwhile."""
+
+    def make(
+        self, ring: Ring, meeting: Meeting, kept: Any, timeout_s: float, began: Callable[[Communicator], None]
+    ) -> Communicator:
+        """Build the communicator, together with all others; blocks. ``kept`` is None but for the first.
+
+        ``began`` is told what can be aborted while that is under way.
+        """
+
+
+class GroupLinks(EpochLinks):
+    """One epoch: its sockets, its communicator once that is built, and the threads behind both."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+        maker: Maker,
+        make_s: float,
+    ) -> None:
+        super().__init__(ring, next_socket, previous_socket)
+        self.communicator: Communicator | None = None
+        self.changed = threading.Condition()
+        # The end of the exchange under way, in seconds of the monotonic clock.
+        self.deadline_s = math.inf
+        self._maker = maker
+        self._make_s = make_s
+        self._meeting = bytearray()
+        self._came_back = bytearray()
+        self._met = threading.Event()
+        self._where: Meeting | None = None
+        self._begun: Communicator | None = None
+        # The watchdog has ended, having ended what there was to end.
+        self._watched_out = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Build the communicator and watch over it, both in the background."""
+        if self.ring.world == 1:
+            return
+        for work, name in ((self._build, "fabric-group"), (self._watch, "fabric-watchdog")):
+            thread = threading.Thread(target=work, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def aborted(self, why: str, about: str) -> None:
+        """Tell the previous member and wake who waits here; the watchdog does the rest."""
+        if self.previous is not None:
+            with contextlib.suppress(OSError):
+                self.previous.send(frames.notice(why, about))
+        with self.changed:
+            self.changed.notify_all()
+        self._met.set()
+
+    def release(self) -> None:
+        """The watchdog polls the descriptors, so it closes them when it has ended."""
+        if not self._threads:
+            super().release()
+
+    def ready(self, deadline_s: float) -> Communicator:
+        """The communicator, once it is built. Raises RoundAborted."""
+        with self.changed:
+            while self.communicator is None:
+                self.check()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise RoundAborted(f"epoch {self.ring.epoch} had no communicator within its bound")
+                self.changed.wait(left_s)
+            self.check()
+            return self.communicator
+
+    # --- the thread that builds -------------------------------------------------------------------
+
+    def _build(self) -> None:
+        kept = None
+        try:
+            if self.ring.position == 0:
+                assert self.next is not None
+                host = self.next.getsockname()[0] if self.next.family != socket.AF_UNIX else "127.0.0.1"
+                self._where, kept = self._maker.meet(self.ring, host)
+                self.next.send(_encode(self._where))
+            else:
+                self._met.wait()
+            if self._where is None or self.cause is not None:
+                return
+            built = self._maker.make(self.ring, self._where, kept, self._make_s, self._began)
+        except (RuntimeError, OSError, ValueError) as error:
+            why = f"the communicator of epoch {self.ring.epoch} could not be built: {_first_line(error)}"
+            self.abort(why)
+            return
+        with self.changed:
+            self.communicator = built
+            self.changed.notify_all()
+
+    def _began(self, communicator: Communicator) -> None:
+        with self.changed:
+            self._begun = communicator
+            gone = self._watched_out
+        if gone:
+            communicator.abort()
+
+    # --- the watchdog -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        assert self.next is not None and self.previous is not None
+        poll = select.poll()
+        for descriptor in (self.wake, self.next.fileno(), self.previous.fileno()):
+            poll.register(descriptor, select.POLLIN)
+        while self.cause is None:
+            try:
+                self._listen(poll)
+            except RoundAborted as error:
+                self.abort(str(error), error.about)
+            except ProtocolError as error:
+                self.abort(f"a neighbour of epoch {self.ring.epoch} sent garbage: {error}")
+        with self.changed:
+            communicator, self._watched_out = self._begun, True
+        if communicator is not None:
+            communicator.abort()
+        with self._lock:
+            self._threads.clear()
+            if self._closing and not self._in_use:
+                super().release()
+
+    def _listen(self, poll: select.poll) -> None:
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise RoundAborted(f"the exchange of epoch {self.ring.epoch} did not end within its bound")
+        # The deadline of an exchange that begins meanwhile is looked at a second late, at most.
+        ready = dict(poll.poll(min(left_s, 1.0) * 1000 + 1))
+        assert self.next is not None and self.previous is not None
+        if self.previous.fileno() in ready:
+            self._hear_meeting(_received(self.previous, self.ring.previous))
+        if self.next.fileno() in ready:
+            self._hear_back(_received(self.next, self.ring.next))
+
+    def _hear_meeting(self, data: bytes) -> None:
+        self._meeting += data
+        if len(self._meeting) < _MEETING.size or self._where is not None:
+            return
+        magic, size = _MEETING.unpack_from(self._meeting)
+        if magic != _MAGIC or size > _MAX_MEETING_BYTES:
+            raise ProtocolError("it is not the place of a meeting: do all members use the same data plane?")
+        if len(self._meeting) >= _MEETING.size + size:
+            self._where = _decode(bytes(self._meeting[_MEETING.size : _MEETING.size + size]))
+            if self.ring.position < self.ring.world - 1:
+                assert self.next is not None
+                self.next.send(bytes(self._meeting))
+            self._met.set()
+
+    def _hear_back(self, data: bytes) -> None:
+        self._came_back += data
+        found = frames.take_back(self._came_back)
+        if found is not None:
+            raise RoundAborted(found.why, found.about if found.about in self.ring.names else "")
+
+
+class GroupPlane(EpochPlane[GroupLinks]):
+    """DataPlane over communicators that ``maker`` makes: see ``plane``.
+
+    ``owns`` says which tensors it takes, for a sentence instead of a crash. ``make_s`` bounds the building of
+    a communicator. Which bits a sum has is the library's affair; that they are equal on all members is its
+    promise, and the digest that members compare before they commit is what finds out.
+    """
+
+    def __init__(
+        self,
+        maker: Maker,
+        owns: Callable[[torch.Tensor], bool],
+        exchange_s: float = 30.0,
+        make_s: float = 120.0,
+    ) -> None:
+        super().__init__(Bounds(7200.0, exchange_s))
+        self._maker = maker
+        self._owns = owns
+        self._make_s = make_s
+
+    kind = "nccl"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Never: a library has its own ways."""
+        return False
+
+    def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
+        """Change the bounds for the exchanges to come. Who is late cannot be told from who is stuck, so
+        ``entry_s`` bounds an exchange, and ``exchange_s`` is checked and not used."""
+        super().set_bounds(exchange_s, entry_s)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Refused: any memory of the device will do."""
+        raise ConfigError("this data plane has no memory of its own: reduce the gradients where they are")
+
+    def show(self, descriptor: int, memory: torch.Tensor) -> None:
+        """Without effect."""
+
+    def forget(self, memory: torch.Tensor) -> None:
+        """Without effect."""
+
+    def install(
+        self,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+    ) -> None:
+        """Take the links of an epoch and begin to build its communicator: see DataPlane."""
+        links = GroupLinks(ring, next_socket, previous_socket, self._maker, self._make_s)
+        if self._epochs.add(links):
+            links.start()
+
+    def all_reduce(
+        self,
+        epoch: int,
+        step: int,
+        source: torch.Tensor,
+        result: torch.Tensor | None = None,
+        reduction: Reduction = SUM,
+        retain_gradients: bool = True,
+        lasting: bool = False,
+    ) -> None:
+        """Reduce over the members of ``epoch``: see DataPlane, and the class for the bits."""
+        result = source if result is None else result
+        check_tensors((source, result), reduction, retain_gradients, self._owns, "on its own device")
+        with self._entered(epoch) as links:
+            try:
+                self._reduce(links, source.detach(), result.detach(), reduction)
+            finally:
+                links.deadline_s = math.inf
+
+    def _reduce(
+        self, links: GroupLinks, source: torch.Tensor, result: torch.Tensor, reduction: Reduction
+    ) -> None:
+        links.deadline_s = time.monotonic() + self._bounds.entry_s
+        if result.data_ptr() != source.data_ptr():
+            result.copy_(source)
+        if links.ring.world > 1 and source.numel():
+            communicator = links.ready(links.deadline_s)
+            kind = "sum" if reduction.operation == "mean" else reduction.operation
+            try:
+                wait = communicator.start(result, kind)
+            except RuntimeError as error:
+                raise _failed(links.ring, error) from error
+            _until_done(links, wait)
+        if reduction.operation == "mean":
+            # A tensor and no number: on a GPU torch multiplies by the reciprocal of a number.
+            wide = torch.float64 if result.dtype == torch.float64 else torch.float32
+            weight = torch.full((), reduction.weight, dtype=wide, device=result.device)
+            result.copy_(result.to(wide).div_(weight))
+
+
+def _until_done(links: GroupLinks, work: Callable[[], None]) -> None:
+    """Run ``work`` and be back when it ends, or when the epoch is aborted, whichever is first.
+
+    A collective that cannot be interrupted is left to a thread that ends with it.
+    """
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except Exception as caught:  # noqa: BLE001  whatever a library raises is this exchange's failure
+            error = caught
+        with links.changed:
+            outcome.append(error)
+            links.changed.notify_all()
+
+    threading.Thread(target=run, name="fabric-collective", daemon=True).start()
+    with links.changed:
+        links.changed.wait_for(lambda: outcome or links.cause is not None)
+    links.check()
+    error = outcome[0]
+    if error is not None:
+        raise _failed(links.ring, error) from error
+
+
+def _failed(ring: Ring, error: BaseException) -> RoundAborted:
+    return RoundAborted(f"the exchange of epoch {ring.epoch} failed: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+
+
+def _received(sock: socket.socket, peer: str) -> bytes:
+    try:
+        data = sock.recv(_READ_BYTES)
+    except BlockingIOError:
+        return b""
+    except OSError as error:
+        raise lost(peer, error) from error
+    if not data:
+        raise lost(peer, None)
+    return data
+
+
+def _encode(meeting: Meeting) -> bytes:
+    body = json.dumps([meeting.host, meeting.port]).encode()
+    return _MEETING.pack(_MAGIC, len(body)) + body
+
+
+def _decode(body: bytes) -> Meeting:
+    try:
+        match json.loads(body):
+            case [str(host), int(port)] if 0 < port < 2**16 and len(host) < 256:
+                return Meeting(host, port)
+    except (ValueError, RecursionError):
+        pass
+    raise ProtocolError("the place of a meeting is not an address")

@@ -1,0 +1,1 @@
+"""The ring for tensors in host memory: over TCP, or by reference in shared memory."""

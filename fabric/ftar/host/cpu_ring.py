@@ -1,0 +1,167 @@
+"""The data plane for tensors in host memory: a ring of links that ends at once when it cannot go on.
+
+Members on one host read each other's memory, the others exchange bytes over TCP; which it is shows in the
+kind of socket that an epoch's link came as (see ``links``).
+
+One thread calls ``all_reduce``; the control thread installs links, aborts and retires. What they share is a
+table of epochs under one lock, and each epoch's links guard themselves. An epoch that failed stays failed:
+whoever aborted it and why is what every later call for it raises, until it is retired.
+"""
+
+import socket
+from collections.abc import Callable
+
+import torch
+
+from fabric.errors import ConfigError
+from fabric.ftar.epochs import Bounds, EpochPlane
+from fabric.ftar.host.chunk_headers import Round
+from fabric.ftar.host.exchange_buffers import Workspace, make_operands
+from fabric.ftar.host.ring_exchange import Exchange, Means
+from fabric.ftar.host.ring_links import RingLinks
+from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments
+from fabric.ftar.host.shm_transport import MOST_PLACES, SUPPORTED
+from fabric.ftar.plane import Ring
+from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
+from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
+
+# A piece costs its members about 0.1 ms of work besides its bytes, so small ones are felt; larger ones than
+# these gain nothing (docs/decisions/0072).
+CHUNK_BYTES = 8 * 1024 * 1024
+# Every cut of every type falls on whole elements, for the widest type is eight bytes.
+_CHUNK_UNIT_BYTES = ALIGNMENT * 8
+
+
+class CpuRing(EpochPlane[RingLinks]):
+    """DataPlane over links of shared memory and TCP: see ``plane``.
+
+    ``exchange_s`` bounds the silence inside an exchange, ``entry_s`` the wait for members that are late for
+    it, which must exceed what user code may take. ``chunk_bytes`` must be equal on all members.
+    ``checksum`` covers every payload on TCP and not only the headers. ``shared_memory`` asks for links of
+    that kind where they are possible. ``on_piece(step)`` is called in the midst of an exchange, after every
+    piece that arrived: for tests that must hit exactly there.
+    """
+
+    def __init__(
+        self,
+        chunk_bytes: int = CHUNK_BYTES,
+        exchange_s: float = 30.0,
+        entry_s: float = 7200.0,
+        checksum: bool = True,
+        shared_memory: bool = True,
+        on_piece: Callable[[int], None] = lambda _step: None,
+    ) -> None:
+        if chunk_bytes < _CHUNK_UNIT_BYTES or chunk_bytes > 2**30:
+            raise ConfigError(
+                f"chunks of {chunk_bytes} bytes are not possible: "
+                f"choose between {_CHUNK_UNIT_BYTES} bytes and 1 GiB"
+            )
+        super().__init__(Bounds(entry_s, exchange_s))
+        self._shared_memory = shared_memory and SUPPORTED
+        self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
+        # Partial results of 16-bit elements are twice as large on their way.
+        self._means = Means(torch.zeros(2 * self._chunk_bytes, dtype=torch.uint8), checksum, on_piece)
+        self._own = OwnSegments()
+        self._others = PeerSegments()
+        self._workspace = Workspace(self._own)
+
+    kind = "host"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether links on one host should be of shared memory: see DataPlane."""
+        return self._shared_memory
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory that neighbours can read in place: see DataPlane. Raises ConfigError without memory."""
+        return self._own.allocate(nbytes).memory[:nbytes]
+
+    def show(self, descriptor: int, memory: torch.Tensor) -> None:
+        """Let neighbours read ``memory``, the start of ``descriptor``, in place: see DataPlane."""
+        self._own.show(descriptor, memory)
+
+    def forget(self, memory: torch.Tensor) -> None:
+        """What was allocated or shown is shown no more; without effect for other memory."""
+        self._own.forget(memory)
+
+    def install(
+        self,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+    ) -> None:
+        """Take the links of an epoch: see DataPlane.
+
+        Raises IllegalTransition for an epoch that is installed already, or without its sockets.
+        """
+        self._epochs.add(RingLinks(ring, next_socket, previous_socket, self._own, self._others))
+
+    def all_reduce(
+        self,
+        epoch: int,
+        step: int,
+        source: torch.Tensor,
+        result: torch.Tensor | None = None,
+        reduction: Reduction = SUM,
+        retain_gradients: bool = True,
+        lasting: bool = False,
+    ) -> None:
+        """Reduce over the members of ``epoch``: see DataPlane, and ``reduce`` for the order.
+
+        Both are contiguous 1-D CPU tensors of one type in ``reduce.DTYPE_CODES``, any length; anything else
+        raises ConfigError before a byte is sent. Raises RoundAborted.
+        """
+        result = source if result is None else result
+        check_tensors((source, result), reduction, retain_gradients, _in_host_memory, "in host memory")
+        with self._entered(epoch) as links:
+            round_ = Round(
+                epoch,
+                step,
+                self._turn.number(epoch, step),
+                links.ring.world,
+                DTYPE_CODES[source.dtype],
+                source.numel(),
+                reduction.code,
+                lasting,
+            )
+            tensors = (source.detach(), result.detach())
+            if links.ring.world == 1:
+                reduction.alone(*tensors)
+            elif source.numel():
+                self._exchange(links, round_, tensors, reduction)
+
+    def retire(self, before_epoch: int) -> None:
+        """Close the links of older epochs: see DataPlane."""
+        super().retire(before_epoch)
+        self._others.retire(before_epoch)
+
+    def close(self) -> None:
+        """Abort and close everything; idempotent."""
+        super().close()
+        self._own.close()
+        self._others.close()
+
+    def _exchange(
+        self,
+        links: RingLinks,
+        round_: Round,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        reduction: Reduction,
+    ) -> None:
+        ring, (source, result) = links.ring, tensors
+        chunk_elements = self._chunk_bytes // source.element_size()
+        plan = schedule(source.numel(), ring.world, ring.position, chunk_elements)
+        by_reference = links.outbox is not None and links.inbox is not None
+        shown = segment_bounds(source.numel(), ring.world)[ring.position]
+        if by_reference and ring.world > 2:
+            shown = (0, source.numel())
+        partial = not by_reference or ring.world > MOST_PLACES + 1
+        visible = None if links.outbox is None else lambda memory: self._own.find(memory) is not None
+        operands = make_operands(
+            source, result, reduction, shown, ring.world, partial, self._workspace, visible
+        )
+        Exchange(links, operands, round_, plan, self._means).run(self._bounds, self._waiting)
+
+
+def _in_host_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

@@ -1,0 +1,166 @@
+"""One exchange over one ring: a single thread that sends to the next while it receives from the previous.
+
+Both sockets are non-blocking and every piece goes out as soon as what it depends on has arrived, so a ring
+cannot deadlock at any size and the hops of a long buffer overlap. While bytes flow nothing is polled; when
+neither direction can move, the thread sleeps until one can, a notice comes back, somebody aborts, or the
+deadline is over.
+
+Two bounds. A member may be late for any reason that its user's code has, so until a chunk has arrived that
+went through everybody's hands the bound is ``entry_s``; from then on all are in the exchange and nobody has
+an excuse: ``exchange_s`` since the last byte that counted.
+"""
+
+import select
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fabric.errors import Mismatch, ProtocolError, RoundAborted
+from fabric.ftar.epochs import Bounds, Waiting
+from fabric.ftar.host.chunk_headers import GATHER, REDUCE, Header, Round
+from fabric.ftar.host.exchange_buffers import Operands
+from fabric.ftar.host.ring_links import RingLinks, lost
+from fabric.ftar.host.shm_transport import PlaceReceiver, PlaceSender
+from fabric.ftar.host.tcp_transport import ByteReceiver, ByteSender
+from fabric.ftar.ring_schedule import Piece, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What the plane lends to its exchanges: see CpuRing."""
+
+    scratch: torch.Tensor
+    checksum: bool
+    on_piece: Callable[[int], None]
+
+
+class Exchange:
+    """One all-reduce of ``operands`` over ``links``; ``run`` once."""
+
+    def __init__(
+        self, links: RingLinks, operands: Operands, round_: Round, plan: Schedule, means: Means
+    ) -> None:
+        assert links.next is not None and links.previous is not None
+        self._links = links
+        self._round = round_
+        self._free = plan.free
+        self._on_piece = means.on_piece
+        ring = links.ring
+
+        def header(piece: Piece, source: int) -> Header:
+            kind = GATHER if piece.gather else REDUCE
+            return Header(round_, kind, source, piece.sequence, operands.nbytes(piece))
+
+        def sent(piece: Piece) -> Header:
+            return header(piece, ring.position)
+
+        def expected(piece: Piece) -> Header:
+            return header(piece, (ring.position - 1) % ring.world)
+
+        self._sender: ByteSender | PlaceSender
+        self._receiver: ByteReceiver | PlaceReceiver
+        if links.outbox is None:
+            self._sender = ByteSender(links.next, operands, plan.sends, sent, means.checksum)
+        else:
+            self._sender = PlaceSender(links.outbox, links.inbox, operands, plan.sends, sent)
+        if links.inbox is None:
+            self._receiver = ByteReceiver(links.previous, operands, plan.receives, expected, means.scratch)
+        else:
+            self._receiver = PlaceReceiver(links.inbox, links.outbox, operands, plan.receives, expected)
+        self._watches_previous = False
+
+    def run(self, bounds: Bounds, waiting: Waiting) -> None:
+        """Reduce. Raises RoundAborted; ``waiting`` is kept up to date throughout."""
+        poll = select.poll()
+        poll.register(self._links.wake, select.POLLIN)
+        try:
+            self._move(poll, bounds, waiting)
+            if not (self._round.lasting and self._receiver.all_by_reference):
+                self._links.tell_read(self._round)
+                self._await_readers(poll, bounds, waiting)
+        finally:
+            self._sender.close()
+
+    def _move(self, poll: "select.poll", bounds: Bounds, waiting: Waiting) -> None:
+        last_s = time.monotonic()
+        completed = 0
+        while not (self._sender.done and self._receiver.done):
+            self._links.check()
+            moved, counted = self._receive()
+            if self._send():
+                moved = counted = True
+            if counted:
+                last_s = time.monotonic()
+            if self._receiver.completed > completed:
+                completed = self._receiver.completed
+                self._on_piece(self._round.step)
+            if not moved or not counted:
+                bound_s = bounds.exchange_s if self._receiver.everybody else bounds.entry_s
+                self._wait(poll, last_s + bound_s, waiting, nap=not moved)
+
+    def _await_readers(self, poll: "select.poll", bounds: Bounds, waiting: Waiting) -> None:
+        """My memory may be written again when nobody reads it any more."""
+        deadline_s = time.monotonic() + bounds.exchange_s
+        while not self._links.all_have_read(self._round):
+            self._links.check()
+            self._wait(poll, deadline_s, waiting, nap=True)
+
+    def _send(self) -> bool:
+        try:
+            return self._sender.pump(self._free + self._receiver.passable)
+        except OSError as error:
+            # The next member may have told us why before it went.
+            self._links.hear_back()
+            raise lost(self._links.ring.next, error) from error
+
+    def _receive(self) -> tuple[bool, bool]:
+        peer = self._links.ring.previous
+        try:
+            return self._receiver.pump()
+        except ProtocolError as error:
+            mismatch = isinstance(error, Mismatch)
+            raise RoundAborted(
+                f"step {self._round.step} from {peer}: {error}", peer, mismatch=mismatch
+            ) from error
+        except EOFError as error:
+            raise lost(peer, None) from error
+        except OSError as error:
+            raise lost(peer, error) from error
+
+    def _wait(self, poll: "select.poll", deadline_s: float, waiting: Waiting, nap: bool) -> None:
+        ring = self._links.ring
+        peer = ring.next if self._receiver.done else ring.previous
+        started_s = time.monotonic()
+        if started_s >= deadline_s:
+            raise RoundAborted(
+                f"{peer} stalled in the exchange of step {self._round.step} of epoch {ring.epoch}: "
+                "nothing moved within the bound",
+                peer,
+            )
+        if not nap:
+            return
+        waiting.peer = waiting.last = peer
+        try:
+            ready = self._poll(poll, deadline_s - started_s)
+        finally:
+            waiting.peer = ""
+            waited_s = time.monotonic() - started_s
+            waiting.seconds[peer] = waiting.seconds.get(peer, 0.0) + waited_s
+        assert self._links.next is not None
+        if ready.get(self._links.next.fileno(), 0) & ~select.POLLOUT:
+            self._links.hear_back()
+
+    def _poll(self, poll: "select.poll", timeout_s: float) -> dict[int, int]:
+        links = self._links
+        assert links.next is not None and links.previous is not None
+        poll.register(links.next, select.POLLIN | (select.POLLOUT if self._sender.blocked else 0))
+        if self._receiver.done and self._watches_previous:
+            # Its owner may be gone by now, and is not needed any more: do not spin on its end.
+            poll.unregister(links.previous)
+            self._watches_previous = False
+        elif not self._receiver.done and not self._watches_previous:
+            poll.register(links.previous, select.POLLIN)
+            self._watches_previous = True
+        return dict(poll.poll(timeout_s * 1000 + 1))

@@ -1,0 +1,197 @@
+"""Pieces over a link that carries their bytes: the two ends of a TCP connection between neighbours."""
+
+import socket
+from collections.abc import Callable
+
+import torch
+
+from fabric.errors import Mismatch, ProtocolError
+from fabric.ftar.host.chunk_headers import HEADER_BYTES, Header, digest, pack, unpack
+from fabric.ftar.host.exchange_buffers import Operands, raw
+from fabric.ftar.ring_schedule import Piece
+
+
+class ByteSender:
+    """Puts pieces on the link to the next member, in order, as far as they are free to go."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        operands: Operands,
+        pieces: tuple[Piece, ...],
+        header: Callable[[Piece], Header],
+        checksum: bool,
+    ) -> None:
+        self._sock = sock
+        self._operands = operands
+        self._pieces = pieces
+        self._header = header
+        self._checksum = checksum
+        self._index = 0
+        self._under_way: list[memoryview] = []
+
+    @property
+    def done(self) -> bool:
+        return self._index == len(self._pieces) and not self._under_way
+
+    @property
+    def blocked(self) -> bool:
+        """Whether bytes wait for the socket alone (after ``pump`` moved nothing)."""
+        return bool(self._under_way)
+
+    def pump(self, free: int) -> bool:
+        """Send once, from the pieces before number ``free``; whether a byte went. Raises OSError."""
+        if not self._under_way:
+            if self._index >= min(free, len(self._pieces)):
+                return False
+            self._under_way = self._frame(self._pieces[self._index])
+            self._index += 1
+        try:
+            sent = self._sock.sendmsg(self._under_way)
+        except BlockingIOError:
+            return False
+        while self._under_way and sent >= len(self._under_way[0]):
+            sent -= len(self._under_way.pop(0))
+        if sent:
+            self._under_way[0] = self._under_way[0][sent:]
+        return True
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _frame(self, piece: Piece) -> list[memoryview]:
+        payload = raw(self._operands.outgoing(piece))
+        known = None
+        if self._checksum:
+            # A result that travels on has the digest that its author made.
+            known = self._operands.digests.pop(piece.start, None) if piece.gather else None
+            if known is None:
+                known = digest(payload)
+        return [memoryview(pack(self._header(piece), known)), payload]
+
+
+class ByteReceiver:
+    """Takes pieces off the link from the previous member: verifies, then adds or keeps them.
+
+    ``scratch`` (bytes) holds one piece that is to be added, or that is of an old round.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        operands: Operands,
+        pieces: tuple[Piece, ...],
+        expect: Callable[[Piece], Header],
+        scratch: torch.Tensor,
+    ) -> None:
+        self._sock = sock
+        self._operands = operands
+        self._pieces = pieces
+        self._expect = expect
+        self._scratch = scratch
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._filled = 0
+        self._payload: memoryview | None = None
+        self._digest: int | None = None
+        self._stale = False
+        self.completed = 0
+        self.everybody = False
+        self.all_by_reference = False
+
+    @property
+    def done(self) -> bool:
+        return self.completed == len(self._pieces)
+
+    @property
+    def passable(self) -> int:
+        """How many pieces may go on to the next member."""
+        return self.completed
+
+    def pump(self) -> tuple[bool, bool]:
+        """Receive once, or a header and at once what came behind it: whether bytes came, and whether they
+        counted (payload of this round).
+
+        Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used.
+        """
+        if self.done:
+            return False, False
+        moved, counted = self._receive()
+        if moved and self._payload is not None and not self._filled:
+            counted = self._receive()[1]
+        return moved, counted
+
+    def _receive(self) -> tuple[bool, bool]:
+        target = self._header if self._payload is None else self._payload
+        try:
+            count = self._sock.recv_into(target[self._filled :])
+        except BlockingIOError:
+            return False, False
+        if not count:
+            raise EOFError
+        # Headers do not count either: an endless row of old chunks must not look like progress.
+        counted = self._payload is not None and not self._stale
+        self._filled += count
+        if self._filled == len(target):
+            self._filled = 0
+            if self._payload is None:
+                self._begin()
+            else:
+                self._finish(self._payload)
+        return True, counted
+
+    def _begin(self) -> None:
+        header, self._digest = unpack(self._header)
+        piece = self._pieces[self.completed]
+        expected = self._expect(piece)
+        self._stale = header.round.order < expected.round.order
+        if header.size == 0 or header.size > self._scratch.numel():
+            raise Mismatch(f"a chunk announces {header.size} bytes: the chunk sizes differ")
+        if not self._stale:
+            check_expected(header, expected)
+        if self._stale or not piece.gather:
+            self._payload = raw(self._scratch[: header.size])
+        else:
+            self._payload = raw(self._operands.landing(piece))
+
+    def _finish(self, payload: memoryview) -> None:
+        self._payload = None
+        if self._digest is not None and self._digest != digest(payload):
+            raise ProtocolError(
+                f"chunk {self.completed} does not match its digest: bytes were corrupted on the way "
+                "or in memory; if it repeats, check that host's memory and network"
+            )
+        if self._stale:
+            self._stale = False
+            return
+        piece = self._pieces[self.completed]
+        if piece.gather:
+            self._operands.landed(piece)
+            if self._digest is not None and not piece.last:
+                self._operands.digests[piece.start] = self._digest
+        else:
+            self._operands.take(piece, [self._operands.typed(piece, self._scratch[: len(payload)])])
+        self.everybody = self.everybody or piece.everybody
+        self.completed += 1
+
+
+def check_expected(got: Header, expected: Header) -> None:
+    """Raise ProtocolError, saying how they differ, unless the header is the one that was due."""
+    if got == expected:
+        return
+    if got.round.order > expected.round.order:
+        raise ProtocolError(
+            f"it is in exchange {got.round.exchange} of step {got.round.step} of epoch "
+            f"{got.round.epoch} already, we are in exchange {expected.round.exchange} of step "
+            f"{expected.round.step} of epoch {expected.round.epoch}"
+        )
+    ours, theirs = expected.round, got.round
+    if (theirs.length, theirs.dtype, theirs.operation) != (ours.length, ours.dtype, ours.operation):
+        raise Mismatch(
+            f"it reduces {theirs.length} elements of type {theirs.dtype} by operation {theirs.operation}, we "
+            f"{ours.length} of type {ours.dtype} by operation {ours.operation}: the replicas' models differ"
+        )
+    raise Mismatch(
+        f"its chunk {got.sequence} of {got.size} bytes (position {got.source} of {got.round.world}) "
+        f"came where chunk {expected.sequence} of {expected.size} bytes (position {expected.source} "
+        f"of {expected.round.world}) was due: chunk sizes or rings differ"
+    )

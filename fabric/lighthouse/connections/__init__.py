@@ -1,0 +1,1 @@
+"""Sessions of members as bytes: admitted, validated, written without waiting."""

@@ -1,0 +1,195 @@
+"""One member's WebSocket as a job sees it: what a core orders is written at once, and never waited for.
+
+Sessions are many and messages to all of them are the same, so a message is made into a frame once and the
+bytes go straight to the transport. What waits for a member that does not read is bounded: a connection that
+is over the bound, or that does not close in time, is cut.
+"""
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from aiohttp import web
+
+from fabric.protocol.messages import wire
+from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage
+
+# Close codes of our own; 1008 is the standard's "policy violation" for what cannot be understood.
+NOT_THE_LEADER = 4001
+REPLACED = 4002
+REFUSED = 4003
+MALFORMED = 1008
+DEFECT = 1011
+
+MAX_QUEUED_BYTES = 64 << 20
+_CLOSE_WITHIN_S = 2.0
+# A close frame carries at most 125 bytes, of which the code takes two.
+_MAX_CLOSE_REASON = 123
+
+
+# How many messages are remembered as frames: those of one change of the epoch.
+_FRAMES = 16
+_TEXT, _BINARY = 0x81, 0x82
+# Frames from this size on are paced: so many bytes per turn of the loop, so many of them a second (the roster
+# of a first start, told to 10,000, is 1.8 GB: at once it would fill the kernel's buffers and the network, and
+# beats wait for seconds), and so many pieces of work per turn, each of which takes some 20 microseconds.
+_LARGE_BYTES = 16 * 1024
+_PER_TURN_BYTES = 2 << 20
+_PER_S_BYTES = 256 << 20
+_PER_TURN = 200
+# A pause that is shorter than this is none: timers are no finer.
+_PAUSE_S = 0.001
+
+
+class Frames:
+    """Messages as the bytes that travel, those that go to many made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bool], tuple[LeaderMessage, bytes]] = {}
+
+    def of(self, message: LeaderMessage, packs: bool) -> bytes:
+        """The whole frame; compressed where it is long and the receiver ``packs``."""
+        if type(message) is HeartbeatAck:
+            return _frame(_TEXT, wire.encode(message))  # for one alone
+        # The message is kept with its frame, so that nothing else can have its id.
+        known = self._made.get((id(message), packs))
+        if known is not None:
+            return known[1]
+        plain = wire.encode(message)
+        data = wire.packed(plain) if packs else plain
+        frame = _frame(_TEXT if data is plain else _BINARY, data)
+        if len(self._made) >= _FRAMES:
+            self._made.clear()
+        self._made[id(message), packs] = message, frame
+        return frame
+
+
+def text_frame(text: str) -> bytes:
+    """A frame of what was put into words already."""
+    return _frame(_TEXT, text.encode())
+
+
+def _frame(kind: int, data: bytes) -> bytes:
+    """A server's frame: whole and not masked."""
+    size = len(data)
+    if size < 126:
+        return bytes((kind, size)) + data
+    if size < 1 << 16:
+        return struct.pack(">BBH", kind, 126, size) + data
+    return struct.pack(">BBQ", kind, 127, size) + data
+
+
+class Connection:
+    """``send`` frames, and finish with ``end``. ``packs``: the member understands compressed messages."""
+
+    def __init__(self, socket: web.WebSocketResponse, transport: asyncio.Transport | None) -> None:
+        self.replica = ""
+        self.incarnation = -1
+        self.rank = -1  # of a checkpoint server's connection
+        self.packs = False
+        self.address = ""  # from where the other side has connected
+        self.with_own = False  # whether it showed the lighthouse's own token
+        self.is_ending = False
+        self._socket = socket
+        self._transport = transport
+        self._closing: asyncio.Task[None] | None = None
+        self._cut: asyncio.TimerHandle | None = None
+
+    def is_of(self, replica: str, incarnation: int) -> bool:
+        """Whether this is the connection of exactly this process."""
+        return self.incarnation == incarnation and self.replica == replica
+
+    def send(self, frame: bytes) -> None:
+        """Write one frame; a connection that has fallen too far behind is cut."""
+        transport = self._transport
+        if self.is_ending or transport is None or transport.is_closing():
+            return
+        transport.write(frame)
+        if transport.get_write_buffer_size() > MAX_QUEUED_BYTES:
+            self.is_ending = True
+            transport.abort()
+
+    def end(self, code: int, reason: str) -> None:
+        """Close with ``code`` after everything sent, or without it when that takes too long."""
+        if self.is_ending:
+            return
+        self.is_ending = True
+        loop = asyncio.get_running_loop()
+        self._closing = loop.create_task(self._close(code, reason))
+        self._cut = loop.call_later(_CLOSE_WITHIN_S, self._abort)
+
+    async def ended(self) -> None:
+        """Wait until the end that was begun is over, if any was."""
+        if self._closing is not None:
+            await self._closing
+
+    def forget(self) -> None:
+        """The socket is closed: nothing is left to cut."""
+        self.is_ending = True
+        if self._cut is not None:
+            self._cut.cancel()
+            self._cut = None
+
+    async def _close(self, code: int, reason: str) -> None:
+        text = reason.encode()[:_MAX_CLOSE_REASON].decode(errors="ignore")
+        with suppress(ConnectionError):  # the reader of this socket learns of it too
+            await self._socket.close(code=code, message=text.encode())
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class Turns:
+    """Work that may wait, done in order and so much of it per turn of the loop: what thousands are told, and
+    what they answer, comes at once, and neither lease nor beats must wait for all of it. ``per_turn``: how
+    many pieces."""
+
+    def __init__(self, per_turn: int = _PER_TURN) -> None:
+        self._per_turn = per_turn
+        self._waiting: deque[tuple[Callable[[], object], int]] = deque()
+        self._has_turn = False
+
+    def add(self, work: Callable[[], object], size: int = 0) -> None:
+        """``size``: how many bytes it writes."""
+        self._waiting.append((work, size))
+        if not self._has_turn:
+            self._take_turn(0.0)
+
+    def _take_turn(self, pause_s: float) -> None:
+        loop, self._has_turn = asyncio.get_running_loop(), True
+        if pause_s < _PAUSE_S:
+            loop.call_soon(self._turn)
+        else:
+            loop.call_later(pause_s, self._turn)
+
+    def _turn(self) -> None:
+        written, left = 0, self._per_turn
+        try:
+            while self._waiting and written < _PER_TURN_BYTES and left:
+                work, size = self._waiting.popleft()
+                written, left = written + size, left - 1
+                work()
+        finally:  # a piece that fails is told of by the loop, and costs the others nothing
+            self._has_turn = False
+            if self._waiting:
+                self._take_turn(written / _PER_S_BYTES)
+
+
+class Pacer:
+    """Sends large frames in turns, and others at once. A change of the epoch is small: 10,000 are told of it
+    in a tenth of a second, and in turns each would stand behind the beats and answers of those before it.
+    Small frames may overtake; the protocol bears what comes in another order."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def send(self, connection: Connection, frame: bytes) -> None:
+        """Send it now, or in its turn where it is large."""
+        if len(frame) >= _LARGE_BYTES:
+            self._turns.add(partial(connection.send, frame), len(frame))
+        else:
+            connection.send(frame)

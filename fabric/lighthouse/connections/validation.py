@@ -1,0 +1,246 @@
+"""What members and checkpoint servers may say: decoded, checked and bounded before a core hears it.
+
+A core trusts its events to be well-formed and puts names, addresses and reasons into the record, which
+has a size limit in the store. So names must be names, addresses short, and sentences are cut.
+"""
+
+import re
+from dataclasses import replace
+from typing import cast, get_args
+
+from fabric.errors import ProtocolError
+from fabric.model import Policy, Sharing
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
+from fabric.runtime.config import parse_replicas
+
+MAX_PULSE_BYTES = 64 * 1024
+# A report may list every micro-batch of a step. A session names all ranks, a beat what each micro-batch took.
+MAX_MESSAGE_BYTES = 64 * 1024
+_MORE_BYTES = {m.OpenSession: 256 * 1024, m.Heartbeat: 256 * 1024, m.Report: wire.MAX_BYTES}
+# Their reasons may be long, a user's exception for instance, and are cut at once.
+_MORE_BYTES |= dict.fromkeys((m.Aborted, m.LoopFailed, m.CannotContinue, m.RequestState), 1 << 20)
+MAX_ADDRESS = 300
+# Names of peers in one message, where it is no report.
+MAX_NAMES = 256
+# Of members that one process cannot reach. A member names fewer.
+MAX_UNREACHABLE = 64
+MAX_NAME = 64
+MAX_SECRET = 64
+# Longer time budgets than a year mean nothing.
+_MAX_BUDGET_S = 366 * 86400.0
+MAX_DIGEST = 200
+MAX_SENTENCE = 300
+# Names and values of what the data order depends on.
+MAX_SETTINGS = 1024
+MAX_DESCRIPTION = 64 * 1024
+# Of one replica.
+MAX_RANKS = 65_536
+MAX_SNAPSHOTS = 64
+MAX_MICRO_BATCHES = 1_000_000
+# As many replicas as a job may have where a lighthouse is not told otherwise.
+MAX_REPLICAS = 1024
+# As many as a lighthouse may be told to take; a record of some 35,000 is as long as a store's value may be.
+MOST_REPLICAS = 30_000
+MAX_DEATHS = 64
+
+_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
+_CKPT = re.compile(
+    r"https?://(\[[0-9A-Fa-f:.%]{2,64}\]|[A-Za-z0-9._-]{1,253}):\d{1,5}/?(#\d{1,6})?", re.ASCII
+)
+_MEMBER_KINDS = get_args(m.MemberMessage)
+_TRAINER_STATES = ("running", "stopped", "gone", "absent")
+
+
+def check_name(what: str, name: str) -> str:
+    """``name`` itself. Raises ProtocolError unless it is one that can stand in a path and a key."""
+    if not _NAME.fullmatch(name):
+        raise ProtocolError(
+            f"the {what} {name[:80]!r} is no name: give 1 to 64 letters, digits, dots, dashes or underscores,"
+            " not dots alone"
+        )
+    return name
+
+
+def parse_policy(text: str, start_wait_s: float) -> Policy:
+    """The policy that ``?replicas=`` asks for: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
+    takes 8. Empty is "1". The lighthouse bounds it by its own setting. Raises ConfigError."""
+    least, start = parse_replicas(text or "1")
+    most = start if ":" in text else max(MOST_REPLICAS, start)
+    return Policy(min_replicas=least, max_replicas=most, start_replicas=start, start_wait_s=start_wait_s)
+
+
+def decode_session(data: str) -> m.OpenSession:
+    """The first message of a session. Raises ProtocolError."""
+    message = wire.decode(_short(data, m.OpenSession))
+    if not isinstance(message, m.OpenSession):
+        raise ProtocolError(f"a session begins with a Session, not with a {type(message).__name__}")
+    return _checked_session(message)
+
+
+def decode_member(data: str) -> m.MemberMessage:
+    """A later message of a session, its sentences cut. Raises ProtocolError."""
+    message = wire.decode(data)
+    if len(data) > MAX_MESSAGE_BYTES:
+        _short(data, type(message))
+    if type(message) is m.Heartbeat:
+        return _checked_beat(message)
+    if not isinstance(message, _MEMBER_KINDS):
+        raise ProtocolError(f"a {type(message).__name__} is not for the lighthouse")
+    if isinstance(message, m.OpenSession):
+        return _checked_session(message)
+    if isinstance(message, m.Report):
+        _check_report(message)
+        return replace(message, parted=_sentence(message.parted))
+    if isinstance(message, m.Aborted):
+        _check_names("waiting_for", message.waiting_for, MAX_NAMES)
+        _check_names("unreachable", message.unreachable, MAX_UNREACHABLE, MAX_NAME)
+        _check_length("about", message.about, MAX_ADDRESS)
+    if isinstance(message, m.SnapshotTaken | m.SnapshotMissed):
+        _check_length("joiner", message.joiner, MAX_ADDRESS)
+    if isinstance(message, m.SnapshotTaken):
+        _check_length("digest", message.digest, MAX_DIGEST)
+    if isinstance(message, m.Aborted | m.RequestState | m.CannotContinue | m.LoopFailed):
+        return replace(message, why=_sentence(message.why))
+    return cast(m.MemberMessage, message)
+
+
+def decode_pulse(data: str) -> m.TrainerStatus:
+    """One beat of a checkpoint server. Raises ProtocolError."""
+    message = wire.decode(data)
+    if not isinstance(message, m.TrainerStatus):
+        raise ProtocolError(f"a checkpoint server sends Pulses, not a {type(message).__name__}")
+    check_name("replica", message.replica)
+    _check_ckpt(message.ckpt)
+    _check_snapshots(message)
+    if len(message.parts) not in (0, len(message.snapshots)):
+        raise ProtocolError("Pulse.parts must have one number for each of snapshots, or none")
+    if len(message.ages_s) not in (0, len(message.snapshots)) or any(age_s < 0 for age_s in message.ages_s):
+        raise ProtocolError("Pulse.ages_s must have one number from 0 for each of snapshots, or none")
+    if not 0 <= message.rank < MAX_RANKS:
+        raise ProtocolError(f"Pulse.rank must be from 0 to {MAX_RANKS - 1}")
+    if len(message.deaths) > MAX_DEATHS:
+        raise ProtocolError(f"Pulse.deaths must be a list of at most {MAX_DEATHS}")
+    for death in message.deaths:
+        if min(death.incarnation, death.step) < 0 or not 0 <= death.micro_batch < MAX_MICRO_BATCHES:
+            raise ProtocolError(
+                f"Pulse.deaths must name steps from 0 and micro-batches up to {MAX_MICRO_BATCHES}"
+            )
+    if message.trainer not in _TRAINER_STATES:
+        raise ProtocolError(f"Pulse.trainer must be one of {', '.join(_TRAINER_STATES)}")
+    if not _is_sentence(message.durable_error):
+        return replace(message, durable_error=_sentence(message.durable_error))
+    return message
+
+
+def _checked_beat(beat: m.Heartbeat) -> m.Heartbeat:
+    """The usual one, of which there are very many, is neither checked for long nor copied."""
+    if beat.waiting_for or beat.digest:
+        _check_names("waiting_for", beat.waiting_for, MAX_NAMES)
+        _check_length("digest", beat.digest, MAX_DIGEST)
+    if beat.unreachable:
+        _check_names("unreachable", beat.unreachable, MAX_UNREACHABLE, MAX_NAME)
+    if _is_sentence(beat.phase) and _is_sentence(beat.busy):
+        return beat
+    return replace(beat, phase=_sentence(beat.phase), busy=_sentence(beat.busy))
+
+
+def _checked_session(session: m.OpenSession) -> m.OpenSession:
+    check_name("replica", session.replica)
+    _check_length("link", session.link, MAX_ADDRESS)
+    _check_ckpt(session.ckpt)
+    for name in ("digest", "layout", "roster", "plane"):
+        _check_length(name, getattr(session, name), MAX_DIGEST)
+    _check_length("secret", session.secret, MAX_SECRET)
+    if len(session.predecessors) > MAX_NAMES:
+        raise ProtocolError(f"Session.predecessors must be a list of at most {MAX_NAMES}")
+    if not 0 <= session.autonomy_s <= _MAX_BUDGET_S:  # an older version says none
+        raise ProtocolError("Session.autonomy_s must be a number of seconds from 0, and at most a year")
+    for name in ("exchange_s", "user_code_s"):
+        if not 0 < getattr(session, name) <= _MAX_BUDGET_S:
+            raise ProtocolError(f"Session.{name} must be a number of seconds above 0, and at most a year")
+    _check_length("data", session.data, MAX_SETTINGS)
+    _check_snapshots(session)
+    if sum(map(len, session.tensors)) > MAX_DESCRIPTION:
+        raise ProtocolError(f"Session.tensors must be at most {MAX_DESCRIPTION} characters")
+    if not all(map(_is_sentence, session.tensors)):
+        session = replace(session, tensors=tuple(map(_sentence, session.tensors)))
+    if len(session.ranks) >= MAX_RANKS:
+        raise ProtocolError(f"Session.ranks must be a list of fewer than {MAX_RANKS}")
+    for address in session.ranks:
+        _check_length("link", address.link, MAX_ADDRESS)
+        _check_ckpt(address.ckpt)
+    for name, low, high in (
+        ("micro_batches", 1, MAX_MICRO_BATCHES),
+        ("shares", 0, MAX_MICRO_BATCHES),
+        ("incarnation", 0, wire.MAX_INTEGER),
+        ("generation", 0, wire.MAX_INTEGER),
+        ("step", 0, wire.MAX_INTEGER),
+        ("epoch", 0, wire.MAX_INTEGER),
+        ("data_slot", -1, MOST_REPLICAS - 1),
+    ):
+        if not low <= getattr(session, name) <= high:
+            raise ProtocolError(f"Session.{name} must be from {low} to {high}")
+    _check_sharing(session.sharing)
+    return session
+
+
+def _check_sharing(sharing: Sharing) -> None:
+    if sharing.on_loss not in ("wait", "shrink", "stop"):
+        raise ProtocolError("Session.sharing has an on_loss that nobody knows")
+    if sharing.policy not in ("constant", "shrink") or sharing.on_poison not in ("stop", "skip"):
+        raise ProtocolError("Session.sharing has a policy or an on_poison that nobody knows")
+    if not (1 <= sharing.data_slots <= MOST_REPLICAS and 0 <= sharing.readers <= sharing.data_slots):
+        raise ProtocolError(f"Session.sharing must have 1 to {MOST_REPLICAS} data slots, and no more readers")
+
+
+def _check_length(name: str, text: str, most: int) -> None:
+    if len(text) > most or not text.isprintable():
+        raise ProtocolError(f"{name} must be at most {most} printable characters")
+
+
+def _check_snapshots(message: m.OpenSession | m.TrainerStatus) -> None:
+    if max(len(message.snapshots), len(message.durable)) > MAX_SNAPSHOTS:
+        raise ProtocolError(f"snapshots and durable must be lists of at most {MAX_SNAPSHOTS}")
+    for ref in (*message.snapshots, *message.durable):
+        _check_length("digest", ref.digest, MAX_DIGEST)
+
+
+def _short(data: str, kind: type) -> str:
+    """``data`` itself. Raises ProtocolError where that is long for a message of its kind."""
+    most = _MORE_BYTES.get(kind, MAX_MESSAGE_BYTES)
+    if len(data) > most:
+        raise ProtocolError(
+            f"a {kind.__name__} of {len(data)} characters is over the limit of {most}: say less"
+        )
+    return data
+
+
+def _check_ckpt(url: str) -> None:
+    """An address that the lighthouse may ask by itself: nothing but a scheme, a host and a port."""
+    if url and not (len(url) <= MAX_ADDRESS and _CKPT.fullmatch(url)):
+        raise ProtocolError(f"ckpt is {url[:80]!r}: it must be http://host:port or https://host:port")
+
+
+def _check_names(what: str, names: tuple[str, ...], most: int, longest: int = MAX_ADDRESS) -> None:
+    if len(names) > most:
+        raise ProtocolError(f"{what} must be a list of at most {most} names")
+    for name in names:
+        _check_length(what, name, longest)
+
+
+def _check_report(report: m.Report) -> None:
+    for name in ("digest", "gradient_digest", "committed_digest"):
+        _check_length(name, getattr(report, name), MAX_DIGEST)
+    _check_names("round_roster", report.round_roster, MOST_REPLICAS)
+    _check_names("round_lacked", report.round_lacked or (), MOST_REPLICAS)
+    if len(report.have) > MAX_MICRO_BATCHES:
+        raise ProtocolError(f"have must be a list of at most {MAX_MICRO_BATCHES}")
+
+
+def _is_sentence(text: str) -> bool:
+    return len(text) <= MAX_SENTENCE and text.isprintable()
+
+
+def _sentence(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_SENTENCE])

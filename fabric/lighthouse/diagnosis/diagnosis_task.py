@@ -1,0 +1,173 @@
+"""Finds out why, beside the epoch change: asks the ranks concerned in a failure, and stores one diagnosis
+with it.
+
+It begins the moment a replica is condemned or a round is aborted, while the process is still there to be
+asked, and also when the others have waited long for one that is not condemned yet. Nothing waits for it: the
+leader goes on, and what is found is written into the recovery record when it is known.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fabric.lighthouse.diagnosis import rank_probe
+from fabric.lighthouse.diagnosis.peer_addresses import Whereabouts
+from fabric.lighthouse.diagnosis.rank_probe import Access, Where
+from fabric.lighthouse.diagnosis.verdict import UNKNOWN, Case, Diagnosis, judge
+from fabric.lighthouse.history.recovery import Recovery
+from fabric.model import Record
+from fabric.protocol.leader.base import EpochState
+from fabric.protocol.leader.core import LeaderCore
+from fabric.runtime.logs import fields
+from fabric.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+# So many inquiries at a time in one job; what comes beyond them is not asked about.
+MOST_AT_ONCE = 4
+# An abort's companions say what they know within this time, and none of them is dead yet.
+_COMPANIONS_S = 0.1
+# The others have waited so long, or half of what they wait at most: somebody should know why.
+STALLED_S = 10.0
+_LOOK_S = 0.5
+
+Tell = Callable[[str, str, str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The leader's core and its epoch as they were when it began; the epoch's object stays as it was left."""
+
+    core: LeaderCore
+    record: Record
+    epoch: EpochState
+
+    def case(self, waited_for: str = "") -> Case:
+        """What is known of it by now. Of thousands only those are looked at whom somebody names."""
+        condemned, aborted = dict(self.epoch.condemned), dict(self.epoch.aborted)
+        if waited_for and waited_for not in condemned:
+            condemned[waited_for] = "the others wait for it"
+        named = {
+            *condemned,
+            *aborted,
+            *(x for a in aborted.values() for x in (a.about, *a.waiting_for, *a.unreachable)),
+        }
+        members = [x for x in self.record.roster if x.replica in named]
+        processes = {x.replica: self._process(x.replica, x.incarnation) for x in members}
+        return Case(condemned, aborted, self.record.names, processes)
+
+    def _process(self, replica: str, incarnation: int) -> str:
+        liveness = self.core.liveness
+        member = self.record.member(replica)
+        if member is not None and liveness.confirmed(member):
+            return "gone"
+        pulse = liveness.pulses.get(replica)
+        if pulse is None or pulse.incarnation != incarnation:
+            return "unknown"
+        return pulse.trainer if pulse.connected else "silent"
+
+    def places(self, names: tuple[str, ...], whereabouts: Whereabouts) -> list[Where]:
+        """Every rank of these replicas, as many as are asked at most."""
+        found = []
+        for name in names:
+            member = self.record.member(name)
+            for rank, url in enumerate(self.core.liveness.ckpts(member) if member is not None else ()):
+                if url:
+                    hosts, with_own = whereabouts.addresses(name, rank), whereabouts.has_shown_own(name)
+                    found.append(Where(name, rank, url, hosts, with_own))
+        return found[: rank_probe.MAX_RANKS]
+
+
+class Explainer:
+    """One job's. ``observe`` after every event of its core; ``keep`` is called with a record that has got
+    its diagnosis, ``tell`` with an event (kind, about, why, cause). ``access`` says at the moment of asking
+    what is shown to checkpoint servers, given whether their member showed the lighthouse's own token."""
+
+    def __init__(
+        self,
+        access: Callable[[bool], Access],
+        whereabouts: Whereabouts,
+        tasks: Tasks,
+        tell: Tell,
+        keep: Callable[[Recovery], None],
+    ) -> None:
+        self._access = access
+        self._whereabouts = whereabouts
+        self._tasks = tasks
+        self._tell = tell
+        self._keep = keep
+        self._begun: set[int] = set()  # records that were asked about, or never will be
+        self._running = 0
+        self._stalls: set[tuple[str, int]] = set()
+        self._looked = 0.0
+
+    def observe(self, core: LeaderCore, changed: list[Recovery], now: float) -> None:
+        """``changed``: records that are new or have changed. ``now``: the core's clock, seconds."""
+        record = core.record
+        if record is None or record.complete:
+            return  # members that end their links have finished: nobody waits for anybody
+        for recovery in changed:
+            if recovery.id in self._begun or recovery.diagnosis is not None:
+                continue
+            self._begun = {*sorted(self._begun)[-200:], recovery.id}
+            if not recovery.epoch_committed:
+                self._start(Scene(core, record, core.epoch), recovery)
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            self._look_for_stalls(core, record, now)
+
+    def _look_for_stalls(self, core: LeaderCore, record: Record, now: float) -> None:
+        standing = set()
+        for name, (step, since) in core.lateness.since.items():
+            peer = core.liveness.peers.get(name)
+            if (
+                peer is None
+                or peer.step > step
+                or record.complete
+                or not record.lists(name, peer.incarnation)
+            ):
+                continue
+            standing.add((name, step))
+            if now - since < min(STALLED_S, core.patience_s(peer) / 2) or (name, step) in self._stalls:
+                continue
+            self._stalls.add((name, step))
+            self._start(Scene(core, record, core.epoch), None, name)
+        self._stalls &= standing
+
+    def _start(self, scene: Scene, recovery: Recovery | None, waited_for: str = "") -> None:
+        if self._running >= MOST_AT_ONCE:
+            return
+        self._running += 1
+        self._tasks.start(f"explain {scene.core.job}", self._explain(scene, recovery, waited_for))
+
+    async def _explain(self, scene: Scene, recovery: Recovery | None, waited_for: str) -> None:
+        try:
+            found = await self._find_out(scene, waited_for)
+        except Exception as error:
+            log.exception("a failure cannot be explained", extra=fields(job=scene.core.job))
+            found = Diagnosis(
+                UNKNOWN, (), f"asking for it failed: {type(error).__name__}: {error}", time.time()
+            )
+        finally:
+            self._running -= 1
+        incident_id = ""
+        if recovery is not None:
+            recovery.diagnosis = found.to_json()
+            incident_id = recovery.incident_id
+            self._keep(recovery)
+        about = found.about[0] if len(found.about) == 1 else ""
+        whom = f" ({', '.join(found.about)})" if len(found.about) > 1 else ""
+        kind = "diagnosis" if recovery is not None else "stalled"
+        self._tell(kind, about, f"{found.verdict}{whom}: {found.why}", incident_id)
+
+    async def _find_out(self, scene: Scene, waited_for: str) -> Diagnosis:
+        begun = time.monotonic()
+        if not scene.epoch.condemned and not waited_for:
+            await asyncio.sleep(_COMPANIONS_S)
+        case = scene.case(waited_for)
+        seen = await rank_probe.ask(scene.places(case.concerned(), self._whereabouts), self._access)
+        # Who aborted or was condemned meanwhile, and whose process has turned out to be gone, counts too.
+        found = judge(scene.case(waited_for), seen)
+        return replace(found, t=time.time(), seconds=time.monotonic() - begun)

@@ -1,0 +1,62 @@
+"""Where the sessions and pulses of a job come from: the kernel's word, not the members'.
+
+A member names the address of its checkpoint server itself. The lighthouse asks there when something has
+failed, and shows the job's token. So it asks only at an address from which that member, or its checkpoint
+server, has connected. Otherwise a member could have the lighthouse ask anybody in its network.
+
+A process also says a secret of its own, so that nobody else who has the job's token can take over its
+session."""
+
+from dataclasses import dataclass, field
+
+from fabric.protocol.messages.network import OpenSession
+from fabric.runtime.http.token_file import is_same
+
+
+@dataclass(slots=True)
+class _Source:
+    session: str = ""
+    pulse: str = ""
+    has_shown_own: bool = False
+    incarnation: int = -1
+    secret: str = ""
+
+
+@dataclass(slots=True)
+class Whereabouts:
+    """By replica and rank. A session speaks for every rank of its replica, a pulse for one."""
+
+    _sources: dict[tuple[str, int], _Source] = field(default_factory=dict)
+
+    def stranger(self, session: OpenSession) -> str:
+        """Why this is not the process that it says it is; empty where it may be. Its incarnation is no
+        secret: the job's status shows it."""
+        source = self._sources.get((session.replica, 0))
+        if source is None or not source.secret or source.incarnation != session.incarnation:
+            return ""
+        if is_same(session.secret, source.secret):
+            return ""
+        return (
+            f"another process speaks for {session.replica} as incarnation {session.incarnation}: start with a"
+            " replica name of your own"
+        )
+
+    def session(self, session: OpenSession, address: str, *, with_own: bool) -> None:
+        """A session was opened; ``with_own``: it showed the lighthouse's own token."""
+        source = self._sources.setdefault((session.replica, 0), _Source())
+        source.session, source.has_shown_own = address, with_own
+        source.incarnation, source.secret = session.incarnation, session.secret
+
+    def pulse(self, replica: str, rank: int, address: str) -> None:
+        """A checkpoint server has spoken for a rank."""
+        self._sources.setdefault((replica, rank), _Source()).pulse = address
+
+    def addresses(self, replica: str, rank: int) -> frozenset[str]:
+        """From where the rank's processes have connected."""
+        first, own = self._sources.get((replica, 0)), self._sources.get((replica, rank))
+        return frozenset(filter(None, (first.session if first else "", own.pulse if own else "")))
+
+    def has_shown_own(self, replica: str) -> bool:
+        """Whether the replica's newest session showed the lighthouse's own token."""
+        source = self._sources.get((replica, 0))
+        return source is not None and source.has_shown_own

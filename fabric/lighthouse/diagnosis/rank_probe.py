@@ -1,0 +1,178 @@
+"""Asks the ranks concerned what they are doing, at their checkpoint servers, within a bound that nobody
+waits for.
+
+What a server answers is another process's word: bounded in size, and every field is taken for what it is. A
+rank that does not answer in time is told of as such. It is asked only where it has connected from, see
+``whereabouts``, or in a network that the lighthouse was given (``Access.hosts``).
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from fabric.lighthouse.diagnosis.allowed_hosts import ConfinedResolver, Hosts, NotThere, is_address
+from fabric.lighthouse.diagnosis.verdict import Seen
+from fabric.runtime.http.tls import Tls
+
+# A trainer that holds the interpreter's lock is asked for a second, then its stacks are had by a signal.
+ASK_S = 3.0
+MAX_RANKS = 16
+MAX_ANSWER_BYTES = 256 * 1024
+_LAST_COLLECTIVES = 100
+_MAX_FRAMES = 50
+# What is parsed may take many times its size in memory. So answers are parsed one after the other, beside the
+# loop, and of each so many values at most are kept.
+_parser = ThreadPoolExecutor(1, "fabric-inquiry")
+_MAX_VALUES = 20_000
+_MAX_DEPTH = 12
+
+
+NOT_WHERE_IT_CAME_FROM = (
+    "its checkpoint server at {host} is not where it has connected from: give the lighthouse that network in"
+    " --ckpt-networks"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """One rank, and the base URL of its checkpoint server by its own word; ``hosts``: from where its
+    processes have connected; ``with_own``: whether it showed the lighthouse's own token."""
+
+    replica: str
+    rank: int
+    url: str
+    hosts: frozenset[str] = frozenset()
+    with_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What checkpoint servers want to see: the job's token, and certificates where TLS is configured.
+    ``hosts``: where they may be besides the addresses that they have connected from."""
+
+    token: str | None = None
+    tls: Tls = field(default_factory=Tls)
+    hosts: Hosts = field(default_factory=Hosts)
+
+
+async def ask(
+    places: Sequence[Where], access_to: Callable[[bool], Access], ask_s: float = ASK_S
+) -> list[Seen]:
+    """Every rank as it is now; at most MAX_RANKS of them, in ``ask_s`` seconds. ``access_to`` is called now
+    with whether a member showed the lighthouse's own token, for tokens come and go."""
+    return list(
+        await asyncio.gather(
+            *(_rank(place, access_to(place.with_own), ask_s) for place in places[:MAX_RANKS])
+        )
+    )
+
+
+async def _rank(where: Where, access: Access, ask_s: float) -> Seen:
+    base = where.url.partition("#")[0].rstrip("/")
+    headers = {} if access.token is None else {"Authorization": f"Bearer {access.token}"}
+    connector = aiohttp.TCPConnector(
+        ssl=access.tls.client_context() or True, resolver=ConfinedResolver(access.hosts, where.hosts)
+    )
+    jar = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(headers=headers, cookie_jar=jar, connector=connector) as client:
+        state, stacks, flight = await asyncio.gather(
+            _get(client, f"{base}/debug/state", where, access.hosts, ask_s),
+            _get(client, f"{base}/debug/stacks", where, access.hosts, ask_s),
+            _get(client, f"{base}/debug/flight?last={_LAST_COLLECTIVES}", where, access.hosts, ask_s),
+        )
+    trainer = _mapping(state.get("trainer"))
+    how, main, kernel = _main_thread(stacks)
+    pid = trainer.get("pid")
+    problems = [str(x["error"]) for x in (state, stacks) if "error" in x]
+    silent = trainer.get("silent")
+    if not problems and isinstance(silent, str) and silent:
+        problems = [silent]
+    return Seen(
+        replica=where.replica,
+        rank=where.rank,
+        process=str(trainer.get("state", "unknown"))[:20],
+        pid=pid if isinstance(pid, int) else 0,
+        says=_mapping(trainer.get("says")) or None,
+        how=how,
+        main=main,
+        kernel=kernel,
+        flight=_entries(flight),
+        problem="; ".join(dict.fromkeys(problems)),
+    )
+
+
+async def _get(
+    client: aiohttp.ClientSession, url: str, where: Where, hosts: Hosts, ask_s: float
+) -> Mapping[str, Any]:
+    """The JSON object that is there; under ``error`` why there is none."""
+    try:
+        host = URL(url).host or ""
+        # The library asks no resolver about what is an address already.
+        if is_address(host) and not hosts.allow(host, where.hosts):
+            raise NotThere(host)
+        async with asyncio.timeout(ask_s), client.get(url, allow_redirects=False) as answer:
+            data = await answer.content.read(MAX_ANSWER_BYTES + 1)
+            while len(data) <= MAX_ANSWER_BYTES and not answer.content.at_eof():
+                data += await answer.content.read(MAX_ANSWER_BYTES + 1 - len(data))
+        if len(data) > MAX_ANSWER_BYTES:
+            return {"error": f"it answered with more than {MAX_ANSWER_BYTES} bytes"}
+        body = await asyncio.get_running_loop().run_in_executor(_parser, _parse, data)
+    except TimeoutError:
+        return {"error": f"its checkpoint server did not answer within {ask_s:g} s"}
+    except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, NotThere) or isinstance(getattr(error, "os_error", None), NotThere):
+            return {"error": NOT_WHERE_IT_CAME_FROM.format(host=URL(url).host)}
+        return {"error": f"its checkpoint server gave no answer ({type(error).__name__})"}
+    return (
+        body if isinstance(body, dict) else {"error": "its checkpoint server did not answer with an object"}
+    )
+
+
+def _parse(data: bytes) -> Any:
+    """What is kept of an answer: of long lists their end, of everything so many values."""
+    return _kept(json.loads(data), [_MAX_VALUES], _MAX_DEPTH)
+
+
+def _kept(value: Any, left: list[int], depth: int) -> Any:
+    left[0] -= 1
+    if not depth or left[0] < 0:
+        return None
+    if isinstance(value, dict):
+        return {k: _kept(v, left, depth - 1) for k, v in value.items() if left[0] > 0}
+    if isinstance(value, list):
+        return [_kept(v, left, depth - 1) for v in value if left[0] > 0]
+    return value
+
+
+def _main_thread(stacks: Mapping[str, Any]) -> tuple[str, tuple[str, ...], str]:
+    """How the stacks were had, the main thread's, and what the kernel says it sleeps in."""
+    threads, kernel = stacks.get("threads"), stacks.get("kernel")
+    first = _mapping(kernel[0]) if isinstance(kernel, list) and kernel else {}
+    sleeps = " ".join(str(first.get(name, "")) for name in ("state", "wchan") if first.get(name))
+    how = str(stacks.get("how", ""))[:20]
+    found: tuple[str, ...] = ()
+    for thread in threads if isinstance(threads, list) else ():
+        frames = _mapping(thread).get("stack")
+        if isinstance(frames, list):
+            # By word of the interpreter the main thread comes first, in what a signal wrote it comes last.
+            if how == "interpreter" and found:
+                break
+            found = tuple(str(frame) for frame in frames[:_MAX_FRAMES])
+    return how, found, sleeps
+
+
+def _entries(flight: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    entries = flight.get("entries")
+    if not isinstance(entries, list):
+        return ()
+    return tuple(entry for entry in entries[-_LAST_COLLECTIVES:] if isinstance(entry, dict))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

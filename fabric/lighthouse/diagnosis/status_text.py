@@ -1,0 +1,331 @@
+"""What a job waits for, in a sentence with its reason, and until when, as a time of day (UTC)."""
+
+import math
+import time
+from collections.abc import Collection
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+from fabric.lighthouse.diagnosis.server_states import silence
+from fabric.model import Policy, Record, counted
+from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages.network import Heartbeat, HeartbeatAck, LeaderMessage
+from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_data
+
+_NAMED = 8  # that many replicas are named in a sentence, the rest counted
+# Others are waited for in every step; what lasts longer is worth a sentence.
+_WORTH_S = 1.0
+# Nothing was committed for so long: then every wait is worth a sentence.
+_LONG_S = 3.0
+# So often members are told anew what their job waits for: to find it out one looks at everybody.
+_LOOK_S = 1.0
+
+
+def policy_kept(asked: Policy, kept: Policy) -> str:
+    """What a replica asked for that the job, which others began, does not do."""
+    there, here = asdict(kept), asdict(asked)
+    return "it asked for " + ", ".join(
+        f"{name} {here[name]:g}, the job has {there[name]:g}" for name in here if here[name] != there[name]
+    )
+
+
+def numbers(asked: io.Operator) -> str:
+    """What an operator's order to scale says, to go on with."""
+    found = (("min", asked.min_replicas), ("max", asked.max_replicas))
+    return "".join(f", {name} {value}" for name, value in found if value is not None)
+
+
+def others(replica: str, sessions: Collection[str], record: Record | None, allowed: int) -> int:
+    """How many replicas take part beside this one, or 0 where there is room in any case: thousands of
+    sessions open within seconds, most of them of members."""
+    members = len(record.roster) if record is not None else 0
+    if len(sessions) + members < allowed:
+        return 0
+    if members <= allowed and record is not None and record.member(replica) is not None:
+        return 0
+    return len({*sessions, *(record.names if record is not None else ())} - {replica})
+
+
+def no_room(job: str, replica: str, others: int, needed: int, allowed: int) -> str:
+    """Why ``replica`` gets no session, empty where it may: beside ``others`` it is one too many, or it would
+    wait for ``needed`` replicas for ever where the lighthouse allows ``allowed``."""
+    if others >= allowed:
+        return (
+            f"{replica} is not taken: job {job} has {counted(others, 'replica')}, as many as this lighthouse "
+            "allows; end another one first, or have --max-replicas raised"
+        )
+    if needed > allowed:
+        return (
+            f"{replica} is not taken: it asks for at least {counted(needed, 'replica')}, and this lighthouse "
+            f"allows {allowed}; lower FABRIC_REPLICAS, or have --max-replicas raised"
+        )
+    return ""
+
+
+def time_of_day(due: float, now: float) -> str:
+    """When the core's clock shows ``due``, as people say it; ``now`` is what it shows now."""
+    return datetime.fromtimestamp(time.time() + due - now, UTC).strftime("%H:%M:%S UTC")
+
+
+def waiting_for(core: LeaderCore, now: float) -> str:
+    """What must happen before the leader's next move, in a sentence."""
+    record = core.record
+    if core.reading:
+        return "the store, to read the record again after a write that was refused or got lost"
+    if core.writing is not None:
+        return f"the store, to commit epoch {core.writing.epoch}"
+    if record is None:
+        return _waiting_to_start(core, now)
+    if record.complete:
+        return f"nothing: the job is complete at step {record.base.step}"
+    if record.failed and core.retried:
+        return f"replicas to begin the failed job again: {_waiting_to_start(core, now)}"
+    if record.failed:
+        return f"a person, to mend what failed and say `fabric retry`: {record.failed}"
+    return _waiting_in_epoch(core, record, now)
+
+
+class Waits:
+    """What the members of one job are told, with the answers to their beats, that it waits for."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._looked = -math.inf
+
+    def told_with(self, message: LeaderMessage, core: LeaderCore, now: float) -> LeaderMessage:
+        """``message`` with that, where it answers a beat and the job waits."""
+        if not isinstance(message, HeartbeatAck):
+            return message
+        if now - self._looked >= _LOOK_S:
+            text = waiting_for(core, now)
+            self._text, self._looked = "" if text.startswith("nothing") else text, now
+        return HeartbeatAck(message.number, self._text) if self._text else message
+
+
+def _waiting_to_start(core: LeaderCore, now: float) -> str:
+    policy, wait_s = core.config.policy, core.start_wait_s
+    there, count = sum(peer.connected for peer in core.liveness.peers.values()), core.startable()
+    doubted = f", and {there - count} more a session but no sign of life" if there > count else ""
+    if count < core.least:
+        return f"replicas to start with: {count} of at least {core.least} have a session{doubted}"
+    waited = now - core.waiting_since if core.waiting_since is not None else 0.0
+    servers = core.liveness.servers_to_hear(core.record.roster, now) if core.record is not None else {}
+    if servers and (waited >= wait_s or count >= policy.start_replicas):
+        return (
+            f"what the checkpoint servers {_some(sorted(servers))} hold, which may be the newest state, "
+            f"until {time_of_day(max(servers.values()), now)} at most"
+        )
+    until = time_of_day(now + wait_s - waited, now)
+    return (
+        f"replicas to start with: {count} of {policy.start_replicas} have a session{doubted}, "
+        f"after {wait_s:g} s (now {waited:.1f} s, at {until}) {core.least} will do"
+    )
+
+
+def _waiting_in_epoch(core: LeaderCore, record: Record, now: float) -> str:
+    """The first of what may be outstanding, in the order in which one depends on the other."""
+    for look in (
+        _waiting_to_evict,
+        _waiting_to_form_again,
+        _waiting_for_reports,
+        _waiting_for_members,
+        _waiting_for_data,
+        _waiting_to_enter,
+        _waiting_for_snapshots,
+        _waiting_to_end,
+        _waiting_to_link,
+        _waiting_in_step,
+        _waiting_in_exchange,
+    ):
+        text = look(core, record, now)
+        if text:
+            return text
+    return "nothing: every member runs"
+
+
+def _waiting_to_evict(core: LeaderCore, record: Record, now: float) -> str:
+    epoch = core.epoch
+    if not epoch.condemned:
+        return ""
+    left = [x for x in record.roster if x.replica not in epoch.condemned]
+    if any(not x.joining or x.replica in epoch.running for x in left):
+        return f"further deaths within {core.config.coalesce_s:g} s, to evict them together"
+    unsure = [x for x in record.roster if not core.liveness.confirmed(x)]
+    if not unsure:
+        return f"replicas for a cold start: {_waiting_to_start(core, now)}"
+    limit_s = core.out_of_sight_s
+    until = max(core.liveness.last_contact(x, now) for x in unsure) + limit_s
+    return (
+        f"certainty before a cold start: {_some([x.replica for x in unsure])} must be seen to have "
+        f"ended, or be out of contact for {limit_s:g} s, which is until {time_of_day(until, now)}"
+    )
+
+
+def _waiting_to_form_again(core: LeaderCore, _: Record, now: float) -> str:
+    epoch = core.epoch
+    if not epoch.aborted:
+        return ""
+    due = time_of_day(max(core.reform_due, now), now)
+    if epoch.unreachable:
+        links = [f"{name} to {other}" for name, to in sorted(epoch.unreachable.items()) for other in to]
+        return f"all complaints of missing links (so far {_some(links)}), to leave some out at {due}"
+    who = _some(sorted(epoch.aborted))
+    return f"a death that explains why {who} aborted, before forming again at {due}"
+
+
+def _waiting_for_reports(core: LeaderCore, record: Record, now: float) -> str:
+    epoch = core.epoch
+    if not record.is_forced or epoch.decision is not None:
+        return ""
+    silent = [x.replica for x in record.roster if x.replica not in epoch.reports]
+    if not silent:
+        return "a decision of a person: the reports contradict each other, see the events"
+    begun = max(epoch.since, core.liveness.elected)
+    return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(core, silent, begun, now)}"
+
+
+def _waiting_for_members(core: LeaderCore, record: Record, _: float) -> str:
+    if len(record.roster) >= core.least:
+        return ""
+    text = f"replicas: {len(record.roster)} of at least {core.least} are members"
+    if record.orders.paused:
+        return f"{text}; joins are paused {record.orders.paused}"
+    outside = sorted(core.held.items())[:_NAMED]
+    return text + "".join(f"; {name} is outside: {why}" for name, why in outside)
+
+
+def _waiting_to_enter(core: LeaderCore, record: Record, now: float) -> str:
+    away = [x.replica for x in record.roster if x.replica not in core.epoch.running]
+    if not away:
+        return ""
+    return f"{_some(away)} to enter the first round of epoch {record.epoch}{_heard(core, away, None, now)}"
+
+
+def _waiting_for_snapshots(core: LeaderCore, _: Record, now: float) -> str:
+    for joiner, serving in sorted(core.serving.items()):
+        late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
+        if not serving.told and late:
+            said = _heard(core, late, None, now)
+            return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{said}"
+    return ""
+
+
+def _waiting_for_data(_: LeaderCore, record: Record, _now: float) -> str:
+    if not waits_for_data(record.sharing, record.roster):
+        return ""
+    shard = lost_parts(record.sharing, record.roster)[0]
+    data_slots = ", ".join(str(data_slot) for data_slot in readers_of(shard, record.sharing))
+    return f"a replica that can read shard {shard}: none of the members can, data slots {data_slots} could"
+
+
+def _waiting_to_end(core: LeaderCore, record: Record, now: float) -> str:
+    """For whom those wait that have finished."""
+    late = [x.replica for x in record.roster if x.replica not in core.finished and not x.leaving]
+    if not core.finished or not late:
+        return ""
+    return f"{_some(late)} to finish as {_some(sorted(core.finished))} did{_heard(core, late, None, now)}"
+
+
+def _beats(core: LeaderCore, record: Record) -> dict[str, Heartbeat]:
+    """What the members of this epoch said last, of those that have said anything in it."""
+    found = {}
+    for member in record.roster:
+        peer = core.liveness.peers.get(member.replica)
+        if peer is not None and peer.connected and peer.incarnation == member.incarnation and peer.beat:
+            found[member.replica] = peer.beat
+    return {name: beat for name, beat in found.items() if beat.epoch == record.epoch}
+
+
+def _waiting_to_link(core: LeaderCore, record: Record, now: float) -> str:
+    """Whose links of this epoch do not stand, and have not for long: they contribute nothing before."""
+    since = max(core.epoch.since, core.epoch.decided_at)
+    if now - since < _WORTH_S:
+        return ""
+    linking = [name for name, beat in _beats(core, record).items() if beat.is_linking]
+    if not linking:
+        return ""
+    return f"the links of {_some(linking)} in epoch {record.epoch}, for {now - since:.1f} s now"
+
+
+def _waiting_in_exchange(core: LeaderCore, record: Record, now: float) -> str:
+    """Everybody is in the same step and waits for nobody in particular, but for the bytes."""
+    beats = _beats(core, record)
+    if now - core.stepped < _LONG_S or len(beats) < len(record.roster):
+        return ""
+    steps = {beat.step for beat in beats.values()}
+    if len(steps) > 1 or not all(beat.waits for beat in beats.values()):
+        return ""
+    return f"the exchange of step {steps.pop()}, in which every member is, for {now - core.stepped:.1f} s now"
+
+
+def _waiting_in_step(core: LeaderCore, record: Record, now: float) -> str:
+    """For whom the others wait in the exchange, and have waited for long."""
+    found = []
+    for name, (step, since) in core.lateness.since.items():
+        peer = core.liveness.peers.get(name)
+        if peer is None or not peer.connected or not record.lists(name, peer.incarnation):
+            continue
+        if peer.step <= step and now - since >= _WORTH_S:
+            found.append((since, name, step))
+    # Who has come since is named by nobody's newest beat.
+    beats = [peer.beat for peer in core.liveness.peers.values() if found and peer.connected and peer.beat]
+    named = {(name, beat.step) for beat in beats for name in beat.waiting_for}
+    found = [(since, name, step) for since, name, step in found if (name, step) in named]
+    if not found:
+        return ""
+    # Somebody in user code explains more than a link does.
+    absent = [x for x in found if not _is_back(core.liveness.peers[x[1]], x[2])]
+    if not absent:
+        return _waiting_for_words(core, found, now)
+    found = absent
+    since, name, step = min(found)
+    peer = core.liveness.peers[name]
+    busy = f"busy with {peer.beat.busy}" if peer.beat is not None and peer.beat.busy else "in user code"
+    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    said = _heard(core, [name], since, now)
+    member = record.member(name)
+    if member is not None and (trouble := silence(core.liveness, member, now)):
+        said += f"; {trouble}"
+    return f"{name}{others}, {busy} in step {step}, for {now - since:.1f} s now{said}"
+
+
+def _is_back(peer: Peer, step: int) -> bool:
+    """Whether its main thread has come back from the user's code in this step, and waits."""
+    return peer.beat is not None and peer.beat.step == step and peer.beat.waits and not peer.beat.busy
+
+
+def _waiting_for_words(core: LeaderCore, found: list[tuple[float, str, int]], now: float) -> str:
+    """Those who are missed have come, and wait too: what they said has not arrived."""
+    since, _, step = min(found)
+    missed = {name for _, name, _ in found}
+    links = [
+        f"{name} to {by}"
+        for by, peer in sorted(core.liveness.peers.items())
+        if peer.beat is not None and peer.beat.step == step
+        for name in peer.beat.waiting_for
+        if name in missed and name != by
+    ]
+    return (
+        f"what was sent in step {step} from {_some(links)}, for {now - since:.1f} s now: all of these have "
+        "come and wait, so the links between them may be slow or cut"
+    )
+
+
+def _heard(core: LeaderCore, names: list[str], since: float | None, now: float) -> str:
+    """When the one of them that has been silent for longest was heard, and until when it may take (waited for
+    since ``since``; None: for that there is no bound of its own)."""
+    peers = [peer for name in names if (peer := core.liveness.peers.get(name)) is not None]
+    if not peers:
+        return ""
+    text = f": last seen {now - min(peer.seen for peer in peers):.1f} s ago"
+    if since is not None:
+        until = since + max(core.patience_s(peer) for peer in peers)
+        text += f", may take until {time_of_day(until, now)}"
+    return text
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,298 @@
+"""What kept the others waiting: one verdict from what the leader knew and what the ranks said when asked.
+Pure.
+
+The verdicts are those that a person acts on differently: continue or replace a process that is stopped, look
+at the code of a rank that did not come, mend a program whose ranks ask for different things, look at a
+network. What fits none of them is unknown, with everything that was seen beside it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fabric.protocol.messages.network import Aborted
+from fabric.protocol.rules.wait_graph import unexcused
+
+STOPPED = "stopped process"
+ABSENT = "absent rank"
+MISMATCH = "mismatched operation or sizes"
+SLOW_LINK = "slow link"
+CUT_LINK = "cut link"
+UNKNOWN = "unknown"
+VERDICTS = (STOPPED, ABSENT, MISMATCH, SLOW_LINK, CUT_LINK, UNKNOWN)
+
+# What is kept of each rank: a recovery record stays small however much there was to see.
+_FRAMES = 10
+_FRAME_CHARACTERS = 120
+_SENTENCE = 300
+_NAMED = 100
+# Whose sizes may differ from rank to rank.
+_UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What the leader knew: who was condemned and why, who aborted and how, the roster, and of each of those
+    that these name what was last said of its process (``running``, ``stopped``, ``gone``, or ``silent``:
+    nothing is heard)."""
+
+    condemned: Mapping[str, str]
+    aborted: Mapping[str, Aborted]
+    names: Sequence[str]
+    processes: Mapping[str, str]
+
+    def concerned(self) -> tuple[str, ...]:
+        """Whom to look at: the condemned, else whom the others waited for or complained of."""
+        if self.condemned:
+            return tuple(sorted(self.condemned))
+        found = [*self.stuck(), *(a.about for a in self.aborted.values())]
+        found += [name for a in self.aborted.values() for name in a.waiting_for]
+        return tuple(dict.fromkeys(name for name in found if name in self.names))
+
+    def stuck(self) -> tuple[str, ...]:
+        """Those who are waited for in a round that stalled, and have not said that they wait for somebody.
+        Who aborted itself speaks, and was in the exchange: a round can stall only when everybody is in it."""
+        if not any(a.stalled for a in self.aborted.values()):
+            return ()
+        waiting = {name: a.waiting_for for name, a in self.aborted.items()}
+        return tuple(name for name in unexcused(waiting, self.names) if name not in self.aborted)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One rank as its checkpoint server showed it. ``process``: the kernel's word of it; ``says``: its own
+    (None: it did not answer); ``main``: the main thread's stack, innermost first, found out by ``how``;
+    ``kernel``: what its main thread sleeps in; ``flight``: torch's recorded collectives; ``problem``: why
+    something is missing."""
+
+    replica: str
+    rank: int = 0
+    process: str = "unknown"
+    pid: int = 0
+    says: Mapping[str, Any] | None = None
+    how: str = ""
+    main: Sequence[str] = ()
+    kernel: str = ""
+    flight: Sequence[Mapping[str, Any]] = ()
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.replica} rank {self.rank}" if self.rank else self.replica
+
+    @property
+    def has_come(self) -> bool:
+        """Whether, by its own word, it owes the others nothing: it has put in what is its part, or has no
+        round."""
+        if self.says is None:
+            return False
+        round_ = self.says.get("round")
+        return not isinstance(round_, Mapping) or round_.get("contributed") is True
+
+    def to_json(self) -> dict[str, Any]:
+        """What is kept of it, bounded."""
+        says = self.says or {}
+        last = self.flight[-1] if self.flight else None
+        return {
+            "replica": self.replica,
+            "rank": self.rank,
+            "process": self.process,
+            "pid": self.pid,
+            "phase": str(says.get("phase", ""))[:40],
+            "step": says.get("step") if isinstance(says.get("step"), int) else None,
+            "waits_for": str(says.get("ring_waits_for", ""))[:64],
+            "how": self.how,
+            "main": [frame[-_FRAME_CHARACTERS:] for frame in self.main[:_FRAMES]],
+            "kernel": self.kernel[:80],
+            "collective": _collective(last)[:_FRAME_CHARACTERS] if last is not None else "",
+            "problem": self.problem[:_SENTENCE],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """``verdict`` is one of VERDICTS, ``about`` the replicas it is about, ``why`` a sentence. ``t``: when it
+    was made, Unix seconds; ``seconds``: how long asking took."""
+
+    verdict: str
+    about: tuple[str, ...]
+    why: str
+    t: float = 0.0
+    seconds: float = 0.0
+    seen: tuple[Seen, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "about": list(self.about[:_NAMED]),
+            "why": self.why[: 2 * _SENTENCE],
+            "t": self.t,
+            "seconds": round(self.seconds, 3),
+            "seen": [one.to_json() for one in self.seen],
+        }
+
+
+def judge(case: Case, seen: Sequence[Seen]) -> Diagnosis:
+    """The first verdict that what was seen supports, the most certain ones first."""
+    for rule in (
+        _stopped,
+        _mismatched,
+        _gone,
+        _cut_link,
+        _behind_in_collectives,
+        _slow_link,
+        _did_not_come,
+        _silent,
+    ):
+        found = rule(case, seen)
+        if found is not None:
+            verdict, about, why = found
+            return Diagnosis(verdict, about, why, seen=tuple(seen))
+    about = case.concerned()
+    said = "; ".join(f"{name}: {why}" for name, why in sorted(case.condemned.items()))
+    return Diagnosis(UNKNOWN, about, said or "nothing that was seen explains it", seen=tuple(seen))
+
+
+Finding = tuple[str, tuple[str, ...], str]
+
+
+def _stopped(case: Case, seen: Sequence[Seen]) -> Finding | None:
+    for one in seen:
+        if one.process == "stopped":
+            why = f"process {one.pid} of {one.name} is stopped (SIGSTOP, or a debugger)"
+            return STOPPED, (one.replica,), why
+    for name in case.concerned():
+        if case.processes.get(name) == "stopped":
+            return STOPPED, (name,), f"the kernel says that the process of {name} is stopped"
+    return None
+
+
+def _mismatched(case: Case, seen: Sequence[Seen]) -> Finding | None:
+    for name, aborted in sorted(case.aborted.items()):
+        if aborted.mismatch:
+            return MISMATCH, tuple(dict.fromkeys(n for n in (name, aborted.about) if n)), aborted.why
+    for first, second in _pairs(seen):
+        theirs = {_key(entry): entry for entry in second.flight}
+        for entry in first.flight:
+            other = theirs.get(_key(entry))
+            if other is not None and not (_is_done(entry) and _is_done(other)) and _differ(entry, other):
+                why = (
+                    f"{first.name} is in {_collective(entry)} where {second.name} is in {_collective(other)}"
+                    f"{_at(first)}"
+                )
+                return MISMATCH, (first.replica,), why
+    return None
+
+
+def _gone(case: Case, seen: Sequence[Seen]) -> Finding | None:
+    gone = [name for name in case.concerned() if case.processes.get(name) == "gone"]
+    gone += [one.replica for one in seen if one.process == "gone" and one.replica not in gone]
+    if gone:
+        return ABSENT, tuple(gone), f"the process of {', '.join(gone)} has ended"
+    return None
+
+
+def _cut_link(case: Case, seen: Sequence[Seen]) -> Finding | None:
+    """Members said to which others nothing gets through, and those are not dead or silent themselves."""
+    pairs = {
+        (min(name, other), max(name, other))
+        for name, a in case.aborted.items()
+        for other in a.unreachable
+        if case.processes.get(other, "running") == "running"
+    }
+    if not pairs:
+        return None
+    links = ", ".join(f"{a} and {b}" for a, b in sorted(pairs)[:_FRAMES])
+    ends = tuple(sorted({name for pair in pairs for name in pair}))
+    return CUT_LINK, ends, f"every process runs, and nothing gets through between {links}"
+
+
+def _behind_in_collectives(case: Case, seen: Sequence[Seen]) -> Finding | None:
+    """A rank that has not come to a collective in which another rank of its replica waits."""
+    for first, second in [*_pairs(seen), *((b, a) for a, b in _pairs(seen))]:
+        there = {_key(entry) for entry in second.flight}
+        missing = [e for e in first.flight if not _is_done(e) and _key(e) not in there]
+        if missing and second.flight:
+            why = f"{second.name} has not come to {_collective(missing[0])}, in which {first.name} waits"
+            return ABSENT, (second.replica,), why + _at(second)
+    return None
+
+
+def _slow_link(case: Case, seen: Sequence[Seen]) -> Finding | None:
+    """All who are concerned run, nobody is without an excuse, and bytes did not come."""
+    if case.condemned:
+        return None
+    complaints = {name: a for name, a in case.aborted.items() if a.about and a.about in case.names}
+    come = {one.replica for one in seen if one.has_come}
+    if not complaints or set(case.stuck()) - come:
+        return None
+    ends = {*complaints, *(a.about for a in complaints.values())}
+    if any(case.processes.get(name) != "running" for name in ends):
+        return None
+    links = ", ".join(f"{a.about} to {name}" for name, a in sorted(complaints.items()))
+    if all(a.stalled for a in complaints.values()):
+        why = f"every process runs and is in the exchange, and bytes are late on the way from {links}"
+    else:
+        why = f"every process runs, and the link from {links} broke"
+    return SLOW_LINK, tuple(sorted(ends)), why
+
+
+def _did_not_come(case: Case, seen: Sequence[Seen]) -> Finding | None:
+    """It runs, and the others wait for it: what its main thread does says why."""
+    absent = [
+        one for one in seen if one.replica in (*case.stuck(), *case.condemned) and one.process == "running"
+    ]
+    # Of a replica of several ranks, the one that is not held up by another.
+    for one in [*(x for x in absent if not x.flight or all(map(_is_done, x.flight))), *absent]:
+        if not one.main and not one.kernel:
+            continue
+        stuck = "" if one.how == "interpreter" else ", and holds the interpreter's lock" if one.main else ""
+        return ABSENT, (one.replica,), f"{one.name} runs, and has not come{stuck}{_at(one)}"
+    return None
+
+
+def _silent(case: Case, seen: Sequence[Seen]) -> Finding | None:
+    silent = [name for name in case.concerned() if case.processes.get(name) == "silent"]
+    if silent:
+        return ABSENT, tuple(silent), f"nothing is heard of {', '.join(silent)}, nor of its checkpoint server"
+    return None
+
+
+def _at(one: Seen) -> str:
+    if one.main:
+        return f": its main thread is at {one.main[0][-_FRAME_CHARACTERS:]}"
+    return f": its main thread sleeps in {one.kernel}" if one.kernel else ""
+
+
+def _pairs(seen: Sequence[Seen]) -> Iterable[tuple[Seen, Seen]]:
+    """Ranks of one replica that have recorded collectives, each with the next."""
+    by_replica: dict[str, list[Seen]] = {}
+    for one in seen:
+        by_replica.setdefault(one.replica, []).append(one)
+    for ranks in by_replica.values():
+        ranks.sort(key=lambda one: one.rank)
+        yield from ((ranks[0], other) for other in ranks[1:])
+
+
+def _key(entry: Mapping[str, Any]) -> tuple[str, str]:
+    return str(entry.get("process_group")), str(entry.get("collective_seq_id"))
+
+
+def _is_done(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("retired"))
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if one.get("is_p2p") or other.get("is_p2p"):
+        return False
+    name = str(one.get("profiling_name"))
+    if name != str(other.get("profiling_name")):
+        return True
+    sizes = one.get("input_sizes") != other.get("input_sizes")
+    types = one.get("input_dtypes") != other.get("input_dtypes")
+    return types or (sizes and not any(word in name for word in _UNEVEN))
+
+
+def _collective(entry: Mapping[str, Any]) -> str:
+    name = str(entry.get("profiling_name", "a collective")).rpartition(":")[2]
+    return f"{name} of {entry.get('input_sizes')} (number {entry.get('collective_seq_id')})"

@@ -1,0 +1,1 @@
+"""Which lighthouse leads, and how it writes to the store."""

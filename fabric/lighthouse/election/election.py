@@ -1,0 +1,392 @@
+"""Who leads: a queue of keys in the store, one per candidate, each under that candidate's own lease.
+
+The key with the lowest create revision leads; the others stand in line and renew their leases meanwhile, so
+that when a leader's key goes the next one leads at once: no election, no write, one message from the store.
+
+The lease is only a hint, so two things make a leader safe. It counts the end of its lease on its own
+clock, from before each renewal was sent and with a margin, and stops by itself. And every write that it
+makes is guarded by the revision at which its key was created (``Term.guard``), so that a leader that was
+stopped, or whose clock lies, can change nothing once its key is gone; and before that nobody else leads.
+
+A lease outlives its key where somebody deletes the key, or empties the store by hand. So a leader watches its
+own key too. Every candidate reads the store's id when it enters the line: an emptied store has another one.
+
+Thousands of sessions that come back at once keep the loop busy for seconds, just when losing the lead would
+cost most. So the lease is renewed from a thread of its own, over a handle on the store of its own. A loop
+that does not turn any more must not lead for ever: the thread renews only while it has turned lately.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.runtime.background_loop import BackgroundLoop
+from fabric.store import Compare, KeyValue, Lease, Put, Store
+from fabric.store.base import settle_store_id
+
+log = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+# The part of the lease, and at most so many seconds, by which a leader stops before its lease can end.
+MARGIN_SHARE = 0.2
+MARGIN_MOST_S = 1.0
+_REVOKE_S = 1.5
+# So many leases without a turn of the loop, and its lease is not renewed any more.
+STUCK_LEASES = 3.0
+_RETRY_S = (0.05, 1.0)
+_MAX_VALUE_BYTES = 4096
+
+
+def boot_time() -> float:
+    """Seconds since boot; unlike the monotonic clock it goes on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One lighthouse process: its random id, and the base URL at which others reach it."""
+
+    id: str
+    url: str
+
+
+class Term:
+    """One time of leading. ``revision`` is that of the election key's creation: it fences every write.
+    ``ends``, the lease's end, and ``turned``, when the loop last turned, are what the two threads share."""
+
+    def __init__(
+        self, store_id: str, guard: Compare, clock: Clock, resign: Callable[["Term", str], None]
+    ) -> None:
+        self.store_id = store_id
+        self.guard = guard
+        self.ends = 0.0
+        self.turned = clock()
+        self.is_over = False
+        self._clock = clock
+        self._resign = resign
+
+    @property
+    def revision(self) -> int:
+        return self.guard.create_revision or 0
+
+    @property
+    def key(self) -> str:
+        return self.guard.key
+
+    def in_force(self) -> bool:
+        """Whether the lease cannot have ended yet."""
+        return not self.is_over and self._clock() < self.ends
+
+    def holds(self) -> bool:
+        """Ask this before every act as a leader: a term whose lease may have ended is over from now on.
+        A loop that was stuck reads what members said meanwhile before its timers tell it that."""
+        if not self.in_force():
+            self.resign("its lease may have ended")
+        return not self.is_over
+
+    def resign(self, reason: str) -> None:
+        """Stop leading now; the lease is given back. Once is enough."""
+        self._resign(self, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Called at once and in order. ``elected``: this process leads; ``lost``: it does no longer, and why;
+    ``followed``: another process leads; ``written``: how an attempt to become the leader came out."""
+
+    elected: Callable[[Term], None]
+    lost: Callable[[str], None]
+    followed: Callable[[Candidate], None]
+    written: Callable[[str], None]
+
+
+class Election:
+    """Stands for election until cancelled. ``leader`` is whom the store named last. ``lease_store``: another
+    handle on the store, for the thread that renews; without one (a store in memory) the loop does."""
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: str,
+        lease_s: float,
+        hooks: Hooks,
+        *,
+        lease_store: Store | None = None,
+        clock: Clock = boot_time,
+    ) -> None:
+        self.prefix = f"/fabric/{namespace}/election/"
+        self.me = Candidate(secrets.token_hex(8), "")
+        self.leader: Candidate | None = None
+        self.term: Term | None = None
+        self._store = store
+        self._lease_store = lease_store
+        self._side: BackgroundLoop | None = None
+        self._lease_s = lease_s
+        self._hooks = hooks
+        self._clock = clock
+        self._changed = asyncio.Event()
+        self._said = ""
+
+    async def run(self, url: str) -> None:
+        """Follow or lead, for ever. ``url`` is how others reach this process; the store is connected."""
+        self.me = Candidate(self.me.id, url)
+        self._side = BackgroundLoop("fabric-lease") if self._lease_store is not None else None
+        try:
+            await self._stand_again_and_again()
+        finally:
+            if self._side is not None:
+                self._side.close()
+
+    async def _stand_again_and_again(self) -> None:
+        jitter = random.Random()  # noqa: S311 - spreads attempts, protects nothing
+        pause_s = _RETRY_S[0]
+        while True:
+            try:
+                await self._stand()
+                pause_s = _RETRY_S[0]
+            except StoreError as error:
+                self._say(str(error))
+                await asyncio.sleep(pause_s * jitter.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, _RETRY_S[1])
+                await self._reconnect(error)
+
+    @property
+    def other(self) -> Candidate | None:
+        """The leader, when it is another process that can be reached at an address of its own.
+
+        A process that was killed and started again at the same address finds its own URL in the store
+        until the old lease ends: sending anybody there would be a circle.
+        """
+        leader = self.leader
+        return leader if leader and leader.id != self.me.id and leader.url != self.me.url else None
+
+    async def _stand(self) -> None:
+        """Enter the queue, wait for the turn, and lead while that lasts."""
+        store_id = await settle_store_id(self._store)
+        sent = self._clock()
+        lease = await self._store.grant_lease(self._lease_s)
+        term: Term | None = None
+        try:
+            term = await self._enter(lease, store_id)
+            if term is not None:
+                term.ends = sent + lease.ttl_s - _margin(lease.ttl_s)
+                await self._hold(term, lease, sent)
+        finally:
+            if term is not None:
+                self._end(term, "it is being stopped")
+            with suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(_REVOKE_S):
+                    await self._store.revoke(lease.id)
+
+    async def _enter(self, lease: Lease, store_id: str) -> Term | None:
+        """Create a key of its own, last in the line. An unknown outcome is looked up; None: not there."""
+        key = f"{self.prefix}{lease.id:x}"
+        value = json.dumps({"id": self.me.id, "url": self.me.url}).encode()
+        try:
+            revision = await self._store.commit(
+                [Compare(key, create_revision=0)], [Put(key, value, lease.id)]
+            )
+            self._hooks.written("refused" if revision is None else "written")
+        except StoreIndefinite:
+            self._hooks.written("indefinite")
+        found = await self._store.get(key)
+        if found is None or found.value != value:
+            return None
+        guard = Compare(key, create_revision=found.create_revision)
+        return Term(store_id, guard, self._clock, self._end)
+
+    async def _hold(self, term: Term, lease: Lease, sent: float) -> None:
+        """Keep the place in the line until it is lost; lead from the moment when it is the first."""
+        self._changed.clear()
+        turn = asyncio.get_running_loop().create_task(self._await_turn(term))
+        renewals = self._start_renewals(term, lease, sent)
+        loss = asyncio.get_running_loop().create_task(self._await_loss(term, turn, lease.ttl_s / 3))
+        for each in (turn, renewals, loss):
+            each.add_done_callback(lambda _: self._changed.set())
+        try:
+            while not term.is_over:
+                term.turned = self._clock()
+                await self._wait_until(min(term.turned + lease.ttl_s / 3, term.ends))
+                if turn.done() and self.term is None:
+                    turn.result()
+                    self._begin(term)
+                if renewals.done():
+                    self._end(term, renewals.result())
+                elif loss.done():
+                    self._end(term, loss.result())
+                elif not term.in_force():
+                    self._end(term, "its lease may have ended, for the store did not renew it in time")
+        finally:
+            for each in (turn, renewals, loss):
+                each.cancel()
+            await asyncio.gather(turn, renewals, loss, return_exceptions=True)
+
+    def _start_renewals(self, term: Term, lease: Lease, sent: float) -> "asyncio.Future[str]":
+        if self._side is None or self._lease_store is None:
+            return asyncio.get_running_loop().create_task(self._renew(term, lease, sent, self._store))
+        return asyncio.wrap_future(self._side.start(self._renew_aside(term, lease, sent, self._lease_store)))
+
+    async def _await_turn(self, term: Term) -> None:
+        """Return when no key in the line is older than mine. Raises LeaseGone when mine is not there."""
+        while True:
+            found, revision = await self._store.list(self.prefix)
+            line = {kv.key: kv for kv in found}
+            if self._learn(line, term):
+                return
+            with suppress(Compacted):  # the watch came too late: look again
+                async with aclosing(self._store.watch(self.prefix, revision + 1)) as events:
+                    async for event in events:
+                        if event.kind == "put":
+                            line[event.key_value.key] = event.key_value
+                        else:
+                            line.pop(event.key_value.key, None)
+                        if self._learn(line, term):
+                            return
+                raise StoreUnavailable("the store ended the watch of the election: it is being closed")
+
+    async def _await_loss(self, term: Term, turn: "asyncio.Task[None]", pause_s: float) -> str:
+        """From the turn on: return a sentence once the key of this term is not there any more. A store that
+        does not answer is asked again; how long a leader may do without one is for its lease to say."""
+        await asyncio.wait({turn})
+        gone = (
+            f"its key {term.key} is gone from the store: the lease has ended there, or somebody has deleted "
+            "the key or emptied the store"
+        )
+        while True:
+            with suppress(StoreError):
+                found, revision = await self._store.list(term.key)
+                if all((kv.key, kv.create_revision) != (term.key, term.revision) for kv in found):
+                    return gone
+                async with aclosing(self._store.watch(term.key, revision + 1)) as events:
+                    async for event in events:
+                        if (event.kind, event.key_value.key) == ("delete", term.key):
+                            return gone
+            await asyncio.sleep(pause_s)
+
+    def _learn(self, line: Mapping[str, KeyValue], term: Term) -> bool:
+        """Who leads, by the line as it stands; whether that is me."""
+        if term.key not in line:
+            raise LeaseGone(f"the key {term.key} is gone, and with it the place in the line: start over")
+        first = min(line.values(), key=lambda kv: kv.create_revision)
+        if first.key == term.key:
+            return True
+        leader = _candidate(first.value)
+        if leader is None:
+            self._say(f"the key {first.key} holds no lighthouse's name: delete it if it stays there")
+        if leader != self.leader:
+            self.leader = leader
+            self._said = ""
+            if self.other is not None:
+                log.info("the lighthouse at %s leads", self.other.url)
+                self._hooks.followed(self.other)
+        return False
+
+    def _begin(self, term: Term) -> None:
+        if not term.in_force():
+            return
+        self.term, self.leader, self._said = term, self.me, ""
+        log.info("this lighthouse leads from now on (%s)", self.me.url)
+        self._hooks.elected(term)
+
+    async def _renew_aside(self, term: Term, lease: Lease, sent: float, store: Store) -> str:
+        """In the thread: nothing of the loop's may be touched here but ``term``."""
+        try:
+            return await self._renew(term, lease, sent, store)
+        finally:
+            await store.close()
+
+    async def _renew(self, term: Term, lease: Lease, sent: float, store: Store) -> str:
+        """Renew the lease in time until it is gone; returns the sentence of that."""
+        said, connected = "", store is self._store
+        renew = sent + lease.ttl_s / 3
+        # At once: at the first renewal there may be no descriptor left for it.
+        with suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(max(0.0, renew - self._clock())):
+                if not connected:
+                    await store.connect()
+                    connected = True
+        # Not for ever, also where a cancellation got lost among timeouts that ended at the same moment.
+        while not term.is_over:
+            await asyncio.sleep(max(0.0, renew - self._clock()))
+            sent = self._clock()
+            why = ""
+            if sent - term.turned > STUCK_LEASES * lease.ttl_s:
+                why = "the loop does not turn any more: the lease is left to end"
+            else:
+                try:
+                    async with asyncio.timeout(max(0.0, term.ends - sent)):
+                        if not connected:
+                            await store.connect()
+                            connected = True
+                        ttl_s = await store.keep_alive(lease.id)
+                    term.ends = max(term.ends, sent + ttl_s - _margin(ttl_s))
+                except TimeoutError:
+                    why = "the store does not answer the renewal of the lease"
+                except LeaseGone as error:
+                    return str(error)
+                except StoreError as error:
+                    why = str(error)
+            if why and why != said:
+                log.warning("election: %s", why)
+            said = why
+            # After a failure the store is asked more often, for the time is running.
+            renew = sent + lease.ttl_s / (20 if why else 3)
+        return "its term is over"
+
+    async def _wait_until(self, moment: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, moment - self._clock())):
+                await self._changed.wait()
+        self._changed.clear()
+
+    def _end(self, term: Term, reason: str) -> None:
+        if term.is_over:
+            return
+        term.is_over = True
+        self.leader = None
+        self._changed.set()
+        if self.term is not term:
+            return
+        self.term = None
+        log.warning("this lighthouse leads no longer: %s", reason)
+        self._hooks.lost(reason)
+
+    async def _reconnect(self, error: StoreError) -> None:
+        """Where the store may be another one now (wiped, or replaced)."""
+        if isinstance(error, StoreUnavailable | StoreIndefinite | LeaseGone):
+            return
+        with suppress(StoreError):
+            await self._store.close()
+            await self._store.connect()
+
+    def _say(self, why: str) -> None:
+        if why != self._said:
+            self._said = why
+            log.warning("election: %s", why)
+
+
+def _margin(ttl_s: float) -> float:
+    return min(MARGIN_MOST_S, MARGIN_SHARE * ttl_s)
+
+
+def _candidate(value: bytes) -> Candidate | None:
+    """Whom the key's value names, or None for what no lighthouse wrote."""
+    if len(value) > _MAX_VALUE_BYTES:
+        return None
+    try:
+        body = json.loads(value)
+    except ValueError:
+        return None
+    found = [body.get("id"), body.get("url")] if isinstance(body, dict) else [None]
+    if not all(isinstance(text, str) and text.isprintable() for text in found):
+        return None
+    leader = Candidate(*found)
+    return leader if leader.url.startswith(("http://", "https://")) else None

@@ -1,0 +1,50 @@
+"""Writes to the store from a thread of their own.
+
+A write takes eight turns of an event loop: to connect, to send, to hear the answer and hand it on. The
+lighthouse's loop does in one turn whatever has come since the last, with 10,000 sessions some 50 ms, so an
+epoch was in the store long before anybody could be told of it. From here it takes one turn.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.runtime.background_loop import BackgroundLoop
+from fabric.store import Compare, Operation, Store
+
+# As ``Store.commit``: the same arguments, answer and errors.
+Commit = Callable[[Sequence[Compare], Sequence[Operation]], Awaitable[int | None]]
+
+
+class Writer:
+    """``store``: a handle that nobody else uses; it is connected with the first write."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._side = BackgroundLoop("fabric-writes")
+        self._connecting = asyncio.Lock()
+        self._is_connected = False
+
+    async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        """As ``Store.commit``."""
+        return await asyncio.wrap_future(self._side.start(self._commit(compares, operations)))
+
+    async def close(self) -> None:
+        """Give up the handle and end the thread."""
+        await asyncio.wrap_future(self._side.start(self._store.close()))
+        self._side.close()
+
+    async def _commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        async with self._connecting:
+            if not self._is_connected:
+                await self._store.connect()
+                self._is_connected = True
+        try:
+            return await self._store.commit(compares, operations)
+        except (StoreUnavailable, StoreIndefinite, LeaseGone):
+            raise
+        except StoreError:
+            # It may be another store by now (wiped, or replaced), which a handle refuses for ever.
+            self._is_connected = False
+            await self._store.close()
+            raise

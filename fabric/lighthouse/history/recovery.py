@@ -1,0 +1,284 @@
+"""What each failure cost: one recovery record per failure, filled in as the leader's core learns of it.
+
+A record begins when a member is condemned or aborts, and is complete when a step has been committed since and
+every replica that was lost is a member again. Times are Unix seconds as the lighthouse saw them, so they
+include the way of the news to it: of the first step after a failure it hears by a member's next beat.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from fabric.errors import ProtocolError
+from fabric.model import Record, incident_id_of
+from fabric.protocol.leader.core import LeaderCore
+
+# So many of the newest are kept, in memory and in the store.
+CAPACITY = 200
+# So many of those that one failure cost are shown and stored by name, the rest counted: with thousands by
+# name it would be over what a store takes, and be written again for each that comes back.
+NAMED = 100
+# While one is open the core is looked at after every event, or this often at most where members are many.
+_MANY = 100
+_LOOK_S = 0.05
+
+
+@dataclass(slots=True)
+class Return:
+    """A lost replica on its way back: its new process's session (or that the lost one goes on and knows that
+    it is outside), its state, its first round. 0.0: not yet."""
+
+    started: float = 0.0
+    has_state: float = 0.0
+    joined: float = 0.0
+
+
+@dataclass(slots=True)
+class Recovery:
+    """``id`` is that of the event that began it. ``kind``: death, abort or cold start. ``lost``: the replicas
+    that it cost, ``incarnations`` which process of each. ``step``: the newest one known then, or the one that
+    the others went on from where that was news. Times are 0.0 until they come. ``steps_lost`` and
+    ``micro_batches_lost`` count committed work that only dead memory held. ``incident_id``: the id that
+    events,
+    replicas and checkpoint servers give to it. ``diagnosis``: why, as `diagnosis.verdict` judged
+    from what the ranks concerned showed; None until then, and where nobody could be asked. ``unnamed``: of
+    those that an earlier leader counted and did not name, how many were lost, and how many had joined."""
+
+    id: int
+    kind: str
+    why: str
+    step: int
+    detected: float
+    generation: int = 0
+    epoch: int = 0
+    lost: dict[str, Return] = field(default_factory=dict)
+    incarnations: dict[str, int] = field(default_factory=dict)
+    epoch_committed: float = 0.0
+    links_up: float = 0.0
+    step_committed: float = 0.0
+    steps_lost: int = 0
+    micro_batches_lost: int = 0
+    incident_id: str = ""
+    diagnosis: dict[str, Any] | None = None
+    unnamed: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        return not self.step_committed or any(not back.joined for back in self.lost.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """For the store and for people: at most NAMED of the lost by name."""
+        names, others = list(self.lost)[:NAMED], list(self.lost.values())[NAMED:]
+        body = {name: getattr(self, name) for name in _FIELDS}
+        body["lost"] = {name: asdict(self.lost[name]) for name in names}
+        body["incarnations"] = {name: self.incarnations[name] for name in names if name in self.incarnations}
+        if others:
+            body["unnamed"] = {"lost": len(others), "joined": sum(1 for back in others if back.joined)}
+        return body
+
+
+_FIELDS = tuple(f.name for f in fields(Recovery))
+
+
+def from_json(body: Any) -> Recovery:
+    """The inverse of ``to_json``; fields of a later release are left out. Raises ProtocolError for what no
+    lighthouse wrote."""
+    try:
+        lost = {
+            str(name): Return(**{k: float(v) for k, v in back.items()}) for name, back in body["lost"].items()
+        }
+        incarnations = {str(name): int(number) for name, number in body.get("incarnations", {}).items()}
+        known = {name: value for name, value in body.items() if name in _FIELDS}
+        recovery = Recovery(**{**known, "lost": lost, "incarnations": incarnations})
+        if not isinstance(recovery.diagnosis, dict | None):
+            raise TypeError("its diagnosis is no object")
+        recovery.unnamed = {str(name): int(number) for name, number in recovery.unnamed.items()}
+        recovery.id, recovery.step, recovery.epoch = int(recovery.id), int(recovery.step), int(recovery.epoch)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ProtocolError(f"this is no recovery record: {error}") from error
+    return recovery
+
+
+class Recoveries:
+    """Those of one job, oldest first. ``observe`` after every event of its core."""
+
+    def __init__(self) -> None:
+        self.kept: list[Recovery] = []
+        self._pending: list[Recovery] = []  # those of ``kept`` that are open: looked at after every event
+        self._record: Record | None = None
+        self._looked = 0.0
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether a failure waits for the next committed step."""
+        return any(not recovery.step_committed for recovery in self._pending)
+
+    def restore(self, stored: list[Recovery]) -> None:
+        """What an earlier leader wrote; those that are open go on here."""
+        new = {recovery.id for recovery in self.kept}
+        older = [recovery for recovery in stored if recovery.id not in new]
+        self.kept = sorted([*older, *self.kept], key=lambda recovery: recovery.id)[-CAPACITY:]
+        self._pending = [recovery for recovery in self.kept if recovery.is_open]
+
+    def begin(self, record: Record | None) -> None:
+        """A term begins with this record: it is no news."""
+        self._record = record
+
+    def observe(self, core: LeaderCore, event: int, now: float) -> list[Recovery]:
+        """Look at the core as it is; returns what changed. ``event``: id of the newest one told."""
+        record = core.record
+        changed: dict[int, Recovery] = {}
+        if record is not None and record is not self._record:
+            for recovery in self._on_record(core, record, event, now):
+                changed[recovery.id] = recovery
+            self._record = record
+        elif (
+            record is not None and (core.epoch.condemned or core.epoch.aborted) and self._unanswered() is None
+        ):
+            recovery = self._open(core, event, now)
+            changed[recovery.id] = recovery
+        few = record is None or len(record.roster) <= _MANY
+        if few or changed or now - self._looked >= _LOOK_S:
+            self._looked = now
+            if changed:
+                self._pending = [recovery for recovery in self.kept if recovery.is_open]
+            top = cache(core.top_step)  # found once, however many were lost: it looks at everybody
+            for recovery in self._pending:
+                if _fill(recovery, core, now, top):
+                    changed[recovery.id] = recovery
+        if changed:
+            self._pending = [recovery for recovery in self.kept if recovery.is_open]
+        return list(changed.values())
+
+    def _unanswered(self) -> Recovery | None:
+        """The newest one, while no epoch has answered it."""
+        newest = self.kept[-1] if self.kept else None
+        return newest if newest is not None and not newest.epoch_committed else None
+
+    def _open(self, core: LeaderCore, event: int, now: float) -> Recovery:
+        condemned = core.epoch.condemned
+        reasons = condemned or {name: aborted.why for name, aborted in core.epoch.aborted.items()}
+        why = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
+        kind, name = (
+            "death" if condemned else "abort",
+            incident_id_of(core.record.epoch + 1 if core.record else 1),
+        )
+        recovery = Recovery(event, kind, why[:1000], core.top_step(), now, incident_id=name)
+        self.kept = [*self.kept, recovery][-CAPACITY:]
+        return recovery
+
+    def _on_record(self, core: LeaderCore, record: Record, event: int, now: float) -> list[Recovery]:
+        before = self._record
+        if before is None or not record.is_forced or before.epoch == record.epoch:
+            return []
+        if self._unanswered() is None and _is_by_order(before, record):
+            return []
+        recovery = self._unanswered() or self._open_late(core, record, event, now)
+        recovery.epoch, recovery.generation, recovery.incident_id = (
+            record.epoch,
+            record.generation,
+            record.incident_id,
+        )
+        recovery.epoch_committed = now
+        for member in before.roster:
+            if not record.lists(member.replica, member.incarnation) and not member.leaving:
+                if recovery.kind == "abort" and recovery.why != record.reason[:1000]:
+                    # What a peer noticed first; who is lost, and why, stands before it.
+                    recovery.why = f"{record.reason} ({recovery.why})"[:1000]
+                recovery.kind = "death"
+                self._supersede(member.replica, recovery)
+                recovery.incarnations[member.replica] = member.incarnation
+        if record.generation != before.generation:
+            recovery.kind = "cold start"
+            seen = max(0, recovery.step - record.base.step)
+            recovery.steps_lost = core.lost if core.lost is not None else seen
+            recovery.micro_batches_lost = recovery.steps_lost * _micro_batches(core)
+            recovery.step = record.base.step
+        return [recovery]
+
+    def _open_late(self, core: LeaderCore, record: Record, event: int, now: float) -> Recovery:
+        """Condemned and evicted within one event: the epoch is the first that is seen of it."""
+        recovery = Recovery(
+            event, "abort", record.reason[:1000], core.top_step(), now, incident_id=record.incident_id
+        )
+        self.kept = [*self.kept, recovery][-CAPACITY:]
+        return recovery
+
+    def _supersede(self, replica: str, recovery: Recovery) -> None:
+        """Lost again: the older records wait for it no longer."""
+        for older in self.kept:
+            if older is not recovery and replica in older.lost and not older.lost[replica].joined:
+                del older.lost[replica]
+        recovery.lost[replica] = Return()
+
+
+def _is_by_order(before: Record, record: Record) -> bool:
+    """Whether its members stop, or go on, only because another number of them is needed."""
+    if record.generation != before.generation or record.min_replicas == before.min_replicas:
+        return False
+    members, others = ({(x.replica, x.incarnation) for x in r.roster} for r in (before, record))
+    return members == others
+
+
+def _fill(recovery: Recovery, core: LeaderCore, now: float, top: Callable[[], int]) -> bool:
+    """Note what has come true since; whether anything has. ``top``: the job's newest step."""
+    record = core.record
+    if record is None or not recovery.epoch_committed:
+        return False
+    changed = False
+    if not recovery.links_up and (record.epoch > recovery.epoch or _everybody_runs(core, record)):
+        recovery.links_up, changed = now, True
+    changed = _note_resume(recovery, core) or changed
+    if not recovery.step_committed and _has_stepped(recovery, core, record, top):
+        recovery.links_up = recovery.links_up or now
+        recovery.step_committed, changed = now, True
+    for replica in recovery.lost:
+        changed = _fill_return(recovery, replica, core, record, now, top) or changed
+    return changed
+
+
+def _note_resume(recovery: Recovery, core: LeaderCore) -> bool:
+    """The step that the others go on from: a leader that has just begun knew none when the failure came."""
+    decision = core.epoch.decision
+    if recovery.step_committed or decision is None or decision.step <= recovery.step:
+        return False
+    recovery.step = decision.step
+    return True
+
+
+def _has_stepped(recovery: Recovery, core: LeaderCore, record: Record, top: Callable[[], int]) -> bool:
+    """Whether a step was committed since: before the decision, what a member tells of is an older one."""
+    is_decided = not record.is_forced or core.epoch.decision is not None
+    return record.complete or (is_decided and top() > recovery.step)
+
+
+def _everybody_runs(core: LeaderCore, record: Record) -> bool:
+    return len(core.epoch.running) >= len(record.roster)
+
+
+def _fill_return(
+    recovery: Recovery, replica: str, core: LeaderCore, record: Record, now: float, top: Callable[[], int]
+) -> bool:
+    back, peer = recovery.lost[replica], core.liveness.peers.get(replica)
+    if back.joined or peer is None or not peer.connected:
+        return False
+    # A session may outlive its process for a while. One that goes on says that it knows of the epoch without
+    # it, and has its old state: it counts as one that has the job's when it has caught up.
+    is_lost_one = peer.incarnation == recovery.incarnations.get(replica)
+    if is_lost_one and (peer.beat is None or peer.beat.epoch < recovery.epoch):
+        return False
+    is_near = not is_lost_one or top() - peer.step <= 1
+    member = record.lists(replica, peer.incarnation)
+    before = (back.started, back.has_state, back.joined)
+    back.started = back.started or now
+    if member or (is_near and peer.generation == record.generation):
+        back.has_state = back.has_state or now
+    if member and replica in core.epoch.running:
+        back.joined = now
+    return before != (back.started, back.has_state, back.joined)
+
+
+def _micro_batches(core: LeaderCore) -> int:
+    peers = list(core.liveness.peers.values())
+    return peers[0].session.micro_batches if peers else 0

@@ -1,0 +1,1 @@
+"""The lighthouse's HTTP: routes, the page, websockets, tokens."""

@@ -1,0 +1,166 @@
+"""The page at ``/``: three files without any data, a login that trades the token for a cookie, a live stream.
+
+A browser cannot send the token with every request, and a page must not keep it. So it is sent once; the
+answer is a cookie that no script can read and no other site can make the browser send. Its value is a time
+of expiry under an HMAC whose key is the token: nothing is remembered here, and it ends with the token.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from importlib.resources import files
+
+from aiohttp import web
+
+from fabric.errors import ProtocolError, Unauthorized
+from fabric.lighthouse.http.login_limit import LoginTries, TooManyTries
+from fabric.lighthouse.http.status_cache import Looks
+from fabric.lighthouse.http.tokens import Scope, Tokens
+from fabric.lighthouse.jobs.job import Job
+from fabric.runtime.http.browser_guard import is_own_page
+from fabric.runtime.http.http_service import Handler, json_error, read_body
+from fabric.runtime.http.token_file import is_same
+
+COOKIE = "fabric-page"
+LOGIN = "/login"
+COOKIE_S = 12 * 3600
+# Lighthouses that take over from each other may differ by so much.
+_CLOCK_S = 300
+# WebSockets of trainers and checkpoint servers: a page has no business there.
+_FOR_PROCESSES = ("/session", "/pulse")
+_KINDS = {"index.html": "text/html", "dashboard.js": "text/javascript", "dashboard.css": "text/css"}
+OPEN_PATHS = frozenset({"/", LOGIN, "/dashboard.js", "/dashboard.css"})
+# The page's own script and style, and nothing from anywhere else.
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+# How long the stream may be silent.
+_SILENCE_S = 5.0
+_MAX_LOGIN_BYTES = 8192
+
+
+def add_routes(app: web.Application, tokens: Tokens) -> None:
+    """``/``, its script and style, and ``/login``."""
+    for name, kind in _KINDS.items():
+        app.router.add_get("/" if name == "index.html" else f"/{name}", _file(name, kind))
+    app.router.add_post(LOGIN, _login(tokens))
+
+
+def scope_of_cookie(request: web.Request, tokens: Tokens) -> Scope | bool:
+    """What the request's cookie opens; False where it has none of ours that has not ended, or does not come
+    from our own page."""
+    expires, _, rest = request.cookies.get(COOKIE, "").partition(".")
+    proof, _, job = rest.partition(".")
+    # One that lasts longer than any that is made now was made while a clock was wrong.
+    now = time.time()
+    if not expires.isdecimal() or len(expires) > 12 or not now <= int(expires) <= now + COOKIE_S + _CLOCK_S:
+        return False
+    if not is_own_page(request) or request.path.endswith(_FOR_PROCESSES):
+        return False
+    if not any([_is_proof(proof, expires, job, token) for token in tokens.keys(job)]):  # noqa: C419
+        return False
+    return frozenset((job,)) if job else None
+
+
+def _is_proof(given: str, expires: str, job: str, token: str) -> bool:
+    return is_same(given, _proof(expires, job, token))
+
+
+def _proof(expires: str, job: str, token: str) -> str:
+    """Ends with the token: a cookie of a token that was replaced opens nothing."""
+    return hmac.new(token.encode(), f"page {expires} {job}".encode(), hashlib.sha256).hexdigest()
+
+
+def _file(name: str, kind: str) -> Handler:
+    body = (files("fabric.lighthouse.http") / "page" / name).read_bytes()
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
+
+    return answer
+
+
+def _login(tokens: Tokens) -> Handler:
+    tries = LoginTries()
+
+    async def answer(request: web.Request) -> web.Response:
+        """``{"token": ...}`` for a cookie."""
+        response = web.json_response({"ok": True})
+        if tokens.is_open:
+            return response
+        if (request.content_length or 0) > _MAX_LOGIN_BYTES:
+            raise ProtocolError("a login is a small JSON object")
+        try:
+            given = json.loads(await read_body(request))["token"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            given = None
+        if not isinstance(given, str):
+            raise ProtocolError('send a JSON object such as {"token": "..."}')
+        try:
+            tries.check(request.remote or "")
+        except TooManyTries as error:
+            return json_error(429, str(error), headers={"Retry-After": "10"})
+        await tokens.refresh()
+        try:
+            scope = tokens.scope(given := given.strip())
+        except Unauthorized:
+            tries.failed(request.remote or "")
+            raise
+        job = min(scope) if scope is not None else ""
+        expires = str(int(time.time()) + COOKIE_S)
+        response.set_cookie(
+            COOKIE,
+            f"{expires}.{_proof(expires, job, given)}.{job}",
+            max_age=COOKIE_S,
+            httponly=True,
+            samesite="Strict",
+            secure=request.secure,
+            path="/",
+        )
+        return response
+
+    return answer
+
+
+async def stream(
+    request: web.Request, job: Job, looks: Looks, leads: Callable[[], bool]
+) -> web.StreamResponse:
+    """Server-sent events about one job: ``job`` (its view, with ages that
+    go on), ``events`` and ``recoveries`` as
+    they come. ``leads`` says whether this lighthouse still does; the stream ends when not."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    await response.prepare(request)
+    async for kind, body in _news(job, looks, leads):
+        await response.write(f"event: {kind}\ndata: {body}\n\n".encode())
+    return response
+
+
+async def _news(job: Job, looks: Looks, leads: Callable[[], bool]) -> AsyncIterator[tuple[str, str]]:
+    last_event, told, said = 0, {"job": "", "recoveries": ""}, time.monotonic()
+    while leads() and job.is_running:
+        events = job.events.after(last_event)
+        news = []
+        if events:
+            last_event = events[-1].id
+            news.append(("events", json.dumps([asdict(event) for event in events[-200:]])))
+        look = looks.look(job)
+        for kind, body in (("recoveries", look.recoveries), ("job", look.view)):
+            if body != told[kind]:
+                told[kind] = body
+                news.append((kind, body))
+        if not news and time.monotonic() - said > _SILENCE_S:
+            news.append(("still", "{}"))
+        for item in news:
+            said = time.monotonic()
+            yield item
+        await asyncio.sleep(looks.period_s(job))

@@ -1,0 +1,183 @@
+"""A job as people see it: plain JSON values, and one sentence on what its leader is waiting for."""
+
+from dataclasses import asdict
+from typing import Any
+
+from fabric.lighthouse.diagnosis.server_states import silence
+from fabric.lighthouse.diagnosis.status_text import time_of_day, waiting_for
+from fabric.lighthouse.history.recoverable import recoverable
+from fabric.lighthouse.jobs.job import Job
+from fabric.model import Member, Record, counted
+from fabric.protocol.leader.base import Setback
+from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.liveness import Peer, PulseState
+
+
+def job_line(job: Job) -> dict[str, Any]:
+    """One job in the list of all."""
+    record = job.core.record
+    return {
+        "job": job.name,
+        "generation": record.generation if record else 0,
+        "epoch": record.epoch if record else 0,
+        "step": job.core.top_step(),
+        "members": len(record.roster) if record else 0,
+        "sessions": len(job.sessions),
+        "complete": bool(record and record.complete),
+        "paused": record.orders.paused if record else "",
+        "failed": job.core.refused_for,
+        "waiting_for": waiting_for(job.core, job.now),
+    }
+
+
+def job_view(job: Job) -> dict[str, Any]:
+    """Everything the leader knows about a job. Ages and durations are in seconds."""
+    core, now = job.core, job.now
+    record = core.record
+    peers = core.liveness.peers
+    roster = record.roster if record else ()
+    outside = [p for n, p in sorted(peers.items()) if not (record and record.lists(n, p.incarnation))]
+    return {
+        **job_line(job),
+        "record": _record_view(record),
+        "roster": [member.replica for member in roster],
+        "policy": {
+            **asdict(core.config.policy),
+            "min_replicas": core.least,
+            "max_replicas": core.most,
+        },
+        "penalties": [asdict(penalty) for penalty in core.penalties()],
+        "hosts": core.hosts_that_failed(),
+        "members": [_member_view(core, member, now) for member in roster],
+        "joiners": [_joiner_view(core, peer, now) for peer in outside if peer.connected],
+        "checkpoint_servers": [
+            {"replica": name, "rank": rank, "incarnation": pulse.incarnation, **_pulse_view(pulse, now)}
+            for name, rank, pulse in _servers(core)
+        ],
+        "recoverable": recoverable(core, now),
+        "durable": _durable(core),
+        "durable_failing": job.servers.failing,
+        "ledger": job.look_at_ledger().to_json(),
+    }
+
+
+def _servers(core: LeaderCore) -> list[tuple[str, int, PulseState]]:
+    """Every checkpoint server that has spoken, by replica and rank; of a complete job those that still do."""
+    ranks = {0: core.liveness.pulses, **core.liveness.rank_pulses}
+    found = [
+        (name, rank, pulse)
+        for rank, pulses in ranks.items()
+        for name, pulse in pulses.items()
+        if pulse.connected or not _is_complete(core)
+    ]
+    return sorted(found, key=lambda entry: entry[:2])
+
+
+def _is_complete(core: LeaderCore) -> bool:
+    return core.record is not None and core.record.complete
+
+
+def _durable(core: LeaderCore) -> dict[str, Any] | None:
+    """The newest durable checkpoint that anybody has found or written, and how old it is in committed
+    steps."""
+    newest = max(
+        core.liveness.durable(), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None
+    )
+    if newest is None:
+        return None
+    return {**asdict(newest), "steps_behind": max(0, core.top_step() - newest.step)}
+
+
+def _record_view(record: Record | None) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    body = asdict(record)
+    del body["roster"]
+    return {**body, "is_forced": record.is_forced}
+
+
+def _member_view(core: LeaderCore, member: Member, now: float) -> dict[str, Any]:
+    liveness, epoch = core.liveness, core.epoch
+    peer, pulse = liveness.peers.get(member.replica), liveness.pulses.get(member.replica)
+    verdict = epoch.condemned.get(member.replica) or liveness.verdict(member, now)
+    is_complete = _is_complete(core)
+    if is_complete:
+        pulse = pulse if pulse and pulse.connected else None  # they end a moment after the job
+        verdict = "finished"
+    elif not verdict and member.replica in epoch.aborted:
+        verdict = f"aborted: {epoch.aborted[member.replica].why}"
+    session = _session_view(peer if peer and peer.incarnation == member.incarnation else None, now)
+    alive = pulse is not None and pulse.incarnation == member.incarnation and pulse.ckpt
+    return {
+        **asdict(member),
+        # A server that was started again listens elsewhere than the record says.
+        "ckpt": pulse.ckpt if pulse is not None and alive else "" if is_complete else member.ckpt,
+        "running": member.replica in epoch.running,
+        **session,
+        "phase": "" if is_complete else session["phase"],
+        "step": core.top_step() if is_complete else session["step"],
+        "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == member.incarnation else None,
+        "verdict": verdict or (f"alive, but {said}" if (said := silence(liveness, member, now)) else "alive"),
+    }
+
+
+def _joiner_view(core: LeaderCore, peer: Peer, now: float) -> dict[str, Any]:
+    session = peer.session
+    pulse = core.liveness.pulses.get(session.replica)
+    if core.record is None:
+        verdict = "waits for the first start"
+    elif session.replica in core.finished:
+        verdict = f"has finished at step {core.finished[session.replica]}"
+    elif core.record.complete:
+        verdict = "the job is complete"
+    elif doubt := core.liveness.doubt(session, now):
+        verdict = doubt
+    elif core.kept_out(peer):
+        verdict = core.kept_out(peer)
+    elif now < (setback := core.setbacks.get((session.replica, peer.incarnation), Setback())).until:
+        again, times = time_of_day(setback.until, now), setback.times
+        verdict = (
+            f"is not admitted before {again}: evicted {counted(times, 'time')}, and waits longer every time"
+        )
+    elif (session.replica, peer.incarnation) in core.absent:
+        verdict = "was evicted for its user code, and is not admitted before it comes back from there"
+    elif peer.generation != core.record.generation:
+        verdict = "has no state of this generation yet"
+    else:
+        verdict = f"catches up: {counted(max(0, core.top_step() - peer.step), 'step')} behind"
+    return {
+        "replica": session.replica,
+        "incarnation": session.incarnation,
+        "link": session.link,
+        "ckpt": session.ckpt,
+        "spare": session.spare,
+        **_session_view(peer, now),
+        "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == session.incarnation else None,
+        "verdict": verdict,
+    }
+
+
+def _session_view(peer: Peer | None, now: float) -> dict[str, Any]:
+    if peer is None:
+        return {"connected": False, "session_age_s": None, "phase": "", "step": None, "generation": None}
+    beat = peer.beat
+    return {
+        "connected": peer.connected,
+        "session_age_s": round(now - peer.seen, 3),
+        "phase": beat.phase if beat else "",
+        "step": peer.step,
+        "generation": peer.generation,
+        "busy": beat.busy if beat else "",
+        "waiting_for": list(beat.waiting_for) if beat else [],
+        "times": asdict(peer.times) if peer.times is not None else None,
+    }
+
+
+def _pulse_view(pulse: PulseState, now: float) -> dict[str, Any]:
+    return {
+        "trainer": pulse.trainer,
+        "age_s": round(now - pulse.seen, 3),
+        "connected": pulse.connected,
+        "ckpt": pulse.ckpt,
+        "snapshots": [asdict(ref) for ref in pulse.snapshots],
+    }

@@ -1,0 +1,157 @@
+"""What a person tells the lighthouse about a job, over HTTP: each with who and why, each safe to say again.
+
+What cannot be is refused, and changes nothing: the core says why (``objection``). Drain and evict are
+answered with 202 when the leader has taken them up. Pause, resume, scale and admit are orders that hold until
+somebody says otherwise: they are answered when the store has them. Retry holds while this lighthouse leads.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from fabric.errors import ProtocolError, Refused, StoreUnavailable
+from fabric.lighthouse.connections.validation import check_name
+from fabric.lighthouse.jobs.job import Job
+from fabric.lighthouse.jobs.jobs import Jobs
+from fabric.model import counted
+from fabric.protocol.messages import leader_events as io
+from fabric.runtime.http.http_service import Handler, json_error, read_body
+
+KEPT_WITHIN_S = 4.0
+_MAX_TEXT = 300
+
+
+def add_commands(app: web.Application, jobs: Callable[[], Jobs]) -> None:
+    """``POST /v1/jobs/{job}/drain`` and the others."""
+    for action in ("drain", "evict"):
+        app.router.add_post(f"/v1/jobs/{{job}}/{action}", _about_replica(action, jobs))
+    for action in ("pause", "resume", "scale", "admit", "retry"):
+        app.router.add_post(f"/v1/jobs/{{job}}/{action}", _order(action, jobs))
+
+
+def find_job(jobs: Jobs, request: web.Request) -> Job | web.Response:
+    """The job of the path, or the answer that there is none."""
+    name = request.match_info["job"]
+    job = jobs.find(name)
+    return (
+        job
+        if job is not None
+        else json_error(
+            404, f"there is no job {name}: /v1/jobs and `fabric status` list those that are known"
+        )
+    )
+
+
+def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body = await _body(request, '{"replica": "r1", "who": "me", "why": "its host is hot"}')
+        replica = check_name("replica", _text(body, "replica"))
+        who, why = _text(body, "who"), _text(body, "why")
+        job = find_job(jobs(), request)
+        if isinstance(job, web.Response):
+            return job
+        record = job.core.record
+        if replica not in job.core.liveness.peers and (record is None or record.member(replica) is None):
+            return json_error(404, f"job {job.name} knows no replica {replica}: look at its members")
+        asked = io.Operator(action, replica, who, why)
+        _check(job, asked)
+        job.operate(asked)
+        if not job.is_running:
+            raise StoreUnavailable("it is not certain that this was taken up: say it again in a moment")
+        return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)
+
+    return handle
+
+
+def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body = await _body(request, '{"who": "me", "why": "maintenance"}')
+        about = _text(body, "about") if action == "admit" else ""
+        who, why = _text(body, "who"), _text(body, "why")
+        job = find_job(jobs(), request)
+        if isinstance(job, web.Response):
+            return job
+        least, most = (_count(body, name, job.max_replicas) for name in ("min", "max"))
+        asked = io.Operator(action, about, who, why, least, most)
+        if action == "admit" and not job.core.knows_of(about):
+            return json_error(
+                404, f"job {job.name} knows no replica or host {about}: `fabric status` shows who is kept out"
+            )
+        _check(job, asked)
+        job.operate(asked)
+        await job.kept(KEPT_WITHIN_S)
+        core = job.core
+        answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": core.orders.paused}
+        answer |= {"min": core.orders.min_replicas, "max": core.orders.max_replicas}
+        if note := _note(job, action):
+            answer["note"] = note
+        return web.json_response(answer)
+
+    return handle
+
+
+def _check(job: Job, asked: io.Operator) -> None:
+    """Raises Refused or ProtocolError for what cannot be; nothing is changed then."""
+    objection = job.core.objection(asked)
+    if objection:
+        raise Refused(objection)
+    if asked.action == "scale":
+        _check_scale(job, asked)
+
+
+def _note(job: Job, action: str) -> str:
+    """What somebody who says this may not expect of the job as it is, in a sentence, or empty."""
+    core, record = job.core, job.core.record
+    if action == "retry":
+        return "It begins again when its replicas are started."
+    if record is not None and record.failed:
+        return "The job has failed: this holds when it is started again."
+    if action == "scale" and record is not None and len(record.roster) < core.least:
+        return f"It has {counted(len(record.roster), 'member')}: it stands still until it has {core.least}."
+    return ""
+
+
+def _check_scale(job: Job, asked: io.Operator) -> None:
+    orders, policy = job.core.orders, job.core.config.policy
+    if asked.min_replicas is None and asked.max_replicas is None:
+        raise ProtocolError('give "min", "max" or both: counts of replicas, 0 for what the replicas ask for')
+    least = orders.min_replicas if asked.min_replicas is None else asked.min_replicas
+    most = orders.max_replicas if asked.max_replicas is None else asked.max_replicas
+    # A minimum above the replicas' own maximum raises that too; one above an ordered maximum is a slip.
+    if most and (least or policy.min_replicas) > most:
+        both = asked.min_replicas is not None and asked.max_replicas is not None
+        advice = "the first must not be above the second" if both else "give both"
+        raise Refused(
+            f"at least {least or policy.min_replicas} and at most {most} replicas cannot be: {advice}"
+        )
+
+
+async def _body(request: web.Request, example: str) -> dict[str, Any]:
+    """The JSON object of a command. Raises ProtocolError."""
+    try:
+        body = json.loads(await read_body(request))
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise ProtocolError(f"send a JSON object such as {example}")
+    return body
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT or not value.isprintable():
+        raise ProtocolError(f'"{name}" must be a text of 1 to {_MAX_TEXT} printable characters')
+    return value
+
+
+def _count(body: dict[str, Any], name: str, most: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ProtocolError(
+            f'"{name}" must be a count of replicas from 0 to {most}, this lighthouse\'s --max-replicas'
+        )
+    return value

@@ -1,0 +1,404 @@
+// The lighthouse's page. Everything that others wrote goes in by textContent, never as markup.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const WINDOW_S = 120;
+const COLOURS = ["#4c8dff", "#e0803a", "#2fa36b", "#c45bc9", "#c9a227", "#26a5b5", "#e2607a", "#8a78e0"];
+// So many lines are told apart; of more replicas the furthest and the last are drawn.
+const MOST_LINES = COLOURS.length;
+const fresh = () => ({ steps: new Map(), epochs: [], events: [], lastEvent: 0, rows: new Map(), view: null });
+const state = { job: "", stream: null, alive: 0, note: "", ...fresh() };
+
+function element(tag, text, className) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+// What is the same is not written again: text that is selected stays so, and nothing is read out twice.
+function say(made, text, className) {
+  const words = String(text ?? "");
+  if (made.textContent !== words) made.textContent = words;
+  if (className !== undefined && made.className !== className) made.className = className;
+  return made;
+}
+
+function clock(seconds) {
+  return new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+}
+
+function took(from, to) {
+  if (!to) return "not yet";
+  const seconds = to - from;
+  return seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds.toFixed(1)} s`;
+}
+
+function spent(seconds) {
+  if (seconds < 60) return `${seconds.toFixed(1)} s`;
+  return seconds < 3600 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
+async function ask(path, options) {
+  const answer = await fetch(path, { redirect: "manual", ...options });
+  if (answer.type === "opaqueredirect") throw new Error("another lighthouse leads: see the top of the page");
+  const body = await answer.json();
+  if (answer.status === 401) { showLogin(); throw new Error(body.error); }
+  if (!answer.ok) throw new Error(body.error);
+  return body;
+}
+
+async function lookAtHealth() {
+  const line = $("health");
+  try {
+    const health = await (await fetch("/healthz")).json();
+    const store = health.store_reachable ? ", the store answers" : ", the store does not answer";
+    if (health.is_leader) say(line, `this lighthouse leads${store}`);
+    else if (health.leader) {
+      const old = state.job ? "; what you see below is old" : "";
+      const link = element("a", health.leader);
+      if (/^https?:\/\//.test(health.leader)) link.href = `${health.leader}/${location.search}`;
+      if (!line.textContent.endsWith(`${health.leader}${store}${old}`)) {
+        line.replaceChildren("another lighthouse leads: ", link, `${store}${old}`);
+      }
+    } else say(line, `no lighthouse leads; training goes on${store}`);
+    line.className = health.ok ? "good" : "bad";
+    return health;
+  } catch {
+    say(line, "this lighthouse does not answer; what you see is old", "bad");
+    return null;
+  }
+}
+
+async function lookForJobs() {
+  const health = await lookAtHealth();
+  if (!health || !health.is_leader) return;
+  let jobs;
+  try { jobs = await ask("/v1/jobs"); } catch { return; }
+  const select = $("jobs");
+  const names = jobs.map((job) => job.job);
+  if (names.join() !== [...select.options].map((o) => o.value).join()) {
+    select.replaceChildren(...names.map((name) => Object.assign(element("option", name), { value: name })));
+  }
+  const wanted = new URLSearchParams(location.search).get("job");
+  const chosen = names.includes(state.job) ? state.job : names.includes(wanted) ? wanted : names[0];
+  const broken = (jobs.find((job) => job.job === chosen) || {}).error;
+  say($("notice"), !names.length ? "This lighthouse knows no job yet."
+    : broken ? `Job ${chosen}: ${broken}`
+    : wanted && !names.includes(wanted) ? `There is no job ${wanted} here; this is ${chosen}.` : state.note);
+  if (!names.length || broken) { $("main").hidden = true; return; }
+  if (chosen !== state.job || !state.stream || performance.now() - state.alive > 15000) watch(chosen);
+  select.value = chosen;
+}
+
+function watch(job) {
+  if (state.stream) state.stream.close();
+  if (job !== state.job) {
+    Object.assign(state, { job, note: "", ...fresh() });
+    delete $("penalties").dataset.key;
+    for (const list of ["members", "penalties", "events", "recoveries", "chart"]) $(list).replaceChildren();
+  }
+  state.alive = performance.now();
+  const stream = state.stream = new EventSource(`/v1/jobs/${encodeURIComponent(job)}/live`);
+  const on = (kind, show) => stream.addEventListener(kind, (message) => {
+    state.alive = performance.now();
+    show(JSON.parse(message.data));
+  });
+  on("job", showJob);
+  on("events", showEvents);
+  on("recoveries", showRecoveries);
+  on("still", () => {});
+  stream.onerror = () => { if (stream.readyState === EventSource.CLOSED) state.stream = null; };
+}
+
+function recoverable(job) {
+  const held = job.recoverable;
+  if (job.complete) return "";
+  if (!held) return "If all trainers died now nothing would be left: nobody holds a whole snapshot.";
+  const facts = [held.steps_behind === null ? "" : `${held.steps_behind} behind`,
+    held.age_s === null ? "" : `${spent(held.age_s)} old`].filter(Boolean);
+  return `If all trainers died now step ${held.step} would be left${facts.length ? ` (${facts.join(", ")})` : ""}.`;
+}
+
+function showJob(job) {
+  state.view = job;
+  $("main").hidden = false;
+  const waiting = job.waiting_for;
+  say($("waiting"), waiting.startsWith("nothing: ") ? waiting.slice(9) : `Waiting for ${waiting}`);
+  const facts = [["step", job.step], ["epoch", job.epoch], ["generation", job.generation],
+    ["members", job.members.length], ["sessions", job.sessions], ["needs at least", job.policy.min_replicas],
+    ["may have", job.policy.max_replicas]];
+  if (job.durable) facts.push(["durable step", job.durable.step]);
+  const failing = Object.entries(job.durable_failing || {});
+  if (failing.length) facts.push(["durable checkpoints fail", failing.map(([r, why]) => `${r}: ${why}`).join("; ")]);
+  if (job.ledger.goodput !== null) facts.push(["goodput", `${(100 * job.ledger.goodput).toFixed(1)} %`]);
+  facts.forEach(([name, value], index) => {
+    let pair = $("facts").children[index];
+    if (!pair) { pair = element("div"); pair.append(element("dt"), element("dd")); $("facts").append(pair); }
+    say(pair.children[0], name);
+    say(pair.children[1], value);
+  });
+  while ($("facts").children.length > facts.length) $("facts").lastChild.remove();
+  say($("ledger"), ["training", "degraded", "recovering", "stalled"]
+    .filter((name) => job.ledger[name]).map((name) => `${name} ${spent(job.ledger[name])}`).join(" \u00b7 "));
+  say($("recoverable"), recoverable(job));
+  const orders = job.record ? job.record.orders : {};
+  say($("paused"), [job.paused ? `Joins are paused ${job.paused}.` : "",
+    orders.scaled ? `Scaled ${orders.scaled}.` : ""].filter(Boolean).join(" "));
+  say($("joins"), `${job.paused ? "resume" : "pause"} joins`);
+  showPenalties(job.penalties);
+  const penalised = new Set(job.penalties.map((p) => p.about));
+  const rows = [...job.members.map((m) => [m, m.leaving ? "leaving" : m.fresh ? "new member" : "member"]),
+    ...job.joiners.map((j) => [j, j.spare ? "spare" : "outside"])];
+  showRows(rows, penalised, job.complete);
+  noteSteps(rows.map(([entry]) => entry), job.epoch);
+}
+
+// What failed too often and may not be here: hosts too.
+function showPenalties(penalties) {
+  const key = JSON.stringify(penalties);
+  if ($("penalties").dataset.key === key) return;
+  $("penalties").dataset.key = key;
+  $("penalties").replaceChildren(...penalties.map((penalty) => {
+    const item = element("li", `${penalty.kind} ${penalty.about} failed ${penalty.times} times, last: ` +
+      `${penalty.why}; kept out until ${clock(penalty.until)} `);
+    item.append(actionButton("admit", penalty.about));
+    return item;
+  }));
+}
+
+// Rows are made once and then changed in place: what is under the pointer, or has the focus, stays there.
+function showRows(rows, penalised, over) {
+  const body = $("members"), seen = new Set();
+  const wanted = rows.map(([entry, role]) => {
+    const key = `${role === "outside" || role === "spare" ? "outside" : "member"} ${entry.replica}`;
+    seen.add(key);
+    if (!state.rows.has(key)) state.rows.set(key, emptyRow());
+    return fillRow(state.rows.get(key), entry, role, penalised, over);
+  });
+  for (const [key, tr] of state.rows) if (!seen.has(key)) { tr.remove(); state.rows.delete(key); }
+  wanted.forEach((tr, index) => {
+    if (body.children[index] !== tr) body.insertBefore(tr, body.children[index] || null);
+  });
+  const troubled = rows.filter(([entry, role]) => role !== "spare" && !isFine(entry)).map(([entry]) => entry.replica);
+  const named = troubled.slice(0, 20).join(", ") + (troubled.length > 20 ? ` and ${troubled.length - 20} more` : "");
+  say($("trouble"), rows.length > 20 && troubled.length && !over ? `Not as they should be: ${named}` : "");
+}
+
+const COLUMNS = ["replica", "role", "phase", "step", "waits for", "trainer", "verdict"];
+
+function emptyRow() {
+  const tr = element("tr");
+  for (const label of COLUMNS) tr.append(Object.assign(element("td"), { className: label === "step" ? "number" : "" }));
+  COLUMNS.forEach((label, index) => { tr.cells[index].dataset.label = label; });
+  tr.append(element("td", undefined, "actions"));
+  return tr;
+}
+
+const isFine = (entry) => entry.connected && (entry.verdict === "alive" || entry.verdict === "finished");
+
+function fillRow(tr, entry, role, penalised, over) {
+  const trainer = entry.pulse ? entry.pulse.trainer : "";
+  const phase = (entry.busy ? `busy: ${entry.busy}` : entry.phase) + (entry.connected || over ? "" : " (away)");
+  const values = [[entry.replica], [role], [phase], [entry.step], [(entry.waiting_for || []).join(", ")],
+    [trainer, trainer === "gone" || trainer === "stopped" ? "bad" : ""],
+    [entry.verdict, isFine(entry) || over ? "good" : "warn"]];
+  values.forEach(([text, className], index) => say(tr.cells[index], text, className));
+  const outside = role === "outside" || role === "spare";
+  const actions = over ? [] : !outside ? ["drain", "evict"] : penalised.has(entry.replica) ? ["admit", "drain"] : ["drain"];
+  if (tr.dataset.actions !== actions.join()) {
+    tr.dataset.actions = actions.join();
+    tr.lastChild.replaceChildren(...actions.flatMap((action) => [actionButton(action, entry.replica), " "]));
+  }
+  return tr;
+}
+
+function actionButton(action, about) {
+  const button = element("button", action);
+  button.type = "button";
+  button.dataset.key = `${action} ${about}`;
+  button.setAttribute("aria-label", `${action} ${about}`);
+  button.addEventListener("click", () => decide(action, about));
+  return button;
+}
+
+function noteSteps(entries, epoch) {
+  const now = Date.now() / 1000;
+  const known = entries.filter((entry) => Number.isFinite(entry.step));
+  if (known.length > MOST_LINES) {
+    const order = known.map((entry) => entry.step).sort((a, b) => a - b);
+    notePoint("the furthest", now, order[order.length - 1]);
+    notePoint("the last", now, order[0]);
+  } else known.forEach((entry) => notePoint(entry.replica, now, entry.step));
+  for (const [name, points] of state.steps) {
+    while (points.length && points[0][0] < now - WINDOW_S) points.shift();
+    if (!points.length) state.steps.delete(name);
+  }
+  const last = state.epochs[state.epochs.length - 1];
+  if (!last || last[1] !== epoch) state.epochs.push([now, epoch]);
+  while (state.epochs.length > 1 && state.epochs[1][0] < now - WINDOW_S) state.epochs.shift();
+  drawChart(now);
+}
+
+// A line that goes on level needs its two ends only.
+function notePoint(name, now, step) {
+  if (!state.steps.has(name)) state.steps.set(name, []);
+  const points = state.steps.get(name), count = points.length;
+  if (count > 1 && points[count - 1][1] === step && points[count - 2][1] === step) points[count - 1][0] = now;
+  else points.push([now, step]);
+}
+
+function svg(tag, attributes, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function drawChart(now) {
+  const lines = [...state.steps];
+  if (!lines.length) return;
+  const steps = lines.flatMap(([, points]) => points.map((p) => p[1]));
+  const low = steps.reduce((a, b) => Math.min(a, b)), high = steps.reduce((a, b) => Math.max(a, b), low + 1);
+  const x = (t) => 45 + (t - now + WINDOW_S) / WINDOW_S * 545;
+  const y = (step) => 180 - (step - low) / (high - low) * 165;
+  const parts = [svg("line", { class: "axis", x1: 45, y1: 180, x2: 590, y2: 180 }),
+    svg("text", { x: 40, y: 184, "text-anchor": "end" }, low), svg("text", { x: 40, y: 20, "text-anchor": "end" }, high),
+    svg("text", { x: 45, y: 197 }, "2 min ago"), svg("text", { x: 590, y: 197, "text-anchor": "end" }, "now")];
+  // The first one was there before anybody looked; the others began while somebody did.
+  let taken = 620;
+  for (const [t, epoch] of state.epochs.slice(1).reverse()) {
+    if (t < now - WINDOW_S) continue;
+    parts.push(svg("line", { class: "epoch", x1: x(t), y1: 15, x2: x(t), y2: 180 }));
+    if (x(t) + 60 > taken) continue;  // of those that lie close together the newest is named
+    taken = x(t);
+    parts.push(svg("text", { x: x(t), y: 12, "text-anchor": x(t) > 540 ? "end" : "start" }, `epoch ${epoch}`));
+  }
+  lines.forEach(([, points], index) => {
+    const path = points.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ");
+    parts.push(svg("polyline", { class: "line", points: path, stroke: COLOURS[index % COLOURS.length] }));
+  });
+  $("chart").replaceChildren(...parts);
+  const words = lines.map(([name, points]) => `${name}: ${points[points.length - 1][1]}`);
+  say($("chart-text"), `Committed steps: ${words.join(", ")}`);
+}
+
+function diagnosis(found, id) {
+  const box = element("details", undefined, "diagnosis");
+  box.dataset.id = id;
+  box.open = Boolean(document.querySelector(`details[open][data-id="${id}"]`));
+  const line = element("summary");
+  line.append(element("strong", found.verdict), ` ${found.why}`);
+  box.append(line);
+  for (const seen of found.seen) {
+    const who = seen.rank ? `${seen.replica} rank ${seen.rank}` : seen.replica;
+    const facts = [`process ${seen.pid} ${seen.process}`, seen.phase, seen.step === null ? "" : `step ${seen.step}`,
+      seen.collective, seen.kernel, seen.problem].filter(Boolean).join(" · ");
+    box.append(element("div", `${who}: ${facts}`));
+    if (seen.main.length) box.append(element("pre", seen.main.join("\n")));
+  }
+  return box;
+}
+
+function showRecoveries(recoveries) {
+  const items = recoveries.slice().reverse().map((recovery) => {
+    const item = element("li");
+    const lost = Object.keys(recovery.lost);
+    item.append(element("time", clock(recovery.detected)));
+    if (recovery.incident_id) item.append(element("span", `${recovery.incident_id} `, "small"));
+    item.append(element("strong", `${recovery.kind}${lost.length ? ` of ${lost.join(", ")}` : ""}`));
+    item.append(element("div", recovery.why));
+    if (recovery.diagnosis) item.append(diagnosis(recovery.diagnosis, Number(recovery.id)));
+    const phases = element("div", undefined, "phases");
+    const say = (name, at) => phases.append(element("span", `${name} ${took(recovery.detected, at)}`));
+    say(`epoch ${recovery.epoch || ""} committed after`, recovery.epoch_committed);
+    say("links up after", recovery.links_up);
+    say("next step after", recovery.step_committed);
+    for (const [name, back] of Object.entries(recovery.lost)) say(`${name} back after`, back.joined);
+    if (recovery.steps_lost) phases.append(element("span", `${recovery.steps_lost} steps lost`, "bad"));
+    item.append(phases);
+    return item;
+  });
+  $("recoveries").replaceChildren(...(items.length ? items : [element("li", "None so far.")]));
+}
+
+function showEvents(events) {
+  const news = events.filter((event) => event.id > state.lastEvent);
+  if (!news.length) return;
+  state.lastEvent = news[news.length - 1].id;
+  state.events = [...news.reverse(), ...state.events].slice(0, 200);
+  $("events").replaceChildren(...state.events.map((event) => {
+    const item = element("li");
+    item.append(element("time", clock(event.t)));
+    item.append([`epoch ${event.epoch}`, event.kind === "epoch" ? "" : event.kind, event.about, event.why].filter(Boolean).join(" · "));
+    return item;
+  }));
+}
+
+function showLogin() {
+  if (!$("login").open) $("login").showModal();
+}
+
+$("login-form").addEventListener("submit", async (submitted) => {
+  submitted.preventDefault();
+  const body = JSON.stringify({ token: $("token").value });
+  try {
+    const answer = await fetch("/login", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+    $("token").value = "";
+    say($("login-error"), answer.ok ? "" : (await answer.json()).error);
+    if (!answer.ok) return;
+  } catch {
+    say($("login-error"), "this lighthouse does not answer: try again in a moment");
+    return;
+  }
+  $("login").close();
+  lookForJobs();
+});
+
+const TEXTS = {
+  drain: "It leaves at the next step boundary. Nobody waits, nothing is lost.",
+  evict: "It is left out at once, as if it had died. The others redo its part of the step.",
+  admit: "It failed too often. That is forgotten, and it may join at once.",
+  pause: "Nobody is admitted until joins are resumed. The members go on.",
+  resume: "Newcomers are admitted again.",
+  scale: "Below the minimum the members stop and wait; above the maximum the newest leave. 0: as the replicas ask.",
+};
+
+function decide(action, about = "") {
+  const title = about ? `${action} ${about}` : action === "scale" ? "scale the job" : `${action} joins`;
+  $("act-title").textContent = title;
+  $("act-text").textContent = TEXTS[action];
+  $("act-do").textContent = title;
+  $("act-error").textContent = "";
+  const form = $("act-form");
+  Object.assign(form.dataset, { action, about, job: state.job });
+  $("sizes").hidden = action !== "scale";
+  const orders = state.view && state.view.record ? state.view.record.orders : {};
+  $("least").value = orders.min_replicas || 0;
+  $("most").value = orders.max_replicas || 0;
+  $("act").showModal();
+}
+
+$("joins").addEventListener("click", () => decide(state.view && state.view.paused ? "resume" : "pause"));
+$("scale").addEventListener("click", () => decide("scale"));
+$("act-cancel").addEventListener("click", () => $("act").close());
+$("act-form").addEventListener("submit", async (submitted) => {
+  submitted.preventDefault();
+  const { action, about, job } = $("act-form").dataset;
+  const body = { replica: about, about, who: $("who").value, why: $("why").value };
+  if (action === "scale") Object.assign(body, { min: Number($("least").value), max: Number($("most").value) });
+  try {
+    const path = `/v1/jobs/${encodeURIComponent(job)}/${action}`;
+    const answer = await ask(path, { method: "POST", body: JSON.stringify(body) });
+    $("act").close();
+    $("why").value = "";
+    say($("notice"), state.note = answer.note || "");
+  } catch (error) { $("act-error").textContent = error.message; }
+});
+
+$("jobs").addEventListener("change", () => {
+  history.replaceState(null, "", `?job=${encodeURIComponent($("jobs").value)}`);
+  watch($("jobs").value);
+});
+lookForJobs();
+setInterval(lookForJobs, 3000);

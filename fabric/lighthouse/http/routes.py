@@ -1,0 +1,272 @@
+"""The lighthouse's HTTP: JSON for people with `curl`, two WebSockets for members, metrics.
+
+Only the leader knows anything, so a follower sends everybody there with 307; while nobody leads the
+answer is 503 with the time to come back. ``/healthz`` and ``/metrics`` are every instance's own.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from fabric.errors import StoreError
+from fabric.lighthouse.connections.admission_queue import Door
+from fabric.lighthouse.election.election import Election
+from fabric.lighthouse.election.store_probe import WriteProbe
+from fabric.lighthouse.http import dashboard, websockets
+from fabric.lighthouse.http.job_status import job_line, job_view
+from fabric.lighthouse.http.operator_routes import add_commands, find_job
+from fabric.lighthouse.http.status_cache import Looks
+from fabric.lighthouse.http.tokens import Tokens, is_in_scope, token_required
+from fabric.lighthouse.jobs.job import Job
+from fabric.lighthouse.jobs.jobs import Jobs
+from fabric.lighthouse.telemetry import metrics
+from fabric.runtime.http.browser_guard import pages_kept_out
+from fabric.runtime.http.http_service import Handler, errors_as_json, json_error, query_integer
+from fabric.store import Store
+
+# What an instance answers itself, whoever leads, and without the token: nothing there says anything of a job.
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/metrics"}) | dashboard.OPEN_PATHS
+MAX_BODY_BYTES = 64 * 1024
+# A follower's client comes back within this time; an election takes about a lease.
+RETRY_AFTER_S = 1
+_MAX_ID = 2**62
+
+
+@dataclass(slots=True)
+class StoreProbe:
+    """Whether the store answers, asked at most once a second however often somebody wants to know. Nobody
+    waits longer than ``patience_s`` for that: kubelets wait for one second; the last answer counts until
+    then."""
+
+    store: Store
+    key: str
+    every_s: float = 1.0
+    answer_s: float = 1.0
+    patience_s: float = 0.4
+    is_reachable: bool = True
+    asked: float = float("-inf")
+    asking: asyncio.Task[None] | None = None
+
+    async def ask(self) -> bool:
+        if self.asking is None and time.monotonic() - self.asked >= self.every_s:
+            self.asking = asyncio.get_running_loop().create_task(self._ask())
+        if self.asking is not None:
+            await asyncio.wait({self.asking}, timeout=self.patience_s)
+        return self.is_reachable
+
+    async def _ask(self) -> None:
+        is_reachable = False
+        try:
+            with suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(self.answer_s):
+                    await self.store.get(self.key)
+                is_reachable = True
+        finally:
+            self.is_reachable, self.asked, self.asking = is_reachable, time.monotonic(), None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes answer from."""
+
+    election: Election
+    jobs: Jobs
+    metrics: metrics.Metrics
+    probe: StoreProbe
+    door: Door = field(default_factory=Door)
+    writes: WriteProbe | None = None
+
+    def __post_init__(self) -> None:
+        self.door.on_crowd = self.jobs.crowd
+
+    @property
+    def leads(self) -> bool:
+        term = self.election.term
+        return term is not None and term.in_force()
+
+    @property
+    def serves(self) -> bool:
+        """Whether this instance leads and answers for its jobs: not before it has read their records."""
+        return self.leads and self.jobs.loaded.is_set()
+
+
+def make_app(parts: Parts, tokens: Tokens | None, names: Iterable[str] = ()) -> web.Application:
+    """The application, with everything but OPEN_PATHS behind ``tokens`` (None: open). ``names``: the hosts
+    that it is known by besides loopback."""
+    tokens = tokens or Tokens(None)
+    app = web.Application(
+        middlewares=[
+            errors_as_json,
+            *([pages_kept_out(names)] if tokens.is_open else []),
+            token_required(tokens, OPEN_PATHS, dashboard.scope_of_cookie),
+            _leader_only(parts),
+        ],
+        client_max_size=MAX_BODY_BYTES,
+    )
+    routes = Routes(parts)
+    add = app.router.add_get
+    app.on_response_prepare.append(_keep_no_answer)
+    add("/livez", routes.alive)
+    add("/readyz", routes.ready)
+    add("/healthz", routes.health)
+    add("/metrics", routes.scrape)
+    add("/v1/jobs", routes.list_jobs)
+    add("/v1/jobs/{job}", routes.show_job)
+    add("/v1/jobs/{job}/events", routes.events)
+    add("/v1/jobs/{job}/recoveries", routes.recoveries)
+    add("/v1/jobs/{job}/live", routes.live)
+    add("/v1/jobs/{job}/session", routes.session)
+    add("/v1/jobs/{job}/pulse", routes.pulse)
+    dashboard.add_routes(app, tokens)
+    add_commands(app, lambda: parts.jobs)
+    return app
+
+
+async def _keep_no_answer(request: web.Request, response: web.StreamResponse) -> None:
+    """What a job's token opened must not stay in a cache on the way."""
+    if request.path.startswith("/v1/"):
+        response.headers.setdefault("Cache-Control", "no-store")
+
+
+def _leader_only(parts: Parts) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in OPEN_PATHS or parts.serves:
+            return await handler(request)
+        other = None if parts.leads else parts.election.other
+        if other is not None:
+            target = other.url.rstrip("/") + request.rel_url.raw_path_qs
+            sentence = f"the lighthouse at {other.url} leads: ask there"
+            return json_error(307, sentence, headers={"Location": target}, details={"leader": other.url})
+        sentence = (
+            "this lighthouse has just been elected and reads the jobs' records: try again in a moment"
+            if parts.leads
+            else "no lighthouse leads at the moment: try again soon, and look at the store if this stays so"
+        )
+        return json_error(503, sentence, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+    return check
+
+
+class Routes:
+    """One handler per path."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._looks = Looks()
+
+    async def alive(self, request: web.Request) -> web.Response:
+        """200 while the process answers, whatever the store does: a restart would not mend the store."""
+        return web.json_response({"ok": True})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 where it can do its work, else 503."""
+        health = await self._health()
+        return web.json_response(health, status=200 if health["ok"] else 503)
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 while the process answers; ``ok`` says whether it can do its work: answer for the jobs, or
+        send people to who does."""
+        return web.json_response(await self._health())
+
+    async def _health(self) -> dict[str, object]:
+        parts, election = self._parts, self._parts.election
+        reachable = await parts.probe.ask()
+        leader = election.me if parts.leads else election.other
+        refusal = parts.writes.refusal if parts.writes is not None else ""
+        return {
+            "ok": reachable and not refusal and (parts.serves if parts.leads else leader is not None),
+            "is_leader": parts.leads,
+            "leader": leader.url if leader else None,
+            "store_reachable": reachable,
+            "store_takes_writes": not refusal,
+            "id": election.me.id,
+        }
+
+    async def scrape(self, request: web.Request) -> web.Response:
+        """Prometheus' text format."""
+        return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def list_jobs(self, request: web.Request) -> web.Response:
+        """One line per job; those whose record cannot be read say so."""
+        jobs = self._parts.jobs
+        lines = [job_line(job) for name, job in sorted(jobs.by_name.items()) if is_in_scope(request, name)]
+        broken = [
+            {"job": name, "error": why}
+            for name, why in sorted(jobs.unreadable.items())
+            if is_in_scope(request, name)
+        ]
+        return web.json_response(lines + broken)
+
+    async def show_job(self, request: web.Request) -> web.Response:
+        """Everything about one job, and who says so."""
+        job = self._job(request)
+        if isinstance(job, web.Response):
+            return job
+        election = self._parts.election
+        term = election.term
+        body = job_view(job)
+        body["store"] = {
+            "id": term.store_id if term else "",
+            "election_key": term.key if term else election.prefix,
+        }
+        body["lighthouse"] = {**asdict(election.me), "term": term.revision if term else 0}
+        return web.json_response(body)
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """The job's events after an id: a JSON list, or with ``follow=1`` JSON lines as they come."""
+        job = self._job(request)
+        if isinstance(job, web.Response):
+            return job
+        last = query_integer(request, "after", low=0, high=_MAX_ID) or 0
+        if not query_integer(request, "follow", low=0, high=1):
+            return web.json_response([asdict(event) for event in job.events.after(last)])
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        async for batch in job.events.follow(last):
+            text = "".join(json.dumps(asdict(event)) + "\n" for event in batch)
+            await response.write(text.encode())
+        await response.write_eof()
+        return response
+
+    async def recoveries(self, request: web.Request) -> web.Response:
+        """What each failure cost, one JSON object per line, oldest first."""
+        job = self._job(request)
+        if isinstance(job, web.Response):
+            return job
+        text = "".join(json.dumps(recovery.to_json()) + "\n" for recovery in job.recoveries.kept)
+        return web.Response(text=text, content_type="application/x-ndjson")
+
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events for the page: see ``dashboard.stream``."""
+        job = self._job(request)
+        if isinstance(job, web.Response):
+            return job
+        return await dashboard.stream(request, job, self._looks, lambda: self._parts.leads)
+
+    async def session(self, request: web.Request) -> web.StreamResponse:
+        """A trainer's WebSocket."""
+        return await self._come_again() or await websockets.session(request, self._parts.jobs)
+
+    async def pulse(self, request: web.Request) -> web.StreamResponse:
+        """A checkpoint server's WebSocket."""
+        return await self._come_again() or await websockets.pulse(request, self._parts.jobs)
+
+    async def _come_again(self) -> web.Response | None:
+        """None when it is this one's turn to be let in."""
+        seconds = await self._parts.door.enter()
+        if not seconds:
+            return None
+        sentence = (
+            f"very many connect at this moment: this one's turn comes within {seconds} s, connect again"
+        )
+        return json_error(429, sentence, headers={"Retry-After": str(seconds)})
+
+    def _job(self, request: web.Request) -> Job | web.Response:
+        return find_job(self._parts.jobs, request)

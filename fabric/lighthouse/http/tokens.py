@@ -1,0 +1,216 @@
+"""Who may ask about which job: the lighthouse's own token opens all of them, a job's token that job alone.
+
+A job's token lies in a file that is named like the job, in one folder. The folder is looked at again when a
+request comes, at most once a second: a job is let in, or shut out, without a restart. What is no name of a
+job there is passed over, so a mounted Kubernetes secret will do as it is.
+
+A folder or file that cannot be read for the moment (too few descriptors, a storage that hangs) shuts nobody
+out: the tokens stay as they were, and a token that is not among them is answered with 503 instead of 401.
+The folder is read in a thread of its own, so that one which hangs stops nothing."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from fabric.errors import ConfigError, ProtocolError, StoreUnavailable, Unauthorized
+from fabric.lighthouse.connections.validation import check_name
+from fabric.runtime.http.http_service import Handler, bearer_of
+from fabric.runtime.http.token_file import LOOK_S, TokenFile, is_same, read_tokens
+
+log = logging.getLogger(__name__)
+
+# Requests wait so long for a look at the folder; then they are answered from what was read before.
+HANG_S = 1.0
+Scope = frozenset[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    stamp: tuple[int, int, int]
+    tokens: tuple[str, ...]  # empty where the file cannot be used
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The folder as one look found it; ``blind`` says what could not be seen, empty where all was."""
+
+    known: dict[str, _Known]
+    blind: str = ""
+
+
+class Tokens:
+    """``own`` opens every job, the files in ``folder`` one each. Neither: everything is open."""
+
+    def __init__(self, own: TokenFile | str | None, folder: Path | None = None) -> None:
+        self._own = TokenFile.of(own)
+        self._folder = folder
+        self._look = _Look({}, "has not been read yet") if folder is not None else _Look({})
+        self._looked = float("-inf")
+        self._looking: asyncio.Future[_Look] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has to show anything."""
+        return self._own.is_open and self._folder is None
+
+    def scope(self, given: str) -> Scope:
+        """What this token opens. Raises Unauthorized where that is nothing, and StoreUnavailable where it
+        cannot be known now."""
+        if self._own.accepts(given):
+            return None
+        known = self._look.known
+        jobs = frozenset(name for name, x in known.items() if any([is_same(given, t) for t in x.tokens]))  # noqa: C419
+        if jobs:
+            return jobs
+        if self._look.blind:
+            raise StoreUnavailable(
+                f"the folder of job tokens {self._look.blind}, so this token cannot be checked: try again"
+            )
+        raise Unauthorized("the token does not match this job's: use the token file that the job was given")
+
+    def keys(self, job: str) -> tuple[str, ...]:
+        """The tokens of ``job``, of the lighthouse where it is empty; the first is the one to show."""
+        if not job:
+            return self._own.accepted()
+        known = self._look.known.get(job)
+        return known.tokens if known is not None else ()
+
+    def shown_to_servers(self, job: str, *, with_own: bool) -> str | None:
+        """What opens the checkpoint servers of ``job``: its own token. The lighthouse's opens every job, so
+        it is shown only where no job has its own, or to members that showed it themselves
+        (``with_own``)."""
+        if keys := self.keys(job):
+            return keys[0]
+        return (self._own.shown() or None) if self._folder is None or with_own else None
+
+    async def refresh(self) -> None:
+        """Look at the folder again where the last look is over a second ago; waits for that HANG_S at
+        most."""
+        if self._folder is None:
+            return
+        if self._looking is None:
+            if time.monotonic() - self._looked < LOOK_S:
+                return
+            self._looking = _in_thread(_look_at, self._folder, self._look.known)
+            self._looking.add_done_callback(self._take)
+        elif self._look.blind == _HANGS:
+            return
+        await asyncio.wait({self._looking}, timeout=HANG_S)
+        await asyncio.sleep(0)  # what is done is taken in the next turn
+        if self._looking is not None:
+            self._see(_Look(self._look.known, _HANGS))
+
+    def _take(self, looking: "asyncio.Future[_Look]") -> None:
+        self._looking, self._looked = None, time.monotonic()
+        self._see(looking.result())
+
+    def _see(self, look: _Look) -> None:
+        before, self._look = self._look.blind, look
+        if look.blind and look.blind != before:
+            log.error("the folder of job tokens %s %s", self._folder, look.blind)
+
+
+_HANGS = f"does not answer within {HANG_S:g} s"
+
+
+def _in_thread(
+    work: Callable[[Path, dict[str, _Known]], _Look], folder: Path, known: dict[str, _Known]
+) -> "asyncio.Future[_Look]":
+    """In a thread that nothing waits for at the end, also where it hangs."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[_Look] = loop.create_future()
+
+    def tell(look: _Look) -> None:
+        if not outcome.done():
+            outcome.set_result(look)
+
+    def run() -> None:
+        look = work(folder, known)
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(tell, look)
+
+    try:
+        threading.Thread(target=run, name="fabric-tokens", daemon=True).start()
+    except RuntimeError as error:
+        outcome.set_result(_Look(known, f"cannot be read ({error})"))
+    return outcome
+
+
+def _look_at(folder: Path, before: dict[str, _Known]) -> _Look:
+    try:
+        files = sorted(folder.iterdir())
+    except OSError as error:
+        return _Look(before, f"cannot be read ({error.strerror})")
+    found: dict[str, _Known] = {}
+    blind = ""
+    for file in files:
+        try:
+            check_name("job", file.name)
+            there = file.stat()
+            if not file.is_file():
+                continue
+            stamp = (there.st_mtime_ns, there.st_ino, there.st_size)
+            known = before.get(file.name)
+            found[file.name] = known if known and known.stamp == stamp else _read(file, stamp)
+        except (ProtocolError, FileNotFoundError):
+            continue
+        except OSError as error:
+            blind = f"has a file {file.name} that cannot be read ({error.strerror})"
+            if file.name in before:
+                found[file.name] = before[file.name]
+    return _Look(found, blind)
+
+
+def _read(file: Path, stamp: tuple[int, int, int]) -> _Known:
+    """Raises OSError where the file cannot be read now; one that holds no token counts as none."""
+    try:
+        return _Known(stamp, read_tokens(file))
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from error
+        log.warning("%s", error)
+        return _Known(stamp, ())
+
+
+def token_required(
+    tokens: Tokens, open_paths: frozenset[str], cookie: Callable[[web.Request, Tokens], Scope | bool]
+) -> Middleware:
+    """A middleware that lets a request through when its token, or its ``cookie`` (False: none that counts),
+    opens the job of its path; where no job is named, the handler asks ``is_in_scope``."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        await tokens.refresh()
+        if tokens.is_open or request.path in open_paths:
+            return await handler(request)
+        scope = cookie(request, tokens)
+        if isinstance(scope, bool):
+            scope = tokens.scope(bearer_of(request.headers.get("Authorization", "")))
+        job = request.match_info.get("job")
+        if scope is not None and job is not None and job not in scope:
+            raise Unauthorized(
+                f"this token is not that of job {job[:64]}: use the token file that the job was given"
+            )
+        request["scope"] = scope
+        return await handler(request)
+
+    return check
+
+
+def is_in_scope(request: web.Request, job: str) -> bool:
+    """Whether the request may learn of ``job``."""
+    scope: Scope = request.get("scope")
+    return scope is None or job in scope
+
+
+def opened_with_own(request: web.Request) -> bool:
+    """Whether the request showed the lighthouse's own token."""
+    return "scope" in request and request["scope"] is None

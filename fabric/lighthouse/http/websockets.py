@@ -1,0 +1,223 @@
+"""The two WebSockets of a job: a trainer's session, and the pulse of a checkpoint server.
+
+Whatever cannot be understood ends its own connection with a sentence and nothing else. There are no
+pings on a session: a trainer may hold the interpreter's lock for long, which is no reason to hang up on
+it. The kernel's keep-alive finds hosts that have vanished.
+"""
+
+import asyncio
+import logging
+import socket as sockets
+from collections.abc import Callable
+from functools import partial
+
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from fabric.errors import FabricError, ProtocolError, StoreUnavailable
+from fabric.lighthouse.connections.connection import MALFORMED, NOT_THE_LEADER, Connection, Frames
+from fabric.lighthouse.connections.fast_frames import UsualFrames
+from fabric.lighthouse.connections.validation import (
+    MAX_PULSE_BYTES,
+    decode_member,
+    decode_pulse,
+    decode_session,
+    parse_policy,
+)
+from fabric.lighthouse.http.tokens import opened_with_own
+from fabric.lighthouse.jobs.job import Job
+from fabric.lighthouse.jobs.jobs import Jobs
+from fabric.protocol.messages import wire
+from fabric.protocol.messages.network import OpenSession, Rejected
+
+log = logging.getLogger(__name__)
+
+FIRST_MESSAGE_S = 10.0
+PULSE_SILENCE_S = 10.0
+_CLOSE_S = 2.0
+_KEEP_ALIVE = (
+    (sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1),
+    (sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, 10),
+    (sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, 5),
+    (sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, 3),
+)
+
+
+async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
+    """``GET /v1/jobs/{job}/session``: from the first message, a Session, until either side closes."""
+    name = request.match_info["job"]
+    jobs.find(name)
+    policy = parse_policy(request.query.get("replicas", ""), jobs.start_wait_s)
+    socket, connection = await _accept(request, wire.MAX_BYTES)
+    place = _Place(jobs, name)
+
+    def hear(text: str) -> bool:
+        message = decode_member(text) if place.job else decode_session(text)
+        if not isinstance(message, OpenSession):
+            place.take().hear(connection, message)
+            return True
+        if place.job and not connection.is_of(message.replica, message.incarnation):
+            raise ProtocolError("a session speaks for one process: open another one for another process")
+        return place.take().open(connection, message, policy)
+
+    take = _guarded(place, connection, hear)
+
+    def on_text(text: str) -> bool:
+        if place.job is not None and place.job.puts_off(text, partial(take, text)):
+            return True
+        return take(text)
+
+    transport = request.transport
+    if transport is not None:
+        library = transport.get_protocol()
+        assert isinstance(library, asyncio.Protocol)
+        transport.set_protocol(UsualFrames(library, on_text))
+    await _serve(place, socket, connection, on_text, lambda job: job.closed(connection))
+    return socket
+
+
+async def pulse(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
+    """``GET /v1/jobs/{job}/pulse``: one Pulse after the other until either side closes."""
+    name = request.match_info["job"]
+    jobs.find(name)
+    socket, connection = await _accept(request, MAX_PULSE_BYTES, silence_s=PULSE_SILENCE_S)
+    place = _Place(jobs, name)
+
+    def on_text(text: str) -> bool:
+        beat = decode_pulse(text)
+        if connection.replica not in ("", beat.replica):
+            raise ProtocolError("a checkpoint server speaks for one replica: open another connection")
+        if connection.rank not in (-1, beat.rank):
+            raise ProtocolError("a checkpoint server speaks for one rank: open another connection")
+        connection.replica, connection.rank = beat.replica, beat.rank
+        place.take().pulse(connection, beat)
+        return True
+
+    take = _guarded(place, connection, on_text)
+    await _serve(place, socket, connection, take, lambda job: job.pulse_closed(connection))
+    return socket
+
+
+class _Place:
+    """A connection's job: found, or made, with the first message that can be understood."""
+
+    def __init__(self, jobs: Jobs, name: str) -> None:
+        self.name = name
+        self.job: Job | None = None
+        self._jobs = jobs
+
+    def take(self) -> Job:
+        """The job. Raises StoreUnavailable when this lighthouse does not lead it (any more)."""
+        if self.job is None:
+            self.job = self._jobs.find_or_make(self.name)
+        if not self._jobs.leads or not self.job.is_running:
+            raise StoreUnavailable("this lighthouse does not lead the job now: connect again")
+        return self.job
+
+    def leave(self, on_end: Callable[[Job], None]) -> None:
+        """The connection is closed."""
+        if self.job is not None:
+            on_end(self.job)
+            self._jobs.release(self.job)
+
+
+class _Socket(web.WebSocketResponse):
+    """A WebSocket that says why it is closed, also where the frames themselves are at fault."""
+
+    def __init__(self, most_bytes: int, silence_s: float | None) -> None:
+        super().__init__(max_msg_size=most_bytes, receive_timeout=silence_s, timeout=_CLOSE_S, compress=False)
+        self._faults = {
+            int(WSCloseCode.MESSAGE_TOO_BIG): f"a message is over {most_bytes} bytes: say less at once",
+            int(WSCloseCode.PROTOCOL_ERROR): "this is no frame of a WebSocket: speak RFC 6455, uncompressed",
+            int(WSCloseCode.INVALID_TEXT): "a text is not UTF-8: send JSON text",
+        }
+
+    async def close(self, *, code: int = WSCloseCode.OK, message: bytes = b"", drain: bool = True) -> bool:
+        """As everywhere; with a sentence where the library found the fault and gave none."""
+        message = message or self._faults.get(code, "").encode()
+        return await super().close(code=code, message=message, drain=drain)
+
+
+async def _accept(
+    request: web.Request, most_bytes: int, silence_s: float | None = None
+) -> tuple[web.WebSocketResponse, Connection]:
+    socket = _Socket(most_bytes, silence_s)
+    if not socket.can_prepare(request):
+        raise ProtocolError("this is a WebSocket: connect to it as one")
+    try:
+        await socket.prepare(request)
+    except ConnectionError as error:
+        # It has gone while it stood in line: ended as where aiohttp notices that first, without a traceback.
+        raise asyncio.CancelledError from error
+    transport = request.transport
+    raw = transport.get_extra_info("socket") if transport is not None else None
+    if raw is not None:
+        for option in _KEEP_ALIVE:
+            raw.setsockopt(*option)
+    connection = Connection(socket, transport)
+    connection.address, connection.with_own = request.remote or "", opened_with_own(request)
+    return socket, connection
+
+
+def _guarded(place: _Place, connection: Connection, on_text: Callable[[str], bool]) -> Callable[[str], bool]:
+    """``on_text``, where what it raises ends the connection with a sentence; False then."""
+
+    def take(text: str) -> bool:
+        try:
+            return on_text(text)
+        except FabricError as error:
+            _end_of(place, connection, error)
+            return False
+
+    return take
+
+
+def _end_of(place: _Place, connection: Connection, error: FabricError) -> None:
+    if isinstance(error, StoreUnavailable):
+        connection.end(NOT_THE_LEADER, str(error))
+        return
+    log.warning("job %s: a connection of %s is closed: %s", place.name, connection.replica or "?", error)
+    connection.send(Frames().of(Rejected(str(error)), packs=False))
+    connection.end(MALFORMED, str(error))
+
+
+async def _serve(
+    place: _Place,
+    socket: web.WebSocketResponse,
+    connection: Connection,
+    take: Callable[[str], bool],
+    on_end: Callable[[Job], None],
+) -> None:
+    """Give every text to ``take`` until it says False or the socket ends."""
+    # A task of its own: what awaits a message is woken for each, through all that stands around the request.
+    reading = asyncio.get_running_loop().create_task(_read(place, socket, connection, take))
+    try:
+        await reading
+        await connection.ended()
+    finally:
+        reading.cancel()
+        place.leave(on_end)
+        connection.forget()
+
+
+async def _read(
+    place: _Place, socket: web.WebSocketResponse, connection: Connection, take: Callable[[str], bool]
+) -> None:
+    """What the library reads: of a session only from the first frame on that is not usual."""
+    wait_s: float | None = FIRST_MESSAGE_S
+    while True:
+        try:
+            message = await socket.receive(wait_s)
+        except TimeoutError:
+            if wait_s is None or place.job is None:
+                connection.end(MALFORMED, "nothing was said for too long")
+                return
+            wait_s = None  # it was said, and taken before the library
+            continue
+        wait_s = None
+        if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
+            return
+        if message.type is not WSMsgType.TEXT:
+            _end_of(place, connection, ProtocolError("messages are JSON text, not binary"))
+            return
+        if not take(message.data):
+            return

@@ -1,0 +1,1 @@
+"""The jobs of this lighthouse: their cores, their records in the store, their events."""

@@ -1,0 +1,92 @@
+"""A job's recent transitions, one line each, for people and for tools that follow along.
+
+The newest ``CAPACITY`` are kept. An id is the time in microseconds, raised where needed so that it only
+grows: a reader that goes on at another lighthouse after a fail-over can say what it has seen already. It
+counts from the time of day when the log was begun, by what has gone by since: no leap of the clock is in it.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from itertools import takewhile
+
+from fabric.lighthouse.election.election import boot_time
+
+CAPACITY = 10_000
+_MAX_WHY = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``t`` is Unix time in seconds, ``about`` a replica or empty, ``why`` a sentence, ``incident_id`` the
+    id of
+    what it belongs to, which replicas and checkpoint servers log too (empty: to nothing)."""
+
+    id: int
+    t: float
+    kind: str
+    epoch: int
+    about: str
+    why: str
+    incident_id: str = ""
+
+
+class EventLog:
+    """Append with ``add``; read with ``after``; ``follow`` waits for more until ``end_followers``."""
+
+    def __init__(
+        self,
+        *,
+        capacity: int = CAPACITY,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = boot_time,
+    ) -> None:
+        self._kept: deque[Event] = deque(maxlen=capacity)
+        self._clock, self._steady = clock, steady
+        self._ahead_s = clock() - steady()
+        self._last = 0
+        self._changed = asyncio.Event()
+        self._round = 0
+
+    def add(self, kind: str, epoch: int, about: str, why: str, incident_id: str = "") -> Event:
+        self._last = max(self._last + 1, round((self._steady() + self._ahead_s) * 1e6))
+        event = Event(self._last, self._clock(), kind, epoch, about, why[:_MAX_WHY], incident_id)
+        self._kept.append(event)
+        self._wake()
+        return event
+
+    @property
+    def newest(self) -> int:
+        """Id of the newest event, 0 before the first."""
+        return self._last
+
+    def after(self, last: int) -> list[Event]:
+        """The kept events with a greater id, oldest first."""
+        newer = list(takewhile(lambda event: event.id > last, reversed(self._kept)))
+        newer.reverse()
+        return newer
+
+    async def follow(self, last: int) -> AsyncGenerator[list[Event], None]:
+        """Batches of events after ``last``, waiting for more each time. Ends with ``end_followers``."""
+        begun = self._round
+        while True:
+            changed = self._changed
+            newer = self.after(last)
+            if newer:
+                last = newer[-1].id
+                yield newer
+            elif self._round != begun:
+                return
+            else:
+                await changed.wait()
+
+    def end_followers(self) -> None:
+        """Whoever follows gets what is there and then the end."""
+        self._round += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

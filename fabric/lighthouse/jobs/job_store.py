@@ -1,0 +1,129 @@
+"""One job's membership record in the store: read it, and replace it under two guards.
+
+A write is applied only while this lighthouse's election key stands and the record is still the one that
+was read or written here last. So neither a deposed leader nor a stale one can undo anything.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+
+from fabric.errors import StoreError, StoreIndefinite
+from fabric.lighthouse.election.election import Term
+from fabric.lighthouse.election.store_thread import Commit
+from fabric.lighthouse.history.recovery import CAPACITY, Recovery
+from fabric.lighthouse.telemetry.metrics import Metrics
+from fabric.model import Record
+from fabric.protocol.messages import wire
+from fabric.store import Compare, Delete, Operation, Put, Store
+
+
+def records_prefix(namespace: str) -> str:
+    """Under this lie the records of all jobs."""
+    return f"/fabric/{namespace}/jobs/"
+
+
+def record_key(namespace: str, job: str) -> str:
+    """Where the record of ``job`` lies."""
+    return f"{records_prefix(namespace)}{job}/record"
+
+
+def job_of(namespace: str, key: str) -> str:
+    """The inverse of ``record_key``; empty for a key of another kind."""
+    name, _, kind = key.removeprefix(records_prefix(namespace)).partition("/")
+    return name if kind == "record" else ""
+
+
+def recoveries_of(namespace: str, job: str) -> str:
+    """Under this lie the recovery records of ``job``, named by their ids; not among the jobs' own records, so
+    that a new leader need not read them before it can lead."""
+    return f"/fabric/{namespace}/recoveries/{job}/"
+
+
+def ledger_of(namespace: str, job: str) -> str:
+    """Where the goodput ledger of ``job`` lies."""
+    return f"/fabric/{namespace}/ledgers/{job}"
+
+
+class StoredRecord:
+    """The record of ``job`` as one term sees it. ``revision``: of the last read or write, 0 for none. All is
+    written by ``commit``."""
+
+    def __init__(
+        self,
+        store: Store,
+        commit: Commit,
+        namespace: str,
+        job: str,
+        term: Term,
+        revision: int,
+        metrics: Metrics,
+    ) -> None:
+        self._store = store
+        self._commit = commit
+        self._key = record_key(namespace, job)
+        self._recoveries = recoveries_of(namespace, job)
+        self._ledger = ledger_of(namespace, job)
+        self._term = term
+        self._revision = revision
+        self._metrics = metrics
+        self._job = job
+
+    async def write(self, record: Record) -> bool:
+        """Replace the record; False when a guard refused. Raises as ``Store.commit`` does."""
+        guards = [self._term.guard, Compare(self._key, mod_revision=self._revision)]
+        begun = time.monotonic()
+        outcome = "failed"
+        try:
+            revision = await self._commit(guards, [Put(self._key, wire.encode_record(record))])
+            outcome = "refused" if revision is None else "written"
+        except StoreIndefinite:
+            outcome = "indefinite"
+            raise
+        finally:
+            self._metrics.record_write(self._job, outcome, time.monotonic() - begun)
+        if revision is None:
+            return False
+        self._revision = revision
+        return True
+
+    async def keep(self, recovery: Recovery, known: list[int]) -> None:
+        """Write a recovery record, and remove the one that fell out of ``known`` (ascending ids) last. Raises
+        as ``Store.commit`` does; a deposed leader's is refused and forgotten."""
+        folder = self._recoveries
+        body = json.dumps(recovery.to_json()).encode()
+        operations: list[Operation] = [Put(f"{folder}{recovery.id:020d}", body)]
+        if len(known) >= CAPACITY and recovery.id == known[-1]:
+            found, _ = await self._store.list(folder)
+            old = [kv.key for kv in found if kv.key < f"{folder}{known[0]:020d}"]
+            operations += [Delete(key) for key in old[:50]]
+        await self._commit([self._term.guard], operations)
+
+    async def delete(self) -> bool:
+        """Remove all records and the ledger of a job that is over; False when a guard refused.
+        Raises as ``Store.commit`` does."""
+        found, _ = await self._store.list(self._recoveries)
+        for first in range(0, len(found), 50):
+            some = [Delete(kv.key) for kv in found[first : first + 50]]
+            await self._commit([self._term.guard], some)
+        guards = [self._term.guard, Compare(self._key, mod_revision=self._revision)]
+        return await self._commit(guards, [Delete(self._key), Delete(self._ledger)]) is not None
+
+    async def keep_ledger(self, saved: Mapping[str, object]) -> None:
+        """Write it; raises as ``Store.commit`` does. A deposed leader's is refused and forgotten."""
+        await self._commit([self._term.guard], [Put(self._ledger, json.dumps(saved).encode())])
+
+    async def read(self) -> Record | None:
+        """The record as it is now. Raises StoreError when it cannot be read, ProtocolError when it is
+        none of ours, and Deposed when this term's election key is gone."""
+        holder = await self._store.get(self._term.key)
+        if holder is None or holder.create_revision != self._term.revision:
+            raise Deposed("another lighthouse has been elected")
+        found = await self._store.get(self._key)
+        record = None if found is None else wire.decode_record(found.value)
+        self._revision = 0 if found is None else found.mod_revision
+        return record
+
+
+class Deposed(StoreError):
+    """The election key is no longer this term's: nothing that it writes will be applied."""

@@ -1,0 +1,249 @@
+"""All jobs of this lighthouse: made from their records when it is elected, dropped when it leads no longer.
+
+A job begins to exist here with the first session or pulse for it, and in the store with its first epoch.
+The logs of events outlive a term, so that a short trouble with the store does not make history vanish.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fabric.errors import ProtocolError, Refused, StoreError, StoreUnavailable
+from fabric.lighthouse.connections import connection as codes
+from fabric.lighthouse.connections.validation import MAX_REPLICAS, check_name
+from fabric.lighthouse.diagnosis.rank_probe import Access
+from fabric.lighthouse.election.election import Term
+from fabric.lighthouse.election.store_thread import Commit
+from fabric.lighthouse.history.recovery import Recoveries, from_json
+from fabric.lighthouse.jobs.job import Job
+from fabric.lighthouse.jobs.job_events import EventLog
+from fabric.lighthouse.jobs.job_store import StoredRecord, job_of, ledger_of, records_prefix, recoveries_of
+from fabric.lighthouse.jobs.term_context import Surroundings
+from fabric.lighthouse.telemetry.metrics import JobGauges, Metrics
+from fabric.lighthouse.telemetry.traces import Traces
+from fabric.model import Record, counted
+from fabric.protocol.leader.core import LeaderConfig
+from fabric.protocol.messages import wire
+from fabric.runtime.tasks import Tasks
+from fabric.store import KeyValue, Store
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.2
+_LOOK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """``jobs`` that are not complete, and ``replicas`` of each, at most. ``retain_s``: how long the record of
+    a complete job is kept, which tells whoever comes late that it is over."""
+
+    jobs: int = 4096
+    replicas: int = MAX_REPLICAS
+    retain_s: float = 7 * 86400.0
+
+
+class Jobs:
+    """``begin`` and ``end`` follow the election. ``loaded`` is set while requests can be answered. ``commit``
+    is how records are written, the store's own by default."""
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: str,
+        config: LeaderConfig,
+        metrics: Metrics,
+        tasks: Tasks,
+        access_to: Callable[[str, bool], Access] = lambda _job, _with_own: Access(),
+        quotas: Quotas = Quotas(),
+        commit: Commit | None = None,
+    ) -> None:
+        self.by_name: dict[str, Job] = {}
+        self.unreadable: dict[str, str] = {}
+        self.loaded = asyncio.Event()
+        self._store = store
+        self._commit = commit or store.commit
+        self._namespace = namespace
+        self._config = config
+        self._quotas = quotas
+        self._metrics = metrics
+        self._tasks = tasks
+        self._access_to = access_to
+        self.traces: Traces | None = None
+        self._around: Surroundings | None = None
+        self._logs: dict[str, EventLog] = {}
+        self._recoveries: dict[str, Recoveries] = {}
+
+    def begin(self, term: Term) -> None:
+        """This process leads: read every record and lead its job."""
+        self._around = Surroundings(
+            term,
+            self._config,
+            self._metrics,
+            self._tasks,
+            self._access_to,
+            max_replicas=self._quotas.replicas,
+            traces=self.traces,
+        )
+        self._tasks.start("load the jobs", self._load(self._around))
+        self._tasks.start("forget old jobs", self._forget_old(self._around))
+
+    def end(self, reason: str) -> None:
+        """This process leads no longer: nothing more is decided here."""
+        self._around = None
+        self.loaded.clear()
+        for job in self.by_name.values():
+            job.close(codes.NOT_THE_LEADER, f"not the leader: {reason}")
+        self.by_name.clear()
+        self.unreadable.clear()
+        for events in self._logs.values():
+            events.end_followers()
+
+    @property
+    def leads(self) -> bool:
+        """Whether the lease is in force; a term whose lease may have ended is over from now on."""
+        return self._around is not None and self._around.term.holds()
+
+    def find(self, name: str) -> Job | None:
+        """The job of that name; raises ProtocolError for what is no name, Refused when its record in the
+        store cannot be read."""
+        check_name("job", name)
+        if name in self.unreadable:
+            raise Refused(self.unreadable[name])
+        return self.by_name.get(name)
+
+    def find_or_make(self, name: str) -> Job:
+        """The job of that name, made where there was none. Raises as ``find`` does, and StoreUnavailable
+        when this lighthouse does not lead."""
+        job = self.find(name)
+        if job is not None:
+            return job
+        if self._around is None or not self.loaded.is_set():
+            raise StoreUnavailable("this lighthouse does not lead now: connect again")
+        if sum(not job.is_complete for job in self.by_name.values()) >= self._quotas.jobs:
+            raise Refused(
+                f"job {name} is not taken: this lighthouse leads {counted(self._quotas.jobs, 'job')}, as "
+                "many as it may; wait until one is complete, or have --max-jobs raised"
+            )
+        return self._make(self._around, name, None, 0)
+
+    def release(self, job: Job) -> None:
+        """Forget a job of which nothing is stored and to which nobody speaks any more."""
+        if job.is_idle and self.by_name.get(job.name) is job:
+            job.close(codes.NOT_THE_LEADER, "nobody takes part in this job")
+            del self.by_name[job.name]
+            self._logs.pop(job.name).end_followers()
+            self._recoveries.pop(job.name)
+
+    def crowd(self, seconds: float) -> None:
+        """So many connect that some have to wait, for so many seconds yet: whose, nobody knows before."""
+        for job in self.by_name.values():
+            job.crowd(seconds)
+
+    @property
+    def are_calm(self) -> bool:
+        """Whether no job's epoch is about to change."""
+        return not any(job.core.is_changing for job in self.by_name.values())
+
+    @property
+    def start_wait_s(self) -> float:
+        """How long a job waits for all of its replicas; the rest of a policy comes with the sessions."""
+        return self._config.policy.start_wait_s
+
+    def gauges(self) -> Iterator[JobGauges]:
+        """Every job, as it is now."""
+        return (job.gauges for job in self.by_name.values())
+
+    async def _load(self, around: Surroundings) -> None:
+        entries = await self._list(around)
+        if self._around is not around:
+            return
+        for entry in entries:
+            name = job_of(self._namespace, entry.key)
+            try:
+                check_name("job", name)
+                record = wire.decode_record(entry.value)
+            except ProtocolError as error:
+                self.unreadable[name] = f"the key {entry.key} holds no record that can be read: {error}"
+                log.error("job %s is not led: %s", name, self.unreadable[name])
+            else:
+                self._make(around, name, record, entry.mod_revision)
+        self.loaded.set()
+
+    async def _list(self, around: Surroundings) -> list[KeyValue]:
+        """All records, asking until the store answers or the term is over."""
+        while not around.term.is_over:
+            try:
+                found, _ = await self._store.list(records_prefix(self._namespace))
+            except StoreError as error:
+                log.warning("the jobs' records cannot be read yet: %s", error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return [entry for entry in found if job_of(self._namespace, entry.key)]
+        return []
+
+    # --- jobs that are over ----------------------------------------------------------------------------
+
+    async def _forget_old(self, around: Surroundings) -> None:
+        """Delete what the store has of jobs that were complete ``retain_s`` ago and that nobody speaks to."""
+        retain_s = self._quotas.retain_s
+        while not around.term.is_over:
+            await asyncio.sleep(min(_LOOK_S, max(retain_s / 10, 0.05)))
+            for job in [x for x in self.by_name.values() if x.is_over_since(retain_s, time.time())]:
+                if self._around is around and await self._forget(job):
+                    log.info("job %s: complete for %g s, and forgotten now", job.name, retain_s)
+
+    async def _forget(self, job: Job) -> bool:
+        try:
+            if not await job.delete():
+                return False
+        except StoreError as error:
+            log.warning("job %s: its record cannot be deleted yet: %s", job.name, error)
+            return False
+        if self.by_name.get(job.name) is job:
+            job.close(codes.NOT_THE_LEADER, "the job was complete for long and is forgotten")
+            del self.by_name[job.name]
+            self._logs.pop(job.name).end_followers()
+            self._recoveries.pop(job.name)
+        return True
+
+    async def _load_recoveries(self, name: str, recoveries: Recoveries) -> None:
+        """What earlier leaders wrote; for people, so a store that does not answer is not asked twice."""
+        try:
+            found, _ = await self._store.list(recoveries_of(self._namespace, name))
+            recoveries.restore([from_json(json.loads(entry.value)) for entry in found])
+        except (StoreError, ProtocolError, ValueError) as error:
+            log.warning("job %s: its older recovery records are not shown: %s", name, error)
+
+    async def _load_ledger(self, name: str, job: Job) -> None:
+        """As an earlier leader left it; for people, like the recovery records."""
+        try:
+            found = await self._store.get(ledger_of(self._namespace, name))
+            if found is not None:
+                job.ledger.restore(json.loads(found.value), job.now, time.time())
+        except StoreError as error:
+            log.warning("job %s: its ledger is not read, and not written in this term: %s", name, error)
+            return
+        except (ProtocolError, ValueError) as error:
+            log.warning("job %s: its ledger begins anew: %s", name, error)
+        job.ledger_is_known = True
+
+    def _make(self, around: Surroundings, name: str, record: Record | None, revision: int) -> Job:
+        stored = StoredRecord(
+            self._store, self._commit, self._namespace, name, around.term, revision, self._metrics
+        )
+        events = self._logs.setdefault(name, EventLog())
+        recoveries = self._recoveries.setdefault(name, Recoveries())
+        if record is not None and not recoveries.kept:
+            self._tasks.start(f"recoveries of {name}", self._load_recoveries(name, recoveries))
+        # Always from the store: while another one led, it went on there.
+        job = self.by_name[name] = Job(name, around, stored, events, recoveries)
+        job.begin(record)
+        if record is not None:
+            job.ledger_is_known = False
+            job.look_at_ledger()
+            self._tasks.start(f"ledger of {name}", self._load_ledger(name, job))
+        return job

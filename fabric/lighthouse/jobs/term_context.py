@@ -1,0 +1,34 @@
+"""What the jobs of one term share: who leads, by which rules, and who is told."""
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fabric.lighthouse.connections.validation import MAX_REPLICAS
+from fabric.lighthouse.diagnosis.rank_probe import Access
+from fabric.lighthouse.election.election import Term
+from fabric.lighthouse.telemetry.metrics import Metrics
+from fabric.lighthouse.telemetry.traces import Traces
+from fabric.protocol.leader.core import LeaderConfig
+from fabric.runtime.tasks import Tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the jobs of one term share."""
+
+    term: Term
+    config: LeaderConfig
+    metrics: Metrics
+    tasks: Tasks
+    access_to: Callable[[str, bool], Access] = lambda _job, _with_own: Access()
+    traces: Traces | None = None
+    clock: Callable[[], float] = time.monotonic
+    max_replicas: int = MAX_REPLICAS
+
+
+def entropy() -> random.Random:
+    """Makes nonces, by which a writer knows its own record: two lighthouses must never draw the same."""
+    return random.Random(secrets.randbits(128))  # noqa: S311

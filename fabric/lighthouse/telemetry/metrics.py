@@ -1,0 +1,187 @@
+"""What Prometheus is told: decisions and store writes as they happen, the rest when it is asked.
+
+Everything lives in a registry of its own, so that nothing of the process or of other libraries leaks in.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fabric.lighthouse.history.recovery import Recovery
+from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_WRITE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_RECOVERY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_PREFIX = "fabric_lighthouse_"
+
+
+@dataclass(frozen=True, slots=True)
+class JobGauges:
+    """One job, as it is now. ``recoverable``: the freshest state that checkpoint servers hold, None: none.
+    ``heartbeat_age_s``: since the member that has been silent for longest was heard; ``ledger``: seconds by
+    state."""
+
+    job: str
+    epoch: int
+    step: int
+    members: int
+    sessions: int
+    recoverable_step: int | None = None
+    recoverable_age_s: float | None = None
+    heartbeat_age_s: float = 0.0
+    ledger: Mapping[str, float] = field(default_factory=dict)
+    is_complete: bool = False
+    has_failed: bool = False
+    silent_servers: int = 0
+    durable_failing: int = 0
+
+
+class Metrics:
+    """Counts, also the ``connections``; ``render`` gives the text for a scrape."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.connections = ConnectionLimit()
+        registry.register(ConnectionMetrics(_PREFIX + "http_", self.connections))
+        self._events = Counter(
+            _PREFIX + "events", "Transitions told, by kind.", ["job", "kind"], registry=registry
+        )
+        self._evictions = Counter(
+            _PREFIX + "evictions", "Members left out of a forced epoch.", ["job"], registry=registry
+        )
+        self._record_writes = Counter(
+            _PREFIX + "record_writes", "Writes of a job's record.", ["job", "outcome"], registry=registry
+        )
+        self._writes = Counter(
+            _PREFIX + "store_writes", "Writes to the store.", ["what", "outcome"], registry=registry
+        )
+        self._takes_writes = Gauge(
+            _PREFIX + "store_takes_writes",
+            "0 while the store refuses writes, as a full one.",
+            registry=registry,
+        )
+        self._takes_writes.set(1.0)
+        self._write_seconds = Histogram(
+            _PREFIX + "store_write_seconds",
+            "How long the store took for a write.",
+            registry=registry,
+            buckets=_WRITE_BUCKETS_S,
+        )
+
+        self._recovery_seconds = Histogram(
+            _PREFIX + "recovery_seconds",
+            "From the detection of a failure to each of its phases, seen here.",
+            ["job", "phase"],
+            registry=registry,
+            buckets=_RECOVERY_BUCKETS_S,
+        )
+        self._told: set[tuple[str, int, str]] = set()
+
+    def observe(self, is_leader: Callable[[], bool], jobs: Callable[[], Iterable[JobGauges]]) -> None:
+        """Name, once, whom to ask at every scrape."""
+        self._registry.register(_Gauges(is_leader, jobs))
+
+    def watch_writes(self, are_taken: Callable[[], bool]) -> None:
+        """Name, once, whom to ask whether the store takes writes."""
+        self._takes_writes.set_function(lambda: float(are_taken()))
+
+    def event(self, job: str, kind: str) -> None:
+        self._events.labels(job, kind).inc()
+
+    def evicted(self, job: str, count: int) -> None:
+        self._evictions.labels(job).inc(count)
+
+    def recovery(self, job: str, recovery: Recovery) -> None:
+        """Each phase is counted once, when it is first told."""
+        phases = {
+            "epoch_committed": recovery.epoch_committed,
+            "links_up": recovery.links_up,
+            "step_committed": recovery.step_committed,
+        }
+        for replica, back in recovery.lost.items():
+            phases[f"joined {replica}"] = back.joined
+        for phase, at in phases.items():
+            if at and (job, recovery.id, phase) not in self._told:
+                self._told.add((job, recovery.id, phase))
+                seconds = max(0.0, at - recovery.detected)
+                self._recovery_seconds.labels(job, phase.partition(" ")[0]).observe(seconds)
+        if not recovery.is_open:
+            self._told = {told for told in self._told if told[:2] != (job, recovery.id)}
+
+    def record_write(self, job: str, outcome: str, duration_s: float) -> None:
+        self._record_writes.labels(job, outcome).inc()
+        self._writes.labels("record", outcome).inc()
+        self._write_seconds.observe(duration_s)
+
+    def election_write(self, outcome: str) -> None:
+        self._writes.labels("election", outcome).inc()
+
+    def render(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+# Name, description and value of every gauge that a job has.
+_OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
+    ("sessions", "Open sessions of trainers.", lambda job: job.sessions),
+    ("members", "Members of the roster.", lambda job: job.members),
+    ("epoch", "The epoch in force.", lambda job: job.epoch),
+    ("steps", "The highest committed step.", lambda job: job.step),
+    ("recoverable_step", "Step of the freshest recoverable state.", lambda job: job.recoverable_step),
+    (
+        "recoverable_age_seconds",
+        "Age of the freshest recoverable state.",
+        lambda job: job.recoverable_age_s,
+    ),
+    (
+        "heartbeat_age_seconds",
+        "Since the member that has been silent for longest was heard.",
+        lambda job: job.heartbeat_age_s,
+    ),
+    ("job_complete", "1 when the job has finished.", lambda job: float(job.is_complete)),
+    ("job_failed", "1 while the job waits for a person to mend it.", lambda job: float(job.has_failed)),
+    (
+        "silent_checkpoint_servers",
+        "Members whose checkpoint server does not answer.",
+        lambda job: job.silent_servers,
+    ),
+    (
+        "durable_failing",
+        "Replicas whose last durable checkpoint could not be written, and nobody has written one since.",
+        lambda job: job.durable_failing,
+    ),
+)
+
+
+class _Gauges(Collector):
+    """Reads the state at the time of the scrape."""
+
+    def __init__(self, is_leader: Callable[[], bool], jobs: Callable[[], Iterable[JobGauges]]) -> None:
+        self._is_leader = is_leader
+        self._jobs = jobs
+
+    def collect(self) -> Iterator[Metric]:
+        leader = GaugeMetricFamily(_PREFIX + "is_leader", "1 while this process leads.")
+        leader.add_metric([], float(self._is_leader()))
+        yield leader
+        jobs = list(self._jobs())
+        for name, text, value_of in _OF_A_JOB:
+            family = GaugeMetricFamily(_PREFIX + name, text, labels=["job"])
+            for job in jobs:
+                if (value := value_of(job)) is not None:
+                    family.add_metric([job.job], value)
+            yield family
+        ledger = CounterMetricFamily(
+            _PREFIX + "job_seconds",
+            "The job's time by state: training, degraded, recovering, stalled.",
+            labels=["job", "state"],
+        )
+        for job in jobs:
+            for state, seconds in job.ledger.items():
+                ledger.add_metric([job.job, state], seconds)
+        yield ledger

@@ -1,0 +1,133 @@
+"""Each recovery as a trace, for whoever collects OpenTelemetry: an optional extra, off unless asked for.
+
+A trace is made of a recovery record when nothing is missing in it any more, with the record's own times:
+what the lighthouse saw. It is sent by a thread of the SDK's; nothing waits for it, and a collector that is
+away costs the trace and nothing else. A record always makes the same trace id, whichever lighthouse sends it.
+"""
+
+import hashlib
+from collections import deque
+from typing import Any
+
+from fabric.errors import ConfigError
+from fabric.lighthouse.history.recovery import CAPACITY, Recovery
+
+_NS = 1_000_000_000
+
+
+class Traces:
+    """Sends to the collector at ``url`` (base URL of OTLP over HTTP) until ``close``. Raises ConfigError
+    where the extra is not installed."""
+
+    def __init__(self, url: str) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f'the collector "{url[:200]}" is no URL: give one such as http://host:4318')
+        try:
+            # Here, for who does not ask for traces need not have them.
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ConfigError(
+                f"traces need OpenTelemetry ({error}): pip install 'ckpt-fabric[otel]', or leave --otlp out"
+            ) from error
+        self._ids = _Ids()
+        resource = Resource.create({"service.name": "fabric-lighthouse"})
+        ids: Any = self._ids  # in the form of the SDK's IdGenerator, which may not be there to derive from
+        self._provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=5)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("fabric.lighthouse")
+        self._sent: deque[tuple[str, int]] = deque(maxlen=16 * CAPACITY)
+
+    def recovery(self, job: str, recovery: Recovery) -> None:
+        """Send it once, when it is complete and has been explained."""
+        if recovery.is_open or recovery.diagnosis is None or (job, recovery.id) in self._sent:
+            return
+        self._sent.append((job, recovery.id))
+        self._ids.trace = trace_id(job, recovery.id)
+        spans = phases(recovery)
+        root = self._span("recovery", recovery.detected, None, attributes(job, recovery))
+        for name, begin, end in spans:
+            self._span(name, begin, root, {}).end(_ns(end))
+        root.end(_ns(max(end for _, _, end in spans)))
+
+    def _span(self, name: str, begin: float, parent: Any, values: dict[str, Any]) -> Any:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        context = Context() if parent is None else set_span_in_context(parent, Context())
+        return self._tracer.start_span(name, context=context, start_time=_ns(begin), attributes=values)
+
+    def close(self) -> None:
+        """Send what is left; blocks for as long as the collector takes, a few seconds at most."""
+        self._provider.shutdown()
+
+
+class _Ids:
+    """Ids as OpenTelemetry wants them; ``trace`` is the next trace's. A span's is drawn from it and a
+    count."""
+
+    def __init__(self) -> None:
+        self.trace = 1
+        self._count = 0
+
+    def generate_trace_id(self) -> int:
+        self._count = 0
+        return self.trace
+
+    def generate_span_id(self) -> int:
+        self._count += 1
+        return _number(f"{self.trace} {self._count}", 8)
+
+    def is_trace_id_random(self) -> bool:
+        return False
+
+
+def trace_id(job: str, recovery: int) -> int:
+    """The same for the same record, and for no other."""
+    return _number(f"{job} {recovery}", 16)
+
+
+def phases(recovery: Recovery) -> list[tuple[str, float, float]]:
+    """(name, begin, end) of each phase that has come, Unix seconds."""
+    names = ("epoch committed", "links up", "first step committed")
+    found, begin = [], recovery.detected
+    ends = (recovery.epoch_committed, recovery.links_up, recovery.step_committed)
+    for name, end in zip(names, ends, strict=True):
+        if end:
+            found.append((name, begin, max(begin, end)))
+            begin = max(begin, end)
+    for replica, back in sorted(recovery.lost.items()):
+        begin = recovery.detected
+        ends = (back.started, back.has_state, back.joined)
+        for what, end in zip(("started", "state transferred", "joined"), ends, strict=True):
+            if end:
+                found.append((f"{replica} {what}", begin, max(begin, end)))
+                begin = max(begin, end)
+    return found
+
+
+def attributes(job: str, recovery: Recovery) -> dict[str, Any]:
+    """What the trace as a whole is about; ``fabric.incident_id`` is in all logs."""
+    diagnosis = recovery.diagnosis or {}
+    return {
+        "fabric.job": job,
+        "fabric.cause": recovery.incident_id,
+        "fabric.kind": recovery.kind,
+        "fabric.why": recovery.why,
+        "fabric.verdict": str(diagnosis.get("verdict", "")),
+        "fabric.epoch": recovery.epoch,
+        "fabric.step": recovery.step,
+        "fabric.steps_lost": recovery.steps_lost,
+        "fabric.lost": list(recovery.lost),
+    }
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * _NS)
+
+
+def _number(text: str, size: int) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest()) or 1

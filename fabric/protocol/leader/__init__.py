@@ -1,0 +1,1 @@
+"""The leader core: one job's membership, as the elected lighthouse decides it. Pure."""

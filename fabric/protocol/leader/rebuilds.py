@@ -1,0 +1,147 @@
+"""What follows an abort: the same members form again, or go on without those that nothing gets through to, or
+that hold the others up."""
+
+from fabric.model import Member, Record
+from fabric.protocol.leader.joins import Joins
+from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules.link_graph import missing_links, reachable_set
+from fabric.protocol.rules.wait_graph import Reforms, complaint, ring_order, unexcused
+
+# Seconds since a process was last heard, by either source, after which a missing link to it may be its death.
+# Then the verdict on that is waited for, which says more.
+QUIET_S = 0.75
+
+
+class Reforming(Joins):
+    """A leader that ends every abort with an epoch."""
+
+    def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
+        """An abort in any epoch since the last forced one ends only with the next forced one: a planned epoch
+        helps nobody who waits in the one before it. A leaving member's abort holds the others up too. A
+        process that no such epoch listed was in no such round, whatever it says."""
+        name = peer.session.replica
+        if not self._in_force(peer) and (name, peer.incarnation) not in self.epoch.departed:
+            return
+        if message.waiting_for or message.stalled:
+            # It was in the round that ends: if the others wait for it in the next one, that counts from then.
+            self.lateness.came(name)
+        if not self._is_recent(message.fence):
+            return
+        self._note_missing(name, message)
+        if name in self.epoch.aborted:
+            return
+        if not self.epoch.aborted:
+            self.epoch.aborted_at = self._now
+        self.epoch.aborted[name] = message
+        self._record_event("aborted", name, message.why, self._pending())
+
+    def _note_missing(self, name: str, message: m.Aborted) -> None:
+        """One that has spoken may learn of more links that are cut."""
+        epoch, said = self.epoch, self.epoch.unreachable.get(name, ())
+        if not set(message.unreachable) - set(said):
+            return
+        if not epoch.unreachable:
+            epoch.complained_at = self._now
+        epoch.unreachable[name] = tuple(dict.fromkeys((*said, *message.unreachable)))
+
+    def _reform(self, record: Record) -> bool:
+        """Rule 3: every abort leads to a new epoch. Left out are those that others cannot reach, newcomers
+        that could not be linked, and whoever stalled the exchange twice without an excuse. Else the same
+        members form again, in a ring order without the links complained of."""
+        epoch = self.epoch
+        if not epoch.aborted or self._now < self.reform_due:
+            return False
+        if self._leave_out_unreachable(record) or self._leave_out_newcomers(record):
+            return True
+        self._blame(record)
+        worst, why = self._worst(record)
+        if worst and self._is_spared_by(worst):
+            self._condemn(worst, why)
+            self.reforms = Reforms()
+            return True
+        why = "; ".join(f"{name}: {a.why}" for name, a in sorted(epoch.aborted.items()))
+        self._write_epoch(record, self._reordered(record), forced=True, why=f"formed again ({why})")
+        return True
+
+    # --- links that are missing --------------------------------------------------------------------------
+
+    def _leave_out_unreachable(self, record: Record) -> bool:
+        """The largest set of members goes on whose members reach each other; of equal ones the more senior. A
+        missing link is nobody's failure. A member that is silent may have died of more than its link."""
+        missing = missing_links(self.epoch.unreachable, record.names)
+        if not missing:
+            return False
+        seniority = sorted(record.roster, key=lambda x: (x.since, x.data_slot, x.replica))
+        newcomers = [x.replica for x in seniority if not self._knows(x)]
+        kept = set(reachable_set([x.replica for x in seniority], missing, newcomers))
+        torn: dict[str, set[str]] = {}
+        for a, b in missing:
+            torn.setdefault(a, set()).add(b)
+            torn.setdefault(b, set()).add(a)
+        if any(x.replica in torn and self._is_quiet(x) for x in record.roster):
+            self.epoch.complained_at = self._now
+            return True
+        for member in record.roster:
+            if member.replica not in kept:
+                others = sorted(torn[member.replica] & kept)
+                self._leave_out(member, f"it and {_some(others)} cannot reach each other")
+        return True
+
+    def _leave_out(self, member: Member, why: str) -> None:
+        """Nobody's failure: it keeps its state, and comes back when its links have held for a while."""
+        self.epoch.blameless.add(member.replica)
+        self.epoch.cut_off.add(member.replica)
+        self._condemn(member.replica, why)
+        self.reforms = Reforms()
+
+    def _is_quiet(self, member: Member) -> bool:
+        """Whether neither its session nor its checkpoint server was heard just now."""
+        heard = self.liveness.heard_at(member)
+        return self._now - max(heard, self.liveness.elected) > QUIET_S
+
+    def _leave_out_newcomers(self, record: Record) -> bool:
+        """A newcomer that somebody could not link to, and that has entered no round: nobody waits for it."""
+        about = {a.about for a in self.epoch.aborted.values()}
+        out = [x for x in record.roster if x.joining and not x.blocking_join and x.replica in about]
+        out = [x for x in out if x.replica not in self.epoch.running]
+        if not out or record.is_forced:
+            return False
+        for member in out:
+            self._leave_out(member, "the others could not link to it, and have not waited for it")
+        return True
+
+    # --- members that hold the others up -----------------------------------------------------------------
+
+    def _blame(self, record: Record) -> None:
+        reforms, aborted = self.reforms, self.epoch.aborted
+        reforms.tries += 1
+        reforms.blame.update(a.about for a in aborted.values() if self._lists(a.about))
+        for name, message in aborted.items():
+            link = complaint(record.names, message.about, by=name)
+            if link is not None:
+                reforms.links[link] += 1
+        if any(a.stalled for a in aborted.values()):
+            waiting = {name: a.waiting_for for name, a in aborted.items()}
+            reforms.stuck.update(unexcused(waiting, record.names))
+
+    def _worst(self, record: Record) -> tuple[str, str]:
+        """Whom to leave out, and why; two empty strings where the links or nobody is to blame."""
+        reforms = self.reforms
+        stuck = [name for name, times in reforms.stuck.items() if times > 1 and self._lists(name)]
+        if len(stuck) == 1:
+            return stuck[0], f"all others waited for it in {reforms.stuck[stuck[0]]} rounds, it for nobody"
+        if reforms.tries <= 3 or not reforms.blame:
+            return "", ""
+        most = max(reforms.blame.values())
+        worst = [x.replica for x in record.roster if reforms.blame[x.replica] == most]
+        return (worst[-1], f"peers could not reach it {most} times") if worst else ("", "")
+
+    def _reordered(self, record: Record) -> tuple[Member, ...]:
+        by_name = {x.replica: x for x in record.roster}
+        return tuple(by_name[name] for name in ring_order(record.names, self.reforms.links))
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

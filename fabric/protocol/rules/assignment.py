@@ -1,0 +1,207 @@
+"""Who computes which micro-batches: one pure function of (step's micro-batches, roster, shares).
+
+The global batch of a step is a fixed list of micro-batches; a roster only changes who computes them.
+
+Policy ``constant``: all of them, by whoever is there. Ranges are contiguous in roster order, so the
+assignment is stable while the roster is, and sizes follow the shares by the largest remainder method (ties
+go to the earlier member).
+
+Policy ``shrink``: the list is cut into one part per *data slot*, and a member computes the part of its data
+slot. A part on whose data slot nobody sits is skipped. With equal shares a part never changes, whoever comes
+or goes.
+
+Data that only some replicas can read (``Sharing.readers`` above 0) lie by data slots too, in SPARe's layout
+(`rules.spare`). The member on data slot p computes part p. While it is away another host of the part does,
+so that the busiest member has as few parts as possible. A part whose hosts are all away is lost: see
+``Sharing.on_loss``.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from fabric.model import EVERYTHING, Member, Sharing
+from fabric.protocol.rules.spare import hosts_of, settle
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step's global batch: how many micro-batches, and how they are shared out."""
+
+    micro_batches: int
+    sharing: Sharing = EVERYTHING
+
+
+def apportion(total: int, shares: Sequence[int]) -> list[int]:
+    """Split ``total`` into integers proportional to ``shares`` that sum to ``total``.
+
+    Hamilton's largest remainder method in integer arithmetic, so that every replica computes the same.
+    Shares must not be negative; when all are zero the split is even.
+    """
+    whole = sum(shares)
+    if whole <= 0:
+        shares = [1] * len(shares)
+        whole = len(shares)
+    parts = [total * share // whole for share in shares]
+    remainders = [(-(total * share % whole), i) for i, share in enumerate(shares)]
+    for _, index in sorted(remainders)[: total - sum(parts)]:
+        parts[index] += 1
+    return parts
+
+
+def assign(micro_batches: Iterable[int], members: Sequence[Member]) -> dict[str, tuple[int, ...]]:
+    """Give every micro-batch to exactly one of ``members``, by their shares, in roster order.
+
+    Raises ValueError without members.
+    """
+    if not members:
+        raise ValueError("nobody is left to compute the micro-batches")
+    ids = sorted(micro_batches)
+    given: dict[str, tuple[int, ...]] = {}
+    start = 0
+    for member, size in zip(members, apportion(len(ids), [m.shares for m in members]), strict=True):
+        given[member.replica] = tuple(ids[start : start + size])
+        start += size
+    return given
+
+
+def spread(
+    micro_batches: Iterable[int], members: Sequence[Member], load: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
+    """Give the orphaned ``micro_batches`` to ``members``, least relative load first.
+
+    ``load`` is how many each one already has in its kept gradient. Every id goes to exactly one member;
+    ties go to the earlier in roster order. A share of zero counts as the smallest positive one here:
+    somebody must compute what the dead left.
+    """
+    if not members:
+        raise ValueError("nobody is left to compute the micro-batches")
+    given: dict[str, list[int]] = {m.replica: [] for m in members}
+    # What each would have with one more, relative to its share, and its place in the roster. Small integers'
+    # quotients: floats compare as the fractions would.
+    queue = [((load.get(m.replica, 0) + 1) / max(m.shares, 1), place) for place, m in enumerate(members)]
+    heapq.heapify(queue)
+    for micro_batch in sorted(micro_batches):
+        place = queue[0][1]
+        lightest = members[place]
+        given[lightest.replica].append(micro_batch)
+        has = load.get(lightest.replica, 0) + len(given[lightest.replica])
+        heapq.heapreplace(queue, ((has + 1) / max(lightest.shares, 1), place))
+    return {replica: tuple(ids) for replica, ids in given.items()}
+
+
+# --- parts and data slots --------------------------------------------------------------------------------
+
+
+def cut(total: int, shares: Sequence[int]) -> list[range]:
+    """Consecutive ranges of 0 to ``total``, one per data slot, sized by ``shares``."""
+    parts, start = [], 0
+    for size in apportion(total, shares):
+        parts.append(range(start, start + size))
+        start += size
+    return parts
+
+
+def data_slot_shares(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
+    """The share of every data slot: its member's, or the members' mean where nobody of ``roster`` sits.
+
+    Where data lie by data slots all parts are equal: they cannot move.
+    """
+    if sharing.readers:
+        return [1] * sharing.data_slots
+    seated = {m.data_slot: m.shares for m in roster if m.data_slot >= 0}
+    data_slots = max(sharing.data_slots, *(data_slot + 1 for data_slot in seated), 1)
+    mean = max(1, (2 * sum(seated.values()) + len(seated)) // (2 * len(seated))) if seated else 1
+    return [seated.get(data_slot, mean) for data_slot in range(data_slots)]
+
+
+def readers_of(part: int, sharing: Sharing) -> tuple[int, ...]:
+    """The data slots on which the data of ``part`` can be read, its own first."""
+    return hosts_of(part, sharing.data_slots, min(sharing.readers, sharing.data_slots))
+
+
+def lost_parts(sharing: Sharing, roster: Sequence[Member]) -> list[int]:
+    """The parts that no member of ``roster`` can read, where others than their own data slot may compute
+    them."""
+    if not sharing.readers or sharing.policy != "constant":
+        return []
+    present = frozenset(m.data_slot for m in roster if 0 <= m.data_slot < sharing.data_slots)
+    owner = settle(sharing.data_slots, min(sharing.readers, sharing.data_slots), present).owner
+    return [part for part, data_slot in enumerate(owner) if data_slot < 0]
+
+
+def waits_for_data(sharing: Sharing, roster: Sequence[Member]) -> bool:
+    """Whether these members wait for one that can read a lost part."""
+    return sharing.on_loss == "wait" and bool(lost_parts(sharing, roster))
+
+
+def share_out(
+    work: Work, roster: Sequence[Member], able: Sequence[Member], skip: Iterable[int] = ()
+) -> dict[str, tuple[int, ...]]:
+    """A whole step's assignment: every micro-batch to at most one of the ``able`` of ``roster``.
+
+    What is in ``skip`` goes to nobody; under ``constant`` without ``readers`` everything else goes to
+    exactly one. Raises ValueError when nobody is able.
+    """
+    skipped = frozenset(skip)
+    wanted = [i for i in range(work.micro_batches) if i not in skipped]
+    if work.sharing.policy == "constant" and not work.sharing.readers:
+        return assign(wanted, able)
+    if not able:
+        raise ValueError("nobody is left to compute the micro-batches")
+    return _by_data_slot(work, roster, able, wanted)
+
+
+def hand_round(
+    work: Work,
+    roster: Sequence[Member],
+    able: Sequence[Member],
+    missing: Iterable[int],
+    load: Mapping[str, int],
+) -> dict[str, tuple[int, ...]]:
+    """A redone step's further work: who of the ``able`` computes what of ``missing``, by ``load`` (how
+    many each one has already). Under ``shrink`` that is what is missing of a member's own part. A part that
+    can only be read by a member that is not able yet goes to it: the others wait until it has caught up."""
+    sharing = work.sharing
+    if sharing.policy == "constant" and not sharing.readers:
+        return spread(missing, able, load)
+    if not waits_for_data(sharing, roster) and waits_for_data(sharing, able):
+        able = roster
+    return _by_data_slot(work, roster, able, sorted(missing))
+
+
+def _by_data_slot(
+    work: Work, roster: Sequence[Member], able: Sequence[Member], wanted: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    sharing, on_data_slot = work.sharing, {m.data_slot: m for m in able if m.data_slot >= 0}
+    given: dict[str, list[int]] = {m.replica: [] for m in able}
+    parts = cut(work.micro_batches, data_slot_shares(sharing, roster))
+    owner: Sequence[int] = range(len(parts))
+    if sharing.policy == "constant":
+        present = frozenset(data_slot for data_slot in on_data_slot if data_slot < sharing.data_slots)
+        owner = settle(sharing.data_slots, min(sharing.readers, sharing.data_slots), present).owner
+    todo = frozenset(wanted)
+    for part, ids in enumerate(parts):
+        if owner[part] in on_data_slot:
+            given[on_data_slot[owner[part]].replica] += [i for i in ids if i in todo]
+    return {replica: tuple(ids) for replica, ids in given.items()}
+
+
+def seated(roster: Sequence[Member], remembered: Mapping[str, int]) -> tuple[Member, ...]:
+    """``roster`` with a data slot for everybody: the one it asks for, else the one it had, else the lowest
+    free.
+
+    No two members share a data slot: of two that ask for one, the earlier in roster order gets it.
+    """
+    data_slots: dict[str, int] = {}
+    taken: set[int] = set()
+    for wishes in ({m.replica: m.data_slot for m in roster}, remembered):
+        for member in roster:
+            data_slot = wishes.get(member.replica, -1)
+            if member.replica not in data_slots and data_slot >= 0 and data_slot not in taken:
+                data_slots[member.replica] = data_slot
+                taken.add(data_slot)
+    free = (data_slot for data_slot in count() if data_slot not in taken)
+    found = ((m, data_slots[m.replica] if m.replica in data_slots else next(free)) for m in roster)
+    return tuple(m if m.data_slot == data_slot else replace(m, data_slot=data_slot) for m, data_slot in found)

@@ -1,0 +1,74 @@
+"""Keeps web pages out of services that want no token.
+
+Without a token a service listens on loopback alone. A browser on that host can still be made to send
+requests there: by any page (a form, a script), and by a page whose name resolves to 127.0.0.1. Such
+requests name a foreign ``Origin``, or a foreign ``Host``, or have a body of a kind that a form can send.
+"""
+
+import ipaddress
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from fabric.errors import ProtocolError
+from fabric.runtime.http.http_service import Handler
+
+_READS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def host_of(url: str) -> str:
+    """The host that a URL, or a host with or without a port, names; empty where that cannot be read."""
+    try:
+        return (urlsplit(url if "://" in url else f"//{url}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def is_own_page(request: web.Request) -> bool:
+    """Whether the request comes from no page, or from one of this very service."""
+    origin = request.headers.get("Origin")
+    if origin is None:
+        return True
+    scheme, _, host = origin.partition("://")
+    # Where a proxy speaks TLS for a service, the page's scheme is https and the request's is http.
+    return host == request.host and (scheme == "https" or not request.secure)
+
+
+def pages_kept_out(names: Iterable[str] = ()) -> Middleware:
+    """A middleware for a service without a token; ``names`` are the hosts besides loopback that it is known
+    by."""
+    own = frozenset(name.lower() for name in map(host_of, names) if name)
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = host_of(request.host)
+        if not _is_loopback(host) and host not in own:
+            raise web.HTTPForbidden(
+                text="without a token this service answers to loopback addresses alone, not to"
+                f" {host[:200]!r}: ask at 127.0.0.1, or start it with a token file"
+            )
+        if not is_own_page(request):
+            raise web.HTTPForbidden(
+                text="a page of another site may not ask here: use the service's own page, or a token file"
+            )
+        # A path or method that does not exist is refused by its own error, with the methods that are allowed.
+        has_body = request.match_info.http_exception is None and request.method not in _READS
+        if has_body and request.content_type != "application/json":
+            raise ProtocolError(
+                "without a token a body must say that it is JSON: send the header"
+                " Content-Type: application/json"
+            )
+        return await handler(request)
+
+    return check
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

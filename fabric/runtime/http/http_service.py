@@ -1,0 +1,384 @@
+"""What every HTTP service of fabric does alike: who may ask, how errors read, where it listens.
+
+A service has open paths (health, metrics) and everything else behind the job's bearer token. Whatever
+goes wrong is answered with ``{"error": sentence}`` and the status that fits, so that `curl` shows a
+person what to do; a defect of ours is logged here and answered with a sentence too, never with its
+traceback. Listening takes a port or a range of ports ("8000-8010") and the first free one wins.
+"""
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import math
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.typedefs import Middleware
+
+from fabric.errors import (
+    ConfigError,
+    FabricError,
+    Gone,
+    ProtocolError,
+    Refused,
+    StateError,
+    StoreError,
+    StoreIndefinite,
+    Unauthorized,
+)
+from fabric.runtime.http.acceptor import Acceptor, Seated
+from fabric.runtime.http.connection_limit import ConnectionLimit, Seat
+from fabric.runtime.http.token_file import TokenFile, read_tokens
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+# A connection on which no request is under way is closed after so long, also in the middle of a head.
+IDLE_S = 60.0
+# What a request's body may take to arrive: those that are read are small.
+BODY_S = 10.0
+# A reader that takes less of an answer than this in this time is cut off: the rest is kept in memory for it.
+STALL_S = 60.0
+_STALL_BYTES = 4 << 20
+# How long the rest of a body that was refused is read, so that its sender reads the answer and no reset.
+_LINGER_S = 1.0
+_MOST_AWAY_S = 60.0
+# Thousands of sessions come back at once after a fail-over; the kernel cuts this down to its own limit.
+_BACKLOG = 4096
+
+# The first class that an error is an instance of decides.
+_STATUSES: tuple[tuple[type[FabricError], int], ...] = (
+    (Unauthorized, 401),
+    (ProtocolError, 400),
+    (ConfigError, 400),
+    (Refused, 409),
+    (Gone, 409),
+    (StoreIndefinite, 504),
+    (StoreError, 503),
+    (StateError, 409),
+)
+
+
+class NoBytesOfRequests(logging.Filter):
+    """A request that is no HTTP is one line, without aiohttp's traceback, which quotes it, token and all.
+    One in ``every_s`` seconds has a line, which counts those before it: anybody can send them."""
+
+    def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._clock = clock
+        self._due = -math.inf
+        self._unsaid = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            return True
+        if self._clock() < self._due:
+            self._unsaid += 1
+            return False
+        more = f"; so were {self._unsaid} more since the last such line" if self._unsaid else ""
+        self._due, self._unsaid = self._clock() + self._every_s, 0
+        record.msg += f": it is malformed ({type(error).__name__}){more}"
+        record.exc_info = record.exc_text = None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
+_requests_log = logging.getLogger(f"{__name__}.requests")
+_requests_log.addFilter(NoBytesOfRequests())
+
+
+def read_token(path: Path) -> str:
+    """The token in the file at ``path`` that is shown to others. Raises ConfigError."""
+    return read_tokens(path)[0]
+
+
+def json_error(
+    status: int,
+    sentence: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    details: Mapping[str, object] | None = None,
+) -> web.Response:
+    """An error response ``{"error": sentence}``, with the keys of ``details`` beside it."""
+    return web.json_response({"error": sentence, **(details or {})}, status=status, headers=headers)
+
+
+def status_of(error: FabricError) -> int:
+    """The HTTP status that says what ``error`` says."""
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+
+
+async def _name_no_versions(_: web.Request, response: web.StreamResponse) -> None:
+    """The library names itself, Python and their versions, which tells an attacker what to try."""
+    response.headers["Server"] = "fabric"
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error as JSON. Put it first, so that it also speaks for the other middlewares."""
+    try:
+        return await handler(request)
+    except FabricError as error:
+        return json_error(status_of(error), str(error), headers=_challenge(error))
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return json_error(error.status, _http_sentence(request, error), headers=_kept_headers(error))
+    except web.RequestPayloadError:
+        return json_error(400, "the request's body is malformed: check its Content-Encoding and its length")
+    except ConnectionError:
+        raise  # the peer has gone: nobody is left to answer
+    except Exception:  # the supervisor of requests: a defect of ours must not show its insides
+        log.exception("%s %s failed", request.method, request.path)
+        return json_error(500, "the service has a defect that this request met: see its log")
+
+
+@web.middleware
+async def _cut_off_stuck(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Send the whole answer here, and for no longer than a reader needs that reads at all. What is no
+    ``web.Response`` is sent, and bounded, by whoever makes it."""
+    response = await handler(request)
+    if isinstance(response, web.Response):
+        try:
+            async with asyncio.timeout(STALL_S * (1 + (response.content_length or 0) // _STALL_BYTES)):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionError:
+            pass  # the reader has gone: aiohttp meets that again, and makes no words of it
+    return response
+
+
+@web.middleware
+async def _keep_seat(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """While a request is under way its connection is not idle (``connection_limit``)."""
+    seat = _seat_of(request)
+    if seat is None:
+        return await handler(request)
+    seat.busy()
+    try:
+        return await handler(request)
+    finally:
+        seat.idle()
+
+
+def _seat_of(request: web.Request) -> Seat | None:
+    """None where the sender has gone."""
+    protocol = None if request.transport is None else request.transport.get_protocol()
+    return protocol.seat if isinstance(protocol, Seated) else None
+
+
+def bearer_required(token: TokenFile | str | None, open_paths: frozenset[str]) -> Middleware:
+    """A middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``.
+
+    Without a token (None) everything is open. The comparison takes the same time for every guess.
+    """
+    tokens = TokenFile.of(token)
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not tokens.is_open and request.path not in open_paths:
+            check_bearer(request.headers.get("Authorization", ""), tokens)
+        return await handler(request)
+
+    return check
+
+
+def check_bearer(header: str, token: TokenFile | str) -> None:
+    """Raises Unauthorized unless ``header`` is a bearer authorization with ``token``."""
+    if not TokenFile.of(token).accepts(bearer_of(header)):
+        raise Unauthorized("the token does not match this job's: use the token file that the job was given")
+
+
+def bearer_of(header: str) -> str:
+    """The token of an Authorization header. Raises Unauthorized where it has none."""
+    scheme, _, given = header.partition(" ")
+    if scheme.lower() != "bearer":
+        raise Unauthorized("this needs the job's token: send the header Authorization: Bearer <token>")
+    return given.strip()
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body of a request. Raises HTTPRequestTimeout (408) where it has not arrived within ``BODY_S``."""
+    seat = _seat_of(request)
+    if seat is not None:
+        seat.idle()
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(
+            text=f"the request's body did not arrive within {BODY_S:g} s: send all of it",
+            headers={"Connection": "close"},
+        ) from None
+    finally:
+        if seat is not None:
+            seat.busy()
+
+
+def query_integer(request: web.Request, name: str, *, low: int, high: int) -> int | None:
+    """Query parameter ``name`` as an integer from ``low`` to ``high``, None when absent. ProtocolError."""
+    text = request.query.get(name)
+    if text is None:
+        return None
+    digits = text.removeprefix("-")
+    if digits.isascii() and digits.isdecimal() and len(digits) <= 19 and low <= int(text) <= high:
+        return int(text)
+    raise ProtocolError(f"the query parameter {name} must be an integer from {low} to {high}")
+
+
+def query_seconds(request: web.Request, name: str, *, most: float) -> float:
+    """Query parameter ``name`` as seconds from 0 to ``most``; 0 when absent. Raises ProtocolError."""
+    text = request.query.get(name, "0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= most:
+        raise ProtocolError(f"the query parameter {name} must be a number of seconds from 0 to {most:g}")
+    return value
+
+
+def come_back_s(headers: Mapping[str, str]) -> float:
+    """The seconds after which a service that answered 429 wants to be asked again; it is not believed beyond
+    reason."""
+    text = headers.get("Retry-After", "")
+    return min(float(text), _MOST_AWAY_S) if text.isascii() and text.isdecimal() and len(text) < 9 else 1.0
+
+
+def parse_ports(text: str) -> range:
+    """The ports that "8000", "8000-8010" or "0" (any free one) name. Raises ConfigError."""
+    first, dash, last = text.strip().partition("-")
+    bounds = (first, last if dash else first)
+    if all(b.isascii() and b.isdecimal() and len(b) <= 5 for b in bounds):
+        low, high = int(bounds[0]), int(bounds[1])
+        if 0 <= low <= high <= 65535 and (low > 0 or high == 0):
+            return range(low, high + 1)
+    raise ConfigError(f'the port "{text[:40]}" cannot be used: give a port, a range such as 8000-8010, or 0')
+
+
+def check_exposure(host: str, token: str | None) -> None:
+    """Raises ConfigError where a service without a token would listen for other machines."""
+    if token is None and not ipaddress.ip_address(_resolve(host)[1].partition("%")[0]).is_loopback:
+        raise ConfigError(
+            f"listening on {host or 'every address'} without a token would serve anybody who can reach it:"
+            " give a token file, or bind to 127.0.0.1"
+        )
+
+
+async def serve(
+    app: web.Application,
+    host: str,
+    port: str | int,
+    *,
+    ssl_context: ssl.SSLContext | None = None,
+    shutdown_s: float = 2.0,
+    cancel_abandoned: bool = False,
+    limit: ConnectionLimit | None = None,
+) -> tuple[web.AppRunner, int]:
+    """Listen on ``host`` and the first free one of ``port``; returns the runner and the port.
+
+    The caller ends it with ``await runner.cleanup()``, which waits at most ``shutdown_s`` for requests
+    under way. ``cancel_abandoned`` cancels a handler whose client has gone. ``limit`` bounds the connections;
+    None: as many as this process has descriptors for. Raises ConfigError where nothing can be bound.
+    """
+    listening = bind_first_free(host, parse_ports(str(port)))
+    taken = int(listening.getsockname()[1])
+    app.middlewares[:0] = [_keep_seat, _cut_off_stuck]
+    app.on_response_prepare.append(_name_no_versions)
+    accepting: list[Acceptor] = []
+
+    async def accept_no_more(_: web.Application) -> None:
+        for acceptor in accepting:
+            acceptor.close()
+
+    app.on_shutdown.insert(0, accept_no_more)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        shutdown_timeout=shutdown_s,
+        handler_cancellation=cancel_abandoned,
+        logger=_requests_log,
+        keepalive_timeout=IDLE_S,
+        lingering_time=_LINGER_S,
+    )
+    try:
+        await runner.setup()
+        assert runner.server is not None
+        listening.listen(_BACKLOG)
+        accepting.append(Acceptor(listening, runner.server, limit or ConnectionLimit(), ssl_context))
+    except BaseException:
+        listening.close()
+        await runner.cleanup()
+        raise
+    return runner, taken
+
+
+def bind_first_free(host: str, ports: range) -> socket.socket:
+    """A TCP socket bound to ``host`` and the first free port of ``ports``. Raises ConfigError."""
+    family, address = _resolve(host)
+    for port in ports:
+        candidate = socket.socket(family, socket.SOCK_STREAM)
+        candidate.setblocking(False)
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            candidate.bind((address, port))
+            # With SO_REUSEADDR two sockets may be bound to one port until one of them listens.
+            candidate.listen(128)
+        except OSError as error:
+            candidate.close()
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise ConfigError(
+                f"{host}:{port} cannot be bound ({error.strerror}): bind to an address of this machine"
+                " and a port that this user may use"
+            ) from error
+        return candidate
+    named = f"port {ports[0]} on {host} is" if len(ports) == 1 else f"ports {_span(ports)} on {host} are all"
+    raise ConfigError(f"{named} taken by another process: choose another port or range, or 0 for any")
+
+
+def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
+    try:
+        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f'the address "{host[:200]}" to bind to is unknown: give an address of this machine'
+        ) from error
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, str(address[0])
+
+
+def _span(ports: range) -> str:
+    return f"{ports[0]}-{ports[-1]}"
+
+
+def _challenge(error: FabricError) -> Mapping[str, str] | None:
+    return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
+
+
+def _http_sentence(request: web.Request, error: web.HTTPException) -> str:
+    if error.status == 404:
+        return f"there is nothing at {request.path[:200]}: look up the paths in the documentation"
+    if error.status == 405:
+        return f"{request.method[:20]} is not possible at {request.path[:200]}: use another method"
+    if error.status == 413:
+        return f"the request's body is too long: send at most {request.client_max_size} bytes"
+    return error.text or error.reason
+
+
+def _kept_headers(error: web.HTTPException) -> dict[str, str]:
+    dropped = {"content-type", "content-length"}
+    return {name: value for name, value in error.headers.items() if name.lower() not in dropped}

@@ -11,7 +11,10 @@ from fabric.cli.main import cli
 from fabric.runtime.config import Settings
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+NOTES = ROOT / "benchmarks" / "notes"
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *NOTES.glob("*.md")]
+)
 # Not for users: test points, see fabric/runtime/failpoints.py.
 NOT_DOCUMENTED = {
     "FABRIC_TEST_POINTS",

@@ -26,7 +26,7 @@ from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
 from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
 
 # A piece costs its members about 0.1 ms of work besides its bytes, so small ones are felt; larger ones than
-# these gain nothing (docs/decisions/0072).
+# these gain nothing (benchmarks/notes/all-reduce.md).
 CHUNK_BYTES = 8 * 1024 * 1024
 # Every cut of every type falls on whole elements, for the widest type is eight bytes.
 _CHUNK_UNIT_BYTES = ALIGNMENT * 8

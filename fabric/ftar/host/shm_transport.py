@@ -10,7 +10,7 @@ long, a member adds up what it has and passes on its own memory.
 
 Two rules keep what is read whole. A member returns from an exchange only after everybody who can see its
 memory has said that it read everything (``READ``), unless all links are of this kind and the caller has said
-that the result lasts (docs/decisions/0054). And a member that aborts raises its *guard*, one word in
+that the result lasts (docs/design/data-plane.md). And a member that aborts raises its *guard*, one word in
 shared memory, before it returns and its memory may be written again; a reader looks at the guard of whom it
 has read and before it sends anything on that came of it. This relies on stores becoming visible in their
 order and loads being done in theirs, which x86-64 guarantees and nothing in Python does elsewhere; the calls

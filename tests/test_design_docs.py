@@ -1,0 +1,137 @@
+"""docs/design is short, docs/decisions is its indexed archive, and docs/benchmarks.md has short cells."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+NOTES = sorted((DOCS.parent / "benchmarks" / "notes").glob("*.md"))
+MOST_WORDS = 120
+MOST_WORDS_OF_A_CELL = 12
+MOST_WORDS_OF_A_TITLE = 10
+
+
+def words(text: str) -> int:
+    """Words as a reader sees them: without the targets of links."""
+    shown = re.sub(r"\]\([^)]*\)", "]", text)
+    return sum(1 for word in shown.split() if re.search(r"\w", word))
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def design_sections() -> dict[str, tuple[str, str]]:
+    """``page.md#anchor`` -> (heading, text) of every heading of docs/design."""
+    sections = {}
+    for page in sorted((DOCS / "design").glob("*.md")):
+        for section in page.read_text().split("\n## ")[1:]:
+            heading, text = section.split("\n", 1)
+            sections[f"{page.name}#{anchor(heading)}"] = (heading, text)
+    return sections
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of every row of every table, without the lines below the heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if not re.fullmatch(r"-+", row[0])]
+
+
+SECTIONS = design_sections()
+INDEX = {
+    int(re.sub(r"\D", "", row[0].partition("]")[0])): row
+    for row in table_rows((DOCS / "decisions" / "README.md").read_text())
+    if row[0].startswith("[")
+}
+
+
+# --- docs/design ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", SECTIONS)
+def test_a_heading_is_short_and_gives_reason_price_code_test_and_archive(place):
+    _, text = SECTIONS[place]
+    assert words(text) <= MOST_WORDS
+    for part in (r"\n\*\*Why:\*\* \w", r"\n\*\*Price:\*\* \w", r"\nCode: \[", r"Tests:\s\[", r"Archive:\s\["):
+        assert re.search(part, text), f"{place} lacks {part}"
+    assert re.search(r"\]\(\.\./\.\./(fabric|ops)/", text), "no link to code"
+    assert re.search(r"\]\(\.\./\.\./tests/", text), "no link to a test"
+
+
+@pytest.mark.parametrize("place", SECTIONS)
+def test_a_link_to_code_shows_the_name_of_its_file(place):
+    links = re.findall(r"\[([^\]]+)\]\(\.\./\.\./([^)]+)\)", SECTIONS[place][1])
+    assert links
+    for shown, target in links:
+        assert shown == Path(target).name, f"{place} shows {shown} for {target}"
+
+
+def test_words_are_counted():
+    assert words("One [link](../a/long path.md), and `two words` - here.") == 6
+
+
+def test_headings_are_few():
+    assert 22 <= len(SECTIONS) <= 30
+
+
+# --- docs/decisions ---------------------------------------------------------------------------------------
+
+
+def test_the_index_lists_every_decision_once_in_order():
+    listed = [number for number, _ in sorted(INDEX.items())]
+    assert list(INDEX) == listed == [int(path.name[:4]) for path in DECISIONS]
+    text = (DOCS / "decisions" / "README.md").read_text()
+    for path in DECISIONS:
+        assert text.count(f"({path.name})") == 1, path.name
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda p: p.name)
+def test_a_decision_has_a_title_a_date_a_status_and_a_heading(path):
+    number, title, date, status, heading = INDEX[int(path.name[:4])]
+    assert number == f"[{int(path.name[:4])}]({path.name})"
+    assert 2 <= words(title) <= MOST_WORDS_OF_A_TITLE
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", date)
+    assert re.fullmatch(r"(holds|replaced by \d+|tried and dropped)(; .*)?", status)
+    for other in re.findall(r"\bby (\d+)|\band (\d+)", status):
+        assert int("".join(other)) in INDEX, status
+    link = re.fullmatch(r"\[(.+)\]\(\.\./design/(.+)\)", heading)
+    assert link, heading
+    assert link[2] in SECTIONS, f"{path.name} leads to {link[2]}"
+    assert link[1] == SECTIONS[link[2]][0]
+    assert f"(../decisions/{path.name})" in SECTIONS[link[2]][1], f"{link[2]} does not lead back"
+
+
+# --- docs/benchmarks.md and benchmarks/notes --------------------------------------------------------------
+
+
+def test_cells_of_the_benchmark_tables_are_short():
+    rows = table_rows((DOCS / "benchmarks.md").read_text())
+    assert len(rows) > 50
+    for row in rows:
+        for cell in row:
+            assert words(cell) <= MOST_WORDS_OF_A_CELL, cell
+
+
+def test_missed_targets_come_first_and_every_missed_figure_is_among_them():
+    sections = (DOCS / "benchmarks.md").read_text().split("\n## ")
+    assert sections[1].startswith("Missed targets\n")
+    listed = {figure for row in table_rows(sections[1]) for figure in row[2].split(", ")}
+    missed = set(re.findall(r"\*\*([\d.]+)\*\*", "".join(sections[2:])))
+    assert missed == {figure for figure in listed if re.fullmatch(r"[\d.]+", figure)}
+
+
+@pytest.mark.parametrize("page", NOTES, ids=lambda p: p.name)
+def test_the_newest_note_comes_first(page):
+    text = page.read_text()
+    headings = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
+    if page.name == "README.md":
+        assert not headings
+        assert {path.name for path in NOTES} - {page.name} == set(re.findall(r"\]\((\w[\w-]*\.md)\)", text))
+        return
+    dates = [re.match(r"20\d\d-\d\d-\d\d", heading) for heading in headings]
+    assert headings and all(dates), f"a heading of {page.name} begins without a date"
+    days = [date[0] for date in dates if date]
+    assert days == sorted(days, reverse=True)

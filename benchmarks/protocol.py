@@ -2,13 +2,15 @@
 
 First one leader core with 10,000 replicas that answer at once, as members do, and one member core among as
 many: processor time per virtual second and per change, messages, and bytes by the codec; the network is not
-part of it. Then 10,000 seeded worlds of the simulator on all cores: how many broke an invariant, and whether
-every kind of fault and rare path was met. ``--seeds N`` plays fewer worlds, 0 none; ``--replicas N`` is for
-another number of replicas, of which the leader core alone is measured.
+part of it. Then 10,000 seeded worlds of the simulator on all cores, half of them plain and the others of
+every further kind: how many broke an invariant, and whether every kind of fault and rare path was met.
+``--seeds N`` plays fewer worlds, 0 none; ``--replicas N`` is for another number of replicas, of which the
+leader core alone is measured.
 """
 
 import argparse
 import gc
+import math
 import multiprocessing
 import os
 import random
@@ -40,10 +42,20 @@ PIECE = 50
 # --- the hunt ---------------------------------------------------------------------------------------------
 
 
-def play(first: int) -> tuple[Counter[str], list[str]]:
+def play(piece: tuple[str, int]) -> tuple[str, Counter[str], list[str]]:
     from sim.run import hunt
 
-    return hunt(first, first + PIECE, limit=PIECE)
+    kind, first = piece
+    return kind, *hunt(first, first + PIECE, kind, limit=PIECE)
+
+
+def pieces(seeds: int) -> list[tuple[str, int]]:
+    """Half of the seeds are plain worlds; all other kinds share the other half."""
+    from sim.run import KINDS
+
+    others = [kind for kind in KINDS if kind != "plain"]
+    each = {"plain": seeds / 2, **dict.fromkeys(others, seeds / 2 / len(others))}
+    return [(kind, first) for kind, count in each.items() for first in range(0, math.ceil(count), PIECE)]
 
 
 def hunt(seeds: int) -> dict[str, float]:
@@ -51,11 +63,15 @@ def hunt(seeds: int) -> dict[str, float]:
     from sim import coverage
 
     started, counts, failures = time.perf_counter(), Counter[str](), []
+    played, broken = Counter[str](), Counter[str]()
     cores = len(os.sched_getaffinity(0))
     with multiprocessing.get_context("spawn").Pool(cores) as pool:
-        for found, broken in pool.imap_unordered(play, range(0, seeds, PIECE)):
-            counts.update(found)
-            failures += broken
+        for kind, met, violations in pool.imap_unordered(play, pieces(seeds)):
+            if kind == "plain":
+                counts.update(met)
+            played[kind] += PIECE
+            broken[kind] += len(violations)
+            failures += violations
     seconds = time.perf_counter() - started
     for line in failures[:20]:
         say(line)
@@ -63,13 +79,14 @@ def hunt(seeds: int) -> dict[str, float]:
     say("never met: " + (", ".join(never) or "nothing"))
     kinds = [(name, counts[name]) for name in coverage.REQUIRED]
     table("how often each fault and rare path was met", ("what", "times"), sorted(kinds, key=lambda x: x[1]))
-    played = -(-seeds // PIECE) * PIECE
+    worlds = [(kind, played[kind], broken[kind]) for kind in played]
+    table("worlds", ("kind", "played", "that broke an invariant"), worlds)
     return {
-        "seeds": played,
+        "seeds": played.total(),
         "violations": len(failures),
         "never_met": len(never),
         "hunt_seconds": round(seconds, 1),
-        "seeds_per_second": round(played / seconds, 2),
+        "seeds_per_second": round(played.total() / seconds, 2),
     }
 
 

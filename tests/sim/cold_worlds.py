@@ -32,6 +32,7 @@ REQUIRED = (
     "cold: all members stopped",
     "cold: a second process refused",
     "cold: a tie of digests",
+    "cold: the newest state's server comes last",
     "cold: rounds of a generation before",
     "cold: generation begun again",
     "path: stopped by itself without a lighthouse",
@@ -292,7 +293,54 @@ class Outsider(ColdWorld):
             self.kill_trainer(name, back_s)
 
 
-KINDS: tuple[Callable[[int], World], ...] = (Ghosts, Suspended, Stopped, Twins, Tie, Outsider)
+class LateServer(ColdWorld):
+    """All members die, and so does the leader. The server that holds the newest state reaches the next leader
+    last, within its grace period. The processes that come back were not there when that state was made."""
+
+    lasts = 9.0
+
+    def choose(self) -> Settings:
+        return of(super().choose(), 3)
+
+    def __init__(self, seed: int) -> None:
+        # The server comes back at once, or late in the grace period.
+        self.late_s = 0.8 if seed % 2 else 2.4
+        self.struck: tuple[int, int] = (0, -1)
+        super().__init__(seed)
+
+    def strike(self) -> None:
+        """r0 goes on alone, and takes the newest snapshot there is."""
+        for name in ("r1", "r2"):
+            self.kill_trainer(name, 2.5)
+        self.clockwork.at(2.0, self.lose_the_last)
+
+    def lose_the_last(self) -> None:
+        server, (lighthouse,) = self.hosts["r0"].server, self.lighthouses
+        held = [(ref.generation, ref.step) for ref in server.memory.snapshots]
+        others = [
+            (ref.generation, ref.step)
+            for name in ("r1", "r2")
+            for ref in self.hosts[name].server.memory.snapshots
+        ]
+        if max(held) <= max(others):
+            return  # its snapshot of a later step is not done yet
+        self.clockwork.counts["cold: the newest state's server comes last"] += 1
+        self.struck = max(held)
+        server.reach(Cut(self))
+        self.kill_trainer("r0", 0.3)
+        self.kill_lighthouse(lighthouse)
+        self.clockwork.at(0.2, lambda: self.start_lighthouse(lighthouse))
+        self.clockwork.at(0.2 + self.late_s, lambda: server.reach(self))
+
+    def happened(self, what: str, host: str) -> None:
+        super().happened(what, host)
+        base = self.store.record.base if self.store.record is not None else None
+        if what == "cold start" and self.struck[1] >= 0 and base is not None:
+            began = (base.generation, base.step)
+            demand(began >= self.struck, f"a generation begins from {began}, and a server held {self.struck}")
+
+
+KINDS: tuple[Callable[[int], World], ...] = (Ghosts, Suspended, Stopped, Twins, Tie, Outsider, LateServer)
 
 
 def cold_world(seed: int) -> World:
@@ -417,6 +465,7 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
         let_the_clock_stand_still_while_suspended,
         take_the_stopped_for_dead,
         believe_a_second_process,
+        begin_before_all_servers_are_heard,
         count_rounds_of_older_generations,
     )
 }

@@ -5,8 +5,8 @@ from sim import cold_worlds, noticing
 from sim.run import hunt
 from sim.world import run_seed
 
-SEEDS = 48
-MUTATION_SEEDS = 24
+SEEDS = 56
+MUTATION_SEEDS = 28
 # Plain worlds in which a cold start once went back behind a state that was held within reach.
 BASE_SEEDS = (230, 753, 985, 8000253, 8001949, 8003351)
 

@@ -307,7 +307,7 @@ class Session(asyncio.Protocol):
             round_epoch=self.running,
             round_step=self.step,
             round_roster=(),
-            holds=False,
+            prepared=False,
             gradient_digest="",
             have=(self.number,) if ran else (),
             round_lacked=(),

@@ -183,7 +183,7 @@ class Crowd:
                 round_epoch=entered[0],
                 round_step=entered[1],
                 round_roster=entered[2],
-                holds=False,
+                prepared=False,
                 gradient_digest="",
                 have=(number,) if record.epoch > 1 else (),
             )
@@ -298,8 +298,8 @@ def take_part(count: int, record: Record) -> dict[str, float]:
         feed(member_events.FromPeer(x.replica, x.incarnation, said))
     feed(member_events.Exchanged(record.epoch, 0, "reduced"))
     for x in record.roster[1:]:
-        bar = m.CommitVote(record.fence, 0, record.epoch, "reduced", digest)
-        feed(member_events.FromPeer(x.replica, x.incarnation, bar))
+        vote = m.CommitVote(record.fence, 0, record.epoch, "reduced", digest)
+        feed(member_events.FromPeer(x.replica, x.incarnation, vote))
     done = time.process_time()
     assert member.state.step == 1, "the step was not committed"
     say(f"one member among {count}: {entered - began:.2f} s to enter, {done - entered:.2f} s for the step")

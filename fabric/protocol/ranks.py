@@ -9,7 +9,7 @@ peers and to the leader are rank 0's alone.
 
 A rank that is lost ends the replica: what the others hold is half of a state that nobody can complete.
 
-``Follower`` is the other side: it obeys, answers, and remembers which generation and epoch it is in.
+``FollowerRank`` is the other side: it obeys, answers, and remembers which generation and epoch it is in.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class RankLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndReplica:
     """Something outside of the core ends this replica, e.g. a lighthouse that refuses it."""
 
     code: int
@@ -67,10 +67,10 @@ class ToRank:
     """Have rank ``rank`` perform this order; for rank 0 that is here."""
 
     rank: int
-    order: RankCommand
+    command: RankCommand
 
 
-Event = io.Event | FromRank | RankLost | Ended
+Event = io.Event | FromRank | RankLost | EndReplica
 Effect = io.SendPeer | io.SendLeader | io.WriteJournal | io.Probe | ToRank
 
 # Outcomes of the main threads. Of all but the digest each thread has one order at a time, so one of each
@@ -84,7 +84,7 @@ class _Fetching:
     """The newest fetch: its order's number, and how it ended where it has."""
 
     number: int = 0
-    order: io.FetchState | io.FetchGradient | None = None
+    command: io.FetchState | io.FetchGradient | None = None
     ended: dict[int, RankEvent] = field(default_factory=dict)
 
 
@@ -123,7 +123,7 @@ class Ranks:
         self._effects = []
         if isinstance(event, RankLost):
             self._on_lost(event)
-        elif isinstance(event, Ended):
+        elif isinstance(event, EndReplica):
             self._stop(event.code, event.reason)
         elif isinstance(event, FromRank):
             if not self.over:
@@ -149,9 +149,9 @@ class Ranks:
             if isinstance(effect, io.SendPeer | io.SendLeader | io.WriteJournal | io.Probe):
                 self._effects.append(effect)
             elif not self.over:
-                self._order(effect)
+                self._command(effect)
 
-    def _order(self, effect: RankEffect) -> None:
+    def _command(self, effect: RankEffect) -> None:
         if isinstance(effect, io.TakeSnapshot):
             self._snapshot(effect.step)
             return
@@ -169,8 +169,8 @@ class Ranks:
 
     def _send(self, effect: RankEffect) -> None:
         for rank in reversed(range(self.size)):  # rank 0 last: what ends it must have been sent to the others
-            order = RankCommand(self._number, self.member.state.generation, self._part(effect, rank))
-            self._effects.append(ToRank(rank, order))
+            command = RankCommand(self._number, self.member.state.generation, self._part(effect, rank))
+            self._effects.append(ToRank(rank, command))
 
     def _part(self, effect: RankEffect, rank: int) -> RankEffect:
         """What ``rank`` must do for ``effect``: the same, with its own addresses and digests."""
@@ -178,10 +178,10 @@ class Ranks:
             return io.LinkUp(seen_by_rank(effect.record, rank)) if rank else effect
         if isinstance(effect, io.Switch):
             return io.Switch(seen_by_rank(effect.record, rank)) if rank else effect
-        if isinstance(effect, io.Publish | io.Apply) and effect.held is not None:
-            held = effect.held
-            result = self._reduced[held.epoch, held.step][rank]
-            return replace(effect, held=replace(held, gradient_digest=result.gradient_digest))
+        if isinstance(effect, io.Publish | io.Apply) and effect.prepared is not None:
+            prepared = effect.prepared
+            result = self._reduced[prepared.epoch, prepared.step][rank]
+            return replace(effect, prepared=replace(prepared, gradient_digest=result.gradient_digest))
         if isinstance(effect, io.FetchState):
             return replace(effect, urls=self._urls(effect.urls, rank), lanes=effect.urls)
         if isinstance(effect, io.FetchGradient):
@@ -338,15 +338,15 @@ class Ranks:
         fetching.ended[rank] = outcome.event
         if len(fetching.ended) < self.size:
             return  # who is still writing into its memory must have ended before anything else is fetched
-        order, self._fetching = fetching.order, _Fetching()
-        assert isinstance(order, io.FetchState)
+        command, self._fetching = fetching.command, _Fetching()
+        assert isinstance(command, io.FetchState)
         failed = [(r, e) for r, e in sorted(fetching.ended.items()) if isinstance(e, io.FetchFailed)]
         if failed:
             rank, first = next((x for x in failed if x[1].misfit), failed[0])
             unusable = any(e.unusable for _, e in failed)
             self._record_event(io.FetchFailed(self._by(rank, first.why), unusable, first.misfit), now)
         else:
-            self._record_event(io.StateFetched(order.state.step, order.state.digest), now)
+            self._record_event(io.StateFetched(command.state.step, command.state.digest), now)
 
     def _on_gradient(self, rank: int, outcome: RankOutcome, now: float) -> None:
         fetching, event = self._fetching, outcome.event
@@ -355,7 +355,7 @@ class Ranks:
         fetching.ended[rank] = event
         if isinstance(event, io.GradientGone):
             # The others need not wait for theirs: without this one theirs are of no use.
-            self._order(io.CancelFetch())
+            self._command(io.CancelFetch())
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif len(fetching.ended) == self.size:
             self._fetching = _Fetching()
@@ -406,7 +406,7 @@ class Ranks:
         if self.over:
             return
         self.member.stopped = True
-        self._order(io.Stop(code, reason))
+        self._command(io.Stop(code, reason))
 
     def _by(self, rank: int, why: str) -> str:
         return f"rank {rank}: {why}" if rank else why
@@ -422,7 +422,7 @@ def _where(event: RankEvent) -> str:
     return f"step {getattr(event, 'step', '?')} ({type(event).__name__})"
 
 
-class Follower:
+class FollowerRank:
     """A rank other than 0: performs orders in the order in which they come, and answers them.
 
     ``generation``, ``current`` (the epoch in force), ``newest`` are as rank 0 last said.
@@ -437,12 +437,12 @@ class Follower:
         self.newest: Record | None = None
         self.over = False
 
-    def obey(self, order: RankCommand) -> RankEffect | None:
+    def obey(self, command: RankCommand) -> RankEffect | None:
         """What to perform now; None after the end."""
         if self.over:
             return None
-        effect = order.effect
-        self.generation = order.generation
+        effect = command.effect
+        self.generation = command.generation
         if isinstance(effect, io.LinkUp):
             self.newest = effect.record
         elif isinstance(effect, io.Switch):

@@ -24,18 +24,20 @@ def member_of(name, incarnation=1, **changes):
     return Member(name, incarnation, f"{name}:1", f"http://{name}", **changes)
 
 
-def report_of(record, step, pend=(0, 0, ""), holds="", have=(), digest="", committed="", generation=1):
-    """``pend`` is (epoch, step, names); ``holds`` the gradient digest held, or empty."""
+def report_of(
+    record, step, last_round=(0, 0, ""), prepared="", have=(), digest="", committed="", generation=1
+):
+    """``last_round`` is (epoch, step, names); ``prepared`` the gradient digest held, or empty."""
     return Report(
         fence=record.fence,
         state_generation=generation,
         step=step,
         digest=digest,
-        round_epoch=pend[0],
-        round_step=pend[1],
-        round_roster=tuple(pend[2].split()),
-        holds=bool(holds),
-        gradient_digest=holds,
+        round_epoch=last_round[0],
+        round_step=last_round[1],
+        round_roster=tuple(last_round[2].split()),
+        prepared=bool(prepared),
+        gradient_digest=prepared,
         have=tuple(have),
         committed_digest=committed,
     )

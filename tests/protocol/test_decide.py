@@ -25,7 +25,7 @@ def dropped(decision):
 
 def test_all_of_the_round_hold_so_it_is_committed():
     record = record_of("a b")
-    reports = {n: report_of(record, 7, ABC, holds="g", have=(0, 1)) for n in "ab"}
+    reports = {n: report_of(record, 7, ABC, prepared="g", have=(0, 1)) for n in "ab"}
     decision = decide(record, reports, M)
     assert (decision.step, decision.commit_digest) == (8, "g")
     assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
@@ -34,7 +34,7 @@ def test_all_of_the_round_hold_so_it_is_committed():
 def test_a_disputed_round_is_redone_by_whoever_is_left():
     """The others said that they hold something else, and died: nobody can have committed it."""
     record = record_of("a")
-    report = report_of(record, 7, ABC, holds="wrong", have=(0, 1))
+    report = report_of(record, 7, ABC, prepared="wrong", have=(0, 1))
     assert decide(record, {"a": report}, M).commit_digest == "wrong"
     decision = decide(record, {"a": replace(report, disputed=True)}, M)
     assert (decision.step, table_of(decision)) == (7, {"a": (2, 3)})
@@ -42,8 +42,8 @@ def test_a_disputed_round_is_redone_by_whoever_is_left():
 
 def test_a_minority_in_a_disputed_round_is_evicted_all_the_same():
     record = record_of("a b c")
-    reports = {n: report_of(record, 7, ABC, holds="g") for n in "ab"}
-    reports["c"] = replace(report_of(record, 7, ABC, holds="h"), disputed=True)
+    reports = {n: report_of(record, 7, ABC, prepared="g") for n in "ab"}
+    reports["c"] = replace(report_of(record, 7, ABC, prepared="h"), disputed=True)
     decision = decide(record, reports, M)
     assert isinstance(decision, Evict) and decision.replicas == ("c",)
 
@@ -51,7 +51,7 @@ def test_a_minority_in_a_disputed_round_is_evicted_all_the_same():
 def test_one_reporter_that_does_not_hold_is_enough_to_redo():
     record = record_of("a b")
     reports = {
-        "a": report_of(record, 7, ABC, holds="g", have=(0, 1)),
+        "a": report_of(record, 7, ABC, prepared="g", have=(0, 1)),
         "b": report_of(record, 7, ABC, have=(2,)),
     }
     decision = decide(record, reports, M)
@@ -61,15 +61,15 @@ def test_one_reporter_that_does_not_hold_is_enough_to_redo():
 
 def test_who_never_entered_the_round_of_its_roster_does_not_hold_it():
     record = record_of("a b")
-    reports = {"a": report_of(record, 7, ABC, holds="g", have=range(4)), "b": report_of(record, 7)}
+    reports = {"a": report_of(record, 7, ABC, prepared="g", have=range(4)), "b": report_of(record, 7)}
     assert decide(record, reports, M).step == 7
 
 
 def test_a_hold_of_an_older_round_does_not_count_in_a_newer_one():
     record = record_of("a b", epoch=4)
     reports = {
-        "a": report_of(record, 7, (1, 7, "a b"), holds="old", have=(0, 1)),
-        "b": report_of(record, 7, (3, 7, "a b"), holds="new", have=(2, 3)),
+        "a": report_of(record, 7, (1, 7, "a b"), prepared="old", have=(0, 1)),
+        "b": report_of(record, 7, (3, 7, "a b"), prepared="new", have=(2, 3)),
     }
     decision = decide(record, reports, M)
     assert decision.step == 7
@@ -80,7 +80,7 @@ def test_who_left_the_barrier_pulls_the_others_after_it():
     record = record_of("a b")
     reports = {
         "a": report_of(record, 8, ABC, committed="g", have=()),
-        "b": report_of(record, 7, ABC, holds="g", have=(0, 1)),
+        "b": report_of(record, 7, ABC, prepared="g", have=(0, 1)),
     }
     decision = decide(record, reports, M)
     assert (decision.step, decision.commit_digest) == (8, "g")
@@ -108,13 +108,13 @@ def test_a_micro_batch_that_two_have_is_dropped_by_the_later():
 
 def test_rounds_before_the_cold_start_are_void():
     record = record_of("a b", epoch=6, cold=5, generation=2)
-    reports = {n: report_of(record, 3, (4, 9, "a b"), holds="g", generation=2) for n in "ab"}
+    reports = {n: report_of(record, 3, (4, 9, "a b"), prepared="g", generation=2) for n in "ab"}
     assert decide(record, reports, M).step == 3
 
 
 def test_a_cold_start_begins_at_its_base_with_nothing_kept():
     record = record_of("a b", epoch=5, cold=5, generation=2, base=Base(1, 3, "d"))
-    reports = {n: report_of(record, 9, (4, 9, "a b"), holds="g", have=(0,)) for n in "ab"}
+    reports = {n: report_of(record, 9, (4, 9, "a b"), prepared="g", have=(0,)) for n in "ab"}
     decision = decide(record, reports, M)
     assert decision.step == 3 and dropped(decision) == {"a", "b"}
     assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
@@ -133,7 +133,7 @@ def test_a_member_without_a_state_of_the_generation_has_no_say():
     record = record_of("a b", epoch=6, cold=5, generation=2)
     reports = {
         "a": report_of(record, 4, (5, 4, "a b"), have=(0,), generation=2),
-        "b": report_of(record, 90, (3, 90, "a b"), holds="g", generation=1),
+        "b": report_of(record, 90, (3, 90, "a b"), prepared="g", generation=1),
     }
     decision = decide(record, reports, M)
     assert decision.step == 4
@@ -143,7 +143,7 @@ def test_a_member_without_a_state_of_the_generation_has_no_say():
 def test_a_digest_minority_is_evicted_before_anything_else():
     record = record_of("a b c")
     reports = {n: report_of(record, 7, ABC, digest="x") for n in "ab"}
-    reports["c"] = report_of(record, 7, ABC, digest="y", holds="g")
+    reports["c"] = report_of(record, 7, ABC, digest="y", prepared="g")
     decision = decide(record, reports, M)
     assert isinstance(decision, Evict) and decision.replicas == ("c",)
 
@@ -247,8 +247,8 @@ def test_two_of_three_that_have_a_digest_are_judged_as_two():
 
 def test_holds_of_other_content_are_not_committed():
     record = record_of("a b c")
-    reports = {n: report_of(record, 7, ABC, holds="g") for n in "ab"}
-    reports["c"] = report_of(record, 7, ABC, holds="h")
+    reports = {n: report_of(record, 7, ABC, prepared="g") for n in "ab"}
+    reports["c"] = report_of(record, 7, ABC, prepared="h")
     decision = decide(record, reports, M)
     assert isinstance(decision, Evict) and decision.replicas == ("c",)
 
@@ -266,17 +266,19 @@ def histories(draw):
     survivors = [n for n in members if n in survivors]
     everybody_holds = draw(st.booleans())
     record = record_of(" ".join(survivors), epoch=3)
-    pend = (2, 7, " ".join(members))
+    last_round = (2, 7, " ".join(members))
     cut = sorted(draw(st.lists(st.integers(0, M), min_size=len(members) - 1, max_size=len(members) - 1)))
     bounds = [0, *cut, M]
     reports = {}
     for i, name in enumerate(members):
         have = range(bounds[i], bounds[i + 1])
         if everybody_holds and draw(st.booleans()):
-            report = report_of(record, 8, pend, committed="g")
+            report = report_of(record, 8, last_round, committed="g")
         else:
-            holds = everybody_holds or draw(st.booleans())
-            report = report_of(record, 7, pend, holds="g" if holds else "", have=have, committed="f")
+            prepared = everybody_holds or draw(st.booleans())
+            report = report_of(
+                record, 7, last_round, prepared="g" if prepared else "", have=have, committed="f"
+            )
         if name in survivors:
             reports[name] = report
     return record, reports
@@ -290,7 +292,7 @@ def reference(record, reports):
         return step
     of_it = [r for r in reports.values() if r.round_step == step and r.round_epoch == newest]
     names = set(of_it[0].round_roster) & set(reports)
-    hold = all(reports[n].holds and reports[n].round_epoch == newest for n in names)
+    hold = all(reports[n].prepared and reports[n].round_epoch == newest for n in names)
     return step + 1 if hold else step
 
 

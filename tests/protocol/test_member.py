@@ -77,7 +77,7 @@ def holding():
     return trainer
 
 
-def bar(record, step, ready=None, gradient="g0", state="start"):
+def vote(record, step, ready=None, gradient="g0", state="start"):
     return m.CommitVote(record.fence, step, ready or record.epoch, gradient, state)
 
 
@@ -95,9 +95,9 @@ def test_a_step_from_the_share_to_the_update():
     assert [b.gradient_digest for b in trainer.told_peers(m.CommitVote)] == ["g0"]
     assert not trainer.found(io.Apply), "nothing is committed before everybody holds"
     assert not trainer.found(io.Publish)
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     (apply,) = trainer.found(io.Apply)
-    assert (apply.step, apply.live, apply.held.weight) == (0, True, 4.0)
+    assert (apply.step, apply.live, apply.prepared.weight) == (0, True, 4.0)
     assert trainer.found(io.Publish), "published when committed"
     assert trainer.core.state.step == 1
     trainer.do(io.Ready(1, "d1"))
@@ -115,7 +115,7 @@ def test_nothing_is_said_to_a_member_without_a_link():
 
 def test_digests_that_differ_abort():
     trainer = holding()
-    trainer.peer("b", bar(FIRST, 0, gradient="other"))
+    trainer.peer("b", vote(FIRST, 0, gradient="other"))
     assert trainer.core.mode is Mode.ABORTED and not trainer.found(io.Apply)
     assert "differ" in trainer.said(m.Aborted)[0].why
 
@@ -123,10 +123,10 @@ def test_digests_that_differ_abort():
 def test_who_was_told_of_another_result_reports_that_it_is_disputed():
     """Found in simulation: the others died, and what they had outvoted was committed."""
     trainer = holding()
-    trainer.peer("b", bar(FIRST, 0, gradient="other"))
+    trainer.peer("b", vote(FIRST, 0, gradient="other"))
     trainer.leader(m.Epoch(record_of("a", epoch=2)))
     (report,) = trainer.said(m.Report)
-    assert (report.holds, report.gradient_digest, report.disputed) == (True, "g0", True)
+    assert (report.prepared, report.gradient_digest, report.disputed) == (True, "g0", True)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_who_was_outvoted_about_its_state_says_so_in_every_report_until_it_has_a
     for name, ids in (("b", (2,)), ("c", (3,))):
         trainer.peer(name, contribution(three, 0, ids))
     for name, state in zip("bc", states, strict=False):
-        trainer.peer(name, bar(three, 0, state=state))
+        trainer.peer(name, vote(three, 0, state=state))
     trainer.do(io.LinkLost("b", 1, "killed"))
     for epoch in (2, 3):
         trainer.leader(m.Epoch(record_of("a", epoch=epoch)))
@@ -156,19 +156,19 @@ def test_a_round_that_ended_without_another_result_is_not_disputed():
     trainer.do(io.LinkLost("b", 1, "reset"))
     trainer.leader(m.Epoch(record_of("a", epoch=2)))
     (report,) = trainer.said(m.Report)
-    assert (report.holds, report.disputed) == (True, False)
+    assert (report.prepared, report.disputed) == (True, False)
 
 
 def test_messages_that_come_early_are_kept_for_their_round():
     trainer = running()
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     trainer.do(io.Computed(0, (0, 1), 2.0), io.Exchanged(1, 0, "g0"))
     assert trainer.found(io.Apply)
     trainer.peer("b", contribution(FIRST, 1, (2, 3)))
     trainer.do(io.Ready(1, "d1"), io.Computed(1, (0, 1), 2.0))
     trainer.do(io.Exchanged(1, 1, "g1"))
-    trainer.peer("b", bar(FIRST, 1, gradient="g1", state="d1"))
+    trainer.peer("b", vote(FIRST, 1, gradient="g1", state="d1"))
     assert trainer.found(io.Apply), "the early contribution counted"
 
 
@@ -200,7 +200,7 @@ def test_a_lost_link_aborts_once_and_keeps_hold_and_gradient():
     assert not trainer.said(m.Aborted)
     trainer.leader(m.Epoch(SECOND))
     (report,) = trainer.said(m.Report)
-    assert (report.holds, report.gradient_digest, report.have) == (True, "g0", (0, 1))
+    assert (report.prepared, report.gradient_digest, report.have) == (True, "g0", (0, 1))
     assert (report.round_epoch, report.round_step, report.round_roster) == (1, 0, ("a", "b"))
 
 
@@ -208,7 +208,7 @@ def test_the_report_promises_to_stay_out_and_is_repeated_unchanged():
     trainer = holding()
     trainer.leader(m.Epoch(SECOND))
     (report,) = trainer.said(m.Report)
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     assert not trainer.found(io.Apply), "the barrier of the old epoch is void"
     trainer.do(io.LeaderLost(), io.LeaderConnected())
     trainer.leader(m.Epoch(SECOND))
@@ -219,7 +219,7 @@ def test_resume_past_the_hold_commits_it_and_only_once():
     trainer = holding()
     trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 1, "g0", a=(0, 1, 2, 3)))
     (apply,) = trainer.found(io.Apply)
-    assert apply.held.contributions == (("a", (0, 1)), ("b", (2, 3)))
+    assert apply.prepared.contributions == (("a", (0, 1)), ("b", (2, 3)))
     trainer.leader(resume_of(SECOND, 1, "g0", a=(0, 1, 2, 3)))
     assert not trainer.effects, "a decision is adopted once"
     trainer.do(io.Ready(1, "d1"))
@@ -267,7 +267,7 @@ def test_a_decision_to_drop_forgets_the_gradient_even_while_it_grows():
 
 def test_resuming_before_the_own_state_is_a_bug_and_says_so():
     trainer = holding()
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     trainer.do(io.Ready(1, "d1"))
     with pytest.raises(IllegalTransition, match="told to resume at 0 with the state at 1"):
         trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 0))
@@ -289,7 +289,7 @@ def test_a_planned_epoch_does_not_disturb_the_round_under_way():
     joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))
     assert trainer.core.mode is Mode.RUN and trainer.found(io.LinkUp)
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     assert trainer.core.current == FIRST, "not everybody was ready for it"
 
 
@@ -301,7 +301,7 @@ def test_the_members_switch_when_all_are_ready_and_the_newcomer_computes_nothing
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
     assert [b.ready for b in trainer.told_peers(m.CommitVote)] == [2]
-    trainer.peer("b", bar(FIRST, 0, ready=2))
+    trainer.peer("b", vote(FIRST, 0, ready=2))
     assert trainer.core.current == joined and trainer.found(io.Switch)
     trainer.do(io.Ready(1, "d1"))
     assert trainer.found(io.Compute) == [io.Compute(1, (0, 1))]
@@ -357,7 +357,7 @@ def test_a_new_leader_makes_the_member_try_failed_links_again():
 def test_a_new_leader_hears_between_rounds_that_the_member_runs():
     """Found in simulation: between two rounds it said nothing, and nobody could join any more."""
     trainer = holding()
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     assert trainer.core.round is None
     trainer.do(io.LeaderLost(), io.LeaderConnected())
     trainer.leader(m.Epoch(FIRST))
@@ -387,7 +387,7 @@ def test_a_newcomer_replays_published_steps():
     assert (fetch.step, fetch.urls) == (5, ("http://a", "http://b"))
     trainer.do(io.GradientFetched(5, "g5"))
     (apply,) = trainer.found(io.Apply)
-    assert (apply.step, apply.held, apply.live) == (5, None, False)
+    assert (apply.step, apply.prepared, apply.live) == (5, None, False)
     assert not trainer.found(io.FetchGradient), "the buffer is still read by the main thread"
     trainer.do(io.Ready(6, "d6"))
     assert [f.step for f in trainer.found(io.FetchGradient)] == [6]
@@ -461,7 +461,7 @@ def test_who_was_admitted_for_a_state_that_it_lost_says_so_until_heard():
 def test_eviction_drops_what_was_kept_and_goes_on_by_replay():
     trainer = holding()
     trainer.leader(m.Epoch(record_of("b", epoch=2)))
-    assert trainer.core.mode is Mode.OUTSIDE and trainer.core.hold is None
+    assert trainer.core.mode is Mode.OUTSIDE and trainer.core.prepared is None
     assert trainer.found(io.DropGradient) and trainer.found(io.FetchGradient)
 
 
@@ -476,7 +476,7 @@ def test_a_member_that_leaves_stays_in_its_round_until_all_are_ready():
     trainer.do(io.Linked(2), io.Computed(0, (0, 1), 2.0))
     trainer.peer("b", contribution(leaving, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
-    trainer.peer("b", bar(leaving, 0, ready=2))
+    trainer.peer("b", vote(leaving, 0, ready=2))
     assert [s.code for s in trainer.found(io.Stop)] == [0]
 
 
@@ -573,12 +573,12 @@ def test_without_a_lighthouse_it_goes_on_until_autonomy_ends():
     trainer = holding()
     trainer.do(io.LeaderLost())
     trainer.now += 1799
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     trainer.do(io.Ready(1, "d1"))
     assert trainer.found(io.Compute)
     trainer.do(io.Computed(1, (0, 1), 2.0), io.Exchanged(1, 1, "g1"))
     trainer.peer("b", contribution(FIRST, 1, (2, 3)))
-    trainer.peer("b", bar(FIRST, 1, gradient="g1", state="d1"))
+    trainer.peer("b", vote(FIRST, 1, gradient="g1", state="d1"))
     assert trainer.found(io.Apply)
     trainer.now += 10
     trainer.do(io.Ready(2, "d2"))
@@ -591,7 +591,7 @@ def test_a_round_that_outlasts_the_autonomy_is_not_committed():
     trainer = holding()
     trainer.do(io.LeaderLost())
     trainer.now += 1801
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     assert [s.code for s in trainer.found(io.Stop)] == [75]
     assert not trainer.found(io.Apply) and not trainer.found(io.Publish)
 
@@ -607,7 +607,7 @@ def test_contact_counts_from_when_the_answered_beat_was_sent():
 
 def test_finished_is_said_again_with_every_session():
     trainer = holding()
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     trainer.do(io.Closing())
     assert trainer.said(m.Finished) == [m.Finished(FIRST.fence, 1)]
     trainer.do(io.LeaderLost(), io.LeaderConnected())
@@ -633,7 +633,7 @@ def test_a_promised_snapshot_is_taken_at_its_step():
     assert trainer.found(io.RetainGradients) == [io.RetainGradients(True)] and not trainer.found(
         io.TakeSnapshot
     )
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     trainer.do(io.Ready(1, "d1"))
     kinds = [type(e) for e in trainer.effects]
     assert kinds.index(io.TakeSnapshot) < kinds.index(io.Compute)
@@ -645,7 +645,7 @@ def test_a_promised_snapshot_is_taken_at_its_step():
 
 def test_a_step_that_has_passed_is_missed():
     trainer = holding()
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     trainer.do(io.Ready(1, "d1"))
     trainer.leader(m.TakeSnapshotFor(FIRST.fence, "c", 0))
     assert trainer.said(m.SnapshotMissed) == [m.SnapshotMissed(FIRST.fence, "c", 0)]

@@ -1,6 +1,6 @@
 """When a member tells its step: at most every quarter of a second while nobody waits for it, else at once."""
 
-from protocol.test_member import FIRST, bar, contribution, running
+from protocol.test_member import FIRST, contribution, running, vote
 
 from fabric.protocol.member.rounds import STEP_BEAT_S
 from fabric.protocol.messages import member_events as io
@@ -12,7 +12,7 @@ def step(trainer, number, digest=""):
     trainer.do(io.Computed(number, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, number, (2, 3)))
     trainer.do(io.Exchanged(1, number, "g"))
-    trainer.peer("b", bar(FIRST, number, gradient="g", state=trainer.core.state.digest))
+    trainer.peer("b", vote(FIRST, number, gradient="g", state=trainer.core.state.digest))
     assert trainer.core.state.step == number + 1
     trainer.do(io.Ready(number + 1, digest))
     return [beat.step for beat in trainer.said(m.Heartbeat)]

@@ -1,7 +1,7 @@
 """The digest of a state that is taken while the user's code goes on: asked for when it is needed."""
 
 from protocol.makers import record_of
-from protocol.test_member import FIRST, Trainer, assign, bar, contribution, resume_of
+from protocol.test_member import FIRST, Trainer, assign, contribution, resume_of, vote
 from protocol.test_rank_orders import computing as ranks_computing
 
 from fabric.protocol.messages import member_events as io
@@ -16,7 +16,7 @@ def at_step_1(later=True, shares=None):
     trainer.do(io.Linked(1), io.Computed(0, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     assert trainer.found(io.Apply)
     trainer.do(io.Ready(1, later=later))
     return trainer
@@ -41,7 +41,7 @@ def test_another_digest_than_the_others_aborts_the_round():
     trainer.do(io.Computed(1, (0, 1), 2.0), io.Digested(1, "flipped"))
     trainer.peer("b", contribution(FIRST, 1, (2, 3)))
     trainer.do(io.Exchanged(1, 1, "g1"))
-    trainer.peer("b", bar(FIRST, 1, gradient="g1", state="d1"))
+    trainer.peer("b", vote(FIRST, 1, gradient="g1", state="d1"))
     assert not trainer.found(io.Apply)
     (aborted,) = trainer.said(m.Aborted)
     assert aborted.why.startswith("digests of the state at step 1 differ")

@@ -172,7 +172,7 @@ def test_a_loop_that_still_runs_when_the_job_is_complete_is_told_as_ever():
     assert trainer.found(io.Finish) == [io.Finish(5)]
 
 
-def leaving(hold=True):
+def leaving(prepared=True):
     """Of three, b is drained: in the last round with it, of which c's bar is still on its way."""
     trainer = Trainer()
     first = record_of("a b c", epoch=1, b={"leaving": True})
@@ -181,7 +181,7 @@ def leaving(hold=True):
     trainer.peer("b", contribution(first, 0, (2,)))
     trainer.peer("c", contribution(first, 0, (3,)))
     trainer.leader(m.Epoch(record_of("a c", epoch=2, forced=1)))
-    if hold:
+    if prepared:
         trainer.do(io.Linked(2), io.Exchanged(1, 0, "g0"))
     trainer.peer("b", m.CommitVote(first.fence, 0, 2, "g0", "start"))
     trainer.do(io.LinkLost("b", 1, "b closed the link"))
@@ -197,5 +197,5 @@ def test_a_drained_member_that_goes_with_the_last_bar_aborts_nobody():
 
 
 def test_a_drained_member_that_dies_before_that_aborts_the_round():
-    trainer, _ = leaving(hold=False)
+    trainer, _ = leaving(prepared=False)
     assert trainer.core.mode is Mode.ABORTED

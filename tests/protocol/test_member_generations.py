@@ -98,7 +98,7 @@ def late_decision():
     trainer.do(io.LinkLost("b", 1, "it died"))
     record = record_of("a", epoch=2)
     trainer.leader(m.Epoch(record))
-    assert trainer.said(m.Report)[0].holds
+    assert trainer.said(m.Report)[0].prepared
     trainer.now += trainer.core.config.autonomy_s + 61.0
     trainer.leader(m.Resume(record.fence, 1, (m.Assignment("a", (0, 1, 2, 3)),), "g0"))
     return trainer

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from protocol.makers import record_of
-from protocol.test_member import FIRST, bar, contribution
+from protocol.test_member import FIRST, contribution, vote
 from protocol.test_member_digests import at_step_1
 
 from fabric.protocol.messages import member_events as io
@@ -45,7 +45,7 @@ def test_a_member_says_it_when_it_aborts_and_in_its_report():
     trainer.do(io.Exchanged(1, 1, "g1"))
     (said,) = trainer.told_peers(m.CommitVote)
     assert said.entries == ((LR, "0.1"),)
-    theirs = bar(FIRST, 1, gradient="g1", state="theirs")
+    theirs = vote(FIRST, 1, gradient="g1", state="theirs")
     trainer.peer("b", replace(theirs, entries=((LR, "0.2"),)))
     (aborted,) = trainer.said(m.Aborted)
     parted = f"they differ in {LR}: 0.1 on a, 0.2 on b"

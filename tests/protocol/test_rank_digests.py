@@ -22,7 +22,7 @@ def fetching(replica):
     """It is told where the state is; the number of the order to fetch it."""
     fence = replica.core.member.newest.fence
     replica.do(io.FromLeader(m.StateSources(fence, SnapshotRef(1, 50, "s50"), ("http://b",))))
-    numbers = {e.order.number for e in replica.effects if isinstance(e, ToRank)}
+    numbers = {e.command.number for e in replica.effects if isinstance(e, ToRank)}
     assert len(replica.orders(io.FetchState)) == 2 and len(numbers) == 1
     return numbers.pop()
 

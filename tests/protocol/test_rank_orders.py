@@ -12,7 +12,7 @@ from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberSta
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import rank_messages as ro
-from fabric.protocol.ranks import Ended, Follower, FromRank, RankLost, Ranks, ToRank
+from fabric.protocol.ranks import EndReplica, FollowerRank, FromRank, RankLost, Ranks, ToRank
 from fabric.protocol.rules.assignment import assign
 
 M = 4
@@ -47,8 +47,8 @@ class Replica:
         return self.rank(1, event)
 
     def orders(self, kind, rank=None):
-        found = [e for e in self.effects if isinstance(e, ToRank) and isinstance(e.order.effect, kind)]
-        return [e.order.effect for e in found if rank in (None, e.rank)]
+        found = [e for e in self.effects if isinstance(e, ToRank) and isinstance(e.command.effect, kind)]
+        return [e.command.effect for e in found if rank in (None, e.rank)]
 
     def said(self, kind):
         sends = (io.SendPeer, io.SendLeader)
@@ -174,12 +174,12 @@ def test_a_round_is_held_when_every_rank_has_reduced_it():
     replica.rank(0, io.Exchanged(1, 0, "g0"))
     assert not replica.said(m.CommitVote), "one lane is not the round"
     replica.rank(1, io.Exchanged(1, 0, "g1"))
-    (bar,) = replica.said(m.CommitVote)
-    assert bar.gradient_digest == ro.replica_digest(["g0", "g1"])
-    replica.do(io.FromPeer("b", 1, replace(bar)))
+    (vote,) = replica.said(m.CommitVote)
+    assert vote.gradient_digest == ro.replica_digest(["g0", "g1"])
+    replica.do(io.FromPeer("b", 1, replace(vote)))
     for rank in (0, 1):
         (publish,), (apply,) = replica.orders(io.Publish, rank), replica.orders(io.Apply, rank)
-        assert publish.held.gradient_digest == apply.held.gradient_digest == f"g{rank}"
+        assert publish.prepared.gradient_digest == apply.prepared.gradient_digest == f"g{rank}"
     assert replica.core.member.state.step == 1
 
 
@@ -211,8 +211,8 @@ def test_a_lost_rank_ends_the_replica_and_rank_0_last():
     replica.do(RankLost(1, "end of file"))
     stops = [e for e in replica.effects if isinstance(e, ToRank)]
     assert [e.rank for e in stops] == [1, 0]
-    assert {e.order.effect.code for e in stops} == {75}
-    assert "rank 1 of this replica is lost" in stops[0].order.effect.reason
+    assert {e.command.effect.code for e in stops} == {75}
+    assert "rank 1 of this replica is lost" in stops[0].command.effect.reason
     assert replica.core.lost and replica.core.over and replica.core.next_deadline() is None
     assert replica.both(io.Exchanged(1, 0, "g")) == []
     assert replica.do(RankLost(0, "too")) == []
@@ -227,7 +227,7 @@ def test_a_rank_that_goes_after_the_end_is_no_loss():
 
 def test_a_lighthouse_that_refuses_the_replica_stops_every_rank():
     replica = Replica()
-    replica.do(Ended(1, "wrong token"))
+    replica.do(EndReplica(1, "wrong token"))
     assert [s.reason for s in replica.orders(io.Stop)] == ["wrong token"] * 2
 
 
@@ -254,7 +254,7 @@ def behind():
 
 
 def number(replica):
-    return next(e.order.number for e in replica.effects if isinstance(e, ToRank))
+    return next(e.command.number for e in replica.effects if isinstance(e, ToRank))
 
 
 def test_each_rank_fetches_its_part_from_servers_of_that_rank():
@@ -330,7 +330,7 @@ def test_a_published_gradient_is_applied_when_every_rank_has_its_part():
     replica.rank(0, io.GradientFetched(7, "g0"), order)
     assert not replica.orders(io.Apply)
     replica.rank(1, io.GradientFetched(7, "g1"), order)
-    assert [a.held for a in replica.orders(io.Apply)] == [None, None]
+    assert [a.prepared for a in replica.orders(io.Apply)] == [None, None]
     assert replica.core.member.state.committed_digest == ro.replica_digest(["g0", "g1"])
 
 
@@ -382,7 +382,7 @@ def test_a_snapshot_that_one_rank_could_not_take_is_forgotten_by_all():
 
 
 def test_a_follower_obeys_until_the_end():
-    follower = Follower(1)
+    follower = FollowerRank(1)
     order = ro.RankCommand(1, 5, io.Switch(FIRST))
     assert follower.obey(order) == order.effect
     assert (follower.generation, follower.current) == (5, FIRST)
@@ -395,11 +395,11 @@ def test_a_follower_obeys_until_the_end():
 
 
 def test_a_follower_that_was_told_to_finish_does_not_miss_rank_0():
-    follower = Follower(1)
+    follower = FollowerRank(1)
     follower.obey(ro.RankCommand(1, 1, io.Finish(9)))
     assert follower.lost("closed") is None
     with pytest.raises(IllegalTransition, match="rank 0 follows nobody"):
-        Follower(0)
+        FollowerRank(0)
 
 
 HELD = io.PreparedRound(3, 7, "d", 4.0, (("a", (0, 1)), ("b", ())), (("loss", 1.5),))
@@ -458,7 +458,7 @@ def test_every_order_and_outcome_is_tried_below():
 @pytest.mark.parametrize("effect", EFFECTS, ids=lambda e: type(e).__name__)
 def test_orders_survive_the_trip(effect):
     order = ro.RankCommand(3, 2, effect)
-    assert ro.decode_order(ro.encode_order(order)) == order
+    assert ro.decode_command(ro.encode_command(order)) == order
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from protocol.makers import record_of, session_of
 from protocol.test_leader import Lighthouse
-from protocol.test_member import FIRST, Trainer, bar, contribution, holding, resume_of, running
+from protocol.test_member import FIRST, Trainer, contribution, holding, resume_of, running, vote
 
 from fabric.model import Base, SnapshotRef
 from fabric.protocol.member.state import Mode
@@ -29,7 +29,7 @@ def test_a_running_member_reports_for_the_cold_start_of_another_store(store):
     record = cold_start(store)
     trainer.leader(m.Epoch(record))
     (report,) = trainer.said(m.Report)
-    assert report.fence == record.fence and not report.holds and not report.have
+    assert report.fence == record.fence and not report.prepared and not report.have
     assert report.state_generation == 0, "a state counts only where the new life begins from it"
     assert trainer.core.mode is Mode.REPORTED
 
@@ -49,10 +49,10 @@ def test_nothing_that_was_held_under_the_last_store_is_committed(store):
     record = cold_start(store)
     trainer.leader(m.Epoch(record))
     assert trainer.found(io.AbortExchange)
-    trainer.peer("b", bar(FIRST, 0))
+    trainer.peer("b", vote(FIRST, 0))
     assert not trainer.found(io.Apply), "the round of the last store is over"
     trainer.leader(resume_of(record, 0, a=(0, 1), b=(2, 3)))
-    assert trainer.core.mode is Mode.RUN and trainer.core.hold is None
+    assert trainer.core.mode is Mode.RUN and trainer.core.prepared is None
     assert trainer.core.state.generation == 2, "it holds what the new life begins from"
 
 
@@ -65,7 +65,7 @@ def test_a_round_goes_on_in_the_epochs_of_the_other_store(store):
     trainer.leader(m.Epoch(record), resume_of(record, 0, a=(0, 1), b=(2, 3)))
     trainer.do(io.Linked(2), io.Computed(0, (0, 1), 2.0), io.Exchanged(2, 0, "g0"))
     assert trainer.told_peers(m.CommitVote), "what came early of the new store's epoch was kept"
-    trainer.peer("b", bar(record, 0))
+    trainer.peer("b", vote(record, 0))
     assert trainer.found(io.Apply)
 
 

@@ -53,7 +53,7 @@ class Checks:
         self.states: dict[tuple[int, int], str] = {}
         self.commits: Counter[int] = Counter()  # generation -> distinct steps committed
         self.promises: dict[str, int] = {}  # process -> the newest epoch it reported for
-        self.bars: dict[tuple[str, int, int], str] = {}
+        self.votes: dict[tuple[str, int, int], str] = {}
         self.entered: dict[tuple[str, int], int] = {}  # process -> a round that it said it entered
         self.steps: dict[tuple[str, int], int] = {}
         self.newest = (0, 0)  # (generation, step) committed last
@@ -284,16 +284,16 @@ class Checks:
         if len(record.roster) < self._needed(record):
             raise Violation(f"{who} works in epoch {epoch}, which needs {self._needed(record)} members")
         if isinstance(message, m.CommitVote):
-            said = self.bars.setdefault((who, epoch, message.step), message.gradient_digest)
+            said = self.votes.setdefault((who, epoch, message.step), message.gradient_digest)
             if said != message.gradient_digest:
                 raise Violation(f"{who} held two results of round {(epoch, message.step)}")
             self.holds[who] = (epoch, message.step)
-            self.heard_bar(trainer, trainer.host, message)
+            self.heard_vote(trainer, trainer.host, message)
 
-    def heard_bar(self, trainer: "Trainer", replica: str, bar: m.CommitVote) -> None:
-        if bar.state_digest:
+    def heard_vote(self, trainer: "Trainer", replica: str, vote: m.CommitVote) -> None:
+        if vote.state_digest:
             rounds = self.heard.setdefault(trainer.name, {})
-            rounds.setdefault((bar.fence.epoch, bar.step), {})[replica] = bar.state_digest
+            rounds.setdefault((vote.fence.epoch, vote.step), {})[replica] = vote.state_digest
 
     def aborted(self, trainer: "Trainer", epoch: int, step: int) -> None:
         """Whether it leaves the round knowing that most of the roster have another state than it has."""
@@ -336,15 +336,15 @@ class Checks:
     # --- commits -----------------------------------------------------------------------------------
 
     def published(self, trainer: "Trainer", effect: io.Publish, gradient: "Gradient") -> None:
-        if gradient.digest != effect.held.gradient_digest:
+        if gradient.digest != effect.prepared.gradient_digest:
             raise Violation(f"{trainer.name} publishes another gradient than it held at step {gradient.step}")
-        self._is_committed(trainer, effect.held)
+        self._is_committed(trainer, effect.prepared)
         if self.records[-1].generation != effect.generation:
-            self._is_the_last_of_its_own(trainer, effect.held, effect.generation)
+            self._is_the_last_of_its_own(trainer, effect.prepared, effect.generation)
 
     def _is_committed(self, trainer: "Trainer", held: io.PreparedRound) -> None:
         """Everybody of the round has said that it holds it, or a decision goes on behind it."""
-        said = {who for who, epoch, step in self.bars if (epoch, step) == (held.epoch, held.step)}
+        said = {who for who, epoch, step in self.votes if (epoch, step) == (held.epoch, held.step)}
         named = any(x.step == held.step + 1 and x.commit_digest for x in self.decisions.values())
         if not said or named:
             return  # alone in its round, or in a lane of which no bars are heard; or committed by decision
@@ -361,13 +361,13 @@ class Checks:
             raise Violation(
                 f"{who} applies step {gradient.step} as {order.step} with the state at {trainer.main.step}"
             )
-        if order.held is not None:
+        if order.prepared is not None:
             if self.outvoted.get(who) == generation:
                 raise Violation(
                     f"{who} commits step {order.step} on a state that most members said was wrong"
                 )
-            if order.held.gradient_digest != gradient.digest:
-                raise Violation(f"{who} held {order.held.gradient_digest}, but applies {gradient.digest}")
+            if order.prepared.gradient_digest != gradient.digest:
+                raise Violation(f"{who} held {order.prepared.gradient_digest}, but applies {gradient.digest}")
             self._is_of_one_roster(who, order, gradient)
             said = self.grounds.setdefault((generation, order.step), trainer.main.said)
             if said and trainer.main.said and said != trainer.main.said:
@@ -377,13 +377,13 @@ class Checks:
         counted = Counter(i for _, ids in gradient.parts for i in ids)
         wrong = [i for i in range(self.micro_batches) if counted[i] > 1]
         missing = [i for i in range(self.micro_batches) if not counted[i]]
-        if order.held is not None:
-            wrong += self._unexplained(self.by_epoch[order.held.epoch], order.step, gradient, missing)
+        if order.prepared is not None:
+            wrong += self._unexplained(self.by_epoch[order.prepared.epoch], order.step, gradient, missing)
         if wrong or set(counted) - set(range(self.micro_batches)):
             raise Violation(f"{who} applies step {order.step} made of {gradient.parts}: wrong for {wrong}")
         parts = tuple((name, tuple(sorted(ids))) for name, ids in gradient.parts)
-        if order.held is not None and order.held.contributions != parts:
-            raise Violation(f"{who} believes {order.held.contributions}, applies {gradient.parts}")
+        if order.prepared is not None and order.prepared.contributions != parts:
+            raise Violation(f"{who} believes {order.prepared.contributions}, applies {gradient.parts}")
         known = self.gradients.setdefault((generation, order.step), gradient.digest)
         if known != gradient.digest:
             raise Violation(
@@ -411,7 +411,7 @@ class Checks:
             return  # its store was wiped, and it has not heard of that: an empty store waits for nobody
         awaited = any((x.replica, x.incarnation) == key and not x.joining for x in last.roster)
         roster = {f"{x.replica}.{x.incarnation}" for x in self.by_epoch[held.epoch].roster}
-        said = {name for name, epoch, step in self.bars if (epoch, step) == (held.epoch, held.step)}
+        said = {name for name, epoch, step in self.votes if (epoch, step) == (held.epoch, held.step)}
         if awaited or who in self.late or (roster - said - {who} and not self.rank):
             raise Violation(f"{who} commits in generation {generation} after a cold start without it")
         self.late.add(who)
@@ -443,10 +443,12 @@ class Checks:
 
     def _is_of_one_roster(self, who: str, order: io.Apply, gradient: "Gradient") -> None:
         """Fencing: a round is made by the members of its epoch's roster, and nobody else."""
-        assert order.held is not None
+        assert order.prepared is not None
         made_by = tuple(name for name, _ in gradient.parts)
-        if made_by != self.by_epoch[order.held.epoch].names:
-            raise Violation(f"{who} applies step {order.step} of epoch {order.held.epoch}, made by {made_by}")
+        if made_by != self.by_epoch[order.prepared.epoch].names:
+            raise Violation(
+                f"{who} applies step {order.step} of epoch {order.prepared.epoch}, made by {made_by}"
+            )
 
     def state(self, trainer: "Trainer", generation: int, step: int, digest: str) -> None:
         """Agreement of the states after every step."""

@@ -156,18 +156,18 @@ class MainThread:
 
     def _scatter(self, order: io.Apply, generation: int) -> None:
         trainer = self.trainer
-        if order.held is not None:
+        if order.prepared is not None:
             gradient = trainer.ring.result(order.step)
         else:
             demand(trainer.transfer.gradient is not None, "told to replay a gradient that never arrived")
             gradient = cast(Gradient, trainer.transfer.gradient)
             trainer.clockwork.counts["path: replay"] += 1
         trainer.world.checks.applied(trainer, order, gradient, generation)
-        if order.held is not None:
+        if order.prepared is not None:
             newest = trainer.core.newest
             if (
                 newest is not None
-                and newest.epoch > order.held.epoch
+                and newest.epoch > order.prepared.epoch
                 and any(x.joining for x in newest.roster)
             ):
                 trainer.world.happened("commit beside a newcomer", trainer.host)
@@ -178,7 +178,7 @@ class MainThread:
         def updated() -> None:
             self.step += 1
             if self.is_skipped(order.step):
-                skips = order.held is None or bool(order.held.nonfinite)
+                skips = order.prepared is None or bool(order.prepared.nonfinite)
                 demand(skips, "a skipped step was to be applied")
                 trainer.clockwork.counts["late: update skipped"] += 1
             else:
@@ -186,7 +186,7 @@ class MainThread:
             trainer.world.checks.state(trainer, generation, self.step, self.digest)
             self._ready()
 
-        extra = trainer.world.settings.replay_s if order.held is None else 0.0
+        extra = trainer.world.settings.replay_s if order.prepared is None else 0.0
         extra += self._announce(order.step)
         self._work(extra + trainer.clockwork.between(0.002, 0.02), updated)
 

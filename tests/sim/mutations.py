@@ -29,7 +29,7 @@ Patch = pytest.MonkeyPatch
 
 def commit_before_everybody_holds(patch: Patch) -> None:
     def almost(round_: Round) -> bool:
-        return len(round_.bars) >= max(1, len(round_.record.roster) - 1)
+        return len(round_.votes) >= max(1, len(round_.record.roster) - 1)
 
     patch.setattr(Round, "complete", almost)
 
@@ -53,7 +53,7 @@ def drop_the_hold_on_abort(patch: Patch) -> None:
 
     def aborted(member: MemberCore, why: str, about: str, **more: bool) -> None:
         abort(member, why, about, **more)
-        member.hold = None
+        member.prepared = None
 
     patch.setattr(MemberCore, "_abort", aborted)
 
@@ -63,7 +63,7 @@ def lose_have_on_abort(patch: Patch) -> None:
 
     def aborted(member: MemberCore, why: str, about: str, **more: bool) -> None:
         abort(member, why, about, **more)
-        member.kept.have.clear()
+        member.kept_gradient.have.clear()
 
     patch.setattr(MemberCore, "_abort", aborted)
 
@@ -103,8 +103,8 @@ def publish_when_held(patch: Patch) -> None:
     to_roster = MemberCore._to_roster
 
     def sent(member: MemberCore, message: m.PeerMessage) -> None:
-        if isinstance(message, m.CommitVote) and member.hold is not None:
-            member._emit(io.Publish(member.state.generation, member.hold))
+        if isinstance(message, m.CommitVote) and member.prepared is not None:
+            member._emit(io.Publish(member.state.generation, member.prepared))
         to_roster(member, message)
 
     patch.setattr(MemberCore, "_to_roster", sent)
@@ -196,7 +196,7 @@ def share_by_step_and_roster_alone(patch: Patch) -> None:
     def share(member: MemberCore, record: Record) -> tuple[int, ...]:
         shares = assign(range(member.identity.micro_batches), record.roster)
         mine = shares.get(member.identity.replica, ())
-        return tuple(i for i in mine if i not in member.kept.have)
+        return tuple(i for i in mine if i not in member.kept_gradient.have)
 
     patch.setattr(MemberCore, "_share", share)
 
@@ -205,9 +205,9 @@ def rebuild_the_report_for_another_leader(patch: Patch) -> None:
     repeat = MemberCore._repeat_answer
 
     def repeated(member: MemberCore) -> None:
-        report, hold = member.report, member.hold
+        report, prepared = member.report, member.prepared
         if report is not None and member.newest is not None and report.fence == member.newest.fence:
-            epoch, step, roster = member.pend
+            epoch, step, roster = member.last_round
             member.report = replace(
                 report,
                 step=member.state.step,
@@ -215,8 +215,8 @@ def rebuild_the_report_for_another_leader(patch: Patch) -> None:
                 round_epoch=epoch,
                 round_step=step,
                 round_roster=roster,
-                holds=hold is not None and (hold.epoch, hold.step) == (epoch, step),
-                have=tuple(sorted(member.kept.have)),
+                prepared=prepared is not None and (prepared.epoch, prepared.step) == (epoch, step),
+                have=tuple(sorted(member.kept_gradient.have)),
                 committed_digest=member.state.committed_digest,
             )
         repeat(member)
@@ -241,8 +241,8 @@ def use_the_result_of_an_old_round(patch: Patch) -> None:
 
 
 def commit_whatever_is_held(patch: Patch) -> None:
-    def may(member: MemberCore, hold: io.PreparedRound, message: m.Resume) -> bool:
-        return member.state.step == hold.step
+    def may(member: MemberCore, prepared: io.PreparedRound, message: m.Resume) -> bool:
+        return member.state.step == prepared.step
 
     patch.setattr(MemberCore, "_may_commit", may)
 

@@ -24,10 +24,10 @@ def a_commit_decided_per_lane(patch: Patch) -> None:
             ranks._record_event(event, now)
 
     def of_rank(ranks: Ranks, effect: Any, rank: int) -> Any:
-        if isinstance(effect, io.Publish | io.Apply) and effect.held is not None:
-            known = ranks._reduced.get((effect.held.epoch, effect.held.step), {})
+        if isinstance(effect, io.Publish | io.Apply) and effect.prepared is not None:
+            known = ranks._reduced.get((effect.prepared.epoch, effect.prepared.step), {})
             digest = known[rank].gradient_digest if rank in known else ""
-            return replace(effect, held=replace(effect.held, gradient_digest=digest))
+            return replace(effect, prepared=replace(effect.prepared, gradient_digest=digest))
         return part(ranks, effect, rank)
 
     patch.setattr(Ranks, "_on_exchanged", on_exchanged)

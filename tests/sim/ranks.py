@@ -1,4 +1,4 @@
-"""Worlds whose replicas have two or three ranks: the shipping ``Ranks`` at rank 0, ``Follower`` elsewhere.
+"""Worlds whose replicas have several ranks: the shipping ``Ranks`` at rank 0, ``FollowerRank`` elsewhere.
 
 Every rank is a process with a main thread, a data plane, fetches and a checkpoint server of its own; what it
 sees of the job is its ``Lane``: the same rank of the other replicas, and checks that are its own. Orders and
@@ -21,7 +21,7 @@ from fabric.model import RankAddress, SnapshotRef
 from fabric.protocol.member.state import MemberConfig, MemberState
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import rank_messages as ro
-from fabric.protocol.ranks import Follower, FromRank, RankLost, Ranks, ToRank
+from fabric.protocol.ranks import FollowerRank, FromRank, RankLost, Ranks, ToRank
 
 _OUTCOMES = get_args(ro.RankEvent)
 _FETCHED = (io.StateFetched, io.FetchFailed, io.GradientFetched, io.GradientGone)
@@ -226,20 +226,20 @@ class Heading(Trainer):
             super()._perform(effect)
         elif effect.rank:
             connection, side = self.rank_links[effect.rank]
-            connection.send(side, ro.encode_order(effect.order))
-        elif isinstance(effect.order.effect, io.Stop) and self.core.lost:
-            self.exit(effect.order.effect.code, effect.order.effect.reason)
+            connection.send(side, ro.encode_command(effect.command))
+        elif isinstance(effect.command.effect, io.Stop) and self.core.lost:
+            self.exit(effect.command.effect.code, effect.command.effect.reason)
         else:
-            if isinstance(effect.order.effect, io.FetchState | io.FetchGradient):
-                self.number = effect.order.number
-            super()._perform(effect.order.effect)
+            if isinstance(effect.command.effect, io.FetchState | io.FetchGradient):
+                self.number = effect.command.number
+            super()._perform(effect.command.effect)
 
 
 class _Obeying:
     """What the shell around a core reads, of a follower."""
 
     def __init__(self, rank: int, config: MemberConfig) -> None:
-        self.follower = Follower(rank)
+        self.follower = FollowerRank(rank)
         self.config = config
 
     @property
@@ -292,7 +292,7 @@ class Following(Trainer):
         self.link[0].send(self.link[1], ro.encode_outcome(ro.RankOutcome(event, number)))
 
     def hear(self, data: object) -> None:
-        order = ro.decode_order(data)  # type: ignore[arg-type]
+        order = ro.decode_command(data)  # type: ignore[arg-type]
         effect = self.core.follower.obey(order)
         if isinstance(effect, io.FetchState | io.FetchGradient):
             self.number = order.number

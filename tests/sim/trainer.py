@@ -128,7 +128,7 @@ class Trainer(Process):
                 if self.clockwork.tracing and not isinstance(event, io.Tick):
                     self._trace_event(event)
                 if isinstance(event, io.FromPeer) and isinstance(event.message, m.CommitVote):
-                    self.world.checks.heard_bar(self, event.replica, event.message)
+                    self.world.checks.heard_vote(self, event.replica, event.message)
                 for effect in self.core.handle(event, self.clock()):
                     if self.alive:
                         self._perform(effect)
@@ -169,7 +169,7 @@ class Trainer(Process):
         self.links.send((effect.replica, effect.incarnation), effect.message)
 
     def _publish(self, effect: io.Publish) -> None:
-        gradient = self.ring.result(effect.held.step)
+        gradient = self.ring.result(effect.prepared.step)
 
         def publish() -> None:
             if self.server.alive:

@@ -290,7 +290,7 @@ class Engine:
 
     def _perform(self, effect: Any) -> None:
         if isinstance(effect, _ORDERS):
-            if isinstance(effect, io.Apply) and effect.held is not None:
+            if isinstance(effect, io.Apply) and effect.prepared is not None:
                 self._parts.points.hit("after-barrier", effect.step)
             self.orders.put(effect)
         else:
@@ -368,7 +368,7 @@ class Engine:
     def _publish(self, effect: io.Publish) -> None:
         parts = self._parts
         try:
-            done = parts.slots.label(effect.generation, effect.held)
+            done = parts.slots.label(effect.generation, effect.prepared)
         except FabricError:
             done = False
         if not done:
@@ -377,7 +377,7 @@ class Engine:
     def _publish_now(self, effect: io.Publish) -> None:
         parts = self._parts
         try:
-            parts.slots.publish(effect.generation, effect.held)
+            parts.slots.publish(effect.generation, effect.prepared)
             parts.slots.prepare()
         except FabricError:
             parts.recover()

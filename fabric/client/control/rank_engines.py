@@ -21,7 +21,7 @@ from fabric.model import Record
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import RankCommand, RankEvent, RankOutcome
-from fabric.protocol.ranks import Ended, Follower, FromRank, RankLost, Ranks, ToRank
+from fabric.protocol.ranks import EndReplica, FollowerRank, FromRank, RankLost, Ranks, ToRank
 from fabric.runtime.driver import Core
 from fabric.transport.greeting import Greeting
 
@@ -120,19 +120,19 @@ class HeadEngine(RankEngine):
         super()._feed(event)
 
     def _refused(self, reason: str) -> None:
-        self._feed(Ended(1, reason))
+        self._feed(EndReplica(1, reason))
 
     def _perform(self, effect: Any) -> None:
         if not isinstance(effect, ToRank):
             super()._perform(effect)
         elif effect.rank:
-            self._links.send(effect.rank, effect.order)
-        elif isinstance(effect.order.effect, io.Stop) and self._core is not None and self._core.lost:
+            self._links.send(effect.rank, effect.command)
+        elif isinstance(effect.command.effect, io.Stop) and self._core is not None and self._core.lost:
             # The order to the others has been given: rank 0 is told last.
-            self._end_now(effect.order.effect)
+            self._end_now(effect.command.effect)
         else:
-            self._number = effect.order.number
-            super()._perform(effect.order.effect)
+            self._number = effect.command.number
+            super()._perform(effect.command.effect)
 
 
 class FollowerEngine(RankEngine):
@@ -140,7 +140,7 @@ class FollowerEngine(RankEngine):
 
     def __init__(self, parts: Parts, group: RankGroup) -> None:
         super().__init__(parts, group)
-        self._follower = Follower(group.rank)
+        self._follower = FollowerRank(group.rank)
         self._link = FollowerLink()
         self._running = False
         self._step = 0

@@ -13,9 +13,9 @@ from fabric.errors import FabricError, Unreachable
 from fabric.protocol.messages.rank_messages import (
     RankCommand,
     RankOutcome,
-    decode_order,
+    decode_command,
     decode_outcome,
-    encode_order,
+    encode_command,
     encode_outcome,
 )
 from fabric.transport.greeting import Greeting
@@ -72,7 +72,7 @@ class HeadLinks:
 
     def send(self, rank: int, order: RankCommand) -> None:
         """Queue one order."""
-        self._links[rank].send(encode_order(order))
+        self._links[rank].send(encode_command(order))
 
     async def close(self) -> None:
         """Say goodbye: what was sent is read first."""
@@ -111,7 +111,7 @@ class FollowerLink:
         """Take orders from now on."""
         assert self._link is not None
         self._task = asyncio.get_running_loop().create_task(
-            self._link.run(lambda data: on_order(decode_order(data)), on_lost)
+            self._link.run(lambda data: on_order(decode_command(data)), on_lost)
         )
 
     def send(self, outcome: RankOutcome) -> None:

@@ -444,15 +444,15 @@ class Session(CatchingUp):
         assert isinstance(order, io.Apply)
         self._let_change()
         transfer = self._parts.transfer
-        if order.held is not None:
-            held, buffer = order.held, self._parts.slots.find(order.step)
+        if order.prepared is not None:
+            held, buffer = order.prepared, self._parts.slots.find(order.step)
             self._note_joined(held)
         else:
             assert transfer.buffer is not None
             self._parts.points.hit("replay", order.step)
             held, buffer = transfer.as_held(), transfer.buffer
             self._begin_replay()
-        self._journal_commit(order, held, replay=order.held is None)
+        self._journal_commit(order, held, replay=order.prepared is None)
         counted = sum(len(ids) for _, ids in held.contributions)
         step.skipped = self._empty.has_no_update(held) or bool(held.nonfinite)
         if step.skipped:

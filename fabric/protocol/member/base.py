@@ -12,7 +12,7 @@ from fabric.protocol.member.state import (
     Contact,
     End,
     Fetch,
-    Kept,
+    KeptGradient,
     Links,
     MemberConfig,
     MemberIdentity,
@@ -45,8 +45,8 @@ class MemberBase:
         self.mode = Mode.OUTSIDE
         self.state = state or MemberState()
         self.waiting = False  # whether the main thread waits for an Apply, Compute, ...
-        self.kept = Kept()
-        self.hold: io.PreparedRound | None = None
+        self.kept_gradient = KeptGradient()
+        self.prepared: io.PreparedRound | None = None
         self.disputed = (0, 0)  # the (epoch, step) of a round that ended so, see ``Round.is_disputed``
         self.loaded = -1  # the step of the state that I loaded last: its digest says nothing of my updates
         self.empty = -1  # the newest step that was committed with total weight 0
@@ -68,7 +68,7 @@ class MemberBase:
         self.busy_s = 0.0  # and how long that may last
         self.ring_waits_for = ""  # whose bytes the data plane waits for; kept up to date by the shell
         self.learned = Learned(config.exchange_s)
-        self.pend: tuple[int, int, tuple[str, ...]] = (0, 0, ())
+        self.last_round: tuple[int, int, tuple[str, ...]] = (0, 0, ())
         self.stopped = False
         self._now = now
         self._effects: list[io.Effect] = []
@@ -101,7 +101,7 @@ class MemberBase:
         self._emit(io.SendLeader(self.contact.failed))
 
     def _waits_for(self) -> tuple[str, ...]:
-        """Whom this round waits for: in the ring the one whose bytes are due, else contributions and bars."""
+        """Name the members this round waits for: the ring neighbour, else those whose vote or part lacks."""
         round_ = self.round
         if round_ is None or not round_.contributed:
             return ()
@@ -154,12 +154,12 @@ class MemberBase:
 
     def _drop_kept(self) -> None:
         """Forget the kept gradient, at once or when the main thread has finished adding to it."""
-        if not self.waiting and self.kept.computing:
-            self.kept.stale = True
+        if not self.waiting and self.kept_gradient.computing:
+            self.kept_gradient.stale = True
             return
-        if self.kept.have:
+        if self.kept_gradient.have:
             self._emit(io.DropGradient())
-        self.kept = Kept()
+        self.kept_gradient = KeptGradient()
 
     def _go_to(self, record: Record) -> None:
         self.current = record

@@ -245,7 +245,7 @@ class MemberCatchUp(MemberBase):
         self._enter_mode(Mode.OUTSIDE)
         self.contact.fallen = None
         self._leave_round()
-        self.hold, self.resume = None, None
+        self.prepared, self.resume = None, None
         self.serving.clear()
         self.listeners.clear()
         self._drop_kept()

@@ -63,7 +63,7 @@ class MemberCore(Ending):
         self._end_when_due()
 
     def _advance_main(self) -> None:
-        if self.kept.stale:
+        if self.kept_gradient.stale:
             self._drop_kept()
         self._snapshot_when_due()
         if self._is_behind():
@@ -306,7 +306,7 @@ class MemberCore(Ending):
             )
             return False
         self.newest = self.current = self.report = None
-        self.pend, self.disputed = (0, 0, ()), (0, 0)
+        self.last_round, self.disputed = (0, 0, ()), (0, 0)
         self.contact.aborted, self.contact.unsaid = None, False
         self.state.generation = 0
         self._want(None)
@@ -351,8 +351,8 @@ class MemberCore(Ending):
             self._send_report(self.report, self.newest)
         if self.mode is Mode.ABORTED:
             self._repeat_aborted()
-        elif self.mode is Mode.RUN and self.current is not None and self.pend[0] == self.current.epoch:
-            self._emit(io.SendLeader(m.Running(self.current.fence, self.pend[1])))
+        elif self.mode is Mode.RUN and self.current is not None and self.last_round[0] == self.current.epoch:
+            self._emit(io.SendLeader(m.Running(self.current.fence, self.last_round[1])))
 
     def _repeat_aborted(self) -> None:
         if self.contact.aborted is not None:
@@ -362,8 +362,8 @@ class MemberCore(Ending):
         """Rule 7: built once per forced epoch, a promise to take no part in older ones."""
         if self.mode is not Mode.REPORTED or self.report is None or self.report.fence != record.fence:
             self._enter_mode(Mode.REPORTED)
-        hold = self.hold
-        epoch, step, roster = self.pend
+        prepared = self.prepared
+        epoch, step, roster = self.last_round
         entry = record.member(self.identity.replica)
         self.report = m.Report(
             fence=record.fence,
@@ -373,14 +373,14 @@ class MemberCore(Ending):
             round_epoch=epoch,
             round_step=step,
             round_roster=roster,
-            holds=hold is not None and (hold.epoch, hold.step) == (epoch, step),
-            gradient_digest=hold.gradient_digest if hold is not None else "",
+            prepared=prepared is not None and (prepared.epoch, prepared.step) == (epoch, step),
+            gradient_digest=prepared.gradient_digest if prepared is not None else "",
             disputed=self.disputed == (epoch, step),
             outvoted=self.state.outvoted,
             parted=self.state.parted,
             unconfirmed=entry is not None and self.agreed < entry.since,
             # What the main thread is computing is promised: it is finished before I contribute again.
-            have=() if self.kept.stale else tuple(sorted(self.kept.have)),
+            have=() if self.kept_gradient.stale else tuple(sorted(self.kept_gradient.have)),
             committed_digest=self.state.committed_digest,
         )
         self._send_report(self.report, record)
@@ -412,10 +412,10 @@ class MemberCore(Ending):
         if record.cold == record.epoch or outdated:
             # The second: the cold start's own decision never reached me, or my fetch of its base failed.
             self._start_generation(record)
-        hold = self.hold
-        if hold is not None and self._may_commit(hold, message):
-            self._commit(hold)
-        self.hold = None
+        prepared = self.prepared
+        if prepared is not None and self._may_commit(prepared, message):
+            self._commit(prepared)
+        self.prepared = None
         if any(a.replica == self.identity.replica and a.drop for a in message.table):
             self._drop_kept()
         if self.state.step > message.step and self.state.generation == record.generation:
@@ -432,18 +432,18 @@ class MemberCore(Ending):
     def _is_at(self, where: Record | Fence, step: int) -> bool:
         return (self.state.generation, self.state.step) == (where.generation, step)
 
-    def _may_commit(self, hold: io.PreparedRound, message: m.Resume) -> bool:
+    def _may_commit(self, prepared: io.PreparedRound, message: m.Resume) -> bool:
         assert self.newest is not None
         return (
-            self.state.step == hold.step == message.step - 1
-            and hold.epoch >= self.newest.cold
-            and hold.gradient_digest == message.commit_digest
+            self.state.step == prepared.step == message.step - 1
+            and prepared.epoch >= self.newest.cold
+            and prepared.gradient_digest == message.commit_digest
         )
 
     def _start_generation(self, record: Record) -> None:
         """Rule 6 of the leader: keep my state if it is the base, else fetch that."""
         base = record.base
-        self.hold, self.contact.fallen = None, None
+        self.prepared, self.contact.fallen = None, None
         self._drop_kept()
         if self.identity.storage_unread and not base.generation:
             # Nobody else has read it either, and it may hold what this job has come to.

@@ -68,14 +68,14 @@ class Ending(Rounds):
 
     def _has_said_all(self, replica: str, incarnation: int) -> bool:
         """Whether no round needs this process any more: it has finished, or it is being drained and holds the
-        last round before it goes, as I do. It may have heard everybody's bar before me."""
+        last round before it goes, as I do. It may have heard everybody's vote before me."""
         if self._has_finished(replica, incarnation):
             return True
         round_, current = self.round, self.current
         member = current.member(replica) if current is not None else None
         if round_ is None or member is None or member.incarnation != incarnation or not member.leaving:
             return False
-        return replica in round_.bars and self.identity.replica in round_.bars
+        return replica in round_.votes and self.identity.replica in round_.votes
 
     def _end_when_due(self) -> None:
         if self.stopped:

@@ -1,4 +1,4 @@
-"""One round (epoch, step): collects contributions and bars, and says when it is held and committed.
+"""One round (epoch, step): collects contributions and votes, and says when it is held and committed.
 
 Held: my reduction is finished and every member's contribution is known, so the total weight and who
 computed what are known too. Committed: every member of the roster says that it holds, with equal digests.
@@ -29,9 +29,9 @@ class Round:
     mine: str = ""
     ready_record: Record | None = None
     contributions: dict[str, Contribution] = field(default_factory=dict)
-    bars: dict[str, CommitVote] = field(default_factory=dict)
+    votes: dict[str, CommitVote] = field(default_factory=dict)
 
-    def hold(self) -> PreparedRound | None:
+    def prepared(self) -> PreparedRound | None:
         """What I hold when the reduction is done and all contributions are known, else None."""
         names = self.record.names
         known = len(self.contributions) >= len(names) and all(n in self.contributions for n in names)
@@ -49,9 +49,9 @@ class Round:
         )
 
     def missing(self) -> tuple[str, ...]:
-        """Whose contribution or bar this round waits for."""
+        """Whose contribution or vote this round waits for."""
         if self.gradient_digest and not any(n not in self.contributions for n in self.record.names):
-            return tuple(n for n in self.record.names if n not in self.bars)
+            return tuple(n for n in self.record.names if n not in self.votes)
         return tuple(n for n in self.record.names if n not in self.contributions)
 
     def everybody_in(self) -> bool:
@@ -60,13 +60,13 @@ class Round:
 
     def complete(self) -> bool:
         """Whether every member of the roster has entered the barrier."""
-        return len(self.bars) >= len(self.record.roster) and all(n in self.bars for n in self.record.names)
+        return len(self.votes) >= len(self.record.roster) and all(n in self.votes for n in self.record.names)
 
     def disagreement(self) -> str:
-        """Why the bars forbid the commit, naming digests by member; empty when they agree."""
+        """Why the votes forbid the commit, naming digests by member; empty when they agree."""
         for what, digests in (
-            ("the reduced gradient", {n: b.gradient_digest for n, b in self.bars.items()}),
-            ("the state", {n: b.state_digest for n, b in self.bars.items() if b.state_digest}),
+            ("the reduced gradient", {n: b.gradient_digest for n, b in self.votes.items()}),
+            ("the state", {n: b.state_digest for n, b in self.votes.items() if b.state_digest}),
         ):
             if len(set(digests.values())) > 1:
                 parted = self.parted() if what == "the state" else ""
@@ -76,31 +76,31 @@ class Round:
 
     def parted(self) -> str:
         """Where the states under this round differ, as far as they say; empty where their digests agree."""
-        said = {name: bar.entries for name, bar in self.bars.items() if bar.state_digest}
-        digests = {self.bars[name].state_digest for name in said}
+        said = {name: vote.entries for name, vote in self.votes.items() if vote.state_digest}
+        digests = {self.votes[name].state_digest for name in said}
         return differences(said) if len(digests) > 1 else ""
 
     def is_disputed(self, name: str) -> bool:
-        """Whether a bar names another result than the bar of ``name``, and at most half of the roster name
-        that one. Then nobody has committed this round, nor will: a commit takes everybody's bar."""
-        said = [bar.gradient_digest for bar in self.bars.values()]
-        agree = said.count(self.bars[name].gradient_digest) if name in self.bars else len(said)
+        """Whether a vote names another result than the vote of ``name``, and at most half of the roster name
+        that one. Then nobody has committed this round, nor will: a commit takes everybody's vote."""
+        said = [vote.gradient_digest for vote in self.votes.values()]
+        agree = said.count(self.votes[name].gradient_digest) if name in self.votes else len(said)
         return agree < len(said) and 2 * agree <= len(self.record.roster)
 
     def is_outvoted(self, digest: str) -> bool:
         """Whether more than half of the roster have said that the state under this round is one other than
         ``digest`` (empty: mine was not taken)."""
-        others = Counter(b.state_digest for b in self.bars.values() if b.state_digest not in ("", digest))
+        others = Counter(b.state_digest for b in self.votes.values() if b.state_digest not in ("", digest))
         return bool(digest and others) and 2 * max(others.values()) > len(self.record.roster)
 
     def culprits(self) -> str:
-        """Who put in what was not finite, as far as their bars are here; empty when nobody says so."""
-        found = sorted((n, b.nonfinite) for n, b in self.bars.items() if b.nonfinite)
+        """Who put in what was not finite, as far as their votes are here; empty when nobody says so."""
+        found = sorted((n, b.nonfinite) for n, b in self.votes.items() if b.nonfinite)
         return ", ".join(f"{name} (its {tensor})" for name, tensor in found)
 
     def next_epoch(self) -> int:
         """The epoch everybody is ready for, or this one."""
-        ready = {b.ready for b in self.bars.values()}
+        ready = {b.ready for b in self.votes.values()}
         return ready.pop() if len(ready) == 1 else self.record.epoch
 
 

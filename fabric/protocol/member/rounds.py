@@ -1,7 +1,7 @@
 """Rounds: compute, contribute, exchange, hold, commit. Rules 1 to 4 and 9 of docs/protocol.md.
 
 Each stage starts when what it needs is there, whatever came last: the main thread's gradient, the links, the
-reduction, the others' contributions, their bars.
+reduction, the others' contributions, their votes.
 """
 
 from fabric.errors import IllegalTransition
@@ -9,7 +9,7 @@ from fabric.model import Record
 from fabric.protocol.member.catch_up import MemberCatchUp
 from fabric.protocol.member.round import Round
 from fabric.protocol.member.state import (
-    Kept,
+    KeptGradient,
     MemberState,
     Mode,
 )
@@ -63,12 +63,12 @@ class Rounds(MemberCatchUp):
         return not settled or bool(self.listeners) or self._now - contact.asked < FOLLOWED_S
 
     def on_streaming(self, event: io.Streaming) -> None:
-        if event.step == self.state.step and not self.kept.stale:
-            self.kept.streaming = self.kept.weight + event.weight
+        if event.step == self.state.step and not self.kept_gradient.stale:
+            self.kept_gradient.streaming = self.kept_gradient.weight + event.weight
 
     def on_computed(self, event: io.Computed) -> None:
         self.waiting = True
-        kept = self.kept
+        kept = self.kept_gradient
         kept.streaming = 0.0
         if kept.stale or event.step != self.state.step:
             self._drop_kept()
@@ -145,7 +145,7 @@ class Rounds(MemberCatchUp):
         if not round_.record.lists(replica, incarnation):
             return
         if isinstance(message, m.CommitVote):
-            round_.bars.setdefault(replica, message)
+            round_.votes.setdefault(replica, message)
             return
         if not isinstance(message, m.Contribution):
             return
@@ -183,7 +183,7 @@ class Rounds(MemberCatchUp):
         step, me, resume = self.state.step, self.identity.replica, self.resume
         if resume is not None and resume.fence == record.fence and resume.step == step:
             ids = next((a.micro_batches for a in resume.table if a.replica == me), ())
-            return tuple(i for i in ids if i not in self.kept.have)
+            return tuple(i for i in ids if i not in self.kept_gradient.have)
         first = self.links.first_step == step and not record.is_forced
         able = [x for x in record.roster if not (first and x.joining)]
         work = Work(self.identity.micro_batches, record.sharing)
@@ -192,17 +192,17 @@ class Rounds(MemberCatchUp):
     def _open_round(self, step: int, share: tuple[int, ...]) -> None:
         record = self.current
         assert record is not None
-        if self.pend[0] != record.epoch:
+        if self.last_round[0] != record.epoch:
             self._emit(io.SendLeader(m.Running(record.fence, step)))
         self._note_poison(record, step)
-        self.pend = (record.epoch, step, record.names)
+        self.last_round = (record.epoch, step, record.names)
         self.round = Round(record, step, share)
         for event in self.links.take_early((record.epoch, step)):
             if self.round is not None:
                 self._collect(event.replica, event.incarnation, event.message)
         if share and self.round is not None:
-            self.kept.have |= set(share)
-            self.kept.computing = share
+            self.kept_gradient.have |= set(share)
+            self.kept_gradient.computing = share
             self.waiting = False
             self._emit(io.Compute(step, share))
 
@@ -215,14 +215,14 @@ class Rounds(MemberCatchUp):
     def _contribute_when_computed(self) -> None:
         """Only once linked: what is sent to a member without a link is lost."""
         round_ = self.round
-        if round_ is None or round_.contributed or self.kept.computing:
+        if round_ is None or round_.contributed or self.kept_gradient.computing:
             return
         if round_.record.epoch not in self.links.up:
             return
         at_step = round_.step == self.state.step
         if at_step and (not self.waiting or self._lacks_digest()):
             return
-        kept = self.kept if at_step else Kept()
+        kept = self.kept_gradient if at_step else KeptGradient()
         message = m.Contribution(
             fence=round_.record.fence,
             step=round_.step,
@@ -238,7 +238,7 @@ class Rounds(MemberCatchUp):
     def _exchange_when_linked(self) -> None:
         """With what I have contributed, or with what is about to be: its bytes may go ahead of its message,
         for a hold needs both."""
-        round_, kept = self.round, self.kept
+        round_, kept = self.round, self.kept_gradient
         if round_ is None or round_.exchanging or round_.record.epoch not in self.links.up:
             return
         if round_.contributed:
@@ -281,32 +281,32 @@ class Rounds(MemberCatchUp):
     def _hold_when_reduced(self) -> None:
         """Rule 2: from here on the hold is a promise."""
         round_ = self.round
-        if round_ is None or self.identity.replica in round_.bars or not self.waiting:
+        if round_ is None or self.identity.replica in round_.votes or not self.waiting:
             return
-        hold = round_.hold() if round_.step == self.state.step else None
-        if hold is None or self._lacks_digest():
+        prepared = round_.prepared() if round_.step == self.state.step else None
+        if prepared is None or self._lacks_digest():
             return
-        self.hold = hold
+        self.prepared = prepared
         newest = self.newest
         round_.ready_record = round_.record
         if newest is not None and newest.epoch > round_.record.epoch and newest.epoch in self.links.up:
             round_.ready_record = newest
-        bar = m.CommitVote(
+        vote = m.CommitVote(
             fence=round_.record.fence,
             step=round_.step,
             ready=round_.ready_record.epoch,
-            gradient_digest=hold.gradient_digest,
+            gradient_digest=prepared.gradient_digest,
             state_digest=self.state.digest,
             nonfinite=round_.mine,
             entries=self.state.entries if self.state.digest else (),
         )
-        round_.bars[self.identity.replica] = bar
-        self._to_roster(bar)
+        round_.votes[self.identity.replica] = vote
+        self._to_roster(vote)
 
     def _commit_when_agreed(self) -> None:
         """Rule 3: everybody holds, so it is committed; digests that differ abort instead."""
-        round_, hold = self.round, self.hold
-        if round_ is None or hold is None or not round_.complete() or self.stopped:
+        round_, prepared = self.round, self.prepared
+        if round_ is None or prepared is None or not round_.complete() or self.stopped:
             return
         disagreement = round_.disagreement()
         if disagreement:
@@ -319,15 +319,15 @@ class Rounds(MemberCatchUp):
             return
         if self.state.digest:
             self.links.suspect = False
-            others = [bar for name, bar in round_.bars.items() if name != self.identity.replica]
-            if self.state.step > self.loaded and any(bar.state_digest for bar in others):
+            others = [vote for name, vote in round_.votes.items() if name != self.identity.replica]
+            if self.state.step > self.loaded and any(vote.state_digest for vote in others):
                 self.agreed = round_.record.epoch
         if round_.begun >= 0 and not self._newcomers_first(round_):
             self.learned.took(self._now - round_.begun)
         following = round_.next_epoch()
         record = round_.ready_record
         switch = record is not None and following > round_.record.epoch
-        self._commit(hold, first_of_epoch=switch)
+        self._commit(prepared, first_of_epoch=switch)
         if switch and not self.stopped:
             assert record is not None and record.epoch == following
             self._go_to(record)
@@ -336,31 +336,31 @@ class Rounds(MemberCatchUp):
             elif record.epoch not in self.links.up:
                 self._abort(f"a link was lost on the way into epoch {record.epoch}", "")
 
-    def _commit(self, hold: io.PreparedRound, first_of_epoch: bool = False) -> None:
-        if hold.nonfinite and self._judge_nonfinite(hold):
+    def _commit(self, prepared: io.PreparedRound, first_of_epoch: bool = False) -> None:
+        if prepared.nonfinite and self._judge_nonfinite(prepared):
             return
-        if not hold.weight:
-            self.empty = hold.step
-        following = hold.step + 1
-        mine = dict(hold.contributions).get(self.identity.replica, ())
+        if not prepared.weight:
+            self.empty = prepared.step
+        following = prepared.step + 1
+        mine = dict(prepared.contributions).get(self.identity.replica, ())
         every = self.config.digest_every
-        self.state = MemberState(self.state.generation, following, "", hold.gradient_digest)
-        self.end.took_part = hold.epoch
-        self.hold, self.round, self.kept = None, None, Kept()
+        self.state = MemberState(self.state.generation, following, "", prepared.gradient_digest)
+        self.end.took_part = prepared.epoch
+        self.prepared, self.round, self.kept_gradient = None, None, KeptGradient()
         self.waiting = False
-        self._emit(io.Publish(self.state.generation, hold))
+        self._emit(io.Publish(self.state.generation, prepared))
         wanted = bool(every) and (first_of_epoch or following % every == 0)
-        self._emit(io.Apply(hold.step, hold, live=bool(mine), digest=wanted))
+        self._emit(io.Apply(prepared.step, prepared, live=bool(mine), digest=wanted))
 
-    def _judge_nonfinite(self, hold: io.PreparedRound) -> bool:
+    def _judge_nonfinite(self, prepared: io.PreparedRound) -> bool:
         """The sum is the same on all members, and so is what they make of it: whether that is to stop."""
         culprits = self.round.culprits() if self.round is not None else ""
-        why = f"the averaged gradient of {hold.nonfinite} at step {hold.step} is not finite"
+        why = f"the averaged gradient of {prepared.nonfinite} at step {prepared.step} is not finite"
         why += f": so was what {culprits} put in" if culprits else ""
         if self.config.on_nan != "stop":
-            self._emit(io.WriteJournal("skipped", self._epoch(), hold.step, why))
+            self._emit(io.WriteJournal("skipped", self._epoch(), prepared.step, why))
             return False
         why += '; look at its data and loss, or set on_nan to "skip" or "pass"'
-        self._emit(io.SendLeader(m.LoopFailed(self._fence(), hold.step, why)))
+        self._emit(io.SendLeader(m.LoopFailed(self._fence(), prepared.step, why)))
         self._stop(1, why)
         return True

@@ -99,7 +99,7 @@ class MemberState:
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptGradient:
     """The kept gradient of the current step, and what the main thread is adding to it. ``streaming`` is
     what it will stand for when the backward under way, the last one, has ended; 0 before that."""
 

@@ -348,13 +348,13 @@ class DropGradient:
 class Apply:
     """Step ``step`` is committed: let the user's update code run on its averaged gradient; ends in Ready.
 
-    ``held`` is the reduced round in my memory, or None for a published gradient that was fetched.
+    ``prepared`` is the reduced round in my memory, or None for a published gradient that was fetched.
     ``digest`` asks for the digest of the state after the update. ``live`` is false where I contributed
     nothing.
     """
 
     step: int
-    held: PreparedRound | None
+    prepared: PreparedRound | None
     live: bool
     digest: bool
 
@@ -364,7 +364,7 @@ class Publish:
     """Serve this committed round's reduced gradient to whoever catches up."""
 
     generation: int
-    held: PreparedRound
+    prepared: PreparedRound
 
 
 @dataclass(frozen=True, slots=True)

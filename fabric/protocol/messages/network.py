@@ -316,8 +316,8 @@ class Aborted:
 class Report:
     """My answer to forced epoch ``fence.epoch``; built once, and a promise to stay out of older ones.
 
-    ``round_epoch``, ``round_step``, ``round_roster`` describe the newest round I entered (epoch 0:
-    none); ``holds`` whether I hold it; ``disputed`` whether somebody said that it holds something else, and
+    ``round_epoch``, ``round_step``, ``round_roster`` describe the newest round I entered (epoch 0: none);
+    ``prepared`` whether I hold it; ``disputed`` whether somebody said that it holds something else, and
     no majority said what I did, so that nobody can have committed it; ``have`` the micro-batches of step
     ``step`` in my kept gradient; ``committed_digest`` is of the gradient that led to ``step``, empty where
     there was none.
@@ -336,7 +336,7 @@ class Report:
     round_epoch: int
     round_step: int
     round_roster: tuple[str, ...]
-    holds: bool
+    prepared: bool
     gradient_digest: str
     have: tuple[int, ...]
     committed_digest: str = ""

@@ -112,7 +112,7 @@ class RankOutcome:
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (*get_args(RankEffect), *get_args(RankEvent))}
 
 
-def encode_order(order: RankCommand) -> bytes:
+def encode_command(order: RankCommand) -> bytes:
     """The bytes of one order."""
     return _dump({"number": order.number, "generation": order.generation}, order.effect)
 
@@ -122,7 +122,7 @@ def encode_outcome(outcome: RankOutcome) -> bytes:
     return _dump({"number": outcome.number}, outcome.event)
 
 
-def decode_order(data: bytes) -> RankCommand:
+def decode_command(data: bytes) -> RankCommand:
     """The order in ``data``; raises ProtocolError for anything that is not exactly one."""
     body = _load(data)
     value = _value(body, get_args(RankEffect))

@@ -85,7 +85,7 @@ def _counts(report: Report, record: Record) -> bool:
 
 
 def _holds(report: Report, record: Record, step: int) -> bool:
-    return report.holds and _counts(report, record) and report.round_step == step
+    return report.prepared and _counts(report, record) and report.round_step == step
 
 
 def _witnesses(record: Record, reports: Mapping[str, Report], step: int) -> dict[str, Report]:
@@ -99,7 +99,7 @@ def _witnesses(record: Record, reports: Mapping[str, Report], step: int) -> dict
     newest = max(entered, key=lambda x: x.round_epoch)
     names = _in_round(newest, record)
     return {
-        name: x if x.round_epoch == newest.round_epoch else replace(x, holds=False)
+        name: x if x.round_epoch == newest.round_epoch else replace(x, prepared=False)
         for name, x in reports.items()
         if name in names
     }

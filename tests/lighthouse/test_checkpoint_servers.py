@@ -20,7 +20,8 @@ class Looking:
         self.noted: list[tuple[str, str, str]] = []
 
     def look(self) -> None:
-        self.servers.look(self.lighthouse.core, self.lighthouse.now, lambda *said: self.noted.append(said))
+        view, now = self.lighthouse.core.view, self.lighthouse.now
+        self.servers.look(view, now, lambda *event: self.noted.append(event))
 
     def wait(self, seconds: float) -> None:
         until = self.lighthouse.now + seconds
@@ -33,7 +34,7 @@ class Looking:
 
     def says(self, name: str) -> str:
         member = self.lighthouse.record.member(name)
-        return silence(self.lighthouse.core.liveness, member, self.lighthouse.now)
+        return silence(self.lighthouse.core.view.liveness, member, self.lighthouse.now)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_who_waits_for_a_member_is_told_that_its_server_is_silent(job):
         job.lighthouse.wait(0.25)
         job.lighthouse.beat("a", 5)
         job.lighthouse.say("b", late)
-    said = waiting_for(job.lighthouse.core, job.lighthouse.now)
+    said = waiting_for(job.lighthouse.core.view, job.lighthouse.now)
     assert said.startswith("a, in user code") and "its checkpoint server has not answered for" in said
 
 

@@ -15,7 +15,7 @@ def test_a_policy_that_is_not_followed_is_told_by_what_differs():
 
 
 def said_by(lighthouse):
-    return waiting_for(lighthouse.core, lighthouse.now)
+    return waiting_for(lighthouse.core.view, lighthouse.now)
 
 
 def test_a_start_counts_those_that_could_begin_and_not_the_sessions_of_the_dead():

@@ -129,7 +129,7 @@ class LinkWorld(World):
         if lighthouse is None or lighthouse.core is None:
             return
         self.clockwork.counts["links: nothing committed for long"] += 1
-        said = waiting_for(lighthouse.core, lighthouse.clock())
+        said = waiting_for(lighthouse.core.view, lighthouse.clock())
         demand(
             not said.startswith("nothing"),
             f"status says {said!r}, and nothing committed for {stands_s:.1f} s",

@@ -18,8 +18,7 @@ from fabric.lighthouse.diagnosis.rank_probe import Access, Where
 from fabric.lighthouse.diagnosis.verdict import UNKNOWN, Case, Diagnosis, judge
 from fabric.lighthouse.history.recovery import Recovery
 from fabric.model import Record
-from fabric.protocol.leader.base import EpochState
-from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.view import EpochView, LeaderView
 from fabric.runtime.logs import fields
 from fabric.runtime.tasks import Tasks
 
@@ -40,13 +39,13 @@ Tell = Callable[[str, str, str, str], None]
 class Scene:
     """The leader's core and its epoch as they were when it began; the epoch's object stays as it was left."""
 
-    core: LeaderCore
+    view: LeaderView
     record: Record
-    epoch: EpochState
+    epoch: EpochView
 
     def case(self, waited_for: str = "") -> Case:
         """What is known of it by now. Of thousands only those are looked at whom somebody names."""
-        condemned, aborted = dict(self.epoch.condemned), dict(self.epoch.aborted)
+        condemned, aborted = dict(self.epoch.pending_evictions), dict(self.epoch.aborted)
         if waited_for and waited_for not in condemned:
             condemned[waited_for] = "the others wait for it"
         named = {
@@ -59,11 +58,11 @@ class Scene:
         return Case(condemned, aborted, self.record.names, processes)
 
     def _process(self, replica: str, incarnation: int) -> str:
-        liveness = self.core.liveness
+        liveness = self.view.liveness
         member = self.record.member(replica)
-        if member is not None and liveness.confirmed(member):
+        if member is not None and liveness.proof_of_death(member):
             return "gone"
-        pulse = liveness.pulses.get(replica)
+        pulse = liveness.statuses().get(replica)
         if pulse is None or pulse.incarnation != incarnation:
             return "unknown"
         return pulse.trainer if pulse.connected else "silent"
@@ -73,7 +72,7 @@ class Scene:
         found = []
         for name in names:
             member = self.record.member(name)
-            for rank, url in enumerate(self.core.liveness.ckpts(member) if member is not None else ()):
+            for rank, url in enumerate(self.view.liveness.server_urls(member) if member is not None else ()):
                 if url:
                     hosts, with_own = whereabouts.addresses(name, rank), whereabouts.has_shown_own(name)
                     found.append(Where(name, rank, url, hosts, with_own))
@@ -103,9 +102,9 @@ class Explainer:
         self._stalls: set[tuple[str, int]] = set()
         self._looked = 0.0
 
-    def observe(self, core: LeaderCore, changed: list[Recovery], now: float) -> None:
+    def observe(self, view: LeaderView, changed: list[Recovery], now: float) -> None:
         """``changed``: records that are new or have changed. ``now``: the core's clock, seconds."""
-        record = core.record
+        record = view.record
         if record is None or record.complete:
             return  # members that end their links have finished: nobody waits for anybody
         for recovery in changed:
@@ -113,15 +112,15 @@ class Explainer:
                 continue
             self._begun = {*sorted(self._begun)[-200:], recovery.id}
             if not recovery.epoch_committed:
-                self._start(Scene(core, record, core.epoch), recovery)
+                self._start(Scene(view, record, view.epoch), recovery)
         if now - self._looked >= _LOOK_S:
             self._looked = now
-            self._look_for_stalls(core, record, now)
+            self._look_for_stalls(view, record, now)
 
-    def _look_for_stalls(self, core: LeaderCore, record: Record, now: float) -> None:
+    def _look_for_stalls(self, view: LeaderView, record: Record, now: float) -> None:
         standing = set()
-        for name, (step, since) in core.lateness.since.items():
-            peer = core.liveness.peers.get(name)
+        for name, (step, since) in view.awaited_in_step.items():
+            peer = view.peers.get(name)
             if (
                 peer is None
                 or peer.step > step
@@ -130,23 +129,23 @@ class Explainer:
             ):
                 continue
             standing.add((name, step))
-            if now - since < min(STALLED_S, core.patience_s(peer) / 2) or (name, step) in self._stalls:
+            if now - since < min(STALLED_S, view.patience_s(peer) / 2) or (name, step) in self._stalls:
                 continue
             self._stalls.add((name, step))
-            self._start(Scene(core, record, core.epoch), None, name)
+            self._start(Scene(view, record, view.epoch), None, name)
         self._stalls &= standing
 
     def _start(self, scene: Scene, recovery: Recovery | None, waited_for: str = "") -> None:
         if self._running >= MOST_AT_ONCE:
             return
         self._running += 1
-        self._tasks.start(f"explain {scene.core.job}", self._explain(scene, recovery, waited_for))
+        self._tasks.start(f"explain {scene.view.job}", self._explain(scene, recovery, waited_for))
 
     async def _explain(self, scene: Scene, recovery: Recovery | None, waited_for: str) -> None:
         try:
             found = await self._find_out(scene, waited_for)
         except Exception as error:
-            log.exception("a failure cannot be explained", extra=fields(job=scene.core.job))
+            log.exception("a failure cannot be explained", extra=fields(job=scene.view.job))
             found = Diagnosis(
                 UNKNOWN, (), f"asking for it failed: {type(error).__name__}: {error}", time.time()
             )
@@ -164,7 +163,7 @@ class Explainer:
 
     async def _find_out(self, scene: Scene, waited_for: str) -> Diagnosis:
         begun = time.monotonic()
-        if not scene.epoch.condemned and not waited_for:
+        if not scene.epoch.pending_evictions and not waited_for:
             await asyncio.sleep(_COMPANIONS_S)
         case = scene.case(waited_for)
         seen = await rank_probe.ask(scene.places(case.concerned(), self._whereabouts), self._access)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from fabric.model import Member, SnapshotRef
-from fabric.protocol.leader.core import LeaderCore
-from fabric.protocol.leader.liveness import Liveness, PulseState
+from fabric.protocol.leader.liveness import PulseState
+from fabric.protocol.leader.view import LeaderView, LivenessView
 from fabric.protocol.messages.network import TrainerStatus
 
 # A pulse comes every quarter of a second, in large jobs every second.
@@ -31,12 +31,12 @@ class CheckpointServers:
     _newest: SnapshotRef | None = None
     _errors: dict[str, str] = field(default_factory=dict)
 
-    def look(self, core: LeaderCore, now: float, note: Callable[[str, str, str], None]) -> None:
+    def look(self, view: LeaderView, now: float, note: Callable[[str, str, str], None]) -> None:
         """See what has changed, and ``note`` (kind, replica, why) what people should hear."""
-        self._look_at_storage(core.liveness)
-        record = core.record
+        self._look_at_storage(view.liveness)
+        record = view.record
         roster = record.roster if record is not None and not record.complete and not record.failed else ()
-        silent = {member.replica: said for member in roster if (said := silence(core.liveness, member, now))}
+        silent = {member.replica: said for member in roster if (said := silence(view.liveness, member, now))}
         for replica, said in silent.items():
             if replica not in self.silent:
                 note("server silent", replica, said)
@@ -45,9 +45,10 @@ class CheckpointServers:
                 note("server heard", replica, "its checkpoint server answers again")
         self.silent = set(silent)
 
-    def _look_at_storage(self, liveness: Liveness) -> None:
+    def _look_at_storage(self, liveness: LivenessView) -> None:
         newest = max(liveness.durable(), key=lambda ref: (ref.generation, ref.step), default=None)
-        errors = {name: pulse.durable_error for name, pulse in liveness.pulses.items() if pulse.durable_error}
+        statuses = liveness.statuses().items()
+        errors = {name: pulse.durable_error for name, pulse in statuses if pulse.durable_error}
         if newest != self._newest:
             self.failing.clear()
         for name, error in errors.items():
@@ -57,21 +58,21 @@ class CheckpointServers:
         self._newest, self._errors = newest, errors
 
 
-def silence(liveness: Liveness, member: Member, now: float) -> str:
+def silence(liveness: LivenessView, member: Member, now: float) -> str:
     """That a checkpoint server of this member does not answer, though its trainer is here, or empty."""
     peer = liveness.peers.get(member.replica)
     if peer is None or not peer.connected or peer.incarnation != member.incarnation:
         return ""
     for rank, pulse in _pulses(liveness, member):
         quiet_s = now - pulse.seen
-        if pulse.incarnation == member.incarnation and quiet_s >= SILENT_S + liveness.late_s:
+        if pulse.incarnation == member.incarnation and quiet_s >= SILENT_S + liveness.lateness_s:
             whose = f"the checkpoint server of its rank {rank}" if rank else "its checkpoint server"
             return f"{whose} has not answered for {quiet_s:.0f} s"
     return ""
 
 
-def _pulses(liveness: Liveness, member: Member) -> Iterator[tuple[int, PulseState]]:
+def _pulses(liveness: LivenessView, member: Member) -> Iterator[tuple[int, PulseState]]:
     for rank in range(len(member.addresses)):
-        pulse = liveness.pulses_of(rank).get(member.replica)
+        pulse = liveness.statuses(rank).get(member.replica)
         if pulse is not None:
             yield rank, pulse

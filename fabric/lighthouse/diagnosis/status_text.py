@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 from fabric.lighthouse.diagnosis.server_states import silence
 from fabric.model import Policy, Record, counted
-from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages.network import Heartbeat, HeartbeatAck, LeaderMessage
 from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_data
@@ -69,22 +69,22 @@ def time_of_day(due: float, now: float) -> str:
     return datetime.fromtimestamp(time.time() + due - now, UTC).strftime("%H:%M:%S UTC")
 
 
-def waiting_for(core: LeaderCore, now: float) -> str:
+def waiting_for(view: LeaderView, now: float) -> str:
     """What must happen before the leader's next move, in a sentence."""
-    record = core.record
-    if core.reading:
+    record = view.record
+    if view.is_reading:
         return "the store, to read the record again after a write that was refused or got lost"
-    if core.writing is not None:
-        return f"the store, to commit epoch {core.writing.epoch}"
+    if view.record_in_flight is not None:
+        return f"the store, to commit epoch {view.record_in_flight.epoch}"
     if record is None:
-        return _waiting_to_start(core, now)
+        return _waiting_to_start(view, now)
     if record.complete:
         return f"nothing: the job is complete at step {record.base.step}"
-    if record.failed and core.retried:
-        return f"replicas to begin the failed job again: {_waiting_to_start(core, now)}"
+    if record.failed and view.restarts_after_failure:
+        return f"replicas to begin the failed job again: {_waiting_to_start(view, now)}"
     if record.failed:
         return f"a person, to mend what failed and say `fabric retry`: {record.failed}"
-    return _waiting_in_epoch(core, record, now)
+    return _waiting_in_epoch(view, record, now)
 
 
 class Waits:
@@ -94,24 +94,24 @@ class Waits:
         self._text = ""
         self._looked = -math.inf
 
-    def told_with(self, message: LeaderMessage, core: LeaderCore, now: float) -> LeaderMessage:
+    def told_with(self, message: LeaderMessage, view: LeaderView, now: float) -> LeaderMessage:
         """``message`` with that, where it answers a beat and the job waits."""
         if not isinstance(message, HeartbeatAck):
             return message
         if now - self._looked >= _LOOK_S:
-            text = waiting_for(core, now)
+            text = waiting_for(view, now)
             self._text, self._looked = "" if text.startswith("nothing") else text, now
         return HeartbeatAck(message.number, self._text) if self._text else message
 
 
-def _waiting_to_start(core: LeaderCore, now: float) -> str:
-    policy, wait_s = core.config.policy, core.start_wait_s
-    there, count = sum(peer.connected for peer in core.liveness.peers.values()), core.startable()
+def _waiting_to_start(view: LeaderView, now: float) -> str:
+    policy, wait_s = view.policy, view.start_wait_s
+    there, count = sum(peer.connected for peer in view.peers.values()), view.startable()
     doubted = f", and {there - count} more a session but no sign of life" if there > count else ""
-    if count < core.least:
-        return f"replicas to start with: {count} of at least {core.least} have a session{doubted}"
-    waited = now - core.waiting_since if core.waiting_since is not None else 0.0
-    servers = core.liveness.servers_to_hear(core.record.roster, now) if core.record is not None else {}
+    if count < view.min_members:
+        return f"replicas to start with: {count} of at least {view.min_members} have a session{doubted}"
+    waited = now - view.start_waits_since if view.start_waits_since is not None else 0.0
+    servers = view.liveness.servers_to_hear(view.record.roster, now) if view.record is not None else {}
     if servers and (waited >= wait_s or count >= policy.start_replicas):
         return (
             f"what the checkpoint servers {_some(sorted(servers))} hold, which may be the newest state, "
@@ -120,11 +120,11 @@ def _waiting_to_start(core: LeaderCore, now: float) -> str:
     until = time_of_day(now + wait_s - waited, now)
     return (
         f"replicas to start with: {count} of {policy.start_replicas} have a session{doubted}, "
-        f"after {wait_s:g} s (now {waited:.1f} s, at {until}) {core.least} will do"
+        f"after {wait_s:g} s (now {waited:.1f} s, at {until}) {view.min_members} will do"
     )
 
 
-def _waiting_in_epoch(core: LeaderCore, record: Record, now: float) -> str:
+def _waiting_in_epoch(view: LeaderView, record: Record, now: float) -> str:
     """The first of what may be outstanding, in the order in which one depends on the other."""
     for look in (
         _waiting_to_evict,
@@ -139,35 +139,35 @@ def _waiting_in_epoch(core: LeaderCore, record: Record, now: float) -> str:
         _waiting_in_step,
         _waiting_in_exchange,
     ):
-        text = look(core, record, now)
+        text = look(view, record, now)
         if text:
             return text
     return "nothing: every member runs"
 
 
-def _waiting_to_evict(core: LeaderCore, record: Record, now: float) -> str:
-    epoch = core.epoch
-    if not epoch.condemned:
+def _waiting_to_evict(view: LeaderView, record: Record, now: float) -> str:
+    epoch = view.epoch
+    if not epoch.pending_evictions:
         return ""
-    left = [x for x in record.roster if x.replica not in epoch.condemned]
+    left = [x for x in record.roster if x.replica not in epoch.pending_evictions]
     if any(not x.joining or x.replica in epoch.running for x in left):
-        return f"further deaths within {core.config.coalesce_s:g} s, to evict them together"
-    unsure = [x for x in record.roster if not core.liveness.confirmed(x)]
+        return f"further deaths within {view.coalesce_s:g} s, to evict them together"
+    unsure = [x for x in record.roster if not view.liveness.proof_of_death(x)]
     if not unsure:
-        return f"replicas for a cold start: {_waiting_to_start(core, now)}"
-    limit_s = core.out_of_sight_s
-    until = max(core.liveness.last_contact(x, now) for x in unsure) + limit_s
+        return f"replicas for a cold start: {_waiting_to_start(view, now)}"
+    limit_s = view.out_of_contact_limit_s
+    until = max(view.liveness.last_contact(x, now) for x in unsure) + limit_s
     return (
         f"certainty before a cold start: {_some([x.replica for x in unsure])} must be seen to have "
         f"ended, or be out of contact for {limit_s:g} s, which is until {time_of_day(until, now)}"
     )
 
 
-def _waiting_to_form_again(core: LeaderCore, _: Record, now: float) -> str:
-    epoch = core.epoch
+def _waiting_to_form_again(view: LeaderView, _: Record, now: float) -> str:
+    epoch = view.epoch
     if not epoch.aborted:
         return ""
-    due = time_of_day(max(core.reform_due, now), now)
+    due = time_of_day(max(view.ring_rebuild_at, now), now)
     if epoch.unreachable:
         links = [f"{name} to {other}" for name, to in sorted(epoch.unreachable.items()) for other in to]
         return f"all complaints of missing links (so far {_some(links)}), to leave some out at {due}"
@@ -175,44 +175,44 @@ def _waiting_to_form_again(core: LeaderCore, _: Record, now: float) -> str:
     return f"a death that explains why {who} aborted, before forming again at {due}"
 
 
-def _waiting_for_reports(core: LeaderCore, record: Record, now: float) -> str:
-    epoch = core.epoch
+def _waiting_for_reports(view: LeaderView, record: Record, now: float) -> str:
+    epoch = view.epoch
     if not record.is_forced or epoch.decision is not None:
         return ""
     silent = [x.replica for x in record.roster if x.replica not in epoch.reports]
     if not silent:
         return "a decision of a person: the reports contradict each other, see the events"
-    begun = max(epoch.since, core.liveness.elected)
-    return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(core, silent, begun, now)}"
+    begun = max(epoch.since, view.liveness.elected_at)
+    return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(view, silent, begun, now)}"
 
 
-def _waiting_for_members(core: LeaderCore, record: Record, _: float) -> str:
-    if len(record.roster) >= core.least:
+def _waiting_for_members(view: LeaderView, record: Record, _: float) -> str:
+    if len(record.roster) >= view.min_members:
         return ""
-    text = f"replicas: {len(record.roster)} of at least {core.least} are members"
+    text = f"replicas: {len(record.roster)} of at least {view.min_members} are members"
     if record.orders.paused:
         return f"{text}; joins are paused {record.orders.paused}"
-    outside = sorted(core.held.items())[:_NAMED]
+    outside = sorted(view.notified_refusals.items())[:_NAMED]
     return text + "".join(f"; {name} is outside: {why}" for name, why in outside)
 
 
-def _waiting_to_enter(core: LeaderCore, record: Record, now: float) -> str:
-    away = [x.replica for x in record.roster if x.replica not in core.epoch.running]
+def _waiting_to_enter(view: LeaderView, record: Record, now: float) -> str:
+    away = [x.replica for x in record.roster if x.replica not in view.epoch.running]
     if not away:
         return ""
-    return f"{_some(away)} to enter the first round of epoch {record.epoch}{_heard(core, away, None, now)}"
+    return f"{_some(away)} to enter the first round of epoch {record.epoch}{_heard(view, away, None, now)}"
 
 
-def _waiting_for_snapshots(core: LeaderCore, _: Record, now: float) -> str:
-    for joiner, serving in sorted(core.serving.items()):
+def _waiting_for_snapshots(view: LeaderView, _: Record, now: float) -> str:
+    for joiner, serving in sorted(view.serving.items()):
         late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
         if not serving.told and late:
-            said = _heard(core, late, None, now)
+            said = _heard(view, late, None, now)
             return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{said}"
     return ""
 
 
-def _waiting_for_data(_: LeaderCore, record: Record, _now: float) -> str:
+def _waiting_for_data(_: LeaderView, record: Record, _now: float) -> str:
     if not waits_for_data(record.sharing, record.roster):
         return ""
     shard = lost_parts(record.sharing, record.roster)[0]
@@ -220,73 +220,74 @@ def _waiting_for_data(_: LeaderCore, record: Record, _now: float) -> str:
     return f"a replica that can read shard {shard}: none of the members can, data slots {data_slots} could"
 
 
-def _waiting_to_end(core: LeaderCore, record: Record, now: float) -> str:
+def _waiting_to_end(view: LeaderView, record: Record, now: float) -> str:
     """For whom those wait that have finished."""
-    late = [x.replica for x in record.roster if x.replica not in core.finished and not x.leaving]
-    if not core.finished or not late:
+    late = [x.replica for x in record.roster if x.replica not in view.finished and not x.leaving]
+    if not view.finished or not late:
         return ""
-    return f"{_some(late)} to finish as {_some(sorted(core.finished))} did{_heard(core, late, None, now)}"
+    return f"{_some(late)} to finish as {_some(sorted(view.finished))} did{_heard(view, late, None, now)}"
 
 
-def _beats(core: LeaderCore, record: Record) -> dict[str, Heartbeat]:
+def _beats(view: LeaderView, record: Record) -> dict[str, Heartbeat]:
     """What the members of this epoch said last, of those that have said anything in it."""
     found = {}
     for member in record.roster:
-        peer = core.liveness.peers.get(member.replica)
+        peer = view.peers.get(member.replica)
         if peer is not None and peer.connected and peer.incarnation == member.incarnation and peer.beat:
             found[member.replica] = peer.beat
     return {name: beat for name, beat in found.items() if beat.epoch == record.epoch}
 
 
-def _waiting_to_link(core: LeaderCore, record: Record, now: float) -> str:
+def _waiting_to_link(view: LeaderView, record: Record, now: float) -> str:
     """Whose links of this epoch do not stand, and have not for long: they contribute nothing before."""
-    since = max(core.epoch.since, core.epoch.decided_at)
+    since = max(view.epoch.since, view.epoch.decided_at)
     if now - since < _WORTH_S:
         return ""
-    linking = [name for name, beat in _beats(core, record).items() if beat.is_linking]
+    linking = [name for name, beat in _beats(view, record).items() if beat.is_linking]
     if not linking:
         return ""
     return f"the links of {_some(linking)} in epoch {record.epoch}, for {now - since:.1f} s now"
 
 
-def _waiting_in_exchange(core: LeaderCore, record: Record, now: float) -> str:
+def _waiting_in_exchange(view: LeaderView, record: Record, now: float) -> str:
     """Everybody is in the same step and waits for nobody in particular, but for the bytes."""
-    beats = _beats(core, record)
-    if now - core.stepped < _LONG_S or len(beats) < len(record.roster):
+    beats = _beats(view, record)
+    if now - view.last_step_at < _LONG_S or len(beats) < len(record.roster):
         return ""
     steps = {beat.step for beat in beats.values()}
     if len(steps) > 1 or not all(beat.waits for beat in beats.values()):
         return ""
-    return f"the exchange of step {steps.pop()}, in which every member is, for {now - core.stepped:.1f} s now"
+    stalled_s = now - view.last_step_at
+    return f"the exchange of step {steps.pop()}, in which every member is, for {stalled_s:.1f} s now"
 
 
-def _waiting_in_step(core: LeaderCore, record: Record, now: float) -> str:
+def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
     """For whom the others wait in the exchange, and have waited for long."""
     found = []
-    for name, (step, since) in core.lateness.since.items():
-        peer = core.liveness.peers.get(name)
+    for name, (step, since) in view.awaited_in_step.items():
+        peer = view.peers.get(name)
         if peer is None or not peer.connected or not record.lists(name, peer.incarnation):
             continue
         if peer.step <= step and now - since >= _WORTH_S:
             found.append((since, name, step))
     # Who has come since is named by nobody's newest beat.
-    beats = [peer.beat for peer in core.liveness.peers.values() if found and peer.connected and peer.beat]
+    beats = [peer.beat for peer in view.peers.values() if found and peer.connected and peer.beat]
     named = {(name, beat.step) for beat in beats for name in beat.waiting_for}
     found = [(since, name, step) for since, name, step in found if (name, step) in named]
     if not found:
         return ""
     # Somebody in user code explains more than a link does.
-    absent = [x for x in found if not _is_back(core.liveness.peers[x[1]], x[2])]
+    absent = [x for x in found if not _is_back(view.peers[x[1]], x[2])]
     if not absent:
-        return _waiting_for_words(core, found, now)
+        return _waiting_for_words(view, found, now)
     found = absent
     since, name, step = min(found)
-    peer = core.liveness.peers[name]
+    peer = view.peers[name]
     busy = f"busy with {peer.beat.busy}" if peer.beat is not None and peer.beat.busy else "in user code"
     others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    said = _heard(core, [name], since, now)
+    said = _heard(view, [name], since, now)
     member = record.member(name)
-    if member is not None and (trouble := silence(core.liveness, member, now)):
+    if member is not None and (trouble := silence(view.liveness, member, now)):
         said += f"; {trouble}"
     return f"{name}{others}, {busy} in step {step}, for {now - since:.1f} s now{said}"
 
@@ -296,13 +297,13 @@ def _is_back(peer: Peer, step: int) -> bool:
     return peer.beat is not None and peer.beat.step == step and peer.beat.waits and not peer.beat.busy
 
 
-def _waiting_for_words(core: LeaderCore, found: list[tuple[float, str, int]], now: float) -> str:
+def _waiting_for_words(view: LeaderView, found: list[tuple[float, str, int]], now: float) -> str:
     """Those who are missed have come, and wait too: what they said has not arrived."""
     since, _, step = min(found)
     missed = {name for _, name, _ in found}
     links = [
         f"{name} to {by}"
-        for by, peer in sorted(core.liveness.peers.items())
+        for by, peer in sorted(view.peers.items())
         if peer.beat is not None and peer.beat.step == step
         for name in peer.beat.waiting_for
         if name in missed and name != by
@@ -313,15 +314,15 @@ def _waiting_for_words(core: LeaderCore, found: list[tuple[float, str, int]], no
     )
 
 
-def _heard(core: LeaderCore, names: list[str], since: float | None, now: float) -> str:
+def _heard(view: LeaderView, names: list[str], since: float | None, now: float) -> str:
     """When the one of them that has been silent for longest was heard, and until when it may take (waited for
     since ``since``; None: for that there is no bound of its own)."""
-    peers = [peer for name in names if (peer := core.liveness.peers.get(name)) is not None]
+    peers = [peer for name in names if (peer := view.peers.get(name)) is not None]
     if not peers:
         return ""
     text = f": last seen {now - min(peer.seen for peer in peers):.1f} s ago"
     if since is not None:
-        until = since + max(core.patience_s(peer) for peer in peers)
+        until = since + max(view.patience_s(peer) for peer in peers)
         text += f", may take until {time_of_day(until, now)}"
     return text
 

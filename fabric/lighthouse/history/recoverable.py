@@ -3,20 +3,20 @@
 from dataclasses import asdict
 from typing import Any
 
-from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.view import LeaderView
 
 
-def recoverable(core: LeaderCore, now: float) -> dict[str, Any] | None:
+def recoverable(view: LeaderView, now: float) -> dict[str, Any] | None:
     """The freshest state that checkpoint servers hold between them, every lane of it, and how old that is: in
     committed steps, and in seconds since it was the trainers'."""
-    roster = core.record.roster if core.record is not None else ()
-    ref = core.liveness.freshest(max((len(x.addresses) for x in roster), default=1))
+    roster = view.record.roster if view.record is not None else ()
+    ref = view.liveness.newest_state(max((len(x.addresses) for x in roster), default=1))
     if ref is None:
         return None
-    same = core.record is not None and core.record.generation == ref.generation
-    age_s = core.liveness.age_s(ref, now)
+    same = view.record is not None and view.record.generation == ref.generation
+    age_s = view.liveness.state_age_s(ref, now)
     return {
         **asdict(ref),
-        "steps_behind": max(0, core.top_step() - ref.step) if same else None,
+        "steps_behind": max(0, view.top_step() - ref.step) if same else None,
         "age_s": None if age_s is None else round(age_s, 3),
     }

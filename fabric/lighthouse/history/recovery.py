@@ -12,7 +12,7 @@ from typing import Any
 
 from fabric.errors import ProtocolError
 from fabric.model import Record, incident_id_of
-from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.view import EpochView, LeaderView
 
 # So many of the newest are kept, in memory and in the store.
 CAPACITY = 200
@@ -125,27 +125,25 @@ class Recoveries:
         """A term begins with this record: it is no news."""
         self._record = record
 
-    def observe(self, core: LeaderCore, event: int, now: float) -> list[Recovery]:
+    def observe(self, view: LeaderView, event: int, now: float) -> list[Recovery]:
         """Look at the core as it is; returns what changed. ``event``: id of the newest one told."""
-        record = core.record
+        record = view.record
         changed: dict[int, Recovery] = {}
         if record is not None and record is not self._record:
-            for recovery in self._on_record(core, record, event, now):
+            for recovery in self._on_record(view, record, event, now):
                 changed[recovery.id] = recovery
             self._record = record
-        elif (
-            record is not None and (core.epoch.condemned or core.epoch.aborted) and self._unanswered() is None
-        ):
-            recovery = self._open(core, event, now)
+        elif record is not None and _has_failed(view.epoch) and self._unanswered() is None:
+            recovery = self._open(view, event, now)
             changed[recovery.id] = recovery
         few = record is None or len(record.roster) <= _MANY
         if few or changed or now - self._looked >= _LOOK_S:
             self._looked = now
             if changed:
                 self._pending = [recovery for recovery in self.kept if recovery.is_open]
-            top = cache(core.top_step)  # found once, however many were lost: it looks at everybody
+            top = cache(view.top_step)  # found once, however many were lost: it looks at everybody
             for recovery in self._pending:
-                if _fill(recovery, core, now, top):
+                if _fill(recovery, view, now, top):
                     changed[recovery.id] = recovery
         if changed:
             self._pending = [recovery for recovery in self.kept if recovery.is_open]
@@ -156,25 +154,25 @@ class Recoveries:
         newest = self.kept[-1] if self.kept else None
         return newest if newest is not None and not newest.epoch_committed else None
 
-    def _open(self, core: LeaderCore, event: int, now: float) -> Recovery:
-        condemned = core.epoch.condemned
-        reasons = condemned or {name: aborted.why for name, aborted in core.epoch.aborted.items()}
+    def _open(self, view: LeaderView, event: int, now: float) -> Recovery:
+        condemned = view.epoch.pending_evictions
+        reasons = condemned or {name: aborted.why for name, aborted in view.epoch.aborted.items()}
         why = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
         kind, name = (
             "death" if condemned else "abort",
-            incident_id_of(core.record.epoch + 1 if core.record else 1),
+            incident_id_of(view.record.epoch + 1 if view.record else 1),
         )
-        recovery = Recovery(event, kind, why[:1000], core.top_step(), now, incident_id=name)
+        recovery = Recovery(event, kind, why[:1000], view.top_step(), now, incident_id=name)
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 
-    def _on_record(self, core: LeaderCore, record: Record, event: int, now: float) -> list[Recovery]:
+    def _on_record(self, view: LeaderView, record: Record, event: int, now: float) -> list[Recovery]:
         before = self._record
         if before is None or not record.is_forced or before.epoch == record.epoch:
             return []
         if self._unanswered() is None and _is_by_order(before, record):
             return []
-        recovery = self._unanswered() or self._open_late(core, record, event, now)
+        recovery = self._unanswered() or self._open_late(view, record, event, now)
         recovery.epoch, recovery.generation, recovery.incident_id = (
             record.epoch,
             record.generation,
@@ -192,15 +190,15 @@ class Recoveries:
         if record.generation != before.generation:
             recovery.kind = "cold start"
             seen = max(0, recovery.step - record.base.step)
-            recovery.steps_lost = core.lost if core.lost is not None else seen
-            recovery.micro_batches_lost = recovery.steps_lost * _micro_batches(core)
+            recovery.steps_lost = view.steps_lost if view.steps_lost is not None else seen
+            recovery.micro_batches_lost = recovery.steps_lost * _micro_batches(view)
             recovery.step = record.base.step
         return [recovery]
 
-    def _open_late(self, core: LeaderCore, record: Record, event: int, now: float) -> Recovery:
+    def _open_late(self, view: LeaderView, record: Record, event: int, now: float) -> Recovery:
         """Condemned and evicted within one event: the epoch is the first that is seen of it."""
         recovery = Recovery(
-            event, "abort", record.reason[:1000], core.top_step(), now, incident_id=record.incident_id
+            event, "abort", record.reason[:1000], view.top_step(), now, incident_id=record.incident_id
         )
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
@@ -213,6 +211,10 @@ class Recoveries:
         recovery.lost[replica] = Return()
 
 
+def _has_failed(epoch: EpochView) -> bool:
+    return bool(epoch.pending_evictions or epoch.aborted)
+
+
 def _is_by_order(before: Record, record: Record) -> bool:
     """Whether its members stop, or go on, only because another number of them is needed."""
     if record.generation != before.generation or record.min_replicas == before.min_replicas:
@@ -221,46 +223,46 @@ def _is_by_order(before: Record, record: Record) -> bool:
     return members == others
 
 
-def _fill(recovery: Recovery, core: LeaderCore, now: float, top: Callable[[], int]) -> bool:
+def _fill(recovery: Recovery, view: LeaderView, now: float, top: Callable[[], int]) -> bool:
     """Note what has come true since; whether anything has. ``top``: the job's newest step."""
-    record = core.record
+    record = view.record
     if record is None or not recovery.epoch_committed:
         return False
     changed = False
-    if not recovery.links_up and (record.epoch > recovery.epoch or _everybody_runs(core, record)):
+    if not recovery.links_up and (record.epoch > recovery.epoch or _everybody_runs(view, record)):
         recovery.links_up, changed = now, True
-    changed = _note_resume(recovery, core) or changed
-    if not recovery.step_committed and _has_stepped(recovery, core, record, top):
+    changed = _note_resume(recovery, view) or changed
+    if not recovery.step_committed and _has_stepped(recovery, view, record, top):
         recovery.links_up = recovery.links_up or now
         recovery.step_committed, changed = now, True
     for replica in recovery.lost:
-        changed = _fill_return(recovery, replica, core, record, now, top) or changed
+        changed = _fill_return(recovery, replica, view, record, now, top) or changed
     return changed
 
 
-def _note_resume(recovery: Recovery, core: LeaderCore) -> bool:
+def _note_resume(recovery: Recovery, view: LeaderView) -> bool:
     """The step that the others go on from: a leader that has just begun knew none when the failure came."""
-    decision = core.epoch.decision
+    decision = view.epoch.decision
     if recovery.step_committed or decision is None or decision.step <= recovery.step:
         return False
     recovery.step = decision.step
     return True
 
 
-def _has_stepped(recovery: Recovery, core: LeaderCore, record: Record, top: Callable[[], int]) -> bool:
+def _has_stepped(recovery: Recovery, view: LeaderView, record: Record, top: Callable[[], int]) -> bool:
     """Whether a step was committed since: before the decision, what a member tells of is an older one."""
-    is_decided = not record.is_forced or core.epoch.decision is not None
+    is_decided = not record.is_forced or view.epoch.decision is not None
     return record.complete or (is_decided and top() > recovery.step)
 
 
-def _everybody_runs(core: LeaderCore, record: Record) -> bool:
-    return len(core.epoch.running) >= len(record.roster)
+def _everybody_runs(view: LeaderView, record: Record) -> bool:
+    return len(view.epoch.running) >= len(record.roster)
 
 
 def _fill_return(
-    recovery: Recovery, replica: str, core: LeaderCore, record: Record, now: float, top: Callable[[], int]
+    recovery: Recovery, replica: str, view: LeaderView, record: Record, now: float, top: Callable[[], int]
 ) -> bool:
-    back, peer = recovery.lost[replica], core.liveness.peers.get(replica)
+    back, peer = recovery.lost[replica], view.peers.get(replica)
     if back.joined or peer is None or not peer.connected:
         return False
     # A session may outlive its process for a while. One that goes on says that it knows of the epoch without
@@ -274,11 +276,11 @@ def _fill_return(
     back.started = back.started or now
     if member or (is_near and peer.generation == record.generation):
         back.has_state = back.has_state or now
-    if member and replica in core.epoch.running:
+    if member and replica in view.epoch.running:
         back.joined = now
     return before != (back.started, back.has_state, back.joined)
 
 
-def _micro_batches(core: LeaderCore) -> int:
-    peers = list(core.liveness.peers.values())
+def _micro_batches(view: LeaderView) -> int:
+    peers = list(view.peers.values())
     return peers[0].session.micro_batches if peers else 0

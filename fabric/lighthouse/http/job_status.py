@@ -8,33 +8,32 @@ from fabric.lighthouse.diagnosis.status_text import time_of_day, waiting_for
 from fabric.lighthouse.history.recoverable import recoverable
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import Member, Record, counted
-from fabric.protocol.leader.base import Setback
-from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.liveness import Peer, PulseState
+from fabric.protocol.leader.view import LeaderView
 
 
 def job_line(job: Job) -> dict[str, Any]:
     """One job in the list of all."""
-    record = job.core.record
+    record = job.view.record
     return {
         "job": job.name,
         "generation": record.generation if record else 0,
         "epoch": record.epoch if record else 0,
-        "step": job.core.top_step(),
+        "step": job.view.top_step(),
         "members": len(record.roster) if record else 0,
         "sessions": len(job.sessions),
         "complete": bool(record and record.complete),
         "paused": record.orders.paused if record else "",
-        "failed": job.core.refused_for,
-        "waiting_for": waiting_for(job.core, job.now),
+        "failed": job.view.failed_reason,
+        "waiting_for": waiting_for(job.view, job.now),
     }
 
 
 def job_view(job: Job) -> dict[str, Any]:
     """Everything the leader knows about a job. Ages and durations are in seconds."""
-    core, now = job.core, job.now
-    record = core.record
-    peers = core.liveness.peers
+    view, now = job.view, job.now
+    record = view.record
+    peers = view.peers
     roster = record.roster if record else ()
     outside = [p for n, p in sorted(peers.items()) if not (record and record.lists(n, p.incarnation))]
     return {
@@ -42,50 +41,45 @@ def job_view(job: Job) -> dict[str, Any]:
         "record": _record_view(record),
         "roster": [member.replica for member in roster],
         "policy": {
-            **asdict(core.config.policy),
-            "min_replicas": core.least,
-            "max_replicas": core.most,
+            **asdict(view.policy),
+            "min_replicas": view.min_members,
+            "max_replicas": view.max_members,
         },
-        "penalties": [asdict(penalty) for penalty in core.penalties()],
-        "hosts": core.hosts_that_failed(),
-        "members": [_member_view(core, member, now) for member in roster],
-        "joiners": [_joiner_view(core, peer, now) for peer in outside if peer.connected],
+        "penalties": [asdict(penalty) for penalty in view.penalties()],
+        "hosts": view.hosts_that_failed(),
+        "members": [_member_view(view, member, now) for member in roster],
+        "joiners": [_joiner_view(view, peer, now) for peer in outside if peer.connected],
         "checkpoint_servers": [
             {"replica": name, "rank": rank, "incarnation": pulse.incarnation, **_pulse_view(pulse, now)}
-            for name, rank, pulse in _servers(core)
+            for name, rank, pulse in _servers(view)
         ],
-        "recoverable": recoverable(core, now),
-        "durable": _durable(core),
+        "recoverable": recoverable(view, now),
+        "durable": _durable(view),
         "durable_failing": job.servers.failing,
         "ledger": job.look_at_ledger().to_json(),
     }
 
 
-def _servers(core: LeaderCore) -> list[tuple[str, int, PulseState]]:
+def _servers(view: LeaderView) -> list[tuple[str, int, PulseState]]:
     """Every checkpoint server that has spoken, by replica and rank; of a complete job those that still do."""
-    ranks = {0: core.liveness.pulses, **core.liveness.rank_pulses}
     found = [
         (name, rank, pulse)
-        for rank, pulses in ranks.items()
-        for name, pulse in pulses.items()
-        if pulse.connected or not _is_complete(core)
+        for rank in view.liveness.status_ranks
+        for name, pulse in view.liveness.statuses(rank).items()
+        if pulse.connected or not view.is_complete
     ]
     return sorted(found, key=lambda entry: entry[:2])
 
 
-def _is_complete(core: LeaderCore) -> bool:
-    return core.record is not None and core.record.complete
-
-
-def _durable(core: LeaderCore) -> dict[str, Any] | None:
+def _durable(view: LeaderView) -> dict[str, Any] | None:
     """The newest durable checkpoint that anybody has found or written, and how old it is in committed
     steps."""
     newest = max(
-        core.liveness.durable(), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None
+        view.liveness.durable(), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None
     )
     if newest is None:
         return None
-    return {**asdict(newest), "steps_behind": max(0, core.top_step() - newest.step)}
+    return {**asdict(newest), "steps_behind": max(0, view.top_step() - newest.step)}
 
 
 def _record_view(record: Record | None) -> dict[str, Any] | None:
@@ -96,11 +90,11 @@ def _record_view(record: Record | None) -> dict[str, Any] | None:
     return {**body, "is_forced": record.is_forced}
 
 
-def _member_view(core: LeaderCore, member: Member, now: float) -> dict[str, Any]:
-    liveness, epoch = core.liveness, core.epoch
-    peer, pulse = liveness.peers.get(member.replica), liveness.pulses.get(member.replica)
-    verdict = epoch.condemned.get(member.replica) or liveness.verdict(member, now)
-    is_complete = _is_complete(core)
+def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]:
+    liveness, epoch = view.liveness, view.epoch
+    peer, pulse = liveness.peers.get(member.replica), liveness.statuses().get(member.replica)
+    verdict = epoch.pending_evictions.get(member.replica) or liveness.failure_reason(member, now)
+    is_complete = view.is_complete
     if is_complete:
         pulse = pulse if pulse and pulse.connected else None  # they end a moment after the job
         verdict = "finished"
@@ -115,36 +109,36 @@ def _member_view(core: LeaderCore, member: Member, now: float) -> dict[str, Any]
         "running": member.replica in epoch.running,
         **session,
         "phase": "" if is_complete else session["phase"],
-        "step": core.top_step() if is_complete else session["step"],
+        "step": view.top_step() if is_complete else session["step"],
         "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == member.incarnation else None,
         "verdict": verdict or (f"alive, but {said}" if (said := silence(liveness, member, now)) else "alive"),
     }
 
 
-def _joiner_view(core: LeaderCore, peer: Peer, now: float) -> dict[str, Any]:
+def _joiner_view(view: LeaderView, peer: Peer, now: float) -> dict[str, Any]:
     session = peer.session
-    pulse = core.liveness.pulses.get(session.replica)
-    if core.record is None:
+    pulse = view.liveness.statuses().get(session.replica)
+    if view.record is None:
         verdict = "waits for the first start"
-    elif session.replica in core.finished:
-        verdict = f"has finished at step {core.finished[session.replica]}"
-    elif core.record.complete:
+    elif session.replica in view.finished:
+        verdict = f"has finished at step {view.finished[session.replica]}"
+    elif view.record.complete:
         verdict = "the job is complete"
-    elif doubt := core.liveness.doubt(session, now):
+    elif doubt := view.liveness.suspicion(session, now):
         verdict = doubt
-    elif core.kept_out(peer):
-        verdict = core.kept_out(peer)
-    elif now < (setback := core.setbacks.get((session.replica, peer.incarnation), Setback())).until:
-        again, times = time_of_day(setback.until, now), setback.times
+    elif view.admission_refusal(peer):
+        verdict = view.admission_refusal(peer)
+    elif now < (backoff := view.readmission_backoff(peer)).until:
+        again, times = time_of_day(backoff.until, now), backoff.times
         verdict = (
             f"is not admitted before {again}: evicted {counted(times, 'time')}, and waits longer every time"
         )
-    elif (session.replica, peer.incarnation) in core.absent:
+    elif view.was_evicted_in_user_code(peer):
         verdict = "was evicted for its user code, and is not admitted before it comes back from there"
-    elif peer.generation != core.record.generation:
+    elif peer.generation != view.record.generation:
         verdict = "has no state of this generation yet"
     else:
-        verdict = f"catches up: {counted(max(0, core.top_step() - peer.step), 'step')} behind"
+        verdict = f"catches up: {counted(max(0, view.top_step() - peer.step), 'step')} behind"
     return {
         "replica": session.replica,
         "incarnation": session.incarnation,

@@ -52,8 +52,8 @@ def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
         job = find_job(jobs(), request)
         if isinstance(job, web.Response):
             return job
-        record = job.core.record
-        if replica not in job.core.liveness.peers and (record is None or record.member(replica) is None):
+        record = job.view.record
+        if replica not in job.view.peers and (record is None or record.member(replica) is None):
             return json_error(404, f"job {job.name} knows no replica {replica}: look at its members")
         asked = io.Operator(action, replica, who, why)
         _check(job, asked)
@@ -75,16 +75,16 @@ def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
             return job
         least, most = (_count(body, name, job.max_replicas) for name in ("min", "max"))
         asked = io.Operator(action, about, who, why, least, most)
-        if action == "admit" and not job.core.knows_of(about):
+        if action == "admit" and not job.view.knows_of(about):
             return json_error(
                 404, f"job {job.name} knows no replica or host {about}: `fabric status` shows who is kept out"
             )
         _check(job, asked)
         job.operate(asked)
         await job.kept(KEPT_WITHIN_S)
-        core = job.core
-        answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": core.orders.paused}
-        answer |= {"min": core.orders.min_replicas, "max": core.orders.max_replicas}
+        view = job.view
+        answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": view.overrides.paused}
+        answer |= {"min": view.overrides.min_replicas, "max": view.overrides.max_replicas}
         if note := _note(job, action):
             answer["note"] = note
         return web.json_response(answer)
@@ -94,7 +94,7 @@ def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
 
 def _check(job: Job, asked: io.Operator) -> None:
     """Raises Refused or ProtocolError for what cannot be; nothing is changed then."""
-    objection = job.core.objection(asked)
+    objection = job.view.objection(asked)
     if objection:
         raise Refused(objection)
     if asked.action == "scale":
@@ -103,18 +103,19 @@ def _check(job: Job, asked: io.Operator) -> None:
 
 def _note(job: Job, action: str) -> str:
     """What somebody who says this may not expect of the job as it is, in a sentence, or empty."""
-    core, record = job.core, job.core.record
+    view, record = job.view, job.view.record
     if action == "retry":
         return "It begins again when its replicas are started."
     if record is not None and record.failed:
         return "The job has failed: this holds when it is started again."
-    if action == "scale" and record is not None and len(record.roster) < core.least:
-        return f"It has {counted(len(record.roster), 'member')}: it stands still until it has {core.least}."
+    if action == "scale" and record is not None and len(record.roster) < view.min_members:
+        count = counted(len(record.roster), "member")
+        return f"It has {count}: it stands still until it has {view.min_members}."
     return ""
 
 
 def _check_scale(job: Job, asked: io.Operator) -> None:
-    orders, policy = job.core.orders, job.core.config.policy
+    orders, policy = job.view.overrides, job.view.policy
     if asked.min_replicas is None and asked.max_replicas is None:
         raise ProtocolError('give "min", "max" or both: counts of replicas, 0 for what the replicas ask for')
     least = orders.min_replicas if asked.min_replicas is None else asked.min_replicas

@@ -36,7 +36,7 @@ class Looks:
 
     def period_s(self, job: Job) -> float:
         """How long a look at this job counts, in seconds."""
-        return max(_LOOK_S, len(job.core.liveness.peers) / _ROWS_PER_S)
+        return max(_LOOK_S, len(job.view.peers) / _ROWS_PER_S)
 
     def look(self, job: Job) -> Look:
         """The job as it is now, or was less than ``period_s`` ago."""

@@ -34,6 +34,7 @@ from fabric.lighthouse.jobs.term_context import Surroundings, entropy
 from fabric.lighthouse.telemetry.metrics import JobGauges
 from fabric.model import Policy, Record
 from fabric.protocol.leader.core import MANY, LeaderCore
+from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.runtime.driver import Driver
@@ -105,6 +106,11 @@ class Job:
         return self._around.clock()
 
     @property
+    def view(self) -> LeaderView:
+        """What the core shows."""
+        return self.core.view
+
+    @property
     def is_running(self) -> bool:
         """False for the moment between a defect and the core's remaking."""
         return self._driver is not None
@@ -117,18 +123,18 @@ class Job:
     @property
     def is_idle(self) -> bool:
         """Nothing is stored for it and nobody speaks to it."""
-        core = self.core
-        return not (core.record or core.writing or self.sessions or self.pulses)
+        return not (self.view.record or self.view.record_in_flight or self.sessions or self.pulses)
 
     @property
     def is_complete(self) -> bool:
         """Whether it has finished."""
-        return self.core.record is not None and self.core.record.complete
+        return self.view.is_complete
 
     def is_over_since(self, seconds: float, unix_s: float) -> bool:
         """Whether it was complete so long ago, and nobody speaks to it any more."""
-        record = self.core.record
-        if record is None or not record.complete or self.sessions or self.pulses or self.core.writing:
+        record = self.view.record
+        is_used = self.sessions or self.pulses or self.view.record_in_flight
+        if record is None or not record.complete or is_used:
             self._retention.is_in_use()
             return False
         return self._retention.is_over(record.ended, seconds, unix_s, self.now)
@@ -139,10 +145,10 @@ class Job:
 
     @property
     def gauges(self) -> JobGauges:
-        core = self.core
-        record, state = core.record, recoverable(core, self.now)
+        view = self.view
+        record, state = view.record, recoverable(view, self.now)
         roster = record.roster if record else ()
-        seen = [p.seen for x in roster if (p := core.liveness.peers.get(x.replica)) is not None]
+        seen = [p.seen for x in roster if (p := view.peers.get(x.replica)) is not None]
         return JobGauges(
             heartbeat_age_s=self.now - min(seen, default=self.now),
             ledger=self.look_at_ledger().seconds,
@@ -150,7 +156,7 @@ class Job:
             has_failed=record is not None and bool(record.failed),
             job=self.name,
             epoch=record.epoch if record else 0,
-            step=core.top_step(),
+            step=view.top_step(),
             members=len(record.roster) if record else 0,
             sessions=len(self.sessions),
             recoverable_step=None if state is None else state["step"],
@@ -161,17 +167,17 @@ class Job:
 
     def look_at_ledger(self) -> Ledger:
         """Where the job's time went, up to now."""
-        core, record = self.core, self.core.record
+        view, record = self.view, self.view.record
         is_on = record is not None and not record.complete and not record.failed
         members = len(record.roster) if record is not None else 0
-        wanted = core.config.policy.start_replicas
+        wanted = view.policy.start_replicas
         before, self._looked = self.ledger.state, self.now
         # A new leader has heard nobody yet: what the record says is where the generation began.
-        step = -1 if core.reached is None else core.reached
+        step = -1 if view.highest_step is None else view.highest_step
         generation = record.generation if record is not None else 0
         look = Look(is_on, step, members, wanted, self.recoveries.is_recovering, generation)
         self.ledger.observe(look, self.now)
-        self.servers.look(core, self.now, self._note)
+        self.servers.look(view, self.now, self._note)
         if self.is_running and self.ledger_is_known:
             self._keep_ledger(before, self.ledger.state)
         return self.ledger
@@ -205,7 +211,7 @@ class Job:
 
     def open(self, connection: Connection, session: m.OpenSession, policy: Policy) -> bool:
         """Begin (or say again) a session; False when the core refused it, and it is being closed."""
-        record = self.core.record
+        record = self.view.record
         allowed, needed = self._around.max_replicas, policy.min_replicas if record is None else 0
         count = others(session.replica, self.sessions, record, allowed)
         reason = no_room(self.name, session.replica, count, needed, allowed)
@@ -219,22 +225,21 @@ class Job:
             why = f"it asked to start with {policy.start_replicas} replicas, this lighthouse allows {allowed}"
             self._note("policy kept", session.replica, why)
         policy = replace(policy, max_replicas=most, start_replicas=start)
-        if not self.sessions:
-            self.core.config = replace(self.core.config, policy=policy)
-        elif policy != self.core.config.policy:
-            self._note("policy kept", session.replica, policy_kept(policy, self.core.config.policy))
+        is_first = not self.sessions
+        if not is_first and policy != self.view.policy:
+            self._note("policy kept", session.replica, policy_kept(policy, self.view.policy))
         if session.tensors and session.tensors == self._tensors:
             session = replace(session, tensors=self._tensors)  # thousands of sessions share one list
         self._tensors = session.tensors
         connection.replica, connection.incarnation = session.replica, session.incarnation
         connection.packs = bool(session.roster)
         self._opening = connection
-        self._feed(io.SessionOpened(session))
+        self._feed(io.SessionOpened(session, policy if is_first else None))
         self._opening = None
         if not self.is_running:
             connection.end(codes.DEFECT, "the lighthouse met a defect of its own: connect again")
             return False
-        peer = self.core.liveness.peers.get(session.replica)
+        peer = self.view.peers.get(session.replica)
         if peer is None or peer.session is not session:
             connection.end(codes.REFUSED, "refused")
             return False
@@ -274,8 +279,8 @@ class Job:
         """One beat; many that say the same are told at ``PULSE_S``; that states age says nothing new."""
         if connection not in self.pulses:
             self.pulses[connection] = {}
-            if self.core.record is not None:
-                connection.send(text_frame(notice_of(self.core.record)))
+            if self.view.record is not None:
+                connection.send(text_frame(notice_of(self.view.record)))
         heard, key = self.pulses[connection], (pulse.replica, pulse.rank)
         known, now = heard.get(key), self.now
         if (
@@ -303,12 +308,12 @@ class Job:
     async def kept(self, within_s: float) -> None:
         """Wait until the store has the operators' orders. Raises StoreUnavailable where it does not take them
         in that time, or this lighthouse leads no longer: they may be lost, and can be said again."""
-        core = self.core
+        core, view = self.core, self.view
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while self.is_running and self.core is core and core.has_unwritten_orders:
+                while self.is_running and self.core is core and view.has_unwritten_overrides:
                     await self._changed.wait()
-        if not self.is_running or self.core is not core or core.has_unwritten_orders:
+        if not self.is_running or self.core is not core or view.has_unwritten_overrides:
             raise StoreUnavailable("it is not certain that the store has this: say it again in a moment")
 
     # --- effects ---------------------------------------------------------------------------------------
@@ -317,12 +322,12 @@ class Job:
         if self._driver is None:
             return
         self._driver.feed(event)
-        now, is_new = self.now, self.core.record is not self._record
+        now, is_new = self.now, self.view.record is not self._record
         if is_new:
             self._changed.set()
             self._changed = asyncio.Event()
-            self._count_evictions(self._record, self.core.record)
-            self._record = self.core.record
+            self._count_evictions(self._record, self.view.record)
+            self._record = self.view.record
             self._notify_servers()
         if is_new or not self._is_many or now - self._noted >= _NOTE_S:
             self._noted = now
@@ -355,7 +360,7 @@ class Job:
     def _send(self, effect: io.SendMember) -> None:
         if not self._around.term.holds():
             return
-        message = self._waits.told_with(effect.message, self.core, self.now)
+        message = self._waits.told_with(effect.message, self.view, self.now)
         for connection in (self._opening, self.sessions.get(effect.replica)):
             if connection is not None and connection.is_of(effect.replica, effect.incarnation):
                 self._pacer.send(connection, self._frames.of(message, connection.packs))
@@ -409,13 +414,13 @@ class Job:
     def _note_recoveries(self) -> None:
         if self._driver is None:
             return
-        changed = self.recoveries.observe(self.core, self.events.newest, time.time())
+        changed = self.recoveries.observe(self.view, self.events.newest, time.time())
         for recovery in changed:
             self._around.metrics.recovery(self.name, recovery)
             self._keep(recovery)
         if changed:
             self.look_at_ledger()  # a recovery may be over before the next look
-        self._explainer.observe(self.core, changed, self.now)
+        self._explainer.observe(self.view, changed, self.now)
 
     def _keep_ledger(self, before: str, state: str) -> None:
         """Into the store when it changes its state, and now and then; a later one is as good as one that is
@@ -461,17 +466,17 @@ class Job:
         self._note(kind, about, why, incident_id=incident_id)
 
     def _note(self, kind: str, about: str, why: str, epoch: int | None = None, incident_id: str = "") -> None:
-        core = self.core
+        view = self.view
         if epoch is None:
-            epoch = core.record.epoch if core.record else 0
+            epoch = view.record.epoch if view.record else 0
         event = self.events.add(kind, epoch, about, why, incident_id)
         self._around.metrics.event(self.name, kind)
-        peer = core.liveness.peers.get(about)
+        peer = view.peers.get(about)
         incarnation = peer.incarnation if peer is not None else None
         where = {"job": self.name, "replica": about, "incarnation": incarnation, "epoch": epoch}
         text = ": ".join(filter(None, (kind, about, event.why)))
         # The newest that was heard of, which is known: the highest of all members' would be looked for.
-        log.info("%s", text, extra=fields(**where, step=core.reached or 0, incident_id=incident_id))
+        log.info("%s", text, extra=fields(**where, step=view.highest_step or 0, incident_id=incident_id))
 
     def _count_evictions(self, before: Record | None, now: Record | None) -> None:
         if before is None or now is None or now.generation != before.generation or not now.is_forced:

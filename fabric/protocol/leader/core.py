@@ -16,6 +16,7 @@ from fabric.protocol.leader import refusal
 from fabric.protocol.leader.base import DEAF_S, EpochState, LeaderConfig
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.rebuilds import Reforming
+from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.decide import Evict, Undecidable, decide
@@ -72,6 +73,11 @@ class LeaderCore(Reforming):
         self._plan_at = math.inf
         self._plan()
         self._deadline = self._next_deadline()
+
+    @property
+    def view(self) -> LeaderView:
+        """What a shell may read of this core."""
+        return LeaderView(self)
 
     @property
     def _is_large(self) -> bool:
@@ -169,6 +175,8 @@ class LeaderCore(Reforming):
 
     def on_opened(self, event: io.SessionOpened) -> None:
         session = event.session
+        if event.policy is not None:
+            self.config = replace(self.config, policy=event.policy)
         refusal = self._refusal(session)
         if refusal is not None:
             self._emit(io.SendMember(session.replica, session.incarnation, refusal))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fabric.model import Record
+from fabric.model import Policy, Record
 from fabric.protocol.messages.network import LeaderMessage, MemberMessage, OpenSession, TrainerStatus
 
 # --- events -----------------------------------------------------------------------------------------
@@ -23,6 +23,7 @@ class SessionOpened:
     """A member's session began with this message."""
 
     session: OpenSession
+    policy: Policy | None = None  # in force from now on; None: the policy of the sessions before it stays
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,326 @@
+"""The read-only view of a leader core: everything that a lighthouse may read, each under a name of its own.
+
+A shell gives events to ``LeaderCore.handle`` and reads here; it touches nothing else of a core. The view
+holds no state: every property shows the core as it is when it is read.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from fabric.model import Member, OperatorOverrides, Policy, Record, SnapshotRef
+from fabric.protocol.leader.base import EpochState, Serving, Setback
+from fabric.protocol.leader.liveness import Liveness, Peer, PulseState
+from fabric.protocol.leader.orders import Penalty
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
+
+if TYPE_CHECKING:
+    from fabric.protocol.leader.core import LeaderCore
+
+
+class LivenessView:
+    """Sessions, checkpoint servers, and what both say of a process."""
+
+    __slots__ = ("_liveness",)
+
+    def __init__(self, liveness: Liveness) -> None:
+        self._liveness = liveness
+
+    @property
+    def peers(self) -> Mapping[str, Peer]:
+        """Replica -> the session of the process that counts for it."""
+        return MappingProxyType(self._liveness.peers)
+
+    @property
+    def elected_at(self) -> float:
+        """When this leader began to hear, by the core's clock."""
+        return self._liveness.elected
+
+    @property
+    def lateness_s(self) -> float:
+        """How much longer than usual silence is tolerated, because the leader itself was late."""
+        return self._liveness.late_s
+
+    def statuses(self, rank: int = 0) -> Mapping[str, PulseState]:
+        """Replica -> the newest status from the checkpoint server of this rank."""
+        pulses = self._liveness.rank_pulses.get(rank, {}) if rank else self._liveness.pulses
+        return MappingProxyType(pulses)
+
+    @property
+    def status_ranks(self) -> tuple[int, ...]:
+        """The ranks whose checkpoint servers have reported."""
+        return (0, *self._liveness.rank_pulses)
+
+    def durable(self) -> set[SnapshotRef]:
+        """Every durable checkpoint that a process has found or written."""
+        return self._liveness.durable()
+
+    def newest_state(self, ranks: int) -> SnapshotRef | None:
+        """The newest state that checkpoint servers hold completely; ``ranks``: how many hold one state."""
+        return self._liveness.freshest(ranks)
+
+    def state_age_s(self, state: SnapshotRef, now: float) -> float | None:
+        """How long ago trainers had this state; None where no server says."""
+        return self._liveness.age_s(state, now)
+
+    def server_urls(self, member: Member) -> list[str]:
+        """Where the checkpoint server of each rank of this member listens."""
+        return self._liveness.ckpts(member)
+
+    def servers_to_hear(self, roster: tuple[Member, ...], now: float) -> dict[str, float]:
+        """URL -> until when the leader waits for a checkpoint server that it does not hear."""
+        return self._liveness.servers_to_hear(roster, now)
+
+    def failure_reason(self, member: Member, now: float) -> str:
+        """Why this member counts as dead, or empty."""
+        return self._liveness.verdict(member, now)
+
+    def proof_of_death(self, member: Member) -> str:
+        """Why it is certain that this process has ended, or empty."""
+        return self._liveness.confirmed(member)
+
+    def suspicion(self, session: m.OpenSession, now: float) -> str:
+        """Why the leader would evict the process of this session if it were a member, or empty."""
+        return self._liveness.doubt(session, now)
+
+    def last_contact(self, member: Member, now: float) -> float:
+        """When the leader last heard of this process; the election at the earliest."""
+        return self._liveness.last_contact(member, now)
+
+
+class EpochView:
+    """What members have said in one epoch. It goes on to show that epoch when another is in force."""
+
+    __slots__ = ("_epoch",)
+
+    def __init__(self, epoch: EpochState) -> None:
+        self._epoch = epoch
+
+    @property
+    def since(self) -> float:
+        return self._epoch.since
+
+    @property
+    def decided_at(self) -> float:
+        return self._epoch.decided_at
+
+    @property
+    def decision(self) -> m.Resume | None:
+        """How a forced epoch goes on, once the leader has decided it."""
+        return self._epoch.decision
+
+    @property
+    def reports(self) -> Mapping[str, m.Report]:
+        return MappingProxyType(self._epoch.reports)
+
+    @property
+    def running(self) -> Mapping[str, int]:
+        """Replica -> the round of this epoch that it has entered."""
+        return MappingProxyType(self._epoch.running)
+
+    @property
+    def aborted(self) -> Mapping[str, m.Aborted]:
+        return MappingProxyType(self._epoch.aborted)
+
+    @property
+    def unreachable(self) -> Mapping[str, tuple[str, ...]]:
+        """Replica -> the members that it cannot reach."""
+        return MappingProxyType(self._epoch.unreachable)
+
+    @property
+    def pending_evictions(self) -> Mapping[str, str]:
+        """Replica -> why the next epoch leaves it out."""
+        return MappingProxyType(self._epoch.condemned)
+
+
+class LeaderView:
+    """One job's leader core as a shell may see it."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: "LeaderCore") -> None:
+        self._core = core
+
+    @property
+    def job(self) -> str:
+        return self._core.job
+
+    @property
+    def liveness(self) -> LivenessView:
+        return LivenessView(self._core.liveness)
+
+    @property
+    def peers(self) -> Mapping[str, Peer]:
+        """Replica -> the session of the process that counts for it."""
+        return MappingProxyType(self._core.liveness.peers)
+
+    @property
+    def epoch(self) -> EpochView:
+        """The epoch in force."""
+        return EpochView(self._core.epoch)
+
+    # --- the record ------------------------------------------------------------------------------------
+
+    @property
+    def record(self) -> Record | None:
+        """The record that the store has committed."""
+        return self._core.record
+
+    @property
+    def record_in_flight(self) -> Record | None:
+        """The record whose write the store has not answered yet."""
+        return self._core.writing
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the core waits for the record to be read again."""
+        return self._core.reading
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a record is being written, or an eviction is pending."""
+        return self._core.is_changing
+
+    @property
+    def is_complete(self) -> bool:
+        return self._core.record is not None and self._core.record.complete
+
+    @property
+    def failed_reason(self) -> str:
+        """Why a failed job refuses new processes, or empty."""
+        return self._core.refused_for
+
+    @property
+    def restarts_after_failure(self) -> bool:
+        """Whether an operator wants the failed job to begin again."""
+        return self._core.retried
+
+    # --- steps -----------------------------------------------------------------------------------------
+
+    def top_step(self) -> int:
+        """The highest step of any member. The call looks at every peer."""
+        return self._core.top_step()
+
+    @property
+    def highest_step(self) -> int | None:
+        """The highest step of this generation that this leader has heard of."""
+        return self._core.reached
+
+    @property
+    def steps_lost(self) -> int | None:
+        """Steps that the newest cold start lost, where the leader knows."""
+        return self._core.lost
+
+    @property
+    def last_step_at(self) -> float:
+        """When a member last reported a further step."""
+        return self._core.stepped
+
+    @property
+    def finished(self) -> Mapping[str, int]:
+        """Replica -> the step at which it finished."""
+        return MappingProxyType(self._core.finished)
+
+    @property
+    def awaited_in_step(self) -> Mapping[str, tuple[int, float]]:
+        """Replica that the others wait for in the exchange -> the step, and since when."""
+        return MappingProxyType(self._core.lateness.since)
+
+    def patience_s(self, peer: Peer) -> float:
+        """How long the others wait for this member's user code."""
+        return self._core.patience_s(peer)
+
+    @property
+    def ring_rebuild_at(self) -> float:
+        """When the same members connect their ring again after an abort."""
+        return self._core.reform_due
+
+    # --- who takes part --------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        return self._core.config.policy
+
+    @property
+    def coalesce_s(self) -> float:
+        """Deaths noticed within so many seconds share one epoch."""
+        return self._core.config.coalesce_s
+
+    @property
+    def min_members(self) -> int:
+        """How many members the job needs to step, from the next epoch on."""
+        return self._core.least
+
+    @property
+    def max_members(self) -> int:
+        return self._core.most
+
+    @property
+    def start_wait_s(self) -> float:
+        """How long a start waits for all replicas."""
+        return self._core.start_wait_s
+
+    @property
+    def start_waits_since(self) -> float | None:
+        """Since when a start waits for more replicas."""
+        return self._core.waiting_since
+
+    def startable(self) -> int:
+        """How many replicas could begin a generation now."""
+        return self._core.startable()
+
+    @property
+    def out_of_contact_limit_s(self) -> float:
+        """A process that has been out of contact for so long commits no more."""
+        return self._core.out_of_sight_s
+
+    @property
+    def serving(self) -> Mapping[str, Serving]:
+        """Joiner -> the snapshot that the members take for it."""
+        return MappingProxyType(self._core.serving)
+
+    @property
+    def notified_refusals(self) -> Mapping[str, str]:
+        """Joiner -> why the leader does not admit it, as it was notified."""
+        return MappingProxyType(self._core.held)
+
+    def admission_refusal(self, peer: Peer) -> str:
+        """Why the leader does not admit this joiner now, or empty."""
+        return self._core.kept_out(peer)
+
+    def readmission_backoff(self, peer: Peer) -> Setback:
+        """How often this process was evicted, and until when it waits."""
+        return self._core.setbacks.get((peer.session.replica, peer.incarnation), Setback())
+
+    def was_evicted_in_user_code(self, peer: Peer) -> bool:
+        """Whether the others waited too long for this process, which has not come back from its user code."""
+        return (peer.session.replica, peer.incarnation) in self._core.absent
+
+    # --- operators and hosts ---------------------------------------------------------------------------
+
+    @property
+    def overrides(self) -> OperatorOverrides:
+        """What operators have ordered; the record has it with the next write."""
+        return self._core.orders
+
+    @property
+    def has_unwritten_overrides(self) -> bool:
+        """Whether the next leader would not know the newest orders."""
+        return self._core.has_unwritten_orders
+
+    def objection(self, asked: io.Operator) -> str:
+        """Why the leader refuses this order, or empty."""
+        return self._core.objection(asked)
+
+    def knows_of(self, about: str) -> bool:
+        """Whether the leader has heard of a replica or a host of this name."""
+        return self._core.knows_of(about)
+
+    def penalties(self) -> list[Penalty]:
+        """Replicas and hosts that are kept out because they failed too often."""
+        return self._core.penalties()
+
+    def hosts_that_failed(self) -> list[dict[str, Any]]:
+        """Each host with failures in its history, the most suspect first."""
+        return self._core.hosts_that_failed()

@@ -131,7 +131,7 @@ def member(world: int, position: int, folder: str, fds: list[int]) -> None:
     def prepare(nbytes: int) -> Callable[[str], Callable[[], None]]:
         nonlocal shared, private
         for memory in shared:
-            planes["shm"].forget(memory)
+            planes["shm"].unregister(memory)
         shared = [planes["shm"].allocate(nbytes).view(torch.float32) for _ in range(2)]
         private = [torch.ones(nbytes // 4) for _ in range(2)]
         shared[0].fill_(1)

@@ -25,12 +25,14 @@ import torch
 import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from ftar.simulated_device import SimulatedDevice
+
 from fabric.errors import RoundAborted
-from fabric.ftar.communicators.nccl import NcclMaker
+from fabric.ftar.communicators.nccl import NcclFactory
 from fabric.ftar.communicators.process_group_plane import GroupPlane
 from fabric.ftar.device.cuda import CudaDevice
-from fabric.ftar.device.host import HostDevice
-from fabric.ftar.device.ring import DeviceRing
+from fabric.ftar.device.device_ring import DeviceRing
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
 
@@ -57,7 +59,7 @@ class Member:
         self.pieces, self.die_at = 0, 0
         self.sources: dict[tuple[int, str], torch.Tensor] = {}
         name = config["device"].replace("position", str(self.position))
-        self.device = CudaDevice(name) if self.cuda else HostDevice(immediate=True)
+        self.device = CudaDevice(name) if self.cuda else SimulatedDevice(immediate=True)
         ring = Ring(1, self.position, tuple(f"m{i}" for i in range(config["world"])))
         self.planes = {}
         for name, (next_, previous) in config["links"].items():
@@ -66,7 +68,7 @@ class Member:
 
     def _plane(self, name: str, options: dict) -> DeviceRing | GroupPlane:
         if name == "nccl":
-            return GroupPlane(NcclMaker(self.device.device), self.device.owns)
+            return GroupPlane(NcclFactory(self.device.device), self.device.owns)
         return DeviceRing(self.device, shares=name == "ipc", on_piece=self._on_piece, **options)
 
     def _on_piece(self, _step: int) -> None:

@@ -24,7 +24,7 @@ from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.cli.store_options import store_access, store_access_options
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime.config import Settings, advertised_host, settings
-from fabric.runtime.http.dial_errors import mistake, why
+from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.http_service import bind_first_free, parse_ports
 from fabric.store import EtcdAccess, open_store
 
@@ -201,8 +201,8 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str, found: Settings) ->
         ok, reachable = bool(body["ok"]), bool(body["store_reachable"])
         refused = await _refuses(http, url, found)
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
-        advice = "docs/api.md, 'TLS'" if mistake(error, tls) else "is a lighthouse there?"
-        return [Finding("warn", f"{url} does not answer ({why(error, url, tls)})", advice)]
+        advice = "docs/api.md, 'TLS'" if permanent_cause(error, tls) else "is a lighthouse there?"
+        return [Finding("warn", f"{url} does not answer ({describe(error, url, tls)})", advice)]
     findings = []
     if ok:
         findings.append(Finding("ok", f"{url} {role}"))

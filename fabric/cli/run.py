@@ -10,7 +10,7 @@ import click
 
 from fabric.errors import FabricError
 from fabric.runtime.config import settings
-from fabric.runtime.priority import politely
+from fabric.runtime.priority import run_low_priority
 
 # So long a start waits for what a lighthouse says of the job.
 _LOOK_S = 2.0
@@ -42,7 +42,7 @@ def run_program(words: list[str]) -> None:
         raise SystemExit(1)
     # Numpy's threads are made when it is imported, and keep the priority that their maker had.
     importlib.import_module("numpy")
-    politely(_import)
+    run_low_priority(_import)
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         sys.path[0] = str(Path.cwd())

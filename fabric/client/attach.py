@@ -48,7 +48,7 @@ from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.private_folder import make_private, open_private
-from fabric.transport.tcp import Identity
+from fabric.transport.tcp import ListenerIdentity
 
 MAX_STEP = 1 << 60
 # What may become of buffers that forward changes.
@@ -217,7 +217,7 @@ def _parts(
     snapshots.durable = durable = Durable(found, journal, place)
     plane.set_bounds(time_budget.exchange_s, time_budget.entry_s)
     slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
-    identity = Identity(found.job, found.replica, rank=rank)
+    identity = ListenerIdentity(found.job, found.replica, rank=rank)
     peers = Peers(identity, place.incarnation, token, plane, time_budget.link_s)
     ladder = _ladder(found, place, snapshots, durable, Layout(describer.objects))
     return Parts(

@@ -197,19 +197,19 @@ class Epochs(Generic[Links]):
                 links.close("this process closed its data plane")
 
 
-class Turn:
+class ExchangeCounter:
     """One exchange at a time, numbered within its step as its callers on all members number it."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._newest = (-1, -1, -1)
 
     def __enter__(self) -> None:
-        if not self._turn.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             raise IllegalTransition("two threads reduce on one plane: it takes one at a time")
 
     def __exit__(self, *_error: object) -> None:
-        self._turn.release()
+        self._lock.release()
 
     def number(self, epoch: int, step: int) -> int:
         """How many exchanges of this step and epoch came before this one."""
@@ -225,7 +225,7 @@ class EpochPlane(Generic[Links]):
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds.changed(None, None)
         self._epochs: Epochs[Links] = Epochs()
-        self._turn = Turn()
+        self._exchanges = ExchangeCounter()
         self._waiting = Waiting("", {})
 
     @property
@@ -257,7 +257,7 @@ class EpochPlane(Generic[Links]):
     @contextmanager
     def _entered(self, epoch: int) -> Iterator[Links]:
         """The links of ``epoch`` for one exchange; however that fails, the epoch is aborted."""
-        with self._turn:
+        with self._exchanges:
             links = self._epochs.get(epoch)
             self._waiting = waiting = Waiting("", {})
             links.enter()

@@ -70,13 +70,13 @@ class DataPlane(Protocol):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` bytes (1-D uint8) of memory of the kind that this plane reduces without a copy, until
-        ``forget``. Other memory can be reduced too. Raises ConfigError where there is none left."""
+        ``unregister``. Other memory can be reduced too. Raises ConfigError where there is none left."""
 
-    def show(self, descriptor: int, memory: torch.Tensor) -> None:
+    def register(self, descriptor: int, memory: torch.Tensor) -> None:
         """Make ``memory`` (1-D uint8), which is mapped from the start of the memfd ``descriptor`` (sealed
         against shrinking), as good as allocated here; a plane that has no use for it does nothing."""
 
-    def forget(self, memory: torch.Tensor) -> None:
+    def unregister(self, memory: torch.Tensor) -> None:
         """Give up ``memory`` that was allocated or shown, between exchanges; other memory is ignored."""
 
     def install(
@@ -100,14 +100,14 @@ class DataPlane(Protocol):
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
         retain_gradients: bool = True,
-        lasting: bool = False,
+        result_is_stable: bool = False,
     ) -> None:
         """Reduce ``source`` (1-D, contiguous) over the members into ``result``, the same bits on all of them.
 
         ``source`` survives, whatever happens: it is what a retry needs. Only with ``retain_gradients=False``
         may ``result`` be ``source`` itself (which is what None means), and ``source`` is lost then.
 
-        Blocks. When it returns nobody else reads either, or, with ``lasting``, others may still read
+        Blocks. When it returns nobody else reads either, or, with ``result_is_stable``, others may still read
         ``result``: then nobody may write there before the next exchange has returned or the epoch was aborted
         or retired. All members must say the same. Raises RoundAborted (``about`` names the peer, where
         one is known); what is in ``result`` is undefined then. Exchanges of one step must be called in the

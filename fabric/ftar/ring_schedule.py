@@ -32,7 +32,7 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RingPiece:
     """One chunk on its way over one link: elements [start, stop), the sum so far or the result.
 
     ``hop`` counts the links that these elements took before. ``last`` says that they end here: at the member
@@ -57,8 +57,8 @@ class Schedule:
     ``receives[i - free]`` brought, and may go out when that has been received and reduced.
     """
 
-    sends: tuple[Piece, ...]
-    receives: tuple[Piece, ...]
+    sends: tuple[RingPiece, ...]
+    receives: tuple[RingPiece, ...]
     free: int
 
 
@@ -83,14 +83,14 @@ def schedule(length: int, world: int, position: int, chunk_elements: int) -> Sch
     return Schedule(tuple(sends), tuple(receives), -(-(stop - start) // chunk))
 
 
-def _pieces(bounds: list[tuple[int, int]], first: int, chunk: int) -> list[Piece]:
+def _pieces(bounds: list[tuple[int, int]], first: int, chunk: int) -> list[RingPiece]:
     world = len(bounds)
-    pieces: list[Piece] = []
+    pieces: list[RingPiece] = []
     for hop in range(2 * (world - 1)):
         start, stop = bounds[(first - hop) % world]
         gather, everybody = hop >= world - 1, hop >= world - 2
         last = hop in (world - 2, 2 * world - 3)
         for low in range(start, stop, chunk):
             high = min(low + chunk, stop)
-            pieces.append(Piece(len(pieces), hop, gather, low, high, last, everybody))
+            pieces.append(RingPiece(len(pieces), hop, gather, low, high, last, everybody))
     return pieces

@@ -36,7 +36,8 @@ class Core(Protocol[_Event, _Effect]):
 class Driver(Generic[EventT, EffectT]):
     """Construct it inside the running loop, and ``close`` it there; ``feed`` from any thread.
 
-    ``tick`` is the event that says only that time passed. ``anywhere`` are the types of effects that
+    ``tick`` is the event that says only that time passed. ``thread_safe_effects`` are the types of effects
+    that
     ``perform`` takes on any thread, the others only come on the loop's. An exception out of the core or out
     of ``perform`` is a defect: it is given to ``on_crash`` once, and nothing is fed any more.
     """
@@ -49,14 +50,14 @@ class Driver(Generic[EventT, EffectT]):
         tick: EventT,
         on_crash: Callable[[BaseException], None],
         clock: Callable[[], float] = seconds_since_boot,
-        anywhere: frozenset[type] = frozenset(),
+        thread_safe_effects: frozenset[type] = frozenset(),
     ) -> None:
         self._core = core
         self._perform = perform
         self._tick = tick
         self._on_crash = on_crash
         self._clock = clock
-        self._anywhere = anywhere
+        self._thread_safe_effects = thread_safe_effects
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._turn = threading.Lock()  # held by whoever works, which may pass it on to the loop
@@ -97,7 +98,7 @@ class Driver(Generic[EventT, EffectT]):
                 self._queue.append(self._tick)
             while not self._failed and (self._effects or (self._queue and not self._closed)):
                 while self._effects and not self._failed:
-                    if not here and type(self._effects[0]) not in self._anywhere:
+                    if not here and type(self._effects[0]) not in self._thread_safe_effects:
                         self._on_loop(self._go_on)
                         return
                     self._perform(self._effects.popleft())

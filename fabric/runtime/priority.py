@@ -10,10 +10,10 @@ from typing import TypeVar
 # Beside a thread of niceness 0, one of niceness 5 gets about a third of what that gets, one of niceness 10 a
 # tenth: on a crowded host a newcomer's fetch would hardly move while the others go on ever further ahead.
 BACKGROUND = 5
-POLITE = 10
+LOW_PRIORITY = 10
 # A host is crowded where polite work has waited for a processor this many times as long as it had one, and
 # for more than a moment: within a step of the others it waits, between their steps it goes on.
-_CROWDED, _A_MOMENT_S = 2.0, 2.0
+_CROWDED, _LEAST_WAIT_S = 2.0, 2.0
 
 _T = TypeVar("_T")
 
@@ -25,11 +25,11 @@ def lower_priority(niceness: int = BACKGROUND) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-class Politely:
+class LowPriorityRunner:
     """Runs work at low priority, of which the caller waits for the end and nobody else does.
 
-    Each piece gets a thread of its own, of niceness ``POLITE``, that ends with it: priority is lowered for
-    good, so no thread that is needed later may do such work. On a crowded host, where that would take for
+    Each piece gets a thread of its own, of niceness ``LOW_PRIORITY``, that ends with it: priority is lowered
+    for good, so no thread that is needed later may do such work. On a crowded host, where that would take for
     ever, the caller does it itself.
     """
 
@@ -39,7 +39,7 @@ class Politely:
     @property
     def crowded(self) -> bool:
         """Whether what has been done so far got less than a third of a processor."""
-        return self._waited_s > max(_A_MOMENT_S, _CROWDED * self._ran_s)
+        return self._waited_s > max(_LEAST_WAIT_S, _CROWDED * self._ran_s)
 
     def __call__(self, work: Callable[[], _T]) -> _T:
         """What ``work()`` returns or raises; the calling thread waits."""
@@ -49,7 +49,7 @@ class Politely:
         error: list[BaseException] = []
 
         def run() -> None:
-            lower_priority(POLITE)
+            lower_priority(LOW_PRIORITY)
             try:
                 result.append(work())
             except BaseException as caught:  # noqa: BLE001  (raised in the caller's thread)
@@ -78,4 +78,4 @@ def _ran_and_waited() -> tuple[float, float]:
     return ran / 1e9, waited / 1e9
 
 
-politely = Politely()  # what is known of the host holds for the whole process
+run_low_priority = LowPriorityRunner()  # what is known of the host holds for the whole process

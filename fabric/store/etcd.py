@@ -42,7 +42,7 @@ from fabric.store.base import (
 )
 from fabric.store.etcd_access import EtcdAccess
 from fabric.store.etcd_http import Gateway
-from fabric.store.etcd_wire import Failure, Json
+from fabric.store.etcd_wire import GatewayFailure, Json
 
 # Keys per page of a list: with values of the largest size a page stays below the bound on answers.
 PAGE_KEYS = 16
@@ -128,7 +128,7 @@ class EtcdStore:
                 gateway.avoid(endpoint)
                 refusals.append(str(error))
                 continue
-            if not isinstance(answer, Failure):
+            if not isinstance(answer, GatewayFailure):
                 return self._outcome(endpoint, answer)
             if not answer.is_no_leader:
                 raise self._write_failure(endpoint, answer, operations)
@@ -198,7 +198,7 @@ class EtcdStore:
             if isinstance(answer, dict):
                 self._check_cluster(endpoint, answer)
                 warning = etcd_wire.version_warning(answer.get("version"))
-            elif isinstance(answer, Failure):
+            elif isinstance(answer, GatewayFailure):
                 warning = (
                     f"The endpoint {endpoint} does not tell its status ({answer.text}): make sure that it is "
                     "an etcd of version 3.4 or newer whose gRPC gateway is enabled."
@@ -223,7 +223,7 @@ class EtcdStore:
         stream = gateway.stream(endpoint, "/v3/watch", request, silence_s=self._watch_silence_s)
         async with aclosing(stream) as results:
             async for result in results:
-                if isinstance(result, Failure):
+                if isinstance(result, GatewayFailure):
                     if result.is_old_token:
                         gateway.forget(token)
                     elif result.is_definite and not result.is_no_leader:
@@ -271,7 +271,7 @@ class EtcdStore:
             except StoreUnavailable as error:
                 refusals.append(str(error))
             else:
-                if not isinstance(answer, Failure):
+                if not isinstance(answer, GatewayFailure):
                     return self._check_cluster(endpoint, answer)
                 if answer.code == etcd_wire.NOT_FOUND and missing_is_fine:
                     return {}
@@ -300,7 +300,9 @@ class EtcdStore:
             )
         return None
 
-    def _write_failure(self, endpoint: str, answer: Failure, operations: Sequence[Operation]) -> StoreError:
+    def _write_failure(
+        self, endpoint: str, answer: GatewayFailure, operations: Sequence[Operation]
+    ) -> StoreError:
         leases = [item.lease for item in operations if isinstance(item, Put) and item.lease]
         if answer.code == etcd_wire.NOT_FOUND and leases:
             return lease_gone(leases[0])

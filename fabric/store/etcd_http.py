@@ -21,7 +21,7 @@ import aiohttp
 
 from fabric.errors import ConfigError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.store.etcd_access import EtcdAccess
-from fabric.store.etcd_wire import Failure, Json, failure, parse, stream_result, unary_result
+from fabric.store.etcd_wire import GatewayFailure, Json, failure, parse, stream_result, unary_result
 
 MAX_ANSWER_BYTES = 32 << 20
 
@@ -61,7 +61,9 @@ class Gateway:
         if self.endpoints[self._preferred] == endpoint:
             self._preferred = (self._preferred + 1) % len(self.endpoints)
 
-    async def post(self, endpoint: str, path: str, request: Json, *, fresh: bool = False) -> Json | Failure:
+    async def post(
+        self, endpoint: str, path: str, request: Json, *, fresh: bool = False
+    ) -> Json | GatewayFailure:
         """One request, one answer.
 
         Raises StoreUnavailable when it was not sent, StoreIndefinite when the answer was lost or cannot
@@ -69,7 +71,7 @@ class Gateway:
         """
         used = await self._authorise(endpoint)
         answer = await self._post(endpoint, path, request, fresh=fresh)
-        if self._access.user and isinstance(answer, Failure) and answer.is_old_token:
+        if self._access.user and isinstance(answer, GatewayFailure) and answer.is_old_token:
             self.forget(used)
             await self._authorise(endpoint)
             answer = await self._post(endpoint, path, request, fresh=fresh)
@@ -93,7 +95,7 @@ class Gateway:
             except ConfigError as error:
                 raise StoreError(str(error)) from error
             answer = await self._post(endpoint, "/v3/auth/authenticate", request)
-            if isinstance(answer, Failure):
+            if isinstance(answer, GatewayFailure):
                 if not answer.is_definite:
                     raise StoreUnavailable(f"The etcd endpoint {endpoint} gives no token ({answer.text}).")
                 raise StoreError(
@@ -104,7 +106,9 @@ class Gateway:
             self._token = token if isinstance(token, str) and token.isprintable() else ""
         return self._token
 
-    async def _post(self, endpoint: str, path: str, request: Json, *, fresh: bool = False) -> Json | Failure:
+    async def _post(
+        self, endpoint: str, path: str, request: Json, *, fresh: bool = False
+    ) -> Json | GatewayFailure:
         self._check_open(endpoint)
         session = self._fresh if fresh else self._kept
         # A file, so that a large one is written in pieces and the event loop goes on.
@@ -132,7 +136,7 @@ class Gateway:
 
     async def stream(
         self, endpoint: str, path: str, request: Json, *, silence_s: float
-    ) -> AsyncGenerator[Json | Failure, None]:
+    ) -> AsyncGenerator[Json | GatewayFailure, None]:
         """One request, many answers, until the other side ends it or nothing has come for ``silence_s``:
         where nothing happens that is as it should be, and only asking again tells it from a lost host.
 

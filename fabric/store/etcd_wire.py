@@ -45,7 +45,7 @@ _BAD_RELEASES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class GatewayFailure:
     """An answer that is no result: ``code`` is gRPC's, or None when there was none."""
 
     code: int | None
@@ -140,32 +140,34 @@ def parse(body: bytes) -> Json:
     return _object(answer)
 
 
-def failure(status: int, body: bytes) -> Failure:
+def failure(status: int, body: bytes) -> GatewayFailure:
     """What a non-200 answer says; never raises, since a proxy may say anything."""
     text = body[:300].decode("utf-8", "replace").strip()
     try:
         answer = parse(body)
     except StoreError:
-        return Failure(None, f"HTTP {status}: {text}")
+        return GatewayFailure(None, f"HTTP {status}: {text}")
     return _failure(answer, status)
 
 
-def _failure(answer: Json, status: int) -> Failure:
+def _failure(answer: Json, status: int) -> GatewayFailure:
     code = answer.get("code", answer.get("grpc_code"))
     message = answer.get("message") or answer.get("error") or f"HTTP {status}"
-    return Failure(code if isinstance(code, int) and not isinstance(code, bool) else None, str(message)[:300])
+    return GatewayFailure(
+        code if isinstance(code, int) and not isinstance(code, bool) else None, str(message)[:300]
+    )
 
 
-def unary_result(answer: Json) -> Json | Failure:
+def unary_result(answer: Json) -> Json | GatewayFailure:
     """An answer with status 200, which may still carry an error when the call is a streaming one."""
     return stream_result(answer) if "error" in answer else answer
 
 
-def stream_result(answer: Json) -> Json | Failure:
+def stream_result(answer: Json) -> Json | GatewayFailure:
     """Unwrap one line of a streaming call."""
     if "error" in answer:
         error = answer["error"]
-        return _failure(error, 200) if isinstance(error, dict) else Failure(None, str(error)[:300])
+        return _failure(error, 200) if isinstance(error, dict) else GatewayFailure(None, str(error)[:300])
     return _object(answer.get("result"))
 
 

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
+from fabric.runtime.clock import boot_id
 from fabric.store.base import (
     MAX_LISTED_KEYS,
     Compare,
@@ -63,14 +64,6 @@ INSERT INTO store VALUES (1, 1);
 """
 
 Cursor = tuple[int, int]
-
-
-def boot_id() -> str:
-    """What names this start of the machine; empty where the kernel does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:64]
-    except OSError:
-        return ""
 
 
 class SqliteFile:

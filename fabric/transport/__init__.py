@@ -2,5 +2,4 @@
 
 ``greeting`` is what both sides prove before a byte of the job passes, ``tcp`` opens the sockets,
 ``link`` carries messages on the control ones; the data ones are handed on as raw sockets.
-``memory`` and ``faulty`` are the twin and the wrapper that tests run the same code over.
 """

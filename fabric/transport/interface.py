@@ -1,4 +1,4 @@
-"""What a message link is, whatever carries it: tcp, memory, or a faulty wrapper around either."""
+"""What a message link is, whatever carries it."""
 
 from collections.abc import Callable
 from typing import Protocol

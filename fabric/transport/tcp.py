@@ -54,7 +54,7 @@ OnConnection = Callable[[Greeting, socket.socket], None]
 
 
 @dataclass(slots=True)
-class Identity:
+class ListenerIdentity:
     """Who the acceptor is. ``store_id`` may be set later; while empty, any is accepted."""
 
     job: str
@@ -77,7 +77,7 @@ class Listener:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: ListenerIdentity,
         token: bytes | Tokens,
         on_connection: OnConnection,
         admit: Callable[[Greeting], str] = admit_everybody,

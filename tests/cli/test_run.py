@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric.runtime.priority import POLITE
+from fabric.runtime.priority import LOW_PRIORITY
 
 # Says at which niceness torch is imported, in whatever thread that is.
 WATCH = """
@@ -62,7 +62,7 @@ def test_torch_is_imported_politely_and_the_script_runs_as_ever(folder):
     assert ended.returncode == 0, ended.stderr
     *imported, said = ended.stdout.splitlines()
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    polite = str(max(before, POLITE))
+    polite = str(max(before, LOW_PRIORITY))
     assert dict(line.split() for line in imported) == {"torch": polite, "torch._dynamo": polite}
     found = json.loads(said)
     assert set(found.pop("niceness")) == {before}, "a thread that is needed later has kept the low priority"

@@ -8,9 +8,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fabric.ckpt_server.state.training_state import Describer, restore, verify
-from fabric.client.loop.replay import PoliteSteps
+from fabric.client.loop.replay import LowPrioritySteps
 from fabric.runtime import priority
-from fabric.runtime.priority import politely
+from fabric.runtime.priority import run_low_priority
 
 OPTIMIZERS = {
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
@@ -36,7 +36,7 @@ OPTIMIZERS = {
 def not_crowded(monkeypatch):
     """Whatever runs beside the tests: these are about where work is done while there is room."""
     monkeypatch.setattr(priority, "_ran_and_waited", lambda: (0.0, 0.0))
-    monkeypatch.setattr(politely, "_waited_s", 0.0)
+    monkeypatch.setattr(run_low_priority, "_waited_s", 0.0)
 
 
 class Replica:
@@ -74,9 +74,9 @@ def test_a_state_that_is_loaded_and_replayed_politely_is_bitwise_the_others(name
     veteran, newcomer = Replica(OPTIMIZERS[name]), Replica(OPTIMIZERS[name], seed=2)
     for number in range(3):
         veteran.step(number)
-    restore(as_file(veteran, 3), newcomer.objects, politely)
-    verify(newcomer.objects, 3, veteran.digest(3), politely)
-    steps = PoliteSteps([newcomer.optimizer])
+    restore(as_file(veteran, 3), newcomer.objects, run_low_priority)
+    verify(newcomer.objects, 3, veteran.digest(3), run_low_priority)
+    steps = LowPrioritySteps([newcomer.optimizer])
     for number in range(3, 6):
         veteran.step(number)
         newcomer.step(number)
@@ -92,7 +92,7 @@ def test_a_state_that_is_loaded_and_replayed_politely_is_bitwise_the_others(name
 
 def test_as_many_threads_share_an_operation_as_in_the_main_thread():
     # A sum over many elements is cut by their number, and its bits are those of the cut.
-    assert politely(torch.get_num_threads) == torch.get_num_threads()
+    assert run_low_priority(torch.get_num_threads) == torch.get_num_threads()
 
 
 class Own(torch.optim.SGD):
@@ -104,7 +104,7 @@ def sgd(parameters):
 
 
 def in_main_thread(replica: Replica, step) -> bool:
-    steps = PoliteSteps([replica.optimizer])
+    steps = LowPrioritySteps([replica.optimizer])
     step()
     steps.close()
     (thread,) = replica.threads
@@ -176,7 +176,7 @@ def test_a_scheduler_goes_with_polite_steps_and_stays_in_place():
 
 def test_a_scheduler_that_is_made_while_steps_are_polite_goes_on_working():
     replica = Replica(sgd)
-    steps = PoliteSteps([replica.optimizer])
+    steps = LowPrioritySteps([replica.optimizer])
     scheduler = torch.optim.lr_scheduler.StepLR(replica.optimizer, step_size=1)
     replica.step(0)
     scheduler.step()
@@ -189,7 +189,7 @@ def test_a_scheduler_that_is_made_while_steps_are_polite_goes_on_working():
 
 def test_what_a_step_raises_is_raised_where_it_was_called():
     replica = Replica(sgd)
-    steps = PoliteSteps([replica.optimizer])
+    steps = LowPrioritySteps([replica.optimizer])
     replica.optimizer.param_groups[0]["lr"] = None
     with pytest.raises(TypeError):
         replica.step(0)

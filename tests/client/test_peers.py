@@ -12,7 +12,7 @@ from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.model import Member
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.http.token_file import TokenFile
-from fabric.transport.tcp import Identity
+from fabric.transport.tcp import ListenerIdentity
 
 
 class Party:
@@ -21,7 +21,7 @@ class Party:
     def __init__(self, name: str) -> None:
         self.name = name
         self.plane = CpuRing(shared_memory=False)
-        self.peers = Peers(Identity("job", name), 1, TokenFile.of("token"), self.plane, link_s=1.0)
+        self.peers = Peers(ListenerIdentity("job", name), 1, TokenFile.of("token"), self.plane, link_s=1.0)
         self.events: asyncio.Queue = asyncio.Queue()
         self.member = Member(name, 1, "", "")
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from ftar.simulated_device import SimulatedDevice
 from ring_harness import WAIT_S, Pairs, names, socket_ring
 
-from fabric.ftar.device.host import HostDevice
-from fabric.ftar.device.ring import DeviceRing
+from fabric.ftar.device.device_ring import DeviceRing
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction
 
@@ -20,7 +20,7 @@ class DeviceMembers:
     def __init__(self, world: int, who: Sequence[int] | None = None, **options) -> None:
         self.world = world
         self.who = list(range(world) if who is None else who)
-        self.devices = {i: HostDevice() for i in self.who}
+        self.devices = {i: SimulatedDevice() for i in self.who}
         self.planes = {i: DeviceRing(self.devices[i], **{**SMALL, **options}) for i in self.who}
         self._threads = ThreadPoolExecutor(max_workers=len(self.who))
 

@@ -86,14 +86,14 @@ class Members:
         buffers: dict[int, torch.Tensor],
         results: dict[int, torch.Tensor] | None = None,
         reduction: Reduction = SUM,
-        lasting: bool = False,
+        result_is_stable: bool = False,
     ) -> dict[int, Future]:
         """Begin one exchange, in place where there are no ``results``."""
 
         def reduce(i: int) -> None:
             result = None if results is None else results[i]
             retain = results is not None
-            how = {"retain_gradients": retain, **({"lasting": True} if lasting else {})}
+            how = {"retain_gradients": retain, **({"result_is_stable": True} if result_is_stable else {})}
             self.planes[i].all_reduce(epoch, step, buffers[i], result, reduction, **how)
 
         return {i: self._threads.submit(reduce, i) for i in buffers}

@@ -10,8 +10,8 @@ from fabric.ftar.host.chunk_headers import (
     HEADER_BYTES,
     MAX_NOTICE_BYTES,
     REDUCE,
-    Header,
-    Round,
+    ChunkHeader,
+    ExchangeSpec,
     all_read,
     digest,
     notice,
@@ -22,8 +22,8 @@ from fabric.ftar.host.chunk_headers import (
 
 U64, U32, U16 = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**16 - 1)
 BYTE = st.integers(0, 255)
-ROUNDS = st.builds(Round, U64, U64, U32, U16, BYTE, U64, BYTE)
-HEADERS = st.builds(Header, ROUNDS, st.sampled_from([REDUCE, GATHER]), U16, U32, U32)
+ROUNDS = st.builds(ExchangeSpec, U64, U64, U32, U16, BYTE, U64, BYTE)
+HEADERS = st.builds(ChunkHeader, ROUNDS, st.sampled_from([REDUCE, GATHER]), U16, U32, U32)
 
 
 @given(HEADERS, st.one_of(st.none(), U64))
@@ -65,11 +65,11 @@ def test_a_notice_is_read_however_it_arrives(why, about, cut):
 
 
 def test_what_comes_back_is_taken_message_by_message():
-    round_ = Round(7, 1, 0, 3, 1, 100)
-    data = bytearray(all_read(round_, 2, end=True) + notice(7, 2, "m1 was lost", "m1") + b"F")
+    spec = ExchangeSpec(7, 1, 0, 3, 1, 100)
+    data = bytearray(all_read(spec, 2, end=True) + notice(7, 2, "m1 was lost", "m1") + b"F")
     said = take_back(data)
-    assert isinstance(said, Header)
-    assert (said.round, said.source, said.sequence) == (round_, 2, 1)
+    assert isinstance(said, ChunkHeader)
+    assert (said.spec, said.source, said.sequence) == (spec, 2, 1)
     assert take_back(data) == ("m1 was lost", "m1")
     assert take_back(data) is None
     assert data == b"F"

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from device_harness import SMALL, DeviceMembers
+from ftar.simulated_device import SimulatedDevice
 from ring_harness import WAIT_S, names, same_bits, socket_ring, wait_until
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.device import frames
-from fabric.ftar.device.host import HostDevice
-from fabric.ftar.device.ring import DeviceRing
+from fabric.ftar.device.device_ring import DeviceRing
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
 
@@ -92,7 +92,7 @@ class RawPeer:
     """The other member of a ring of two, played by hand."""
 
     def __init__(self, position: int = 0, **options) -> None:
-        self.device = HostDevice()
+        self.device = SimulatedDevice()
         self.plane = DeviceRing(self.device, **{**SMALL, **options})
         pairs = socket_ring(2, "shm")
         self.plane.install(Ring(1, position, names(2)), *pairs[position])
@@ -145,7 +145,7 @@ def test_chunks_in_shared_memory_are_bounded_by_slots_and_credits(peer):
     future = start(peer)
     handle = frames.read_offer(peer.receive(frames.offer_size(peer.receive(frames.OFFER_HEAD_BYTES))))
     assert handle is not None and handle.nbytes == CHUNK * SMALL["slots"]
-    opened = HostDevice()
+    opened = SimulatedDevice()
     memory = opened.open(handle)
     assert memory is not None
     peer.next.sendall(frames.offer(None))
@@ -180,8 +180,8 @@ def test_who_cannot_open_the_memory_gets_bytes(peer):
         future.result(WAIT_S)
 
 
-def chunk(sequence: int = 0, length: int = 4000, size: int = CHUNK, **changes) -> frames.Chunk:
-    expected = frames.Chunk(
+def chunk(sequence: int = 0, length: int = 4000, size: int = CHUNK, **changes) -> frames.ChunkFrame:
+    expected = frames.ChunkFrame(
         epoch=1, step=0, exchange=0, world=2, source=1, dtype=1, operation=0, length=length, gather=False,
         sequence=sequence, size=size,
     )  # fmt: skip
@@ -326,7 +326,7 @@ def fork_victim(pairs, pieces: int, signal_number: int, **options) -> int:
         for i in SURVIVORS:
             for sock in pairs[i]:
                 sock.close()
-        plane = DeviceRing(HostDevice(), **SMALL, **options, on_piece=on_piece)
+        plane = DeviceRing(SimulatedDevice(), **SMALL, **options, on_piece=on_piece)
         plane.install(Ring(1, VICTIM, names(WORLD)), *pairs[VICTIM])
         # numpy fills it: torch's thread pool does not survive a fork.
         source = torch.from_numpy(np.full(1000, 2.0, dtype=np.float32))

@@ -4,16 +4,16 @@ import os
 from dataclasses import replace
 
 import pytest
+from ftar.simulated_device import SimulatedDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
 from fabric.ftar.device import frames
-from fabric.ftar.device.device_api import Handle
-from fabric.ftar.device.host import HostDevice
+from fabric.ftar.device.device_api import SharedMemoryHandle
 
 HANDLES = st.builds(
-    Handle,
+    SharedMemoryHandle,
     host=st.text(max_size=40),
     device=st.text(max_size=40),
     nbytes=st.integers(0, 2**40),
@@ -61,7 +61,9 @@ def test_other_bytes_are_no_handle(body):
     ],
 )
 def test_every_field_of_a_handle_is_checked(change):
-    sent = frames.offer(Handle("h", "d", 5, b"x", 6, 7, b"y", 8, b"z", False))[frames.OFFER_HEAD_BYTES :]
+    sent = frames.offer(SharedMemoryHandle("h", "d", 5, b"x", 6, 7, b"y", 8, b"z", False))[
+        frames.OFFER_HEAD_BYTES :
+    ]
     assert change[0] in sent
     with pytest.raises(ProtocolError, match="has not the fields"):
         frames.read_offer(sent.replace(*change))
@@ -74,7 +76,7 @@ def test_an_offer_is_bounded_before_memory_is_taken():
 
 @given(
     st.builds(
-        frames.Chunk,
+        frames.ChunkFrame,
         epoch=st.integers(0, 2**62),
         step=st.integers(0, 2**62),
         exchange=st.integers(0, 2**31),
@@ -122,7 +124,7 @@ def test_other_bytes_do_not_come_back(data):
 
 
 def test_memory_of_strangers_is_not_opened():
-    device = HostDevice()
+    device = SimulatedDevice()
     shared = device.share(4096)
     assert shared is not None
     memory, handle = shared

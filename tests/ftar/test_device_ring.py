@@ -3,12 +3,12 @@
 import pytest
 import torch
 from device_harness import DeviceMembers
+from ftar.simulated_device import SimulatedStream
 from hypothesis import given
 from hypothesis import strategies as st
 from ring_harness import WAIT_S, Members, random_tensor, same_bits, socket_ring
 
-from fabric.ftar.device.host import HostStream
-from fabric.ftar.device.plan import plan
+from fabric.ftar.device.piece_order import plan
 from fabric.ftar.reduce_ops import Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES, segment_bounds
 
@@ -102,7 +102,7 @@ def test_what_the_compute_stream_still_has_to_do_is_waited_for(form):
 
 def test_events_are_what_keeps_the_streams_in_order(monkeypatch):
     """The same ring on a device that ignores waits: wrong bits, so the tests above can fail."""
-    monkeypatch.setattr(HostStream, "wait", lambda self, event: None)
+    monkeypatch.setattr(SimulatedStream, "wait", lambda self, event: None)
     with DeviceMembers(2) as members:
         members.install(1)
         for i in range(2):

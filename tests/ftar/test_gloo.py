@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from ftar.gloo_plane import gloo_plane
 from ring_harness import WAIT_S, Members, documented, random_tensor, same_bits
 
 from fabric.errors import RoundAborted
-from fabric.ftar.communicators.gloo import gloo_plane
 from fabric.ftar.reduce_ops import MAX, MIN, SUM, mean
 from fabric.ftar.ring_schedule import DTYPE_CODES, segment_bounds
 

@@ -11,14 +11,14 @@ from ring_harness import WAIT_S, names, same_bits, socket_ring, wait_until
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.communicators import nccl
-from fabric.ftar.communicators.process_group_plane import GroupPlane, Meeting
+from fabric.ftar.communicators.process_group_plane import GroupPlane, Rendezvous
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction, mean
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-class GlooCommunicator:
+class CountingCommunicator:
     """Gloo cannot be interrupted: an abort ends the exchange, and leaves the collective to its timeout."""
 
     def __init__(self, group, store) -> None:
@@ -34,25 +34,25 @@ class GlooCommunicator:
         self.aborted += 1
 
 
-class GlooMaker:
-    """What NcclMaker does, with gloo."""
+class CountingFactory:
+    """What NcclFactory does, with gloo."""
 
     def __init__(self) -> None:
-        self.made: dict[int, GlooCommunicator] = {}
+        self.made: dict[int, CountingCommunicator] = {}
 
-    def meet(self, ring: Ring, host: str):
+    def open_rendezvous(self, ring: Ring, host: str):
         store = dist.TCPStore(host, 0, ring.world, is_master=True, wait_for_workers=False)
-        return Meeting(host, store.port), store
+        return Rendezvous(host, store.port), store
 
-    def make(self, ring: Ring, meeting: Meeting, kept, timeout_s: float, began):
+    def make(self, ring: Ring, rendezvous: Rendezvous, kept, timeout_s: float, began):
         bound = timedelta(seconds=timeout_s)
-        store = kept or dist.TCPStore(meeting.host, meeting.port, ring.world, False, bound)
+        store = kept or dist.TCPStore(rendezvous.host, rendezvous.port, ring.world, False, bound)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=5)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         prefix = dist.PrefixStore(f"epoch{ring.epoch}", store)
         group = dist.ProcessGroupGloo(prefix, ring.position, ring.world, options)
-        made = self.made[ring.epoch] = GlooCommunicator(group, store)
+        made = self.made[ring.epoch] = CountingCommunicator(group, store)
         began(made)
         made.start(torch.zeros(1), "sum")()
         return made
@@ -62,8 +62,8 @@ class Groups:
     """``world`` planes, each with a thread of its own."""
 
     def __init__(self, world: int, **options) -> None:
-        self.makers = [GlooMaker() for _ in range(world)]
-        self.planes = [GroupPlane(m, lambda t: t.device.type == "cpu", **options) for m in self.makers]
+        self.factories = [CountingFactory() for _ in range(world)]
+        self.planes = [GroupPlane(m, lambda t: t.device.type == "cpu", **options) for m in self.factories]
         self.world = world
         self.threads = ThreadPoolExecutor(world)
 
@@ -118,7 +118,7 @@ def test_operations(reduction, expected):
 def test_an_abort_ends_the_exchange_everywhere_and_the_next_epoch_has_its_own_communicator():
     with Groups(3) as groups:
         groups.install(1)
-        wait_until(lambda: all(1 in maker.made for maker in groups.makers))
+        wait_until(lambda: all(1 in factory.made for factory in groups.factories))
         futures = [groups.submit(i, 1, torch.ones(10), torch.zeros(10)) for i in (0, 1)]
         groups.planes[0].abort(1, "the leader says so", about="m2")
         for future in futures:
@@ -126,7 +126,7 @@ def test_an_abort_ends_the_exchange_everywhere_and_the_next_epoch_has_its_own_co
                 future.result(WAIT_S)
             assert aborted.value.about == "m2"
         # The watchdog of each ends its own communicator, once; the notice went around.
-        wait_until(lambda: all(maker.made[1].aborted == 1 for maker in groups.makers))
+        wait_until(lambda: all(factory.made[1].aborted == 1 for factory in groups.factories))
         with pytest.raises(RoundAborted, match="the leader says so"):
             groups.planes[2].all_reduce(1, 0, torch.ones(10), torch.zeros(10))
         groups.install(2, [0, 2])
@@ -134,31 +134,31 @@ def test_an_abort_ends_the_exchange_everywhere_and_the_next_epoch_has_its_own_co
         for future in [groups.submit(i, 2, torch.ones(10), results[i]) for i in (0, 2)]:
             future.result(WAIT_S)
         assert all((result == 2).all() for result in results.values())
-        assert groups.makers[0].made[2] is not groups.makers[0].made[1]
+        assert groups.factories[0].made[2] is not groups.factories[0].made[1]
         for i in (0, 2):
             groups.planes[i].retire(3)
-        wait_until(lambda: all(groups.makers[i].made[2].aborted == 1 for i in (0, 2)))
+        wait_until(lambda: all(groups.factories[i].made[2].aborted == 1 for i in (0, 2)))
 
 
 def test_the_end_of_a_neighbour_aborts_the_exchange():
     with Groups(2) as groups:
         groups.install(1)
-        wait_until(lambda: all(1 in maker.made for maker in groups.makers))
+        wait_until(lambda: all(1 in factory.made for factory in groups.factories))
         future = groups.submit(0, 1, torch.ones(10), torch.zeros(10))
         groups.planes[1].close()
         with pytest.raises(RoundAborted):
             future.result(WAIT_S)
-        wait_until(lambda: groups.makers[0].made[1].aborted == 1)
+        wait_until(lambda: groups.factories[0].made[1].aborted == 1)
 
 
 def test_an_exchange_over_its_bound_is_ended_by_the_watchdog():
     with Groups(2) as groups:
         groups.install(1)
-        wait_until(lambda: all(1 in maker.made for maker in groups.makers))
+        wait_until(lambda: all(1 in factory.made for factory in groups.factories))
         groups.planes[0].set_bounds(entry_s=0.2)
         with pytest.raises(RoundAborted, match="did not end within its bound"):
             groups.submit(0, 1, torch.ones(10), torch.zeros(10)).result(WAIT_S)
-        wait_until(lambda: groups.makers[0].made[1].aborted == 1)
+        wait_until(lambda: groups.factories[0].made[1].aborted == 1)
 
 
 def test_an_abort_while_the_communicator_is_built():
@@ -205,4 +205,4 @@ def test_misuse_is_refused_in_a_sentence():
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
 def test_without_nccl_a_sentence_says_so():
     with pytest.raises(ConfigError, match="has no NCCL"):
-        nccl.NcclMaker(torch.device("cuda", 0))
+        nccl.NcclFactory(torch.device("cuda", 0))

@@ -17,7 +17,7 @@ from ring_harness import (
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.host.cpu_ring import CpuRing
-from fabric.ftar.host.shm_transport import MOST_PLACES
+from fabric.ftar.host.shm_transport import MAX_REFERENCES
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import MAX, MIN, SUM, Reduction, mean
 from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, segment_bounds
@@ -59,7 +59,7 @@ def test_every_awkward_length_is_reduced_in_the_documented_order(world, dtype, p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("world", [10, 11, 18])
 def test_more_members_than_a_list_of_places_holds(world, dtype):
-    assert world > MOST_PLACES + 1
+    assert world > MAX_REFERENCES + 1
     with Members(world, plane="shm", chunk_bytes=CHUNK_BYTES) as members:
         members.install(1)
         for step, memory in enumerate(("in place", "kept", "shared")):

@@ -15,7 +15,16 @@ import torch
 from ring_harness import WAIT_S, Members, names, same_bits, socket_ring, tcp_pair, wait_until
 
 from fabric.errors import RoundAborted
-from fabric.ftar.host.chunk_headers import GATHER, HEADER_BYTES, REDUCE, Header, Round, digest, notice, pack
+from fabric.ftar.host.chunk_headers import (
+    GATHER,
+    HEADER_BYTES,
+    REDUCE,
+    ChunkHeader,
+    ExchangeSpec,
+    digest,
+    notice,
+    pack,
+)
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.host.shm_segments import OwnSegments
 from fabric.ftar.plane import Ring
@@ -47,7 +56,7 @@ class Script:
         payload = bytes(values.numpy().data)
         epoch, step = changes.get("epoch", self.epoch), changes.get("step", 3)
         fields = {
-            "round": Round(
+            "spec": ExchangeSpec(
                 epoch, step, changes.get("exchange", 0), self.world, FLOAT, changes.get("length", 32)
             ),
             "kind": changes.get("kind", GATHER if sequence else REDUCE),
@@ -55,7 +64,7 @@ class Script:
             "sequence": sequence,
             "size": changes.get("size", len(payload)),
         }
-        return pack(Header(**fields), digest(payload)) + payload
+        return pack(ChunkHeader(**fields), digest(payload)) + payload
 
     def good(self) -> bytes:
         """Everything that member 1 sends when its buffer is all ones: its part, then the sum."""

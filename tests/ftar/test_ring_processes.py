@@ -16,7 +16,7 @@ from ring_harness import WAIT_S, Members, Pairs, names, same_bits, socket_ring, 
 
 from fabric.errors import RoundAborted
 from fabric.ftar.host.cpu_ring import CpuRing
-from fabric.ftar.host.shm_transport import PlaceReceiver, PlaceSender
+from fabric.ftar.host.shm_transport import ReferenceReceiver, ReferenceSender
 from fabric.ftar.host.tcp_transport import ByteReceiver, ByteSender
 from fabric.ftar.plane import Ring
 
@@ -52,7 +52,7 @@ def fork_victim(pairs: Pairs, after_operations: int, signal_number: int) -> int:
 
         # A receiver of bytes may turn to its socket twice in a pump: for a header, and what came behind it.
         operations = [(ByteSender, "pump"), (ByteReceiver, "_receive")]
-        operations += [(PlaceSender, "pump"), (PlaceReceiver, "pump")]
+        operations += [(ReferenceSender, "pump"), (ReferenceReceiver, "pump")]
         for end, name in operations:
             setattr(end, name, counted(getattr(end, name)))
         plane = CpuRing(chunk_bytes=CHUNK_BYTES)

@@ -13,21 +13,21 @@ import torch
 from ring_harness import WAIT_S, Members, names, same_bits, wait_until
 
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
-from fabric.ftar.host.chunk_headers import REDUCE, SEGMENT, Header, Round, digest, notice, pack
+from fabric.ftar.host.chunk_headers import REDUCE, SEGMENT, ChunkHeader, ExchangeSpec, digest, notice, pack
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.host.exchange_buffers import Operands
 from fabric.ftar.host.ring_links import RingLinks
-from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments, Place
-from fabric.ftar.host.shm_transport import Inbox, Outbox, PlaceReceiver, PlaceSender
+from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments, SegmentRef
+from fabric.ftar.host.shm_transport import Inbox, Outbox, ReferenceReceiver, ReferenceSender
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM
 from fabric.ftar.ring_schedule import DTYPE_CODES, schedule
 
-ROUND = Round(5, 3, 0, 2, DTYPE_CODES[torch.float32], 32)
+ROUND = ExchangeSpec(5, 3, 0, 2, DTYPE_CODES[torch.float32], 32)
 
 
-def message(header: Header, number: int, value: int) -> bytes:
-    body = struct.pack("<Q", 1) + Place(0, 0, number, value).pack()
+def message(header: ChunkHeader, number: int, value: int) -> bytes:
+    body = struct.pack("<Q", 1) + SegmentRef(0, 0, number, value).pack()
     return pack(header, digest(body)) + body
 
 
@@ -44,12 +44,12 @@ class Pair:
         self.result = torch.full((32,), 2.0)
         plan = schedule(32, 2, 0, 16)
         operands = Operands(self.bucket, self.bucket, SUM, work=self.bucket)
-        self.sender = PlaceSender(self.outbox, None, operands, plan.sends, self.header)
+        self.sender = ReferenceSender(self.outbox, None, operands, plan.sends, self.header)
         mine = Operands(self.result, self.result, SUM, work=self.result)
-        self.receiver = PlaceReceiver(self.inbox, None, mine, plan.sends, self.header)
+        self.receiver = ReferenceReceiver(self.inbox, None, mine, plan.sends, self.header)
 
-    def header(self, piece) -> Header:
-        return Header(ROUND, REDUCE, 0, piece.sequence, 64)
+    def header(self, piece) -> ChunkHeader:
+        return ChunkHeader(ROUND, REDUCE, 0, piece.sequence, 64)
 
     def __enter__(self) -> "Pair":
         return self
@@ -125,9 +125,9 @@ def test_nobody_returns_before_the_farthest_member_has_read_everything(monkeypat
     go_on = threading.Event()
     tell_read = RingLinks.tell_read
 
-    def slow_tell_read(links, round_):
+    def slow_tell_read(links, spec):
         assert links.ring.position != 3 or go_on.wait(WAIT_S)
-        tell_read(links, round_)
+        tell_read(links, spec)
 
     monkeypatch.setattr(RingLinks, "tell_read", slow_tell_read)
     with Members(4, plane="shm") as members:
@@ -145,9 +145,9 @@ def test_nobody_returns_before_the_next_member_has_read_everything(monkeypatch):
     go_on = threading.Event()
     tell_read = RingLinks.tell_read
 
-    def slow_tell_read(links, round_):
+    def slow_tell_read(links, spec):
         assert links.ring.position == 0 or go_on.wait(WAIT_S)
-        tell_read(links, round_)
+        tell_read(links, spec)
 
     monkeypatch.setattr(RingLinks, "tell_read", slow_tell_read)
     with Members(2, plane="shm") as members:
@@ -184,7 +184,7 @@ def _lasting(members: Members, step: int = 1) -> tuple[dict[int, torch.Tensor], 
     """One exchange whose results last; member 1 has sevens. The results, and how it goes."""
     values = {i: torch.full((64,), 7.0 if i == 1 else 1.0) for i in members.who}
     results = {i: members.shared(i, torch.zeros(64)) for i in members.who}
-    return results, members.start(1, step, values, results, lasting=True)
+    return results, members.start(1, step, values, results, result_is_stable=True)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -220,9 +220,9 @@ def test_in_a_ring_with_a_link_of_bytes_readers_are_awaited_all_the_same(monkeyp
     go_on = threading.Event()
     tell_read = RingLinks.tell_read
 
-    def slow_tell_read(links, round_):
+    def slow_tell_read(links, spec):
         assert links.ring.position != 1 or go_on.wait(WAIT_S)
-        tell_read(links, round_)
+        tell_read(links, spec)
 
     monkeypatch.setattr(RingLinks, "tell_read", slow_tell_read)
     with Members(3, plane="mixed") as members:
@@ -240,7 +240,7 @@ def test_members_that_disagree_about_whether_results_last_abort():
     with Members(2, plane="shm") as members:
         members.install(1)
         futures = [
-            *members.start(1, 1, {0: torch.ones(64)}, {0: torch.ones(64)}, lasting=True).values(),
+            *members.start(1, 1, {0: torch.ones(64)}, {0: torch.ones(64)}, result_is_stable=True).values(),
             *members.start(1, 1, {1: torch.ones(64)}, {1: torch.ones(64)}).values(),
         ]
         for future in futures:
@@ -262,8 +262,8 @@ def test_places_that_were_not_shown_are_refused(kind, number, value, sentence):
         pair.sender.pump(free=1)
         pair.receiver.pump()
         pair.receiver.pump()
-        pair.outbox.sock.send(message(Header(ROUND, kind, 0, 1, 64), number, value))
-        pair.receiver._expect = lambda _: Header(ROUND, kind, 0, 1, 64)
+        pair.outbox.sock.send(message(ChunkHeader(ROUND, kind, 0, 1, 64), number, value))
+        pair.receiver._expect = lambda _: ChunkHeader(ROUND, kind, 0, 1, 64)
         with pytest.raises(ProtocolError, match=sentence):
             pair.receiver.pump()
 

@@ -10,7 +10,7 @@ from fabric.ftar.device.cuda import CudaDevice
 pytestmark = pytest.mark.gpu
 
 
-def test_streams_are_ordered_by_events_and_bells_ring():
+def test_streams_are_ordered_by_events_and_callbacks_run():
     import threading
 
     device = CudaDevice()

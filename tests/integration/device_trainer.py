@@ -5,18 +5,21 @@ operations are immediate, as they are on any CPU.
 """
 
 import sys
+from pathlib import Path
 
 import tiny_trainer
 
 from fabric.client.gradients.gradient_backend import on_device
-from fabric.ftar.device.host import HostDevice
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from ftar.simulated_device import SimulatedDevice
 
 
 def main() -> None:
-    device = HostDevice(immediate=True)
+    device = SimulatedDevice(immediate=True)
     # The one place where the client chooses: parameters on a CUDA device go the same way with CudaDevice.
     sys.modules["fabric.client.attach"].place_gradients = lambda found, gradients, on_piece: on_device(
         device, found, gradients, on_piece
     )
-    print("gradients on HostDevice", flush=True)
+    print("gradients on SimulatedDevice", flush=True)
     tiny_trainer.main()

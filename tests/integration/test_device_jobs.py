@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from ftar.simulated_device import SimulatedDevice
 from job import Job
 from test_failures import finish_and_check
 
 from fabric.client.gradients.gradient_backend import OnDevice, OnHost, device_of, on_device, place_gradients
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients
-from fabric.ftar.device.host import HostDevice
-from fabric.ftar.device.ring import DeviceRing
+from fabric.ftar.device.device_ring import DeviceRing
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.runtime.config import settings
 
@@ -23,7 +23,7 @@ def test_a_job_on_a_device_loses_a_member_in_the_ring_and_ends_bitwise_equal(zyg
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()
         assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 12]
-        assert job.logs().count("gradients on HostDevice") == 4, job.logs()
+        assert job.logs().count("gradients on SimulatedDevice") == 4, job.logs()
 
 
 def one_layer() -> FlatGradients:
@@ -38,7 +38,7 @@ def fill(gradients: FlatGradients, value: float) -> None:
 
 def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
     """Backward, copies and the update are all on the device's time, in any order that events allow."""
-    device, gradients = HostDevice(), one_layer()
+    device, gradients = SimulatedDevice(), one_layer()
     placement = OnDevice(device, gradients.nbytes)
     slot = torch.zeros(gradients.nbytes, dtype=torch.uint8)
     fill(gradients, 0.0)
@@ -65,7 +65,7 @@ def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
 
 
 def test_a_fetched_gradient_comes_up_from_host_memory_and_an_aborted_round_is_forgotten():
-    device, gradients = HostDevice(), one_layer()
+    device, gradients = SimulatedDevice(), one_layer()
     placement = OnDevice(device, gradients.nbytes)
     slot, fetched = (torch.zeros(gradients.nbytes, dtype=torch.uint8) for _ in range(2))
     gradients.buckets[0].view(fetched).fill_(6.0)
@@ -93,7 +93,7 @@ def test_the_place_is_chosen_by_the_parameters():
     plane, placement = place_gradients(found, gradients, lambda step: None)
     assert isinstance(plane, CpuRing) and isinstance(placement, OnHost)
     plane.close()
-    device = HostDevice()
+    device = SimulatedDevice()
     plane, placement = on_device(device, found, gradients, lambda step: None)
     assert isinstance(plane, DeviceRing) and isinstance(placement, OnDevice)
     plane.close()

@@ -256,7 +256,7 @@ def test_a_joiner_that_exchanges_elsewhere(pair):
     pair.wait_for(lambda: pair.ended("r2") is not None, "the end of r2")
     assert pair.ended("r2") == 1, pair.logs()
     lines = pair.said("r2").splitlines()
-    assert lines[0] == "gradients on HostDevice" and len(lines) == 2, lines
+    assert lines[0] == "gradients on SimulatedDevice" and len(lines) == 2, lines
     assert re.search(
         r"^fabric: r2: .*r2 exchanges gradients on a GPU and r[01] in host memory: have the parameters",
         lines[1],

@@ -19,8 +19,8 @@ from fabric.runtime.http.connection_limit import (
     FULL,
     IDLE,
     ConnectionLimit,
+    ConnectionSlot,
     Limits,
-    Seat,
     raise_descriptor_limit,
 )
 from fabric.runtime.http.http_service import read_body, serve
@@ -36,7 +36,7 @@ class Room:
         self.limit = ConnectionLimit(Limits(total, idle))
         self.closed: list[str] = []
 
-    def enter(self, address: str, name: str = "") -> Seat | None:
+    def enter(self, address: str, name: str = "") -> ConnectionSlot | None:
         return self.limit.admit(address, lambda: self.closed.append(name or address))
 
 

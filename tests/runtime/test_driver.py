@@ -200,7 +200,9 @@ async def test_threads_feed_at_once_and_effects_are_performed_in_the_order_of_th
             loop.call_soon_threadsafe(everything.set)
 
     loop, crashes = asyncio.get_running_loop(), []
-    driver = Driver(core, perform, tick=TICK, on_crash=crashes.append, anywhere=frozenset((tuple,)))
+    driver = Driver(
+        core, perform, tick=TICK, on_crash=crashes.append, thread_safe_effects=frozenset((tuple,))
+    )
     await run_in_threads(*(lambda n=n: [driver.feed((n, i)) for i in range(count)] for n in range(3)))
     await asyncio.wait_for(everything.wait(), 30)
     assert not crashes
@@ -217,7 +219,7 @@ async def test_what_a_step_orders_is_performed_by_the_thread_that_had_the_event(
         lambda effect: ran.append((effect, threading.get_ident())),
         tick=TICK,
         on_crash=lambda error: None,
-        anywhere=frozenset((str,)),
+        thread_safe_effects=frozenset((str,)),
     )
     who = await asyncio.to_thread(lambda: (driver.feed("a"), threading.get_ident())[1])
     assert ran == [("one", who), ("two", who)]
@@ -233,7 +235,7 @@ async def test_a_deadline_that_another_thread_brought_about_is_kept():
         lambda effect: ticked.set() if effect == TICK else None,
         tick=TICK,
         on_crash=lambda error: None,
-        anywhere=frozenset((tuple, list)),
+        thread_safe_effects=frozenset((tuple, list)),
     )
     await asyncio.to_thread(driver.feed, (0, 0))
     await asyncio.wait_for(ticked.wait(), 30)
@@ -254,8 +256,10 @@ async def test_what_interrupts_a_thread_is_the_end_and_reaches_the_thread(struck
     def interrupted(*_: object) -> list[str]:
         raise KeyboardInterrupt
 
-    anywhere = frozenset(() if struck == "as the turn is passed on" else (str,))
-    driver = Driver(core, perform, tick=TICK, on_crash=crashes.append, anywhere=anywhere)
+    thread_safe_effects = frozenset(() if struck == "as the turn is passed on" else (str,))
+    driver = Driver(
+        core, perform, tick=TICK, on_crash=crashes.append, thread_safe_effects=thread_safe_effects
+    )
     if struck == "in the core":
         core.handle = interrupted
     passed_on = driver._go_on

@@ -146,7 +146,7 @@ class World:
             tick=TICK,
             on_crash=self.crashes.append,
             clock=lambda: self.loop.now,
-            anywhere=frozenset((str,)),
+            thread_safe_effects=frozenset((str,)),
         )
         self.driver._thread = self.explorer.idents[LOOP]
         self.driver._turn = self.turn = Turn(self.point)

@@ -8,7 +8,7 @@ import pytest
 
 from fabric.client.process.worker import Worker
 from fabric.runtime import priority
-from fabric.runtime.priority import BACKGROUND, POLITE, Politely, lower_priority
+from fabric.runtime.priority import BACKGROUND, LOW_PRIORITY, LowPriorityRunner, lower_priority
 
 
 def own_niceness() -> int:
@@ -42,9 +42,9 @@ def test_a_background_worker_yields_and_another_one_does_not(background):
 
 
 def test_polite_work_has_a_thread_of_its_own_that_ends_with_it():
-    before, politely = own_niceness(), Politely()
+    before, politely = own_niceness(), LowPriorityRunner()
     niceness, thread = politely(lambda: (own_niceness(), threading.current_thread()))
-    assert niceness == max(before, POLITE)
+    assert niceness == max(before, LOW_PRIORITY)
     assert thread is not threading.current_thread() and not thread.is_alive()
     assert own_niceness() == before
 
@@ -54,7 +54,7 @@ def test_what_polite_work_raises_is_raised_by_its_caller():
         raise KeyError("x")
 
     with pytest.raises(KeyError, match="x"):
-        Politely()(fail)
+        LowPriorityRunner()(fail)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_polite_work_raises_is_raised_by_its_caller():
     [(0.1, 1.9, False), (0.5, 2.1, True), (2.0, 3.9, False), (2.0, 4.1, True)],
 )
 def test_where_polite_work_hardly_gets_a_processor_the_caller_does_it(ran_s, waited_s, crowded, monkeypatch):
-    politely = Politely()
+    politely = LowPriorityRunner()
     monkeypatch.setattr(priority, "_ran_and_waited", lambda: (ran_s, waited_s))
     assert politely(threading.current_thread) is not threading.current_thread()
     assert politely.crowded is crowded
@@ -76,5 +76,5 @@ def test_the_kernel_says_how_long_a_thread_had_a_processor():
             pass
         return priority._ran_and_waited()
 
-    ran_s, waited_s = Politely()(spin)
+    ran_s, waited_s = LowPriorityRunner()(spin)
     assert ran_s >= 0.02 and waited_s >= 0.0

@@ -12,7 +12,7 @@ from fabric.client.control import lighthouse_link
 from fabric.client.control.lighthouse_link import LeaderLink
 from fabric.errors import Unreachable
 from fabric.runtime.config import Settings
-from fabric.runtime.http.dial_errors import mistake, why
+from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.lighthouse_client import Lighthouses
 from fabric.runtime.http.tls import Tls
 
@@ -123,8 +123,10 @@ def test_one_wrong_address_of_several_ends_nothing(mine):
 def test_what_is_no_mistake_of_tls_is_not_called_one():
     url = "http://127.0.0.1:1"
     for error in (ConnectionRefusedError(), OSError(113, "No route to host"), TimeoutError()):
-        assert not mistake(error, NONE) and "TLS" not in why(error, url, NONE)
+        assert not permanent_cause(error, NONE) and "TLS" not in describe(error, url, NONE)
     hung_up = RemoteDisconnected("Remote end closed connection without response")
-    assert not mistake(hung_up, NONE) and "https://" in why(hung_up, url, NONE), "it may just have ended"
+    assert not permanent_cause(hung_up, NONE) and "https://" in describe(hung_up, url, NONE), (
+        "it may just have ended"
+    )
     alert = ssl.SSLError(1, "[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca (_ssl.c:1)")
-    assert "FABRIC_TLS_CERT" in mistake(alert, NONE)
+    assert "FABRIC_TLS_CERT" in permanent_cause(alert, NONE)

@@ -269,14 +269,14 @@ class Ring:
             name, why = next(iter(links.lost.items()))
             self._abort(links, f"the ring link to {name} was lost: {why}", name)
 
-    def _header(self, running: Running, number: int, sends: bool) -> chunk_headers.Header:
+    def _header(self, running: Running, number: int, sends: bool) -> chunk_headers.ChunkHeader:
         order, links = running.order, running.links
         world = len(links.names)
         piece = (running.plan.sends if sends else running.plan.receives)[number]
         source = links.position if sends else (links.position - 1) % world
-        round_ = chunk_headers.Round(order.fence.epoch, order.step, 0, world, 1, ALIGNMENT * world)
+        round_ = chunk_headers.ExchangeSpec(order.fence.epoch, order.step, 0, world, 1, ALIGNMENT * world)
         kind = chunk_headers.GATHER if piece.gather else chunk_headers.REDUCE
-        return chunk_headers.Header(round_, kind, source, piece.sequence, ALIGNMENT)
+        return chunk_headers.ChunkHeader(round_, kind, source, piece.sequence, ALIGNMENT)
 
     def _send(self, running: Running) -> None:
         plan, links = running.plan, running.links

@@ -9,7 +9,7 @@ import uvloop
 
 from fabric.transport.greeting import Greeting
 from fabric.transport.handshakes import MAX_HANDSHAKES, Handshakes
-from fabric.transport.tcp import Identity, Listener, dial
+from fabric.transport.tcp import Listener, ListenerIdentity, dial
 
 TOKEN = b"token"
 DEADLINE_S = 60.0
@@ -91,7 +91,7 @@ def test_silent_strangers_keep_no_link_from_forming(run, says, addresses):
         sock.close()
 
     async def story() -> None:
-        listener = Listener(Identity("job", "r0", "s1"), TOKEN, take, handshake_s=NEVER_S)
+        listener = Listener(ListenerIdentity("job", "r0", "s1"), TOKEN, take, handshake_s=NEVER_S)
         await listener.start("127.0.0.1")
         host, port = listener.address
         with ExitStack() as stack:

@@ -6,12 +6,12 @@ import socket
 from collections.abc import Callable
 
 import pytest
+from faulty_link import Faults, FaultyLink
+from memory_link import memory_pair
 
 from fabric.errors import ProtocolError
-from fabric.transport.faulty import Faults, FaultyLink
 from fabric.transport.interface import MessageLink
 from fabric.transport.link import Link
-from fabric.transport.memory import memory_pair
 
 Pair = tuple[MessageLink, MessageLink]
 LIMIT_BYTES = 1024 * 1024

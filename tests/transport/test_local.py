@@ -9,7 +9,7 @@ import pytest
 from fabric.errors import Refused, Unauthorized
 from fabric.transport.greeting import Greeting
 from fabric.transport.local import check_user, connect_locally, listen_locally
-from fabric.transport.tcp import Identity, Listener, dial
+from fabric.transport.tcp import Listener, ListenerIdentity, dial
 
 TOKEN = b"a-token"
 
@@ -23,7 +23,7 @@ class Host:
 
     def __init__(self, replica: str = "r0") -> None:
         self.arrivals: asyncio.Queue = asyncio.Queue()
-        identity = Identity("job", replica)
+        identity = ListenerIdentity("job", replica)
         self.listener = Listener(identity, TOKEN, lambda g, s: self.arrivals.put_nowait((g, s)))
 
     @property

@@ -12,7 +12,7 @@ import pytest
 from fabric.errors import ConfigError, ProtocolError, Refused, Unauthorized, Unreachable
 from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
-from fabric.transport.tcp import Identity, Listener, dial, parse_address
+from fabric.transport.tcp import Listener, ListenerIdentity, dial, parse_address
 
 TOKEN = b"token"
 
@@ -27,7 +27,7 @@ class Door:
 
     def __init__(self, **options) -> None:
         self.arrivals: asyncio.Queue[tuple[Greeting, socket.socket]] = asyncio.Queue()
-        identity = Identity("job", "replica-0", "s1")
+        identity = ListenerIdentity("job", "replica-0", "s1")
         self.listener = Listener(identity, TOKEN, lambda g, s: self.arrivals.put_nowait((g, s)), **options)
 
     @property
@@ -120,7 +120,7 @@ async def test_a_store_that_is_not_known_yet_admits_any():
 
 async def test_an_empty_token_means_no_authentication():
     arrived: asyncio.Queue[socket.socket] = asyncio.Queue()
-    listener = Listener(Identity("job", "r0"), b"", lambda _g, s: arrived.put_nowait(s))
+    listener = Listener(ListenerIdentity("job", "r0"), b"", lambda _g, s: arrived.put_nowait(s))
     await listener.start("127.0.0.1")
     host, port = listener.address
     (await dial(f"{host}:{port}", greeting(), b"", 5)).close()
@@ -168,7 +168,7 @@ async def test_a_callback_that_fails_costs_its_own_connection_only():
             raise Refused("no room")
         sock.close()
 
-    listener = Listener(Identity("job", "r0"), TOKEN, fail_once)
+    listener = Listener(ListenerIdentity("job", "r0"), TOKEN, fail_once)
     await listener.start("127.0.0.1")
     address = f"127.0.0.1:{listener.address[1]}"
     for name in ("first", "second"):
@@ -208,8 +208,8 @@ async def test_a_range_of_ports_takes_the_first_free_one_and_says_when_none_is()
     async with open_door() as door:
         port = door.listener.address[1]
         with pytest.raises(ConfigError, match="free one or widen"):
-            await Listener(Identity("job", "r0"), b"", lambda _g, _s: None).start("127.0.0.1", [port])
-        second = Listener(Identity("job", "r0"), b"", lambda _g, _s: None)
+            await Listener(ListenerIdentity("job", "r0"), b"", lambda _g, _s: None).start("127.0.0.1", [port])
+        second = Listener(ListenerIdentity("job", "r0"), b"", lambda _g, _s: None)
         await second.start("127.0.0.1", range(port, min(port + 50, 65535) + 1))
         assert second.address[1] > port
         await second.close()

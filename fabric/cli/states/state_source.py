@@ -35,7 +35,7 @@ from fabric.ckpt_server.format.tensor_slices import find_shards
 from fabric.cli.states.whole_state import WholeState
 from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
-from fabric.runtime.http.dial_errors import why
+from fabric.runtime.http.dial_errors import describe
 from fabric.runtime.http.token_file import TokenFile
 
 _TIMEOUT_S = 30.0
@@ -303,7 +303,9 @@ class RemoteState(BlockState):
                 raise self._refused(response)
             return read_json(response, _MAX_MANIFEST_BYTES)
         except TRANSIENT as error:
-            raise Unreachable(f"{self.name} does not answer: {why(error, self.name, self._tls)}") from error
+            raise Unreachable(
+                f"{self.name} does not answer: {describe(error, self.name, self._tls)}"
+            ) from error
 
     def _refused(self, response: HTTPResponse) -> StateError:
         """Why there is no manifest: also because somebody else answers there, as /healthz tells."""

@@ -249,7 +249,7 @@ class Engine:
             self._perform,
             tick=io.Tick(),
             on_crash=self.crash,
-            anywhere=_ANYWHERE,
+            thread_safe_effects=_ANYWHERE,
         )
         self._session = asyncio.create_task(self._parts.leader.run(self._feed, self._refused))
 

@@ -18,7 +18,7 @@ from fabric.protocol.messages import wire
 from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage, MemberMessage
 from fabric.runtime.config import Settings
 from fabric.runtime.http import redirects
-from fabric.runtime.http.dial_errors import mistake, why
+from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.http_service import come_back_s
 from fabric.runtime.http.token_file import TokenFile
 
@@ -120,8 +120,8 @@ class LeaderLink:
 
     def _note_problem(self, url: str, error: Exception) -> None:
         """Why ``url`` was not reached; said once where none has been for a while, for that may take long."""
-        self._problem = f"{url} cannot be reached ({why(error, url, self._tls)})"
-        if mistake(error, self._tls):
+        self._problem = f"{url} cannot be reached ({describe(error, url, self._tls)})"
+        if permanent_cause(error, self._tls):
             self._mistaken.add(url)
         waited_s = asyncio.get_running_loop().time() - self._begun
         if not self._reached and waited_s >= _QUIET_S and self._problem not in self._told:

@@ -24,7 +24,7 @@ from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
 from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
-from fabric.transport.tcp import CONNECT_S, Identity, Listener, dial
+from fabric.transport.tcp import CONNECT_S, Listener, ListenerIdentity, dial
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 _DIAL_S = 3.0
@@ -54,7 +54,7 @@ class Peers:
     """
 
     def __init__(
-        self, identity: Identity, incarnation: int, token: TokenFile, plane: DataPlane, link_s: float
+        self, identity: ListenerIdentity, incarnation: int, token: TokenFile, plane: DataPlane, link_s: float
     ) -> None:
         self._me: Key = (identity.replica, incarnation)
         self._identity = identity

@@ -109,7 +109,9 @@ class Exchange:
                     parameter.grad = None
         part = bucket.view(flat)
         # Lasting: nobody writes to the slot before two more steps were committed, or this round was aborted.
-        self._plane.all_reduce(order.fence.epoch, order.step, part, retain_gradients=False, lasting=True)
+        self._plane.all_reduce(
+            order.fence.epoch, order.step, part, retain_gradients=False, result_is_stable=True
+        )
         for peer, seconds in self._plane.waiting_s.items():
             self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
 

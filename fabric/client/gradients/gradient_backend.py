@@ -14,11 +14,11 @@ import torch
 
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients, NamedParameter
-from fabric.ftar.communicators.nccl import NcclMaker
+from fabric.ftar.communicators.nccl import NcclFactory
 from fabric.ftar.communicators.process_group_plane import GroupPlane
 from fabric.ftar.device.cuda import CudaDevice
-from fabric.ftar.device.device_api import Device, Event
-from fabric.ftar.device.ring import DeviceRing
+from fabric.ftar.device.device_api import Device, DeviceEvent
+from fabric.ftar.device.device_ring import DeviceRing
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.plane import DataPlane
 from fabric.runtime.config import Settings
@@ -75,8 +75,8 @@ class OnDevice:
         self._device = device
         self._flat = device.memory(nbytes)
         self._stream = device.stream()
-        self._ready: Event | None = None
-        self._left: Event | None = None
+        self._ready: DeviceEvent | None = None
+        self._left: DeviceEvent | None = None
         # Where what lies in the flat buffer was copied to: the same memory names the same round.
         self._copied_to = 0
 
@@ -147,7 +147,7 @@ def place_gradients(
         return CpuRing(exchange_s=found.exchange_s, shared_memory=shares, on_piece=on_piece), OnHost()
     device = CudaDevice(where)
     if found.data_plane == "nccl":
-        return GroupPlane(NcclMaker(device.device), device.owns, found.exchange_s), OnDevice(
+        return GroupPlane(NcclFactory(device.device), device.owns, found.exchange_s), OnDevice(
             device, gradients.nbytes
         )
     return on_device(device, found, gradients, on_piece)

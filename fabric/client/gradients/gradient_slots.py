@@ -105,7 +105,7 @@ class GradientSlots:
         if not self.handle.hangs:
             slot.shared = False
             return slot
-        self.plane.forget(slot.buffer)
+        self.plane.unregister(slot.buffer)
         return Slot(slot.index, torch.zeros(self.nbytes, dtype=torch.uint8), shared=False)
 
     def _is_full(self) -> bool:
@@ -129,9 +129,9 @@ class GradientSlots:
                 private = torch.zeros(self.nbytes, dtype=torch.uint8)
             return Slot(index, private, shared=False)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes]
-        self.plane.show(self.handle.descriptor("gradient", index), buffer)
+        self.plane.register(self.handle.descriptor("gradient", index), buffer)
         if private is not None:
-            self.plane.forget(private)
+            self.plane.unregister(private)
         return Slot(index, buffer)
 
     def publish(self, generation: int, held: PreparedRound) -> None:
@@ -225,7 +225,7 @@ class GradientSlots:
             self._prepared = None
             for slot in self._slots:
                 if slot.used <= self._uses - 2:
-                    self.plane.forget(slot.buffer)
+                    self.plane.unregister(slot.buffer)
             self._slots = [s for s in self._slots if s.used > self._uses - 2]
             for slot in self._slots:
                 slot.shared = False

@@ -22,7 +22,7 @@ from fabric.client.loop.shutdown import Leaving
 from fabric.errors import FabricError
 from fabric.ftar.buckets import FlatGradients
 from fabric.protocol.messages import member_events as io
-from fabric.runtime.priority import politely
+from fabric.runtime.priority import run_low_priority
 
 _T = TypeVar("_T")
 
@@ -37,7 +37,7 @@ class CatchingUp(Leaving):
     _metrics: dict[str, float]
     _replayed = 0
     _behind = False  # from a loaded state, or a replayed step, to the next round that I take part in
-    _steps: "PoliteSteps | None" = None
+    _steps: "LowPrioritySteps | None" = None
 
     def digest(self) -> str:
         """xxh3_128 of the shared state as it is now; equal on all members after the same step."""
@@ -45,7 +45,7 @@ class CatchingUp(Leaving):
 
     def _yielding(self, work: Callable[[], _T]) -> _T:
         """The result of ``work``, which is our own or torch's, done politely while I step with nobody."""
-        return politely(work) if self._may_yield and (self._behind or not self.epoch) else work()
+        return run_low_priority(work) if self._may_yield and (self._behind or not self.epoch) else work()
 
     @property
     def _may_yield(self) -> bool:
@@ -57,7 +57,7 @@ class CatchingUp(Leaving):
         self._behind = True
         if self._may_yield:
             optimizers = [x for x in self._state.objects.values() if isinstance(x, torch.optim.Optimizer)]
-            self._steps = PoliteSteps(optimizers)
+            self._steps = LowPrioritySteps(optimizers)
 
     def _end_replay(self) -> None:
         """The user's code has applied it."""
@@ -130,7 +130,7 @@ class CatchingUp(Leaving):
         self._metrics.clear()
 
 
-class PoliteSteps:
+class LowPrioritySteps:
     """Until ``close`` a ``step()`` of ``optimizers`` runs politely, where it is torch's own code alone."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -162,7 +162,7 @@ def _wrap(optimizer: torch.optim.Optimizer) -> _Wrapper:
     def step(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
         # A closure is the user's code; a mode holds in the thread that has entered it.
         own = wrapper.open and not (arguments or named or _is_in_a_mode() or _has_hooks(optimizer))
-        return politely(original) if own else original(*arguments, **named)
+        return run_low_priority(original) if own else original(*arguments, **named)
 
     # A scheduler that is made meanwhile wraps it in turn, and takes it for a method.
     before = {"step": optimizer.__dict__["step"]} if "step" in optimizer.__dict__ else {}

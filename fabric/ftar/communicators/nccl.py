@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.errors import ConfigError
-from fabric.ftar.communicators.process_group_plane import Communicator, Meeting
+from fabric.ftar.communicators.process_group_plane import Communicator, Rendezvous
 from fabric.ftar.plane import Ring
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
@@ -27,7 +27,7 @@ _NEVER = timedelta(days=30)
 _TORCH_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
-class NcclMaker:
+class NcclFactory:
     """Makes communicators of one GPU each. Raises ConfigError where this torch has no NCCL."""
 
     def __init__(self, device: torch.device) -> None:
@@ -37,18 +37,28 @@ class NcclMaker:
         for name, value in _TORCH_SETTINGS.items():
             os.putenv(name, value)  # read by torch's native code, when the first communicator is made
 
-    def meet(self, ring: Ring, host: str) -> tuple[Meeting, Any]:
-        """See ``Maker``: a store at a port that the system chooses."""
+    def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
+        """See ``CommunicatorFactory``: a store at a port that the system chooses."""
         store = _dist.TCPStore(host, 0, ring.world, is_master=True, timeout=_NEVER, wait_for_workers=False)
-        return Meeting(host, store.port), store
+        return Rendezvous(host, store.port), store
 
     def make(
-        self, ring: Ring, meeting: Meeting, kept: Any, timeout_s: float, began: Callable[[Communicator], None]
+        self,
+        ring: Ring,
+        rendezvous: Rendezvous,
+        kept: Any,
+        timeout_s: float,
+        began: Callable[[Communicator], None],
     ) -> Communicator:
-        """See ``Maker``. The first collective builds the communicator, so there is one here."""
+        """See ``CommunicatorFactory``. The first collective builds the communicator, so there is one here."""
         bound = timedelta(seconds=timeout_s)
         store = kept or _dist.TCPStore(
-            meeting.host, meeting.port, ring.world, is_master=False, timeout=bound, wait_for_workers=False
+            rendezvous.host,
+            rendezvous.port,
+            ring.world,
+            is_master=False,
+            timeout=bound,
+            wait_for_workers=False,
         )
         store.set_timeout(bound)
         options = _dist.ProcessGroupNCCL.Options()

@@ -23,14 +23,14 @@ import torch
 
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
 from fabric.ftar.device import frames
-from fabric.ftar.device.links import lost
+from fabric.ftar.device.device_links import lost
 from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
 
-_MEETING = struct.Struct("<4sI")
+_RENDEZVOUS = struct.Struct("<4sI")
 _MAGIC = b"FGM1"
-_MAX_MEETING_BYTES = 1024
+_MAX_RENDEZVOUS_BYTES = 1024
 _READ_BYTES = 4096
 
 
@@ -49,21 +49,26 @@ class Communicator(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the members of an epoch build their communicator: the first one's address."""
 
     host: str
     port: int
 
 
-class Maker(Protocol):
+class CommunicatorFactory(Protocol):
     """How communicators are made."""
 
-    def meet(self, ring: Ring, host: str) -> tuple[Meeting, Any]:
+    def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
         """For the first member: a place at ``host`` (its own address), and what must be kept meanwhile."""
 
     def make(
-        self, ring: Ring, meeting: Meeting, kept: Any, timeout_s: float, began: Callable[[Communicator], None]
+        self,
+        ring: Ring,
+        rendezvous: Rendezvous,
+        kept: Any,
+        timeout_s: float,
+        began: Callable[[Communicator], None],
     ) -> Communicator:
         """Build the communicator, together with all others; blocks. ``kept`` is None but for the first.
 
@@ -79,7 +84,7 @@ class GroupLinks(EpochLinks):
         ring: Ring,
         next_socket: socket.socket | None,
         previous_socket: socket.socket | None,
-        maker: Maker,
+        factory: CommunicatorFactory,
         make_s: float,
     ) -> None:
         super().__init__(ring, next_socket, previous_socket)
@@ -87,12 +92,12 @@ class GroupLinks(EpochLinks):
         self.changed = threading.Condition()
         # The end of the exchange under way, in seconds of the monotonic clock.
         self.deadline_s = math.inf
-        self._maker = maker
+        self._factory = factory
         self._make_s = make_s
-        self._meeting = bytearray()
+        self._rendezvous_bytes = bytearray()
         self._came_back = bytearray()
         self._met = threading.Event()
-        self._where: Meeting | None = None
+        self._where: Rendezvous | None = None
         self._begun: Communicator | None = None
         # The watchdog has ended, having ended what there was to end.
         self._watched_out = False
@@ -141,13 +146,13 @@ class GroupLinks(EpochLinks):
             if self.ring.position == 0:
                 assert self.next is not None
                 host = self.next.getsockname()[0] if self.next.family != socket.AF_UNIX else "127.0.0.1"
-                self._where, kept = self._maker.meet(self.ring, host)
+                self._where, kept = self._factory.open_rendezvous(self.ring, host)
                 self.next.send(_encode(self._where))
             else:
                 self._met.wait()
             if self._where is None or self.cause is not None:
                 return
-            built = self._maker.make(self.ring, self._where, kept, self._make_s, self._began)
+            built = self._factory.make(self.ring, self._where, kept, self._make_s, self._began)
         except (RuntimeError, OSError, ValueError) as error:
             why = f"the communicator of epoch {self.ring.epoch} could not be built: {_first_line(error)}"
             self.abort(why)
@@ -194,22 +199,22 @@ class GroupLinks(EpochLinks):
         ready = dict(poll.poll(min(left_s, 1.0) * 1000 + 1))
         assert self.next is not None and self.previous is not None
         if self.previous.fileno() in ready:
-            self._hear_meeting(_received(self.previous, self.ring.previous))
+            self._receive_rendezvous(_received(self.previous, self.ring.previous))
         if self.next.fileno() in ready:
             self._hear_back(_received(self.next, self.ring.next))
 
-    def _hear_meeting(self, data: bytes) -> None:
-        self._meeting += data
-        if len(self._meeting) < _MEETING.size or self._where is not None:
+    def _receive_rendezvous(self, data: bytes) -> None:
+        self._rendezvous_bytes += data
+        if len(self._rendezvous_bytes) < _RENDEZVOUS.size or self._where is not None:
             return
-        magic, size = _MEETING.unpack_from(self._meeting)
-        if magic != _MAGIC or size > _MAX_MEETING_BYTES:
+        magic, size = _RENDEZVOUS.unpack_from(self._rendezvous_bytes)
+        if magic != _MAGIC or size > _MAX_RENDEZVOUS_BYTES:
             raise ProtocolError("it is not the place of a meeting: do all members use the same data plane?")
-        if len(self._meeting) >= _MEETING.size + size:
-            self._where = _decode(bytes(self._meeting[_MEETING.size : _MEETING.size + size]))
+        if len(self._rendezvous_bytes) >= _RENDEZVOUS.size + size:
+            self._where = _decode(bytes(self._rendezvous_bytes[_RENDEZVOUS.size : _RENDEZVOUS.size + size]))
             if self.ring.position < self.ring.world - 1:
                 assert self.next is not None
-                self.next.send(bytes(self._meeting))
+                self.next.send(bytes(self._rendezvous_bytes))
             self._met.set()
 
     def _hear_back(self, data: bytes) -> None:
@@ -220,7 +225,7 @@ class GroupLinks(EpochLinks):
 
 
 class GroupPlane(EpochPlane[GroupLinks]):
-    """DataPlane over communicators that ``maker`` makes: see ``plane``.
+    """DataPlane over communicators that ``factory`` makes: see ``plane``.
 
     ``owns`` says which tensors it takes, for a sentence instead of a crash. ``make_s`` bounds the building of
     a communicator. Which bits a sum has is the library's affair; that they are equal on all members is its
@@ -229,13 +234,13 @@ class GroupPlane(EpochPlane[GroupLinks]):
 
     def __init__(
         self,
-        maker: Maker,
+        factory: CommunicatorFactory,
         owns: Callable[[torch.Tensor], bool],
         exchange_s: float = 30.0,
         make_s: float = 120.0,
     ) -> None:
         super().__init__(Bounds(7200.0, exchange_s))
-        self._maker = maker
+        self._factory = factory
         self._owns = owns
         self._make_s = make_s
 
@@ -255,10 +260,10 @@ class GroupPlane(EpochPlane[GroupLinks]):
         """Refused: any memory of the device will do."""
         raise ConfigError("this data plane has no memory of its own: reduce the gradients where they are")
 
-    def show(self, descriptor: int, memory: torch.Tensor) -> None:
+    def register(self, descriptor: int, memory: torch.Tensor) -> None:
         """Without effect."""
 
-    def forget(self, memory: torch.Tensor) -> None:
+    def unregister(self, memory: torch.Tensor) -> None:
         """Without effect."""
 
     def install(
@@ -268,7 +273,7 @@ class GroupPlane(EpochPlane[GroupLinks]):
         previous_socket: socket.socket | None,
     ) -> None:
         """Take the links of an epoch and begin to build its communicator: see DataPlane."""
-        links = GroupLinks(ring, next_socket, previous_socket, self._maker, self._make_s)
+        links = GroupLinks(ring, next_socket, previous_socket, self._factory, self._make_s)
         if self._epochs.add(links):
             links.start()
 
@@ -280,7 +285,7 @@ class GroupPlane(EpochPlane[GroupLinks]):
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
         retain_gradients: bool = True,
-        lasting: bool = False,
+        result_is_stable: bool = False,
     ) -> None:
         """Reduce over the members of ``epoch``: see DataPlane, and the class for the bits."""
         result = source if result is None else result
@@ -358,16 +363,16 @@ def _received(sock: socket.socket, peer: str) -> bytes:
     return data
 
 
-def _encode(meeting: Meeting) -> bytes:
-    body = json.dumps([meeting.host, meeting.port]).encode()
-    return _MEETING.pack(_MAGIC, len(body)) + body
+def _encode(rendezvous: Rendezvous) -> bytes:
+    body = json.dumps([rendezvous.host, rendezvous.port]).encode()
+    return _RENDEZVOUS.pack(_MAGIC, len(body)) + body
 
 
-def _decode(body: bytes) -> Meeting:
+def _decode(body: bytes) -> Rendezvous:
     try:
         match json.loads(body):
             case [str(host), int(port)] if 0 < port < 2**16 and len(host) < 256:
-                return Meeting(host, port)
+                return Rendezvous(host, port)
     except (ValueError, RecursionError):
         pass
     raise ProtocolError("the place of a meeting is not an address")

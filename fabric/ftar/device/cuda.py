@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fabric.ftar.device.device_api import Event, Handle, Stream
-from fabric.ftar.device.host import boot_id
+from fabric.ftar.device.device_api import DeviceEvent, DeviceStream, SharedMemoryHandle
+from fabric.runtime.clock import boot_id
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
@@ -24,40 +24,40 @@ _COUNTER = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")
 
 
 class CudaEvent:
-    """See ``Event``."""
+    """See ``DeviceEvent``."""
 
     def __init__(self, event: Any, watcher: "_Watcher") -> None:
         self.event = event
         self.watcher = watcher
 
     def done(self) -> bool:
-        """See ``Event``."""
+        """See ``DeviceEvent``."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """See ``Event``."""
+        """See ``DeviceEvent``."""
         self.event.synchronize()
 
 
 class CudaStream:
-    """See ``Stream``."""
+    """See ``DeviceStream``."""
 
     def __init__(self, stream: Any, watcher: "_Watcher") -> None:
         self.stream = stream
         self._watcher = watcher
 
     def run(self, work: Callable[[], object]) -> None:
-        """See ``Stream``."""
+        """See ``DeviceStream``."""
         with _cuda.stream(self.stream):
             work()
 
-    def wait(self, event: Event) -> None:
-        """See ``Stream``."""
+    def wait(self, event: DeviceEvent) -> None:
+        """See ``DeviceStream``."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
     def record(self) -> CudaEvent:
-        """See ``Stream``."""
+        """See ``DeviceStream``."""
         event = _cuda.Event(blocking=True)  # who waits sleeps and does not spin
         self.stream.record_event(event)
         return CudaEvent(event, self._watcher)
@@ -87,16 +87,16 @@ class CudaDevice:
         return CudaStream(_cuda.current_stream(self.device), self._compute)
 
     @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: DeviceStream) -> Iterator[None]:
         """See ``Device``. A thread begins on the default stream, which is mostly the trainer's."""
         assert isinstance(stream, CudaStream)
         with _cuda.device(self.device), _cuda.stream(stream.stream):
             yield
 
-    def when(self, event: Event, ring: Callable[[], None]) -> None:
+    def when(self, event: DeviceEvent, callback: Callable[[], None]) -> None:
         """See ``Device``. Events of one stream come in order, so each stream has one thread that waits."""
         assert isinstance(event, CudaEvent)
-        event.watcher.watch(event, ring)
+        event.watcher.watch(event, callback)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """See ``Device``."""
@@ -120,7 +120,7 @@ class CudaDevice:
                 if address not in self._registered and self._register(address, tensor.numel()):
                     self._registered[address] = tensor
 
-    def share(self, nbytes: int) -> tuple[torch.Tensor, Handle] | None:
+    def share(self, nbytes: int) -> tuple[torch.Tensor, SharedMemoryHandle] | None:
         """See ``Device``: CUDA IPC, by torch's own handles."""
         memory = self.memory(nbytes)
         try:
@@ -131,15 +131,16 @@ class CudaDevice:
         except RuntimeError as error:
             _log.warning("Device memory cannot be shared with other processes: %s", error)
             return None
-        return memory, Handle(
+        return memory, SharedMemoryHandle(
             boot_id(), self._uuid(self.device.index), nbytes, handle, size, offset, counter, counter_offset,
             event, wanted,
         )  # fmt: skip
 
-    def open(self, handle: Handle) -> torch.Tensor | None:
+    def open(self, handle: SharedMemoryHandle) -> torch.Tensor | None:
         """See ``Device``. Memory of another GPU is opened where this process sees that GPU."""
         found = [i for i in range(_cuda.device_count()) if self._uuid(i) == handle.device]
-        if handle.host != boot_id() or not found or not _COUNTER.fullmatch(handle.counter):
+        here = boot_id()
+        if not here or handle.host != here or not found or not _COUNTER.fullmatch(handle.counter):
             return None
         if found[0] != self.device.index and not _cuda.can_device_access_peer(self.device.index, found[0]):
             return None
@@ -196,12 +197,12 @@ class _Watcher:
         self._queue: queue.SimpleQueue[tuple[CudaEvent, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def watch(self, event: CudaEvent, ring: Callable[[], None]) -> None:
+    def watch(self, event: CudaEvent, callback: Callable[[], None]) -> None:
         """Ring when ``event`` is done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fabric-cuda-events", daemon=True)
             self._thread.start()
-        self._queue.put((event, ring))
+        self._queue.put((event, callback))
 
     def close(self) -> None:
         """End the thread."""
@@ -210,7 +211,7 @@ class _Watcher:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            event, ring = item
+            event, callback = item
             with contextlib.suppress(RuntimeError):  # whoever is rung for asks the event, which raises again
                 event.wait()
-            ring()
+            callback()

@@ -1,7 +1,7 @@
 """The device seam: streams, events, memory. Everything that a data plane asks of a device, and no more.
 
-``CudaDevice`` is a GPU. ``HostDevice`` is host memory whose streams are worked off by a thread as late as
-they may be, so that what is not ordered by an event goes wrong in a test as it would on a GPU under load.
+``CudaDevice`` is a GPU. ``SimulatedDevice`` is host memory whose streams are worked off by a thread as late
+as they may be, so that what is not ordered by an event goes wrong in a test as it would on a GPU under load.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class SharedMemoryHandle:
     """How another process on this host opens device memory: nothing but numbers, bytes and checked names.
 
     ``host`` and ``device`` say where the memory is, ``nbytes`` how much; the rest is the device's own.
@@ -31,7 +31,7 @@ class Handle:
     event_wanted: bool
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream."""
 
     def done(self) -> bool:
@@ -41,7 +41,7 @@ class Event(Protocol):
         """Block this thread until then. Raises RuntimeError when the device failed."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work in order, on the device, at its own time."""
 
     def run(self, work: Callable[[], object]) -> None:
@@ -50,10 +50,10 @@ class Stream(Protocol):
         ``work`` must not allocate device memory that outlives it, nor look at values.
         """
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """What is enqueued from here on runs after ``event``; the host does not wait."""
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """The event that everything enqueued so far is done."""
 
 
@@ -63,17 +63,17 @@ class Device(Protocol):
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is in this device's memory."""
 
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         """A new side stream."""
 
-    def compute(self) -> Stream:
+    def compute(self) -> DeviceStream:
         """The stream that the calling thread's own torch operations are on."""
 
-    def on(self, stream: Stream) -> AbstractContextManager[None]:
+    def on(self, stream: DeviceStream) -> AbstractContextManager[None]:
         """Within it, the calling thread's own torch operations are on ``stream``."""
 
-    def when(self, event: Event, ring: Callable[[], None]) -> None:
-        """Call ``ring`` from some thread once ``event`` is done, or failed."""
+    def when(self, event: DeviceEvent, callback: Callable[[], None]) -> None:
+        """Call ``callback`` from some thread once ``event`` is done, or failed."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` of device memory, uint8."""
@@ -88,10 +88,10 @@ class Device(Protocol):
         under way. Memory that cannot be registered still works, more slowly.
         """
 
-    def share(self, nbytes: int) -> tuple[torch.Tensor, Handle] | None:
+    def share(self, nbytes: int) -> tuple[torch.Tensor, SharedMemoryHandle] | None:
         """Device memory that other processes can open, None where that is not possible."""
 
-    def open(self, handle: Handle) -> torch.Tensor | None:
+    def open(self, handle: SharedMemoryHandle) -> torch.Tensor | None:
         """Memory that another process shares, None where it cannot be reached from here.
 
         Read it and never write it. It is closed when the tensor is gone.

@@ -1,9 +1,9 @@
 """What members of a device ring say to each other: fixed, checked frames, pure.
 
-Forward goes one ``Chunk`` per piece, with its bytes behind it where they travel over TCP and without them
-where the next member reads them from shared device memory. Before the first chunk of an epoch, neighbours on
-one host exchange an offer of such memory and the answer to it. Backward go answers, credits (so many slots of
-the shared memory were read) and the notice of an abort.
+Forward goes one ``ChunkFrame`` per piece, with its bytes behind it where they travel over TCP and without
+them where the next member reads them from shared device memory. Before the first chunk of an epoch,
+neighbours on one host exchange an offer of such memory and the answer to it. Backward go answers, credits
+(so many slots of the shared memory were read) and the notice of an abort.
 """
 
 import base64
@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import xxhash
 
 from fabric.errors import ProtocolError
-from fabric.ftar.device.device_api import Handle
+from fabric.ftar.device.device_api import SharedMemoryHandle
 
 _CHUNK = struct.Struct("<4sBBBBHHIIQQQIQ")
 _DIGEST = struct.Struct("<Q")
@@ -38,7 +38,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChunkFrame:
     """One piece of one exchange, as both ends of a link must see it.
 
     ``source`` is the sender's position, ``dtype`` and ``operation`` are codes, ``length`` the elements of the
@@ -70,12 +70,12 @@ def digest(payload: Bytes) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def with_digest(chunk: Chunk, payload: Bytes) -> Chunk:
+def with_digest(chunk: ChunkFrame, payload: Bytes) -> ChunkFrame:
     """``chunk`` with the digest of its bytes."""
     return replace(chunk, digested=True, digest=digest(payload))
 
 
-def pack(chunk: Chunk) -> bytes:
+def pack(chunk: ChunkFrame) -> bytes:
     """The CHUNK_BYTES in front of a piece."""
     c = chunk
     packed = _CHUNK.pack(
@@ -85,7 +85,7 @@ def pack(chunk: Chunk) -> bytes:
     return packed + _DIGEST.pack(digest(packed))
 
 
-def unpack(data: Bytes) -> Chunk:
+def unpack(data: Bytes) -> ChunkFrame:
     """The chunk's frame in ``data`` (CHUNK_BYTES); raises ProtocolError if it is none, or was altered."""
     (
         magic,
@@ -110,13 +110,13 @@ def unpack(data: Bytes) -> Chunk:
             "the bytes on the ring are no chunk of a device ring: the stream is corrupt, of another release, "
             "or that member's parameters are not on a GPU"
         )
-    return Chunk(
+    return ChunkFrame(
         epoch, step, exchange, world, source, dtype, operation, length, bool(gather), sequence, size,
         bool(digested), own,
     )  # fmt: skip
 
 
-def offer(handle: Handle | None) -> bytes:
+def offer(handle: SharedMemoryHandle | None) -> bytes:
     """The bytes that offer shared memory to the next member, or say that there is none."""
     body = b"" if handle is None else _encode(handle)
     if len(body) > MAX_OFFER_BYTES:
@@ -134,14 +134,14 @@ def offer_size(head: Bytes) -> int:
     return int(size)
 
 
-def read_offer(body: Bytes) -> Handle | None:
+def read_offer(body: Bytes) -> SharedMemoryHandle | None:
     """The handle in an offer's body; raises ProtocolError."""
     if not body:
         return None
     try:
         found = json.loads(bytes(body))
         values = {}
-        for field in fields(Handle):
+        for field in fields(SharedMemoryHandle):
             value = found.pop(field.name)
             if field.type is bytes:
                 value = base64.b64decode(value, validate=True)
@@ -152,7 +152,7 @@ def read_offer(body: Bytes) -> Handle | None:
             raise ValueError(min(found))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError("an offer of device memory has not the fields that it must have") from error
-    return Handle(**values)
+    return SharedMemoryHandle(**values)
 
 
 def back(kind: int, value: int) -> bytes:
@@ -170,7 +170,7 @@ def notice(why: str, about: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Back:
+class BackwardFrame:
     """One frame that came back: a ``value`` of ``kind``, or why and about whom for an abort."""
 
     kind: int
@@ -179,7 +179,7 @@ class Back:
     about: str = ""
 
 
-def take_back(data: bytearray) -> Back | None:
+def take_back(data: bytearray) -> BackwardFrame | None:
     """Take one whole frame off the front of what came back.
 
     None while more must come. Raises ProtocolError.
@@ -197,7 +197,7 @@ def take_back(data: bytearray) -> Back | None:
     text = bytes(data[BACK_BYTES:end])
     del data[:end]
     if kind != ABORT:
-        return Back(int(kind), int(value))
+        return BackwardFrame(int(kind), int(value))
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -205,12 +205,12 @@ def take_back(data: bytearray) -> Back | None:
     match found:
         case [str(about), str(why)]:
             shown = "".join(c if c.isprintable() else "?" for c in why[:_MAX_WHY_CHARACTERS])
-            return Back(ABORT, 0, shown, about)
+            return BackwardFrame(ABORT, 0, shown, about)
     raise ProtocolError("a notice on the ring's way back does not name its cause")
 
 
-def _encode(handle: Handle) -> bytes:
-    values = {f.name: getattr(handle, f.name) for f in fields(Handle)}
+def _encode(handle: SharedMemoryHandle) -> bytes:
+    values = {f.name: getattr(handle, f.name) for f in fields(SharedMemoryHandle)}
     return json.dumps(
         {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in values.items()}
     ).encode()

@@ -7,20 +7,22 @@ import torch
 
 from fabric.errors import ProtocolError
 from fabric.ftar.device import frames
-from fabric.ftar.device.device_api import Event
-from fabric.ftar.device.links import DeviceLinks
-from fabric.ftar.device.plan import Piece
-from fabric.ftar.device.workspace import Job, Workspace
+from fabric.ftar.device.device_api import DeviceEvent
+from fabric.ftar.device.device_links import DeviceLinks
+from fabric.ftar.device.piece_order import DevicePiece
+from fabric.ftar.device.workspace import DeviceWorkspace, ReductionTask
 
 
 class Outgoing:
     """Pieces to the next member: copied into a slot on the device's time, then announced or sent."""
 
-    def __init__(self, job: Job, links: DeviceLinks, space: Workspace, pieces: list[Piece]) -> None:
+    def __init__(
+        self, job: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[DevicePiece]
+    ) -> None:
         assert links.next is not None
         self._sock = links.next
         self._job, self._links, self._space, self._pieces = job, links, space, pieces
-        self._copies: deque[Event] = deque()
+        self._copies: deque[DeviceEvent] = deque()
         self._begun = self._ready = self._sent = 0
         self._under_way: list[memoryview] = []
         self._ends_piece = False
@@ -66,14 +68,14 @@ class Outgoing:
             else:
                 return
 
-    def _copy(self, source: torch.Tensor) -> Event:
+    def _copy(self, source: torch.Tensor) -> DeviceEvent:
         space = self._space
         target = self._slot(self._begun)[: source.numel()]
         self._begun += 1
         space.down.run(lambda: target.copy_(source, non_blocking=True))
         event = space.down.record()
         self._copies.append(event)
-        space.device.when(event, space.ring)
+        space.device.when(event, space.wake)
         return event
 
     def _slot(self, number: int) -> torch.Tensor:
@@ -105,7 +107,7 @@ class Outgoing:
             self._sent += 1
         return True
 
-    def _frame(self, piece: Piece) -> list[memoryview]:
+    def _frame(self, piece: DevicePiece) -> list[memoryview]:
         size = self._job.size(piece)
         chunk = self._job.frame(piece, self._links.ring.position, size)
         if self._links.accepted:
@@ -121,22 +123,24 @@ class Arrival:
     """A received piece that is passed on: its bytes, once ``event`` is done, and their slot if it is one."""
 
     data: torch.Tensor
-    event: Event
+    event: DeviceEvent
     slot: int | None
 
 
 class Incoming:
     """Pieces from the previous member: verified, brought to the device, accumulated there."""
 
-    def __init__(self, job: Job, links: DeviceLinks, space: Workspace, pieces: list[Piece]) -> None:
+    def __init__(
+        self, job: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[DevicePiece]
+    ) -> None:
         assert links.previous is not None
         self._sock = links.previous
         self._job, self._links, self._space, self._pieces = job, links, space, pieces
         self._source = (links.ring.position - 1) % links.ring.world
-        self._uses: deque[Event] = deque()
+        self._uses: deque[DeviceEvent] = deque()
         self._head = bytearray(frames.OFFER_HEAD_BYTES if links.expects_offer else frames.CHUNK_BYTES)
         self._offer: bytearray | None = None
-        self._chunk: frames.Chunk | None = None
+        self._chunk: frames.ChunkFrame | None = None
         self._filled = 0
         self.arrived: dict[int, Arrival] = {}
         self.completed = 0
@@ -226,7 +230,7 @@ class Incoming:
         # Read out of shared memory a chunk needs no slot of ours.
         return (piece.gather or bool(space.free)) and len(self._uses) < space.slots
 
-    def _take(self, chunk: frames.Chunk) -> tuple[bool, bool]:
+    def _take(self, chunk: frames.ChunkFrame) -> tuple[bool, bool]:
         piece = self._pieces[self.completed]
         if self._links.inbox is None:
             data = self._staged()
@@ -244,7 +248,7 @@ class Incoming:
         self.completed += 1
         return True, True
 
-    def _use(self, piece: Piece, data: torch.Tensor) -> None:
+    def _use(self, piece: DevicePiece, data: torch.Tensor) -> None:
         """Enqueue what is done with ``data``; it must stay as it is until the event."""
         job, up = self._job, self._space.up
         landed = job.result[piece.start : piece.stop].view(torch.uint8)
@@ -255,12 +259,12 @@ class Incoming:
             slot, landed = self._accumulate(piece, data, landed)
         event = up.record()
         self._uses.append(event)
-        self._space.device.when(event, self._space.ring)
+        self._space.device.when(event, self._space.wake)
         if piece.hop < 2 * self._links.ring.world - 3:
             self.arrived[piece.sequence] = Arrival(landed, event, slot)
 
     def _accumulate(
-        self, piece: Piece, data: torch.Tensor, landed: torch.Tensor
+        self, piece: DevicePiece, data: torch.Tensor, landed: torch.Tensor
     ) -> tuple[int | None, torch.Tensor]:
         job, space = self._job, self._space
         slot, behind = space.free.popleft()
@@ -282,7 +286,7 @@ class Incoming:
         return slot, total
 
 
-def difference(got: frames.Chunk, expected: frames.Chunk) -> str:
+def difference(got: frames.ChunkFrame, expected: frames.ChunkFrame) -> str:
     """Why a chunk that is not the expected one is there, as far as its header tells."""
     if (got.epoch, got.step, got.exchange) != (expected.epoch, expected.step, expected.exchange):
         return (

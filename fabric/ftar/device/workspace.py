@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from fabric.ftar.device import frames
-from fabric.ftar.device.device_api import Device, Event
-from fabric.ftar.device.plan import Piece
+from fabric.ftar.device.device_api import Device, DeviceEvent
+from fabric.ftar.device.piece_order import DevicePiece
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-class Workspace:
+class DeviceWorkspace:
     """What a plane needs on its device: two side streams, and slots of one chunk, all allocated once.
 
     ``slots`` bounds the chunks under way in each direction, ``group`` those of a segment that go together.
@@ -33,40 +33,40 @@ class Workspace:
         self.scratch = device.memory(chunk_bytes)
         self.partial = _cut(device.memory(chunk_bytes * 2 * group), chunk_bytes)
         # Partial sums that may be overwritten, behind an event where somebody may still read them.
-        self.free: deque[tuple[int, Event | None]] = deque()
-        self.unfinished: list[Event] = []
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.free: deque[tuple[int, DeviceEvent | None]] = deque()
+        self.unfinished: list[DeviceEvent] = []
+        self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
 
-    def begin(self, behind: Event) -> None:
+    def begin(self, behind: DeviceEvent) -> None:
         """Before an exchange: both streams wait for ``behind``, and every slot is free."""
         for stream in (self.down, self.up):
             stream.wait(behind)
         self.free = deque((slot, None) for slot in range(len(self.partial)))
 
-    def abandon(self) -> Event:
+    def abandon(self) -> DeviceEvent:
         """After an exchange that failed: what is enqueued runs on until the event that is returned."""
         self.up.wait(self.down.record())
         event = self.up.record()
         self.unfinished.append(event)
         return event
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the exchange; from any thread."""
         with self._lock:
-            if self.bell >= 0:
-                os.eventfd_write(self.bell, 1)
+            if self.wakeup_fd >= 0:
+                os.eventfd_write(self.wakeup_fd, 1)
 
     def close(self) -> None:
-        """Close the bell."""
+        """Close the descriptor that wakes the exchange."""
         with self._lock:
-            if self.bell >= 0:
-                os.close(self.bell)
-            self.bell = -1
+            if self.wakeup_fd >= 0:
+                os.close(self.wakeup_fd)
+            self.wakeup_fd = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ReductionTask:
     """What is reduced: flat ``source`` into flat ``result`` (maybe the same), and by which operation.
 
     ``weight`` divides a mean. ``frame(piece, source, size)`` is the header of a piece that member ``source``
@@ -77,7 +77,7 @@ class Job:
     result: torch.Tensor
     operation: str
     weight: float
-    frame: Callable[[Piece, int, int], frames.Chunk]
+    frame: Callable[[DevicePiece, int, int], frames.ChunkFrame]
     checksum: bool
     on_piece: Callable[[], None]
 
@@ -87,15 +87,15 @@ class Job:
         dtype = self.source.dtype
         return torch.float32 if dtype in _SIXTEEN_BITS and self.operation in ("sum", "mean") else dtype
 
-    def dtype(self, piece: Piece) -> torch.dtype:
+    def dtype(self, piece: DevicePiece) -> torch.dtype:
         """Of ``piece`` on the wire."""
         return self.source.dtype if piece.gather or piece.hop == 0 else self.wide
 
-    def size(self, piece: Piece) -> int:
+    def size(self, piece: DevicePiece) -> int:
         """Bytes of ``piece`` on the wire."""
         return (piece.stop - piece.start) * self.dtype(piece).itemsize
 
-    def accumulate(self, piece: Piece, received: torch.Tensor, total: torch.Tensor) -> None:
+    def accumulate(self, piece: DevicePiece, received: torch.Tensor, total: torch.Tensor) -> None:
         """``total = received (+) own``, finished into the result where ``piece`` is the last of its sum."""
         total.copy_(received)
         own = self.source[piece.start : piece.stop]

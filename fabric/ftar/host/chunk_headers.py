@@ -22,7 +22,7 @@ HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 
 # Forward: a partial result, a result, memory that later chunks lie in. Backward: an abort, all was read.
 REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
-_PAYLOAD_DIGESTED, _LASTING = 1, 2
+_PAYLOAD_DIGESTED, _RESULT_IS_STABLE = 1, 2
 MAX_NOTICE_BYTES = 2048
 _MAX_WHY_CHARACTERS = 300
 
@@ -30,11 +30,11 @@ Payload = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ExchangeSpec:
     """One exchange, as all its members must see it; ``exchange`` counts the calls within a step.
 
     ``dtype`` is a code of ``reduce.DTYPE_CODES``, ``length`` the number of elements, ``operation`` a code of
-    ``reduction.OPERATION_CODES``. ``lasting`` is what ``DataPlane.all_reduce`` was told.
+    ``reduction.OPERATION_CODES``. ``result_is_stable`` is what ``DataPlane.all_reduce`` was told.
     """
 
     epoch: int
@@ -44,7 +44,7 @@ class Round:
     dtype: int
     length: int
     operation: int = 0
-    lasting: bool = False
+    result_is_stable: bool = False
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -53,10 +53,10 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ChunkHeader:
     """What is said of one chunk; ``source`` is the sender's position, ``size`` the payload's bytes."""
 
-    round: Round
+    spec: ExchangeSpec
     kind: int
     source: int
     sequence: int
@@ -68,16 +68,18 @@ def digest(payload: Payload) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def pack(header: Header, payload_digest: int | None = None) -> bytes:
+def pack(header: ChunkHeader, payload_digest: int | None = None) -> bytes:
     """The bytes that go in front of the payload; without its digest they cover the header alone."""
-    r = header.round
+    r = header.spec
     fields = _LAYOUT.pack(
         _MAGIC,
         header.kind,
         r.dtype,
         header.source,
         r.world,
-        _PAYLOAD_DIGESTED * (payload_digest is not None) | _LASTING * r.lasting | r.operation << 8,
+        _PAYLOAD_DIGESTED * (payload_digest is not None)
+        | _RESULT_IS_STABLE * r.result_is_stable
+        | r.operation << 8,
         r.exchange,
         header.sequence,
         r.epoch,
@@ -89,7 +91,7 @@ def pack(header: Header, payload_digest: int | None = None) -> bytes:
     return fields + _DIGEST.pack(digest(fields))
 
 
-def unpack(data: Payload) -> tuple[Header, int | None]:
+def unpack(data: Payload) -> tuple[ChunkHeader, int | None]:
     """The header in ``data`` (HEADER_BYTES) and its payload's digest, None where the sender made none.
 
     Raises ProtocolError if it is no header, or an altered one.
@@ -102,8 +104,10 @@ def unpack(data: Payload) -> tuple[Header, int | None]:
         raise ProtocolError(
             "the bytes on the ring are no chunk header: the stream is corrupt or of another release"
         )
-    round_ = Round(epoch, step, exchange, world, dtype, length, flags >> 8, bool(flags & _LASTING))
-    return Header(round_, kind, source, sequence, size), expected if flags & _PAYLOAD_DIGESTED else None
+    spec = ExchangeSpec(
+        epoch, step, exchange, world, dtype, length, flags >> 8, bool(flags & _RESULT_IS_STABLE)
+    )
+    return ChunkHeader(spec, kind, source, sequence, size), expected if flags & _PAYLOAD_DIGESTED else None
 
 
 def notice(epoch: int, source: int, why: str, about: str) -> bytes:
@@ -111,17 +115,17 @@ def notice(epoch: int, source: int, why: str, about: str) -> bytes:
     text = json.dumps([about, why[:_MAX_WHY_CHARACTERS]]).encode()
     if len(text) > MAX_NOTICE_BYTES:
         text = json.dumps(["", why[:20]]).encode()
-    header = Header(Round(epoch, 0, 0, 0, 0, 0), ABORT, source, 0, len(text))
+    header = ChunkHeader(ExchangeSpec(epoch, 0, 0, 0, 0, 0), ABORT, source, 0, len(text))
     return pack(header, digest(text)) + text
 
 
-def all_read(round_: Round, source: int, end: bool) -> bytes:
+def all_read(spec: ExchangeSpec, source: int, end: bool) -> bytes:
     """The bytes that tell those before it that the member at position ``source`` reads their memory no more
     in this exchange; ``end`` says that no member behind it can see that memory."""
-    return pack(Header(round_, READ, source, int(end), 0))
+    return pack(ChunkHeader(spec, READ, source, int(end), 0))
 
 
-def take_back(data: bytearray) -> tuple[str, str] | Header | None:
+def take_back(data: bytearray) -> tuple[str, str] | ChunkHeader | None:
     """Take one whole message off the front of what came back from the next member.
 
     Returns (why, about) of an abort, the Header of the word that somebody has read everything, or None while

@@ -15,12 +15,12 @@ import torch
 
 from fabric.errors import ConfigError
 from fabric.ftar.epochs import Bounds, EpochPlane
-from fabric.ftar.host.chunk_headers import Round
-from fabric.ftar.host.exchange_buffers import Workspace, make_operands
-from fabric.ftar.host.ring_exchange import Exchange, Means
+from fabric.ftar.host.chunk_headers import ExchangeSpec
+from fabric.ftar.host.exchange_buffers import StagingMemory, make_operands
+from fabric.ftar.host.ring_exchange import ExchangeResources, HostExchange
 from fabric.ftar.host.ring_links import RingLinks
 from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments
-from fabric.ftar.host.shm_transport import MOST_PLACES, SUPPORTED
+from fabric.ftar.host.shm_transport import MAX_REFERENCES, SUPPORTED
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
 from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
@@ -60,10 +60,12 @@ class CpuRing(EpochPlane[RingLinks]):
         self._shared_memory = shared_memory and SUPPORTED
         self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
         # Partial results of 16-bit elements are twice as large on their way.
-        self._means = Means(torch.zeros(2 * self._chunk_bytes, dtype=torch.uint8), checksum, on_piece)
+        self._resources = ExchangeResources(
+            torch.zeros(2 * self._chunk_bytes, dtype=torch.uint8), checksum, on_piece
+        )
         self._own = OwnSegments()
         self._others = PeerSegments()
-        self._workspace = Workspace(self._own)
+        self._workspace = StagingMemory(self._own)
 
     kind = "host"
 
@@ -76,13 +78,13 @@ class CpuRing(EpochPlane[RingLinks]):
         """Memory that neighbours can read in place: see DataPlane. Raises ConfigError without memory."""
         return self._own.allocate(nbytes).memory[:nbytes]
 
-    def show(self, descriptor: int, memory: torch.Tensor) -> None:
+    def register(self, descriptor: int, memory: torch.Tensor) -> None:
         """Let neighbours read ``memory``, the start of ``descriptor``, in place: see DataPlane."""
-        self._own.show(descriptor, memory)
+        self._own.register(descriptor, memory)
 
-    def forget(self, memory: torch.Tensor) -> None:
+    def unregister(self, memory: torch.Tensor) -> None:
         """What was allocated or shown is shown no more; without effect for other memory."""
-        self._own.forget(memory)
+        self._own.unregister(memory)
 
     def install(
         self,
@@ -104,7 +106,7 @@ class CpuRing(EpochPlane[RingLinks]):
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
         retain_gradients: bool = True,
-        lasting: bool = False,
+        result_is_stable: bool = False,
     ) -> None:
         """Reduce over the members of ``epoch``: see DataPlane, and ``reduce`` for the order.
 
@@ -114,21 +116,21 @@ class CpuRing(EpochPlane[RingLinks]):
         result = source if result is None else result
         check_tensors((source, result), reduction, retain_gradients, _in_host_memory, "in host memory")
         with self._entered(epoch) as links:
-            round_ = Round(
+            spec = ExchangeSpec(
                 epoch,
                 step,
-                self._turn.number(epoch, step),
+                self._exchanges.number(epoch, step),
                 links.ring.world,
                 DTYPE_CODES[source.dtype],
                 source.numel(),
                 reduction.code,
-                lasting,
+                result_is_stable,
             )
             tensors = (source.detach(), result.detach())
             if links.ring.world == 1:
                 reduction.alone(*tensors)
             elif source.numel():
-                self._exchange(links, round_, tensors, reduction)
+                self._exchange(links, spec, tensors, reduction)
 
     def retire(self, before_epoch: int) -> None:
         """Close the links of older epochs: see DataPlane."""
@@ -144,7 +146,7 @@ class CpuRing(EpochPlane[RingLinks]):
     def _exchange(
         self,
         links: RingLinks,
-        round_: Round,
+        spec: ExchangeSpec,
         tensors: tuple[torch.Tensor, torch.Tensor],
         reduction: Reduction,
     ) -> None:
@@ -155,12 +157,12 @@ class CpuRing(EpochPlane[RingLinks]):
         shown = segment_bounds(source.numel(), ring.world)[ring.position]
         if by_reference and ring.world > 2:
             shown = (0, source.numel())
-        partial = not by_reference or ring.world > MOST_PLACES + 1
+        partial = not by_reference or ring.world > MAX_REFERENCES + 1
         visible = None if links.outbox is None else lambda memory: self._own.find(memory) is not None
         operands = make_operands(
             source, result, reduction, shown, ring.world, partial, self._workspace, visible
         )
-        Exchange(links, operands, round_, plan, self._means).run(self._bounds, self._waiting)
+        HostExchange(links, operands, spec, plan, self._resources).run(self._bounds, self._waiting)
 
 
 def _in_host_memory(tensor: torch.Tensor) -> bool:

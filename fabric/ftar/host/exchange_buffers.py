@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fabric.ftar.host.shm_segments import OwnSegments, Place, Shown
+from fabric.ftar.host.shm_segments import OwnSegments, SegmentRef, SharedSegment
 from fabric.ftar.reduce_ops import Reduction
-from fabric.ftar.ring_schedule import Piece
+from fabric.ftar.ring_schedule import RingPiece
 
 
-class Workspace:
+class StagingMemory:
     """Staging memory by use, made when first needed and kept for the exchanges to come.
 
     All of it is shown memory, for what is staged is staged for a neighbour; only partial results in float32
@@ -26,7 +26,7 @@ class Workspace:
 
     def __init__(self, segments: OwnSegments) -> None:
         self._segments = segments
-        self._shared: dict[str, Shown] = {}
+        self._shared: dict[str, SharedSegment] = {}
         self._private: dict[str, torch.Tensor] = {}
 
     def get(self, use: str, nbytes: int, shared: bool) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Workspace:
         shown = self._shared.get(use)
         if shown is None or shown.nbytes < nbytes:
             if shown is not None:
-                self._segments.forget(shown.memory)
+                self._segments.unregister(shown.memory)
                 del self._shared[use]
             shown = self._shared[use] = self._segments.allocate(nbytes)
         return shown.memory[:nbytes]
@@ -65,17 +65,17 @@ class Operands:
     staged: torch.Tensor | None = None
     staged_from: int = 0
     digests: dict[int, int] = field(default_factory=dict)
-    borrowed: dict[tuple[int, bool], list[Place]] = field(default_factory=dict)
+    borrowed: dict[tuple[int, bool], list[SegmentRef]] = field(default_factory=dict)
 
-    def item_bytes(self, piece: Piece) -> int:
+    def item_bytes(self, piece: RingPiece) -> int:
         """Bytes of one element of ``piece`` on its way."""
         return 4 if self.is_wide(piece) else self.source.element_size()
 
-    def nbytes(self, piece: Piece) -> int:
+    def nbytes(self, piece: RingPiece) -> int:
         """Bytes of ``piece`` on its way."""
         return (piece.stop - piece.start) * self.item_bytes(piece)
 
-    def outgoing(self, piece: Piece) -> torch.Tensor:
+    def outgoing(self, piece: RingPiece) -> torch.Tensor:
         """What is to be sent as ``piece``."""
         if not piece.hop:
             return self.own(piece)
@@ -85,7 +85,7 @@ class Operands:
             return self.wide[part]
         return self.work[part]
 
-    def own(self, piece: Piece) -> torch.Tensor:
+    def own(self, piece: RingPiece) -> torch.Tensor:
         """This member's own elements of ``piece``, where others can read them if they must."""
         part = slice(piece.start, piece.stop)
         if self.staged is None:
@@ -94,16 +94,16 @@ class Operands:
         copy(staged, self.source[part])
         return staged
 
-    def landing(self, piece: Piece) -> torch.Tensor:
+    def landing(self, piece: RingPiece) -> torch.Tensor:
         """Where a received result belongs."""
         return (self.result if piece.last else self.work)[piece.start : piece.stop]
 
-    def landed(self, piece: Piece) -> None:
+    def landed(self, piece: RingPiece) -> None:
         """A result was received into its ``landing``."""
         if not piece.last:
             self._keep(piece)
 
-    def keep(self, piece: Piece, received: torch.Tensor, lent: bool) -> None:
+    def keep(self, piece: RingPiece, received: torch.Tensor, lent: bool) -> None:
         """Keep a result that lies in another's memory; ``lent`` says that it goes on from there."""
         if lent:
             copy(self.result[piece.start : piece.stop], received)
@@ -111,7 +111,7 @@ class Operands:
             copy(self.landing(piece), received)
             self.landed(piece)
 
-    def take(self, piece: Piece, received: Sequence[torch.Tensor]) -> None:
+    def take(self, piece: RingPiece, received: Sequence[torch.Tensor]) -> None:
         """Add to the partial result ``piece``: what the members before brought to it, in their order, one
         tensor each, or the first of them a sum of several (see ``typed``)."""
         part = slice(piece.start, piece.stop)
@@ -120,15 +120,15 @@ class Operands:
         if piece.last:
             self._keep(piece)
 
-    def typed(self, piece: Piece, memory: torch.Tensor) -> torch.Tensor:
+    def typed(self, piece: RingPiece, memory: torch.Tensor) -> torch.Tensor:
         """``memory`` (bytes) as the elements of ``piece`` on its way over a link of bytes."""
         return memory.view(torch.float32 if self.is_wide(piece) else self.source.dtype)
 
-    def is_wide(self, piece: Piece) -> bool:
+    def is_wide(self, piece: RingPiece) -> bool:
         """Whether ``piece`` is a partial result in float32 of smaller elements."""
         return self.widens and not piece.gather and piece.hop > 0
 
-    def _keep(self, piece: Piece) -> None:
+    def _keep(self, piece: RingPiece) -> None:
         if self.work is not self.result:
             part = slice(piece.start, piece.stop)
             copy(self.result[part], self.work[part])
@@ -141,7 +141,7 @@ def make_operands(
     shown: tuple[int, int],
     world: int,
     partial: bool,
-    workspace: Workspace,
+    workspace: StagingMemory,
     visible: Callable[[torch.Tensor], bool] | None,
 ) -> Operands:
     """Operands with the staging that they need.

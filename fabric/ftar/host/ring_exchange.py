@@ -19,16 +19,16 @@ import torch
 
 from fabric.errors import Mismatch, ProtocolError, RoundAborted
 from fabric.ftar.epochs import Bounds, Waiting
-from fabric.ftar.host.chunk_headers import GATHER, REDUCE, Header, Round
+from fabric.ftar.host.chunk_headers import GATHER, REDUCE, ChunkHeader, ExchangeSpec
 from fabric.ftar.host.exchange_buffers import Operands
 from fabric.ftar.host.ring_links import RingLinks, lost
-from fabric.ftar.host.shm_transport import PlaceReceiver, PlaceSender
+from fabric.ftar.host.shm_transport import ReferenceReceiver, ReferenceSender
 from fabric.ftar.host.tcp_transport import ByteReceiver, ByteSender
-from fabric.ftar.ring_schedule import Piece, Schedule
+from fabric.ftar.ring_schedule import RingPiece, Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class ExchangeResources:
     """What the plane lends to its exchanges: see CpuRing."""
 
     scratch: torch.Tensor
@@ -36,39 +36,46 @@ class Means:
     on_piece: Callable[[int], None]
 
 
-class Exchange:
+class HostExchange:
     """One all-reduce of ``operands`` over ``links``; ``run`` once."""
 
     def __init__(
-        self, links: RingLinks, operands: Operands, round_: Round, plan: Schedule, means: Means
+        self,
+        links: RingLinks,
+        operands: Operands,
+        spec: ExchangeSpec,
+        plan: Schedule,
+        resources: ExchangeResources,
     ) -> None:
         assert links.next is not None and links.previous is not None
         self._links = links
-        self._round = round_
+        self._spec = spec
         self._free = plan.free
-        self._on_piece = means.on_piece
+        self._on_piece = resources.on_piece
         ring = links.ring
 
-        def header(piece: Piece, source: int) -> Header:
+        def header(piece: RingPiece, source: int) -> ChunkHeader:
             kind = GATHER if piece.gather else REDUCE
-            return Header(round_, kind, source, piece.sequence, operands.nbytes(piece))
+            return ChunkHeader(spec, kind, source, piece.sequence, operands.nbytes(piece))
 
-        def sent(piece: Piece) -> Header:
+        def sent(piece: RingPiece) -> ChunkHeader:
             return header(piece, ring.position)
 
-        def expected(piece: Piece) -> Header:
+        def expected(piece: RingPiece) -> ChunkHeader:
             return header(piece, (ring.position - 1) % ring.world)
 
-        self._sender: ByteSender | PlaceSender
-        self._receiver: ByteReceiver | PlaceReceiver
+        self._sender: ByteSender | ReferenceSender
+        self._receiver: ByteReceiver | ReferenceReceiver
         if links.outbox is None:
-            self._sender = ByteSender(links.next, operands, plan.sends, sent, means.checksum)
+            self._sender = ByteSender(links.next, operands, plan.sends, sent, resources.checksum)
         else:
-            self._sender = PlaceSender(links.outbox, links.inbox, operands, plan.sends, sent)
+            self._sender = ReferenceSender(links.outbox, links.inbox, operands, plan.sends, sent)
         if links.inbox is None:
-            self._receiver = ByteReceiver(links.previous, operands, plan.receives, expected, means.scratch)
+            self._receiver = ByteReceiver(
+                links.previous, operands, plan.receives, expected, resources.scratch
+            )
         else:
-            self._receiver = PlaceReceiver(links.inbox, links.outbox, operands, plan.receives, expected)
+            self._receiver = ReferenceReceiver(links.inbox, links.outbox, operands, plan.receives, expected)
         self._watches_previous = False
 
     def run(self, bounds: Bounds, waiting: Waiting) -> None:
@@ -77,8 +84,8 @@ class Exchange:
         poll.register(self._links.wake, select.POLLIN)
         try:
             self._move(poll, bounds, waiting)
-            if not (self._round.lasting and self._receiver.all_by_reference):
-                self._links.tell_read(self._round)
+            if not (self._spec.result_is_stable and self._receiver.all_by_reference):
+                self._links.tell_read(self._spec)
                 self._await_readers(poll, bounds, waiting)
         finally:
             self._sender.close()
@@ -95,17 +102,17 @@ class Exchange:
                 last_s = time.monotonic()
             if self._receiver.completed > completed:
                 completed = self._receiver.completed
-                self._on_piece(self._round.step)
+                self._on_piece(self._spec.step)
             if not moved or not counted:
                 bound_s = bounds.exchange_s if self._receiver.everybody else bounds.entry_s
-                self._wait(poll, last_s + bound_s, waiting, nap=not moved)
+                self._wait(poll, last_s + bound_s, waiting, may_sleep=not moved)
 
     def _await_readers(self, poll: "select.poll", bounds: Bounds, waiting: Waiting) -> None:
         """My memory may be written again when nobody reads it any more."""
         deadline_s = time.monotonic() + bounds.exchange_s
-        while not self._links.all_have_read(self._round):
+        while not self._links.all_have_read(self._spec):
             self._links.check()
-            self._wait(poll, deadline_s, waiting, nap=True)
+            self._wait(poll, deadline_s, waiting, may_sleep=True)
 
     def _send(self) -> bool:
         try:
@@ -122,24 +129,24 @@ class Exchange:
         except ProtocolError as error:
             mismatch = isinstance(error, Mismatch)
             raise RoundAborted(
-                f"step {self._round.step} from {peer}: {error}", peer, mismatch=mismatch
+                f"step {self._spec.step} from {peer}: {error}", peer, mismatch=mismatch
             ) from error
         except EOFError as error:
             raise lost(peer, None) from error
         except OSError as error:
             raise lost(peer, error) from error
 
-    def _wait(self, poll: "select.poll", deadline_s: float, waiting: Waiting, nap: bool) -> None:
+    def _wait(self, poll: "select.poll", deadline_s: float, waiting: Waiting, may_sleep: bool) -> None:
         ring = self._links.ring
         peer = ring.next if self._receiver.done else ring.previous
         started_s = time.monotonic()
         if started_s >= deadline_s:
             raise RoundAborted(
-                f"{peer} stalled in the exchange of step {self._round.step} of epoch {ring.epoch}: "
+                f"{peer} stalled in the exchange of step {self._spec.step} of epoch {ring.epoch}: "
                 "nothing moved within the bound",
                 peer,
             )
-        if not nap:
+        if not may_sleep:
             return
         waiting.peer = waiting.last = peer
         try:

@@ -25,8 +25,8 @@ from fabric.ftar.epochs import EpochLinks
 from fabric.ftar.host.chunk_headers import (
     HEADER_BYTES,
     MAX_NOTICE_BYTES,
-    Header,
-    Round,
+    ChunkHeader,
+    ExchangeSpec,
     all_read,
     notice,
     pack,
@@ -61,7 +61,7 @@ class RingLinks(EpochLinks):
             else None
         )
         # By position: the newest word of each member that it has read everything.
-        self._readers: dict[int, Header] = {}
+        self._readers: dict[int, ChunkHeader] = {}
         self._came_back = bytearray()
 
     def aborted(self, why: str, about: str) -> None:
@@ -81,17 +81,17 @@ class RingLinks(EpochLinks):
             if end is not None:
                 end.close()
 
-    def tell_read(self, round_: Round) -> None:
+    def tell_read(self, spec: ExchangeSpec) -> None:
         """Tell those before me that I read nothing of their memory in this exchange any more."""
-        self._tell_back(all_read(round_, self.ring.position, end=self.outbox is None))
+        self._tell_back(all_read(spec, self.ring.position, end=self.outbox is None))
 
-    def all_have_read(self, round_: Round) -> bool:
+    def all_have_read(self, spec: ExchangeSpec) -> bool:
         """Whether everybody who can see memory of mine has said that it has read everything."""
         if self.outbox is None:
             return True
         for distance in range(1, self.ring.world):
             said = self._readers.get((self.ring.position + distance) % self.ring.world)
-            if said is None or said.round != round_:
+            if said is None or said.spec != spec:
                 return False
             if said.sequence:
                 break
@@ -122,7 +122,7 @@ class RingLinks(EpochLinks):
         self._came_back += data
         try:
             while (said := take_back(self._came_back)) is not None:
-                if not isinstance(said, Header):
+                if not isinstance(said, ChunkHeader):
                     why, about = said
                     raise RoundAborted(why, about if about in self.ring.names else "")
                 self._readers[said.source] = said

@@ -28,7 +28,7 @@ _FAULT_BYTES = 64 * 1024 * 1024
 _PLACE = struct.Struct("<IIQQ")
 
 
-class Place(NamedTuple):
+class SegmentRef(NamedTuple):
     """Where something lies: ``offset`` bytes into segment ``number`` of the member at position ``owner``.
 
     ``wide`` is 1 for a partial result in float32 of smaller elements. Where a segment is announced its size
@@ -45,16 +45,16 @@ class Place(NamedTuple):
         return _PLACE.pack(*self)
 
 
-PLACE_BYTES = _PLACE.size
+SEGMENT_REF_BYTES = _PLACE.size
 
 
-def unpack_places(data: bytes) -> list[Place]:
+def unpack_segment_refs(data: bytes) -> list[SegmentRef]:
     """The places in ``data``, a multiple of PLACE_BYTES long."""
-    return [Place(*fields) for fields in _PLACE.iter_unpack(data)]
+    return [SegmentRef(*fields) for fields in _PLACE.iter_unpack(data)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shown:
+class SharedSegment:
     """One own segment; ``memory`` is all of it as bytes, and keeps its address from being used again."""
 
     number: int
@@ -71,10 +71,10 @@ class OwnSegments:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._shown: list[Shown] = []
+        self._shown: list[SharedSegment] = []
         self._count = 0
 
-    def allocate(self, nbytes: int) -> Shown:
+    def allocate(self, nbytes: int) -> SharedSegment:
         """A new segment of at least ``nbytes`` zeros, every page of it present.
 
         Raises ConfigError where the host has not that much shared memory.
@@ -93,12 +93,12 @@ class OwnSegments:
             raise _none_left(capacity) from error
         return self._add(descriptor, memory)
 
-    def show(self, descriptor: int, memory: torch.Tensor) -> None:
+    def register(self, descriptor: int, memory: torch.Tensor) -> None:
         """Memory that somebody else allocated: ``memory`` (bytes) is the mapped start of ``descriptor``,
         which is duplicated. The file must be sealed against shrinking."""
         self._add(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0), memory)
 
-    def find(self, part: torch.Tensor) -> tuple[Shown, int] | None:
+    def find(self, part: torch.Tensor) -> tuple[SharedSegment, int] | None:
         """Where ``part`` lies, as segment and offset in bytes; None if not in shown memory."""
         address, nbytes = part.data_ptr(), part.numel() * part.element_size()
         with self._lock:
@@ -109,14 +109,14 @@ class OwnSegments:
                 return shown, offset
         return None
 
-    def forget(self, memory: torch.Tensor) -> None:
+    def unregister(self, memory: torch.Tensor) -> None:
         """Show the segments that lie in ``memory`` no more; who has mapped them keeps them."""
         with self._lock:
             for shown in [s for s in self._shown if s.memory.data_ptr() == memory.data_ptr()]:
                 self._shown.remove(shown)
                 os.close(shown.descriptor)
 
-    def duplicate(self, shown: Shown) -> int:
+    def duplicate(self, shown: SharedSegment) -> int:
         """A descriptor to pass on, which the caller closes. Raises StateError if it was forgotten."""
         with self._lock:
             if shown not in self._shown:
@@ -129,10 +129,10 @@ class OwnSegments:
             while self._shown:
                 os.close(self._shown.pop().descriptor)
 
-    def _add(self, descriptor: int, memory: torch.Tensor) -> Shown:
+    def _add(self, descriptor: int, memory: torch.Tensor) -> SharedSegment:
         with self._lock:
             self._count += 1
-            shown = Shown(self._count, descriptor, memory)
+            shown = SharedSegment(self._count, descriptor, memory)
             self._shown.append(shown)
             return shown
 

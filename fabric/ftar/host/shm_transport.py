@@ -34,7 +34,7 @@ from fabric.ftar.host.chunk_headers import (
     HEADER_BYTES,
     MAX_NOTICE_BYTES,
     SEGMENT,
-    Header,
+    ChunkHeader,
     digest,
     pack,
     take_back,
@@ -42,25 +42,25 @@ from fabric.ftar.host.chunk_headers import (
 )
 from fabric.ftar.host.exchange_buffers import Operands
 from fabric.ftar.host.shm_segments import (
-    PLACE_BYTES,
+    SEGMENT_REF_BYTES,
     OwnSegments,
     PeerSegments,
-    Place,
-    Shown,
-    unpack_places,
+    SegmentRef,
+    SharedSegment,
+    unpack_segment_refs,
 )
 from fabric.ftar.host.tcp_transport import check_expected
 from fabric.ftar.plane import Ring
-from fabric.ftar.ring_schedule import ALIGNMENT, Piece
+from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece
 
 SUPPORTED = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 # A longer list would have everybody on a host of very many members map everybody's memory.
-MOST_PLACES = 8
+MAX_REFERENCES = 8
 # The number of places, in front of them.
 _COUNT = struct.Struct("<Q")
 # One piece announces two segments per place at most.
-_MOST_DESCRIPTORS = 2 * MOST_PLACES
+_MOST_DESCRIPTORS = 2 * MAX_REFERENCES
 # Segments that one link may name; more is a defect of the sender, which would fill this process with maps.
 _MOST_SEGMENTS = 4096
 _GUARD = 0
@@ -79,18 +79,18 @@ class Outbox:
         self._word = self._guard.memory[:8].view(torch.int64).numpy()
 
     @property
-    def guard(self) -> Shown:
+    def guard(self) -> SharedSegment:
         return self._guard
 
     def raise_guard(self, cause: bytes) -> None:
         """From now on nothing that is read in my memory counts; ``cause`` is the notice that says why."""
-        place = self._guard.memory[_CAUSE_FROM : _CAUSE_FROM + len(cause)]
-        place.numpy()[:] = np.frombuffer(cause, dtype=np.uint8)
+        ref = self._guard.memory[_CAUSE_FROM : _CAUSE_FROM + len(cause)]
+        ref.numpy()[:] = np.frombuffer(cause, dtype=np.uint8)
         self._word[0] = len(cause)
 
     def close(self) -> None:
         """Let the guard's memory go; the receiver keeps it mapped."""
-        self.segments.forget(self._guard.memory)
+        self.segments.unregister(self._guard.memory)
 
 
 class Inbox:
@@ -122,55 +122,55 @@ class Inbox:
         self._buffer += data
         return True
 
-    def take(self) -> tuple[Header, list[Place]] | None:
+    def take(self) -> tuple[ChunkHeader, list[SegmentRef]] | None:
         """The next header and its places, None until there are all of them. Raises ProtocolError."""
         while len(self._buffer) >= HEADER_BYTES + _COUNT.size:
             header, expected = unpack(self._buffer[:HEADER_BYTES])
             (count,) = _COUNT.unpack_from(self._buffer, HEADER_BYTES)
-            if not 1 <= count <= MOST_PLACES:
+            if not 1 <= count <= MAX_REFERENCES:
                 raise ProtocolError(f"a piece in shared memory came with {count} places")
-            end = HEADER_BYTES + _COUNT.size + count * PLACE_BYTES
+            end = HEADER_BYTES + _COUNT.size + count * SEGMENT_REF_BYTES
             if len(self._buffer) < end:
                 return None
             body = bytes(self._buffer[HEADER_BYTES:end])
             if expected != digest(body):
                 raise ProtocolError("a place in shared memory came altered")
             del self._buffer[:end]
-            places = unpack_places(body[_COUNT.size :])
+            refs = unpack_segment_refs(body[_COUNT.size :])
             if header.kind != SEGMENT:
-                return header, places
-            self._map(places[0])
+                return header, refs
+            self._map(refs[0])
         return None
 
-    def _map(self, place: Place) -> None:
+    def _map(self, ref: SegmentRef) -> None:
         # The size stands where the offset does otherwise.
         if not self._descriptors or len(self._mapped) >= _MOST_SEGMENTS:
             raise ProtocolError("shared memory was announced and none came")
         descriptor = self._descriptors.popleft()
-        key = (place.owner, place.number)
-        if place.owner >= self._ring.world or place.owner == self._ring.position:
+        key = (ref.owner, ref.number)
+        if ref.owner >= self._ring.world or ref.owner == self._ring.position:
             os.close(descriptor)
-            raise ProtocolError(f"shared memory of position {place.owner} was announced, which is no other's")
+            raise ProtocolError(f"shared memory of position {ref.owner} was announced, which is no other's")
         if key in self._mapped:
             os.close(descriptor)
             raise ProtocolError("shared memory was announced twice")
         if self._keep:
             self._to_pass_on[key] = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
-        self._mapped[key] = self._segments.map(descriptor, place.offset, self._ring.epoch)
+        self._mapped[key] = self._segments.map(descriptor, ref.offset, self._ring.epoch)
 
     def pass_on(self, owner: int, number: int) -> tuple[int, int]:
         """A descriptor of a segment that was shown here, for the next member, and its size; once for each."""
         return self._to_pass_on.pop((owner, number)), self._mapped[owner, number].numel()
 
-    def find(self, place: Place, nbytes: int, item_bytes: int) -> torch.Tensor:
-        """The bytes at ``place``. Raises ProtocolError if there are none."""
-        memory = self._mapped.get((place.owner, place.number))
-        end = place.offset + nbytes
-        if memory is None or place.offset % item_bytes or end > memory.numel():
+    def find(self, ref: SegmentRef, nbytes: int, item_bytes: int) -> torch.Tensor:
+        """The bytes at ``ref``. Raises ProtocolError if there are none."""
+        memory = self._mapped.get((ref.owner, ref.number))
+        end = ref.offset + nbytes
+        if memory is None or ref.offset % item_bytes or end > memory.numel():
             raise ProtocolError(
-                f"it named {nbytes} bytes at {place.offset} of shared memory that it has not shown"
+                f"it named {nbytes} bytes at {ref.offset} of shared memory that it has not shown"
             )
-        return memory[place.offset : end]
+        return memory[ref.offset : end]
 
     def void(self, owner: int) -> tuple[str, str] | None:
         """(why, about) if ``owner`` has aborted, so that its memory may have changed under our eyes."""
@@ -193,7 +193,7 @@ class Inbox:
         self._mapped.clear()
 
 
-class PlaceSender:
+class ReferenceSender:
     """Tells the next member where pieces lie, in order, as soon as they are free to be read.
 
     ``inbox`` is where places of others come from, None behind a link of bytes.
@@ -204,8 +204,8 @@ class PlaceSender:
         outbox: Outbox,
         inbox: Inbox | None,
         operands: Operands,
-        pieces: tuple[Piece, ...],
-        header: Callable[[Piece], Header],
+        pieces: tuple[RingPiece, ...],
+        header: Callable[[RingPiece], ChunkHeader],
     ) -> None:
         self._outbox = outbox
         self._inbox = inbox
@@ -252,25 +252,25 @@ class PlaceSender:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def _frame(self, piece: Piece) -> bytes:
+    def _frame(self, piece: RingPiece) -> bytes:
         header = self._header(piece)
-        places = self._operands.borrowed.pop((piece.start, piece.gather), [])
+        refs = self._operands.borrowed.pop((piece.start, piece.gather), [])
         announced = b""
-        for place in places:
-            for number in (_GUARD, place.number):
-                announced += self._announce(header, place.owner, number, None)
-        if not places or not piece.gather:
-            memory = self._operands.own(piece) if places else self._operands.outgoing(piece)
+        for ref in refs:
+            for number in (_GUARD, ref.number):
+                announced += self._announce(header, ref.owner, number, None)
+        if not refs or not piece.gather:
+            memory = self._operands.own(piece) if refs else self._operands.outgoing(piece)
             found = self._outbox.segments.find(memory)
             assert found is not None, "a piece for a neighbour lies in memory that it cannot see"
             shown, offset = found
             wide = int(memory.dtype != self._operands.source.dtype)
-            places = [*places, Place(header.source, wide, shown.number, offset)]
+            refs = [*refs, SegmentRef(header.source, wide, shown.number, offset)]
             announced += self._announce(header, header.source, _GUARD, self._outbox.guard)
             announced += self._announce(header, header.source, shown.number, shown)
-        return announced + _message(header, places)
+        return announced + _message(header, refs)
 
-    def _announce(self, header: Header, owner: int, number: int, shown: Shown | None) -> bytes:
+    def _announce(self, header: ChunkHeader, owner: int, number: int, shown: SharedSegment | None) -> bytes:
         if (owner, number) in self._outbox.announced:
             return b""
         self._outbox.announced.add((owner, number))
@@ -280,11 +280,11 @@ class PlaceSender:
             assert self._inbox is not None
             descriptor, nbytes = self._inbox.pass_on(owner, number)
         self._descriptors.append(descriptor)
-        about = Header(header.round, SEGMENT, header.source, 0, PLACE_BYTES)
-        return _message(about, [Place(owner, 0, number, nbytes)])
+        about = ChunkHeader(header.spec, SEGMENT, header.source, 0, SEGMENT_REF_BYTES)
+        return _message(about, [SegmentRef(owner, 0, number, nbytes)])
 
 
-class PlaceReceiver:
+class ReferenceReceiver:
     """Takes the places of pieces from the previous member, and reads there what ends here.
 
     Before anything is read, places go on to the next member if it sees shared memory too: ``outbox``.
@@ -295,8 +295,8 @@ class PlaceReceiver:
         inbox: Inbox,
         outbox: Outbox | None,
         operands: Operands,
-        pieces: tuple[Piece, ...],
-        expect: Callable[[Piece], Header],
+        pieces: tuple[RingPiece, ...],
+        expect: Callable[[RingPiece], ChunkHeader],
     ) -> None:
         self._inbox = inbox
         self._lends = outbox is not None
@@ -336,27 +336,27 @@ class PlaceReceiver:
             self.passable += 1
         return moved, counted
 
-    def _arrive(self, header: Header, places: list[Place]) -> bool:
+    def _arrive(self, header: ChunkHeader, refs: list[SegmentRef]) -> bool:
         """Keep the places of the piece that is due; False if they are of an old round."""
         piece = self._pieces[len(self._arrived)]
         expected = self._expect(piece)
-        if header.round.order < expected.round.order:
+        if header.spec.order < expected.spec.order:
             return False
         check_expected(header, expected)
-        if len(places) > (1 if piece.gather else piece.hop + 1):
-            raise ProtocolError(f"a piece of hop {piece.hop} lies in {len(places)} places")
-        views = [self._view(piece, place) for place in places]
-        steps = piece.hop % MOST_PLACES + 1 if piece.gather else len(places)
-        lent = self._lends and not piece.last and steps < MOST_PLACES
+        if len(refs) > (1 if piece.gather else piece.hop + 1):
+            raise ProtocolError(f"a piece of hop {piece.hop} lies in {len(refs)} places")
+        views = [self._view(piece, ref) for ref in refs]
+        steps = piece.hop % MAX_REFERENCES + 1 if piece.gather else len(refs)
+        lent = self._lends and not piece.last and steps < MAX_REFERENCES
         if lent:
-            self._operands.borrowed[piece.start, piece.gather] = places
+            self._operands.borrowed[piece.start, piece.gather] = refs
         if piece.last and not piece.gather:
-            whole = header.round.length >= ALIGNMENT * header.round.world
-            self.all_by_reference = whole and self._lends and len(places) == header.round.world - 1
-        self._arrived.append(_Arrival(views, {place.owner for place in places}, lent))
+            whole = header.spec.length >= ALIGNMENT * header.spec.world
+            self.all_by_reference = whole and self._lends and len(refs) == header.spec.world - 1
+        self._arrived.append(_Arrival(views, {ref.owner for ref in refs}, lent))
         return True
 
-    def _use(self, piece: Piece, arrival: "_Arrival") -> None:
+    def _use(self, piece: RingPiece, arrival: "_Arrival") -> None:
         if piece.gather or not arrival.lent:
             if piece.gather:
                 self._operands.keep(piece, arrival.views[0], arrival.lent)
@@ -370,14 +370,14 @@ class PlaceReceiver:
         self.everybody = self.everybody or piece.everybody
         self.completed += 1
 
-    def _view(self, piece: Piece, place: Place) -> torch.Tensor:
+    def _view(self, piece: RingPiece, ref: SegmentRef) -> torch.Tensor:
         dtype = self._operands.source.dtype
-        if place.wide:
+        if ref.wide:
             if not self._operands.is_wide(piece):
                 raise ProtocolError("a place of a partial result came where none can be")
             dtype = torch.float32
         nbytes = (piece.stop - piece.start) * dtype.itemsize
-        return self._inbox.find(place, nbytes, dtype.itemsize).view(dtype)
+        return self._inbox.find(ref, nbytes, dtype.itemsize).view(dtype)
 
 
 @dataclass(slots=True)
@@ -389,6 +389,6 @@ class _Arrival:
     lent: bool
 
 
-def _message(header: Header, places: list[Place]) -> bytes:
-    body = _COUNT.pack(len(places)) + b"".join(place.pack() for place in places)
+def _message(header: ChunkHeader, refs: list[SegmentRef]) -> bytes:
+    body = _COUNT.pack(len(refs)) + b"".join(ref.pack() for ref in refs)
     return pack(header, digest(body)) + body

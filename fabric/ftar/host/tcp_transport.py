@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 
 from fabric.errors import Mismatch, ProtocolError
-from fabric.ftar.host.chunk_headers import HEADER_BYTES, Header, digest, pack, unpack
+from fabric.ftar.host.chunk_headers import HEADER_BYTES, ChunkHeader, digest, pack, unpack
 from fabric.ftar.host.exchange_buffers import Operands, raw
-from fabric.ftar.ring_schedule import Piece
+from fabric.ftar.ring_schedule import RingPiece
 
 
 class ByteSender:
@@ -18,8 +18,8 @@ class ByteSender:
         self,
         sock: socket.socket,
         operands: Operands,
-        pieces: tuple[Piece, ...],
-        header: Callable[[Piece], Header],
+        pieces: tuple[RingPiece, ...],
+        header: Callable[[RingPiece], ChunkHeader],
         checksum: bool,
     ) -> None:
         self._sock = sock
@@ -59,7 +59,7 @@ class ByteSender:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _frame(self, piece: Piece) -> list[memoryview]:
+    def _frame(self, piece: RingPiece) -> list[memoryview]:
         payload = raw(self._operands.outgoing(piece))
         known = None
         if self._checksum:
@@ -80,8 +80,8 @@ class ByteReceiver:
         self,
         sock: socket.socket,
         operands: Operands,
-        pieces: tuple[Piece, ...],
-        expect: Callable[[Piece], Header],
+        pieces: tuple[RingPiece, ...],
+        expect: Callable[[RingPiece], ChunkHeader],
         scratch: torch.Tensor,
     ) -> None:
         self._sock = sock
@@ -143,7 +143,7 @@ class ByteReceiver:
         header, self._digest = unpack(self._header)
         piece = self._pieces[self.completed]
         expected = self._expect(piece)
-        self._stale = header.round.order < expected.round.order
+        self._stale = header.spec.order < expected.spec.order
         if header.size == 0 or header.size > self._scratch.numel():
             raise Mismatch(f"a chunk announces {header.size} bytes: the chunk sizes differ")
         if not self._stale:
@@ -174,24 +174,24 @@ class ByteReceiver:
         self.completed += 1
 
 
-def check_expected(got: Header, expected: Header) -> None:
+def check_expected(got: ChunkHeader, expected: ChunkHeader) -> None:
     """Raise ProtocolError, saying how they differ, unless the header is the one that was due."""
     if got == expected:
         return
-    if got.round.order > expected.round.order:
+    if got.spec.order > expected.spec.order:
         raise ProtocolError(
-            f"it is in exchange {got.round.exchange} of step {got.round.step} of epoch "
-            f"{got.round.epoch} already, we are in exchange {expected.round.exchange} of step "
-            f"{expected.round.step} of epoch {expected.round.epoch}"
+            f"it is in exchange {got.spec.exchange} of step {got.spec.step} of epoch "
+            f"{got.spec.epoch} already, we are in exchange {expected.spec.exchange} of step "
+            f"{expected.spec.step} of epoch {expected.spec.epoch}"
         )
-    ours, theirs = expected.round, got.round
+    ours, theirs = expected.spec, got.spec
     if (theirs.length, theirs.dtype, theirs.operation) != (ours.length, ours.dtype, ours.operation):
         raise Mismatch(
             f"it reduces {theirs.length} elements of type {theirs.dtype} by operation {theirs.operation}, we "
             f"{ours.length} of type {ours.dtype} by operation {ours.operation}: the replicas' models differ"
         )
     raise Mismatch(
-        f"its chunk {got.sequence} of {got.size} bytes (position {got.source} of {got.round.world}) "
+        f"its chunk {got.sequence} of {got.size} bytes (position {got.source} of {got.spec.world}) "
         f"came where chunk {expected.sequence} of {expected.size} bytes (position {expected.source} "
-        f"of {expected.round.world}) was due: chunk sizes or rings differ"
+        f"of {expected.spec.world}) was due: chunk sizes or rings differ"
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from fabric.runtime.http.connection_limit import ConnectionLimit, Seat
+from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _LOOK_AGAIN_S = 0.05
 class Seated(asyncio.Protocol):
     """The protocol of one connection: that of the library, and its seat."""
 
-    def __init__(self, library: asyncio.Protocol, seat: Seat) -> None:
+    def __init__(self, library: asyncio.Protocol, seat: ConnectionSlot) -> None:
         self.seat = seat
         self._library = library
         self.data_received = library.data_received  # type: ignore[method-assign]  # the only frequent call
@@ -106,7 +106,7 @@ class Acceptor:
         self._opening.add(task := self._loop.create_task(self._open(accepted, seat)))
         task.add_done_callback(self._opening.discard)
 
-    async def _open(self, accepted: socket.socket, seat: Seat) -> None:
+    async def _open(self, accepted: socket.socket, seat: ConnectionSlot) -> None:
         is_open = False
         try:
             await self._loop.connect_accepted_socket(

@@ -51,7 +51,7 @@ def raise_descriptor_limit() -> int:
     return max(soft, most)
 
 
-class Seat:
+class ConnectionSlot:
     """One connection's place. ``close`` ends the connection; the place is free at once."""
 
     __slots__ = ("_limit", "address", "close", "is_free")
@@ -85,8 +85,8 @@ class ConnectionLimit:
         self._told = float("-inf")
         self._open: Count[str] = Count()
         # The one that has been idle for longest comes first: of all, and by address.
-        self._idle: dict[Seat, None] = {}
-        self._idle_by: dict[str, dict[Seat, None]] = {}
+        self._idle: dict[ConnectionSlot, None] = {}
+        self._idle_by: dict[str, dict[ConnectionSlot, None]] = {}
 
     @property
     def open(self) -> int:
@@ -98,7 +98,7 @@ class ConnectionLimit:
         """How many of them have no request under way."""
         return len(self._idle)
 
-    def admit(self, address: str, close: Callable[[], None]) -> Seat | None:
+    def admit(self, address: str, close: Callable[[], None]) -> ConnectionSlot | None:
         """A place for a new connection, which is idle at first; another one may be closed for it. None where
         there is no room and nobody idle: close the new one."""
         limits, of_address = self.limits, self._idle_by.get(address, {})
@@ -111,7 +111,7 @@ class ConnectionLimit:
         if not has_room:
             self._tell(FULL, address)
             return None
-        seat = Seat(self, address, close)
+        seat = ConnectionSlot(self, address, close)
         self._open[address] += 1
         self.start_idling(seat)
         return seat
@@ -120,19 +120,19 @@ class ConnectionLimit:
         """Close the connection that has been idle for longest; False where none is idle."""
         return self._close_first(self._idle)
 
-    def start_idling(self, seat: Seat) -> None:
+    def start_idling(self, seat: ConnectionSlot) -> None:
         if not seat.is_free:
             self._idle[seat] = None
             self._idle_by.setdefault(seat.address, {})[seat] = None
 
-    def stop_idling(self, seat: Seat) -> None:
+    def stop_idling(self, seat: ConnectionSlot) -> None:
         self._idle.pop(seat, None)
         of_address = self._idle_by.get(seat.address, {})
         of_address.pop(seat, None)
         if not of_address:
             self._idle_by.pop(seat.address, None)
 
-    def remove(self, seat: Seat) -> None:
+    def remove(self, seat: ConnectionSlot) -> None:
         if seat.is_free:
             return
         self.stop_idling(seat)
@@ -141,7 +141,7 @@ class ConnectionLimit:
         if not self._open[seat.address]:
             del self._open[seat.address]
 
-    def _close_first(self, idle: dict[Seat, None]) -> bool:
+    def _close_first(self, idle: dict[ConnectionSlot, None]) -> bool:
         seat = next(iter(idle), None)
         if seat is None:
             return False

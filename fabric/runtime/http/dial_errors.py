@@ -11,7 +11,7 @@ _HUNG_UP = re.compile("Server disconnected|Remote end closed connection without 
 _UNBELIEVED = re.compile(r"certificate verify failed: (.*?)\.? \(_ssl")
 
 
-def mistake(error: Exception, tls: Tls) -> str:
+def permanent_cause(error: Exception, tls: Tls) -> str:
     """What to set right where the TLS of the two sides cannot go together, which waiting does not heal; empty
     where ``error`` says nothing of that kind. ``tls``: of the side that dialled."""
     text = str(error)
@@ -28,9 +28,9 @@ def mistake(error: Exception, tls: Tls) -> str:
     return ""
 
 
-def why(error: Exception, url: str, tls: Tls) -> str:
+def describe(error: Exception, url: str, tls: Tls) -> str:
     """The reason of a client that could not dial or ask ``url``: what to set right where that is TLS."""
-    if found := mistake(error, tls):
+    if found := permanent_cause(error, tls):
         return found
     text = str(error) or type(error).__name__
     if isinstance(error, ConnectionRefusedError) or "Connect call failed" in text:

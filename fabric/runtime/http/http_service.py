@@ -33,7 +33,7 @@ from fabric.errors import (
     Unauthorized,
 )
 from fabric.runtime.http.acceptor import Acceptor, Seated
-from fabric.runtime.http.connection_limit import ConnectionLimit, Seat
+from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot
 from fabric.runtime.http.token_file import TokenFile, read_tokens
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ async def _keep_seat(request: web.Request, handler: Handler) -> web.StreamRespon
         seat.idle()
 
 
-def _seat_of(request: web.Request) -> Seat | None:
+def _seat_of(request: web.Request) -> ConnectionSlot | None:
     """None where the sender has gone."""
     protocol = None if request.transport is None else request.transport.get_protocol()
     return protocol.seat if isinstance(protocol, Seated) else None

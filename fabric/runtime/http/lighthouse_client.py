@@ -14,7 +14,7 @@ from yarl import URL
 
 from fabric.errors import Refused, Unauthorized, Unreachable
 from fabric.runtime.http import redirects
-from fabric.runtime.http.dial_errors import mistake, why
+from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.tls import Tls
 
 _TIMEOUT_S = 5.0
@@ -79,7 +79,7 @@ class Lighthouses:
                     answer = await self._open_one(client, URL(url + path, encoded=True), body)
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Unreachable) as error:
                     reasons.append(f"{url}: {_why(error, url, self.tls)}")
-                    mistakes += bool(mistake(error, self.tls))
+                    mistakes += bool(permanent_cause(error, self.tls))
                     idle += isinstance(error, Unreachable)
                 else:
                     async with answer:
@@ -134,4 +134,4 @@ def _why(error: Exception, url: str, tls: Tls) -> str:
         return f"no answer within {_TIMEOUT_S:g} s"
     if isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError | ssl.SSLError):
         return "what answers there is not a lighthouse"
-    return why(error, url, tls)
+    return describe(error, url, tls)

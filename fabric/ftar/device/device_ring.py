@@ -15,10 +15,10 @@ import torch
 from fabric.errors import ConfigError
 from fabric.ftar.device import frames
 from fabric.ftar.device.device_api import Device
-from fabric.ftar.device.exchange import Exchange
-from fabric.ftar.device.links import DeviceLinks
-from fabric.ftar.device.plan import Piece, plan
-from fabric.ftar.device.workspace import Job, Workspace
+from fabric.ftar.device.device_exchange import DeviceExchange
+from fabric.ftar.device.device_links import DeviceLinks
+from fabric.ftar.device.piece_order import DevicePiece, plan
+from fabric.ftar.device.workspace import DeviceWorkspace, ReductionTask
 from fabric.ftar.epochs import Bounds, EpochPlane
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
@@ -62,7 +62,9 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         self._shares = shares
         self._checksum = checksum
         self._on_piece = on_piece
-        self._space = Workspace(device, chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES, slots, group)
+        self._space = DeviceWorkspace(
+            device, chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES, slots, group
+        )
         self._showing = threading.Lock()
         self._shown: list[torch.Tensor] = []
 
@@ -77,14 +79,14 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         """Device memory: see DataPlane."""
         return self._device.memory(nbytes)
 
-    def show(self, descriptor: int, memory: torch.Tensor) -> None:
+    def register(self, descriptor: int, memory: torch.Tensor) -> None:
         """Register host ``memory`` that results will be copied to; neighbours do not see it."""
         with self._showing:
             self._shown.append(memory)
             self._device.keep_registered(self._shown)
 
-    def forget(self, memory: torch.Tensor) -> None:
-        """Undo ``show``; no copy into ``memory`` may be under way."""
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Undo ``register``; no copy into ``memory`` may be under way."""
         with self._showing:
             self._shown = [shown for shown in self._shown if shown.data_ptr() != memory.data_ptr()]
             self._device.keep_registered(self._shown)
@@ -109,7 +111,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
         retain_gradients: bool = True,
-        lasting: bool = False,
+        result_is_stable: bool = False,
     ) -> None:
         """Reduce over the members of ``epoch``: see DataPlane.
 
@@ -131,7 +133,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         self, links: DeviceLinks, step: int, tensors: tuple[torch.Tensor, torch.Tensor], reduction: Reduction
     ) -> None:
         space, compute, ring = self._space, self._device.compute(), links.ring
-        number = self._turn.number(ring.epoch, step)
+        number = self._exchanges.number(ring.epoch, step)
         job = self._job(ring, (step, number), tensors, reduction)
         if ring.world == 1:
             compute.run(lambda: _alone(job))
@@ -139,7 +141,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
             space.begin(compute.record())
             elements = space.chunk_bytes // job.wide.itemsize
             pieces = plan(job.source.numel(), ring.world, ring.position, elements, space.group)
-            Exchange(job, links, space, pieces).run(self._bounds, self._waiting)
+            DeviceExchange(job, links, space, pieces).run(self._bounds, self._waiting)
             compute.wait(space.up.record())
 
     @contextmanager
@@ -158,12 +160,12 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         when: tuple[int, int],
         tensors: tuple[torch.Tensor, torch.Tensor],
         reduction: Reduction,
-    ) -> Job:
+    ) -> ReductionTask:
         step, exchange = when
         source, result = tensors
 
-        def frame(piece: Piece, member: int, size: int) -> frames.Chunk:
-            return frames.Chunk(
+        def frame(piece: DevicePiece, member: int, size: int) -> frames.ChunkFrame:
+            return frames.ChunkFrame(
                 epoch=ring.epoch,
                 step=step,
                 exchange=exchange,
@@ -180,10 +182,12 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         def on_piece() -> None:
             self._on_piece(step)
 
-        return Job(source, result, reduction.operation, reduction.weight, frame, self._checksum, on_piece)
+        return ReductionTask(
+            source, result, reduction.operation, reduction.weight, frame, self._checksum, on_piece
+        )
 
 
-def _alone(job: Job) -> None:
+def _alone(job: ReductionTask) -> None:
     """The reduction over one member."""
     total = job.source.to(job.wide, copy=True)
     job.finish(total, job.result)

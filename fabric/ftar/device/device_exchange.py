@@ -3,7 +3,7 @@
     device memory --down--> slot --TCP, or shared memory--> slot --up--> accumulate on the device
 
 The streams are ordered by events; the host looks at events only to know when a slot may be sent or used
-again, and sleeps in one ``poll`` on the sockets, the abort and a bell that events ring. What is under way is
+again, and sleeps in one ``poll`` on the sockets, the abort and a descriptor that events wake. What is under way is
 bounded by slots in each direction. Nothing waits for the compute stream but the two side streams.
 
 An abort ends the exchange here at once. What was enqueued on the streams still runs, into memory that
@@ -15,18 +15,22 @@ import select
 import time
 
 from fabric.errors import ProtocolError, RoundAborted
-from fabric.ftar.device.links import DeviceLinks, lost
+from fabric.ftar.device.device_links import DeviceLinks, lost
+from fabric.ftar.device.piece_order import DevicePiece
 from fabric.ftar.device.pieces import Incoming, Outgoing
-from fabric.ftar.device.plan import Piece
-from fabric.ftar.device.workspace import Job, Workspace
+from fabric.ftar.device.workspace import DeviceWorkspace, ReductionTask
 from fabric.ftar.epochs import Bounds, Waiting
 
 
-class Exchange:
+class DeviceExchange:
     """One reduction of ``job`` over ``links``; ``run`` once."""
 
     def __init__(
-        self, job: Job, links: DeviceLinks, space: Workspace, pieces: tuple[list[Piece], list[Piece]]
+        self,
+        job: ReductionTask,
+        links: DeviceLinks,
+        space: DeviceWorkspace,
+        pieces: tuple[list[DevicePiece], list[DevicePiece]],
     ) -> None:
         self._job, self._links, self._space = job, links, space
         links.credits = 0
@@ -34,13 +38,13 @@ class Exchange:
         self._in = Incoming(job, links, space, pieces[1])
         self._poll = select.poll()
         self._poll.register(links.wake, select.POLLIN)
-        self._poll.register(space.bell, select.POLLIN)
+        self._poll.register(space.wakeup_fd, select.POLLIN)
 
     def run(self, bounds: Bounds, waiting: Waiting) -> None:
         """Reduce. Raises RoundAborted; ``waiting`` is kept up to date throughout."""
         space = self._space
         for event in space.unfinished:
-            space.device.when(event, space.ring)
+            space.device.when(event, space.wake)
         last_s = time.monotonic()
         while not (self._out.done and self._in.done):
             self._links.check()
@@ -52,7 +56,7 @@ class Exchange:
                 self._job.on_piece()
             if not moved or not counted:
                 bound_s = bounds.exchange_s if self._in.everybody else bounds.entry_s
-                self._wait(last_s + bound_s, waiting, nap=not moved)
+                self._wait(last_s + bound_s, waiting, may_sleep=not moved)
         self._links.check()
 
     def _move(self) -> tuple[bool, bool]:
@@ -95,7 +99,7 @@ class Exchange:
             return ""
         return ring.previous if self._in.receiving else ring.next
 
-    def _wait(self, deadline_s: float, waiting: Waiting, nap: bool) -> None:
+    def _wait(self, deadline_s: float, waiting: Waiting, may_sleep: bool) -> None:
         peer = self._awaited()
         started_s = time.monotonic()
         if started_s >= deadline_s:
@@ -104,7 +108,7 @@ class Exchange:
                 f"{who} in the exchange of epoch {self._links.ring.epoch}: nothing moved within the bound",
                 peer,
             )
-        if not nap:
+        if not may_sleep:
             return
         waiting.peer = waiting.last = peer
         try:
@@ -129,6 +133,6 @@ class Exchange:
         ready = dict(poll.poll(timeout_s * 1000 + 1))
         if wants:
             poll.unregister(links.previous)
-        if self._space.bell in ready:
-            os.eventfd_read(self._space.bell)
+        if self._space.wakeup_fd in ready:
+            os.eventfd_read(self._space.wakeup_fd)
         return ready

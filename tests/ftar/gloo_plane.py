@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.errors import ConfigError
-from fabric.ftar.communicators.process_group_plane import Communicator, GroupPlane, Meeting
+from fabric.ftar.communicators.process_group_plane import Communicator, GroupPlane, Rendezvous
 from fabric.ftar.plane import Ring
 
 _dist: Any = torch.distributed  # its types are not declared
@@ -24,33 +24,38 @@ def gloo_plane(exchange_s: float = 30.0) -> GroupPlane:
     """A plane for CPU tensors. Raises ConfigError where this torch has no gloo."""
     if not dist.is_gloo_available():
         raise ConfigError("this build of torch has no gloo: use another data plane")
-    return GroupPlane(GlooMaker(exchange_s), lambda t: t.device.type == "cpu", exchange_s)
+    return GroupPlane(GlooFactory(exchange_s), lambda t: t.device.type == "cpu", exchange_s)
 
 
-class GlooMaker:
-    """See ``Maker``. ``collective_s`` bounds what nobody can interrupt."""
+class GlooFactory:
+    """See ``CommunicatorFactory``. ``collective_s`` bounds what nobody can interrupt."""
 
     def __init__(self, collective_s: float = 30.0) -> None:
         self._collective = timedelta(seconds=collective_s)
 
-    def meet(self, ring: Ring, host: str) -> tuple[Meeting, Any]:
-        """See ``Maker``: a store at a port that the system chooses."""
+    def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
+        """See ``CommunicatorFactory``: a store at a port that the system chooses."""
         store = _dist.TCPStore(host, 0, ring.world, is_master=True, wait_for_workers=False)
-        return Meeting(host, store.port), store
+        return Rendezvous(host, store.port), store
 
     def make(
-        self, ring: Ring, meeting: Meeting, kept: Any, timeout_s: float, began: Callable[[Communicator], None]
+        self,
+        ring: Ring,
+        rendezvous: Rendezvous,
+        kept: Any,
+        timeout_s: float,
+        began: Callable[[Communicator], None],
     ) -> Communicator:
-        """See ``Maker``. The first collective connects the members, so there is one here."""
+        """See ``CommunicatorFactory``. The first collective connects the members, so there is one here."""
         bound = timedelta(seconds=timeout_s)
-        store = kept or _dist.TCPStore(meeting.host, meeting.port, ring.world, False, bound)
-        options = _dist.ProcessGroupGloo._Options()  # noqa: SLF001  there is no other way to it
-        options._timeout = self._collective  # noqa: SLF001
-        if meeting.host.startswith("127."):
+        store = kept or _dist.TCPStore(rendezvous.host, rendezvous.port, ring.world, False, bound)
+        options = _dist.ProcessGroupGloo._Options()
+        options._timeout = self._collective
+        if rendezvous.host.startswith("127."):
             # Else gloo looks its own host name up, which need not lead back here.
-            options._devices = [_dist.ProcessGroupGloo.create_device(hostname=meeting.host)]  # noqa: SLF001
+            options._devices = [_dist.ProcessGroupGloo.create_device(hostname=rendezvous.host)]
         else:
-            options._devices = [_dist.ProcessGroupGloo.create_default_device()]  # noqa: SLF001
+            options._devices = [_dist.ProcessGroupGloo.create_default_device()]
         prefix = _dist.PrefixStore(f"fabric/{ring.epoch}", store)
         group = _dist.ProcessGroupGloo(prefix, ring.position, ring.world, options)
         made = GlooCommunicator(group, store)

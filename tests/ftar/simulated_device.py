@@ -16,22 +16,23 @@ from pathlib import Path
 
 import torch
 
-from fabric.ftar.device.device_api import Event, Handle, Stream
+from fabric.ftar.device.device_api import DeviceEvent, DeviceStream, SharedMemoryHandle
+from fabric.runtime.clock import boot_id
 
 _Work = Callable[[], object]
 _MEMFD = re.compile(r"/memfd:fabric-device(?: \(deleted\))?")
 
 
-class HostEvent:
-    """See ``Event``."""
+class SimulatedEvent:
+    """See ``DeviceEvent``."""
 
-    def __init__(self, stream: "HostStream") -> None:
+    def __init__(self, stream: "SimulatedStream") -> None:
         self.stream = stream
         self.happened = False
-        self.bells: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []
 
     def done(self) -> bool:
-        """See ``Event``; asking is waiting: it lets the device come to this point."""
+        """See ``DeviceEvent``; asking is waiting: it lets the device come to this point."""
         device = self.stream.device
         with device.turn:
             device.check()
@@ -39,7 +40,7 @@ class HostEvent:
             return self.happened
 
     def wait(self) -> None:
-        """See ``Event``."""
+        """See ``DeviceEvent``."""
         device = self.stream.device
         with device.turn:
             device.want(self)
@@ -47,29 +48,29 @@ class HostEvent:
             device.check()
 
 
-class HostStream:
-    """See ``Stream``."""
+class SimulatedStream:
+    """See ``DeviceStream``."""
 
-    def __init__(self, device: "HostDevice") -> None:
+    def __init__(self, device: "SimulatedDevice") -> None:
         self.device = device
         # Work to run, an event of another stream to wait for, or an event of this one that happens.
-        self.queue: deque[_Work | HostEvent] = deque()
+        self.queue: deque[_Work | SimulatedEvent] = deque()
 
     def run(self, work: _Work) -> None:
-        """See ``Stream``."""
+        """See ``DeviceStream``."""
         with self.device.turn:
             self.queue.append(work)
 
-    def wait(self, event: Event) -> None:
-        """See ``Stream``."""
-        assert isinstance(event, HostEvent)
+    def wait(self, event: DeviceEvent) -> None:
+        """See ``DeviceStream``."""
+        assert isinstance(event, SimulatedEvent)
         with self.device.turn:
             if event.stream is not self and not event.happened:
                 self.queue.append(event)
 
-    def record(self) -> HostEvent:
-        """See ``Stream``."""
-        event = HostEvent(self)
+    def record(self) -> SimulatedEvent:
+        """See ``DeviceStream``."""
+        event = SimulatedEvent(self)
         with self.device.turn:
             if self.queue:
                 self.queue.append(event)
@@ -78,19 +79,19 @@ class HostStream:
         return event
 
 
-class _Immediate(HostStream):
+class _Immediate(SimulatedStream):
     """The stream of a thread whose work is done when it says so."""
 
     def run(self, work: _Work) -> None:
-        """See ``Stream``."""
+        """See ``DeviceStream``."""
         work()
 
-    def wait(self, event: Event) -> None:
-        """See ``Stream``."""
+    def wait(self, event: DeviceEvent) -> None:
+        """See ``DeviceStream``."""
         event.wait()
 
 
-class HostDevice:
+class SimulatedDevice:
     """See ``Device``. ``name`` tells devices of one host apart; only equal ones open each other's memory.
 
     What torch does on the CPU has happened when it returns, so ``compute`` is what a test makes of it: a
@@ -103,10 +104,10 @@ class HostDevice:
         self.registered: list[torch.Tensor] = []
         self.allocated = 0
         self._name = name
-        self._wanted: deque[HostEvent] = deque()
+        self._wanted: deque[SimulatedEvent] = deque()
         self._paused = False
         self._closed = False
-        self._compute = HostStream(self)
+        self._compute = SimulatedStream(self)
         self._immediate = _Immediate(self) if immediate else None
         self._local = threading.local()
         self._files: list[int] = []
@@ -117,17 +118,17 @@ class HostDevice:
         """See ``Device``."""
         return tensor.device.type == "cpu"
 
-    def stream(self) -> HostStream:
+    def stream(self) -> SimulatedStream:
         """See ``Device``."""
-        return HostStream(self)
+        return SimulatedStream(self)
 
-    def compute(self) -> HostStream:
+    def compute(self) -> SimulatedStream:
         """See ``Device``."""
-        found: HostStream = getattr(self._local, "stream", self._immediate or self._compute)
+        found: SimulatedStream = getattr(self._local, "stream", self._immediate or self._compute)
         return found
 
     @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: DeviceStream) -> Iterator[None]:
         """See ``Device``; torch's own operations are not deferred."""
         self._local.stream = stream
         try:
@@ -135,15 +136,15 @@ class HostDevice:
         finally:
             del self._local.stream
 
-    def when(self, event: Event, ring: Callable[[], None]) -> None:
+    def when(self, event: DeviceEvent, callback: Callable[[], None]) -> None:
         """See ``Device``."""
-        assert isinstance(event, HostEvent)
+        assert isinstance(event, SimulatedEvent)
         with self.turn:
             if not event.happened and self.error is None:
-                event.bells.append(ring)
+                event.callbacks.append(callback)
                 self.want(event)
                 return
-        ring()
+        callback()
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """See ``Device``."""
@@ -159,17 +160,17 @@ class HostDevice:
         """See ``Device``."""
         self.registered = list(memory)
 
-    def share(self, nbytes: int) -> tuple[torch.Tensor, Handle] | None:
+    def share(self, nbytes: int) -> tuple[torch.Tensor, SharedMemoryHandle] | None:
         """See ``Device``: a memfd, which another process of this user opens by process and number."""
         file = os.memfd_create("fabric-device", os.MFD_CLOEXEC)
         self._files.append(file)
         os.ftruncate(file, nbytes)
         self.allocated += nbytes
         memory = f"{os.getpid()} {file}".encode()
-        handle = Handle(boot_id(), self._name, nbytes, memory, nbytes, 0, b"", 0, b"", False)
+        handle = SharedMemoryHandle(boot_id(), self._name, nbytes, memory, nbytes, 0, b"", 0, b"", False)
         return _mapped(file, nbytes), handle
 
-    def open(self, handle: Handle) -> torch.Tensor | None:
+    def open(self, handle: SharedMemoryHandle) -> torch.Tensor | None:
         """See ``Device``."""
         if (handle.host, handle.device) != (boot_id(), self._name):
             return None
@@ -218,17 +219,17 @@ class HostDevice:
         """The device is lost: every wait raises."""
         with self.turn:
             self.error = error
-            bells = [bell for event in self._wanted for bell in event.bells]
+            callbacks = [wakeup_fd for event in self._wanted for wakeup_fd in event.callbacks]
             self.turn.notify_all()
-        for bell in bells:
-            bell()
+        for wakeup_fd in callbacks:
+            wakeup_fd()
 
     def check(self) -> None:
         """Raise RuntimeError if the device failed."""
         if self.error is not None:
             raise RuntimeError(str(self.error)) from self.error
 
-    def want(self, event: HostEvent) -> None:
+    def want(self, event: SimulatedEvent) -> None:
         """Somebody asks for ``event`` (``turn`` is held)."""
         if not event.happened and event not in self._wanted:
             self._wanted.append(event)
@@ -245,15 +246,15 @@ class HostDevice:
                 # The newest first: what was enqueued before and is no dependency comes later than one thinks.
                 self._step(self._wanted[-1])
 
-    def _step(self, event: HostEvent) -> None:
+    def _step(self, event: SimulatedEvent) -> None:
         """One operation that ``event`` depends on."""
         stream = event.stream
-        while isinstance(head := stream.queue[0], HostEvent) and head.stream is not stream:
+        while isinstance(head := stream.queue[0], SimulatedEvent) and head.stream is not stream:
             if head.happened:
                 stream.queue.popleft()
             else:
                 stream = head.stream
-        if isinstance(head, HostEvent):
+        if isinstance(head, SimulatedEvent):
             stream.queue.popleft()
             self._happen(head)
             return
@@ -269,18 +270,13 @@ class HostDevice:
             return
         stream.queue.popleft()
 
-    def _happen(self, event: HostEvent) -> None:
+    def _happen(self, event: SimulatedEvent) -> None:
         event.happened = True
         if event in self._wanted:
             self._wanted.remove(event)
         self.turn.notify_all()
-        for bell in event.bells:
-            bell()
-
-
-def boot_id() -> str:
-    """What this host calls itself since it was started."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        for wakeup_fd in event.callbacks:
+            wakeup_fd()
 
 
 def _mapped(file: int, nbytes: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from fabric.ftar.ring_schedule import ALIGNMENT, segment_bounds
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DevicePiece:
     """Elements [start, stop) on their way over one link.
 
     ``hop`` counts the links that they took before; at hop 0 they are one member's own. ``gather``: they are
@@ -34,7 +34,7 @@ class Piece:
 
 def plan(
     length: int, world: int, position: int, chunk_elements: int, group: int
-) -> tuple[list[Piece], list[Piece]]:
+) -> tuple[list[DevicePiece], list[DevicePiece]]:
     """(sends, receives) of member ``position`` of ``world`` for ``length`` elements, in order.
 
     Pieces have at most ``chunk_elements`` (rounded down to ALIGNMENT, but never zero) elements, and
@@ -49,7 +49,7 @@ def plan(
 
 def _pieces(
     bounds: list[tuple[int, int]], first: int, chunk: int, group: int, arrivals: dict[tuple[int, int], int]
-) -> list[Piece]:
+) -> list[DevicePiece]:
     world = len(bounds)
     rows = []
     for hop in range(2 * (world - 1)):
@@ -57,7 +57,7 @@ def _pieces(
         for number, low in enumerate(range(start, stop, chunk)):
             rows.append((number // group, hop, number, low, min(low + chunk, stop)))
     return [
-        Piece(
+        DevicePiece(
             sequence,
             hop,
             low,

@@ -94,7 +94,7 @@ class DeviceLinks(EpochLinks):
         except ProtocolError as error:
             raise RoundAborted(f"{peer} answered on the ring with garbage: {error}", peer) from error
 
-    def _hear(self, found: frames.Back) -> None:
+    def _hear(self, found: frames.BackwardFrame) -> None:
         if found.kind == frames.ABORT:
             raise RoundAborted(found.why, found.about if found.about in self.ring.names else "")
         if found.kind == frames.CREDIT:

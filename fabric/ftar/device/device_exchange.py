@@ -3,8 +3,8 @@
     device memory --down--> slot --TCP, or shared memory--> slot --up--> accumulate on the device
 
 The streams are ordered by events; the host looks at events only to know when a slot may be sent or used
-again, and sleeps in one ``poll`` on the sockets, the abort and a descriptor that events wake. What is under way is
-bounded by slots in each direction. Nothing waits for the compute stream but the two side streams.
+again, and sleeps in one ``poll`` on the sockets, the abort and a descriptor that events wake. What is under
+way is bounded by slots in each direction. Nothing waits for the compute stream but the two side streams.
 
 An abort ends the exchange here at once. What was enqueued on the streams still runs, into memory that
 nobody looks at: the next exchange waits for it before it uses a slot again.

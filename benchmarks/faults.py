@@ -293,8 +293,8 @@ def tell_faults(record: Record) -> None:
         rows.append(row)
     common.table(
         "stalls in seconds (the survivor that it cost most); milliseconds after the fault until the leader\n"
-        "condemned, its epoch was stored, the last survivor had aborted, the last one was told how to go on",
-        ["fault", "stall", "as two", "inherited", "repeated", "condemned", "stored", "aborted", "told"],
+        "evicting, its epoch was stored, the last survivor had aborted, the last one was told how to go on",
+        ["fault", "stall", "as two", "inherited", "repeated", "evicting", "stored", "aborted", "told"],
         rows,
     )
 

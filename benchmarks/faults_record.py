@@ -158,7 +158,7 @@ class Record:
         """Seconds after the fault until the leader condemned the victim, until its epoch was in the store,
         until the last survivor had aborted, and until the last one was told how to go on."""
         found = {}
-        for key, kind in (("condemned", "condemned"), ("stored", "epoch")):
+        for key, kind in (("evicting", "evicting"), ("stored", "epoch")):
             found[key] = next(x["mono"] for x in self.events if x["kind"] == kind and x["mono"] > fault.at)
         for key in ("abort", "resume"):
             found[key] = max(

@@ -56,7 +56,7 @@ class MadeUp:
 
     def events(self):
         return [
-            {"kind": "condemned", "mono": KILLED + 0.01, "why": "its process is gone"},
+            {"kind": "evicting", "mono": KILLED + 0.01, "why": "its process is gone"},
             {"kind": "epoch", "mono": KILLED + 0.03, "why": "r2 evicted: its process is gone"},
         ]
 

@@ -19,8 +19,8 @@ def test_the_minority_is_named_evicted_and_healed(zygote, tmp_path):
         job.start("r1", **bad("a flipped bit"))
         job.start("r2")
         job.wait_for(lambda: job.events("r0", "commit"), "the first step")
-        job.wait_for(lambda: job.told("condemned"), "somebody to be named")
-        [told] = job.told("condemned")
+        job.wait_for(lambda: job.told("evicting"), "somebody to be named")
+        [told] = job.told("evicting")
         assert told["about"] == "r1"
         assert "r1 disagrees with the majority about the state at step 7" in told["why"]
         job.finish()
@@ -86,7 +86,7 @@ def test_whom_two_outvoted_does_not_go_on_when_they_are_killed(zygote, tmp_path)
         job.finish()
         assert set(job.codes.values()) == {0}, job.logs()
         assert job.starts == {"r0": 2, "r1": 1, "r2": 2}
-        whys = [e["why"] for e in job.told("condemned") if e["about"] == "r1"]
+        whys = [e["why"] for e in job.told("evicting") if e["about"] == "r1"]
         assert whys == ["r1 disagrees with the majority about the state at step 7"]
         [cold] = [e["why"] for e in job.told("epoch") if e["why"].startswith("cold start")]
         assert cold.startswith("cold start from step 6 of generation 1, 1 step lost"), cold

@@ -71,7 +71,7 @@ def test_a_kill_and_a_return_are_told_on_the_page(job, browser):
         lambda: "not yet" not in browser.text("#recoveries li").split("r1 back")[0], "a step after it"
     )
     assert "r1 back after not yet" in browser.text("#recoveries")
-    browser.wait_for(lambda: "condemned · r1" in browser.text("#events"), "the event")
+    browser.wait_for(lambda: "evicting · r1" in browser.text("#events"), "the event")
     at_death = step(browser)
     job.wait_for(lambda: job.ended("r1") is not None, "the killed one's end")
     job.start("r1")

@@ -64,7 +64,7 @@ def test_a_loop_that_wants_more_than_another_ends_with_it(zygote, tmp_path):
         [sentence] = [line for line in job.said("r1").splitlines() if "wants more" in line]
         assert "finished at step 6, and this loop wants more: let it count session.committed_step" in sentence
         assert max(e["step"] for e in job.events("r1", "commit")) == 5, "nothing is trained beyond the end"
-        assert not job.told("condemned") and not job.told("aborted") and not job.recoveries()
+        assert not job.told("evicting") and not job.told("aborted") and not job.recoveries()
         assert job.status()["complete"]
 
 

@@ -21,12 +21,12 @@ def test_one_cause_runs_through_all_services(zygote, tmp_path, monkeypatch):
         incident_id = recovery["incident_id"]
         assert incident_id == f"e{recovery['epoch']}"
         assert {e["kind"] for e in events_of(job, incident_id)} >= {
-            "condemned",
+            "evicting",
             "epoch",
             "resume",
             "session opened",
         }
-        [condemned] = [e for e in job.told("condemned") if e["about"] == "r1"]
+        [condemned] = [e for e in job.told("evicting") if e["about"] == "r1"]
         assert condemned["incident_id"] == incident_id and recovery["id"] in {
             e["id"] for e in events_of(job, incident_id)
         }

@@ -40,7 +40,7 @@ def test_without_bitwise_equality_one_setting_turns_digests_and_replay_off(zygot
         assert told["why"].endswith("its settings turn replay off")
         assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
         assert not [e for e in job.events("r1", "commit") if e["replay"]]
-        assert not job.told("condemned")[1:], "nobody but the killed one"
+        assert not job.told("evicting")[1:], "nobody but the killed one"
 
 
 def test_the_same_without_the_setting_is_stopped(zygote, tmp_path):

@@ -378,7 +378,7 @@ def test_a_model_that_changes_between_looks_is_left_out(zygote, tmp_path, what):
         assert job.codes == {"r0": 0, "r1": 0, "r2": 1}, job.logs()
         assert re.search(r"^fabric: r2: the state of step \d+ does not fit: ", sentence(job, "r2"))
         assert BETWEEN[what] in sentence(job, "r2")
-        told = [e["why"] for e in job.told("condemned")]
+        told = [e["why"] for e in job.told("evicting")]
         assert told == ["r2 disagrees with the majority about the state at step 6"]
 
 

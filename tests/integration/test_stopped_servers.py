@@ -39,5 +39,5 @@ def test_a_stopped_checkpoint_server_costs_no_step_and_is_said_and_heals(zygote,
         end.touch()
         job.finish()
         assert set(job.codes.values()) == {0}, job.logs()
-        assert not job.told("condemned")
+        assert not job.told("evicting")
         assert [e["step"] for e in job.events("r1", "commit")] == list(range(STEPS))

@@ -23,7 +23,7 @@ def test_who_stays_away_too_long_is_evicted_and_comes_back(zygote, tmp_path):
         back.touch()
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
-        told = [e for e in job.told("condemned") if e["about"] == "r1"]
+        told = [e for e in job.told("evicting") if e["about"] == "r1"]
         assert "it was in user code while the others waited for" in told[0]["why"]
         assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 10], "it works again"
 
@@ -38,7 +38,7 @@ def test_a_stuck_control_thread_is_left_out_and_comes_back(zygote, tmp_path):
         job.wait_for(
             lambda: [e for e in job.events("r0", "epoch") if "r1" not in e["roster"]], "its eviction"
         )
-        told = [e for e in job.told("condemned") if e["about"] == "r1"]
+        told = [e for e in job.told("evicting") if e["about"] == "r1"]
         assert "peers could not reach it" in told[0]["why"] or "did not answer epoch" in told[0]["why"]
         back.touch()
         finish_and_check(job)

@@ -187,7 +187,7 @@ async def test_of_a_herd_that_comes_back_to_another_leader_nobody_is_taken_for_d
                 inside += [x for x, seconds in zip(outside, away_s, strict=True) if not seconds]
             record, kinds = job.core.record, [x.kind for x in job.events.after(0)]
             assert (len(job.sessions), len(record.roster), record.nonce) == (HERD, HERD, nonce)
-            assert "condemned" not in kinds and "epoch" not in kinds
+            assert "evicting" not in kinds and "epoch" not in kinds
             await close_all(inside)
 
 

@@ -134,7 +134,7 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
 
 async def test_silence_is_death_where_a_test_wants_it(http):
     """A connection that stays open and says nothing, without a pulse: the timer alone finds it."""
-    impatient = LivenessConfig(silence_s=1.0, credit_s=0.1)
+    impatient = LivenessConfig(silence_s=1.0, grace_s=0.1)
     async with lighthouse_on(TroubledStore(MemorySpace()), liveness=impatient) as found:
 
         async def leads() -> bool:
@@ -240,7 +240,7 @@ async def test_in_a_job_of_many_a_death_is_told_answered_and_decided_and_beats_a
 
     await eventually(all_run, "what all said to be heard")
     assert job.core.record.epoch == 2 and len(job.sessions) == len(members)
-    lines = [x for x in job.events.after(0) if x.kind == "condemned"]
+    lines = [x for x in job.events.after(0) if x.kind == "evicting"]
     assert [x.about for x in lines] == [lost.replica]
     await members[3].socket.send_str('{"kind":"Report","version":1}')
     code, reason = await members[3].close_reason()

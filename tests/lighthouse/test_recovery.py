@@ -76,7 +76,7 @@ async def test_a_death_is_timed_from_detection_to_the_return(lighthouse, http, j
     # It is said by which event it began.
     async with http.get(f"{lighthouse.url}/v1/jobs/{job}/events", headers=headers()) as answer:
         incident_id = next(e for e in await answer.json() if e["id"] == record["id"])
-    assert (incident_id["kind"], incident_id["about"]) == ("condemned", "r1")
+    assert (incident_id["kind"], incident_id["about"]) == ("evicting", "r1")
     async with http.get(f"{lighthouse.url}/metrics") as answer:
         text = await answer.text()
     name = "fabric_lighthouse_recovery_seconds_count"

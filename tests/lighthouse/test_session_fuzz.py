@@ -117,7 +117,7 @@ class World:
         assert self.job.core.record is self.record, self.job.core.record.reason
         assert not self.instance.deaths
         kinds = {event.kind for event in self.job.events.after(0)}
-        assert not kinds & {"defect", "condemned", "stopped", "write failed"}
+        assert not kinds & {"defect", "evicting", "stopped", "write failed"}
 
 
 def _frame(how: str, data: bytes) -> bytes:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.protocol.rules.adaptive_timeout import ENOUGH, FLOOR_S, MARGIN, Budget, Learned, problem
+from fabric.protocol.rules.adaptive_timeout import ENOUGH, FLOOR_S, MARGIN, AdaptiveTimeout, Budget, problem
 
 
 @given(st.floats(0.1, 1e5), st.floats(1, 1e5))
@@ -32,7 +32,7 @@ def test_a_budget_that_cannot_be_is_refused_in_words(budget, says):
 
 
 def learned(*seconds, cap_s=60.0):
-    bound = Learned(cap_s)
+    bound = AdaptiveTimeout(cap_s)
     for each in seconds:
         bound.took(each)
     return bound

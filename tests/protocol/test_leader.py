@@ -318,9 +318,9 @@ def test_the_last_one_that_is_heard_again_goes_on():
     lighthouse = started("a")
     lighthouse.pulse("a", "stopped")
     lighthouse.wait(1.0)
-    assert "a" in lighthouse.core.epoch.condemned
+    assert "a" in lighthouse.core.epoch.pending_evictions
     lighthouse.pulse("a", "running")
-    assert "a" not in lighthouse.core.epoch.condemned and lighthouse.told("heard again")
+    assert "a" not in lighthouse.core.epoch.pending_evictions and lighthouse.told("heard again")
 
 
 def test_the_last_one_cannot_be_evicted_by_hand():
@@ -395,8 +395,8 @@ def test_an_abort_of_a_process_that_no_epoch_listed_changes_nothing():
     lighthouse = started()
     lighthouse.open("x", generation=1, step=0)
     before = lighthouse.record
-    complaint = m.Aborted(before.fence, 5, "timed out", "a", ("b",), stalled=True, unreachable=("a", "b"))
-    lighthouse.say("x", complaint)
+    blamed_link = m.Aborted(before.fence, 5, "timed out", "a", ("b",), stalled=True, unreachable=("a", "b"))
+    lighthouse.say("x", blamed_link)
     lighthouse.wait(1.0)
     assert lighthouse.record is before and not lighthouse.core.epoch.aborted
     assert not lighthouse.told("aborted")
@@ -732,7 +732,7 @@ def test_a_refused_second_process_of_an_id_silences_nobody():
     del lighthouse.pulses["the second b"]
     lighthouse.do(io.TrainerStatusClosed("b", "http://elsewhere"))
     lighthouse.wait(0.1)
-    assert lighthouse.record.epoch == 1 and not lighthouse.core.epoch.condemned
+    assert lighthouse.record.epoch == 1 and not lighthouse.core.epoch.pending_evictions
     pulse = lighthouse.core.liveness.pulses["b"]
     assert (pulse.incarnation, pulse.ckpt, pulse.connected) == (1, "http://b", True)
     lighthouse.pulse("b", "stopped")
@@ -799,7 +799,7 @@ def test_another_model_or_other_data_is_refused_by_name():
 def test_messages_of_a_process_that_is_not_the_known_one_are_not_heard():
     lighthouse = started()
     lighthouse.do(io.FromMember("a", 9, m.CannotContinue(lighthouse.record.fence, "x")))
-    assert not lighthouse.effects and not lighthouse.core.epoch.condemned
+    assert not lighthouse.effects and not lighthouse.core.epoch.pending_evictions
 
 
 def test_a_member_is_a_roster_entry_made_of_its_session():
@@ -845,7 +845,7 @@ def crowd():
     names = " ".join(f"r{i:03d}" for i in range(MANY))
     lighthouse = Lighthouse(record_of(names, epoch=1))
     lighthouse.open(*names.split(), generation=1, step=5, epoch=1)
-    lighthouse.now += lighthouse.core.config.liveness.credit_s + 1
+    lighthouse.now += lighthouse.core.config.liveness.grace_s + 1
     for name in names.split():
         lighthouse.beat(name, 5)
     lighthouse.core.liveness.elected = 0.0  # and the gap before that is forgotten
@@ -867,11 +867,11 @@ def test_silence_is_believed_later_by_a_leader_that_is_called_late():
         condemned = []
         while lighthouse.core._due + late_s < silent_at + 0.6:
             tick_at(lighthouse, lighthouse.core._due + late_s)
-            condemned += lighthouse.told("condemned")
+            condemned += lighthouse.told("evicting")
         assert bool(condemned) is believed
         for _ in range(4):
             tick_at(lighthouse, lighthouse.core._due)
-            condemned += lighthouse.told("condemned")
+            condemned += lighthouse.told("evicting")
         assert condemned, "it is called in time again"
 
 
@@ -942,7 +942,7 @@ def test_of_a_herd_nobody_is_dead_who_may_be_waiting_at_the_door():
     for _ in range(4):
         lighthouse.do(io.AcceptQueueFull(20.0))
         lighthouse.wait(19.0)
-        assert lighthouse.record.epoch == 1 and not lighthouse.core.epoch.condemned
+        assert lighthouse.record.epoch == 1 and not lighthouse.core.epoch.pending_evictions
     lighthouse.open(*names[:-1], generation=1, step=5, epoch=1)
     for _ in range(4):
         for name in names[:-1]:
@@ -988,14 +988,14 @@ def test_of_a_herd_nobody_is_dead_while_the_leader_cannot_keep_up(late_s, spared
         lighthouse.core.next_deadline()
     assert lighthouse.record.names == tuple(names[:200])
     config = lighthouse.core.config.liveness
-    assert not spared or lighthouse.now - kept_up >= config.reconnect_s + config.credit_s - 1.0
+    assert not spared or lighthouse.now - kept_up >= config.reconnect_s + config.grace_s - 1.0
 
 
 def test_a_leader_that_never_keeps_up_spares_nobody_for_ever():
     names, lighthouse = herd()
     lighthouse.open(*names[1:], generation=1, step=5, epoch=1)
     lighthouse.core.next_deadline()
-    spared_s, began = lighthouse.core.config.liveness.crowd_s, lighthouse.now
+    spared_s, began = lighthouse.core.config.liveness.overload_s, lighthouse.now
     while lighthouse.record.epoch == 1 and lighthouse.now < began + 2 * spared_s:
         tick_at(lighthouse, lighthouse.core._due + 0.5)
         for name in names[1:]:
@@ -1036,7 +1036,7 @@ def test_what_all_must_answer_is_looked_at_when_all_have():
 def test_a_crowd_that_never_ends_spares_nobody_for_ever():
     names, lighthouse = herd()
     lighthouse.open(*names[1:], generation=1, step=5, epoch=1)
-    spared_s = lighthouse.core.config.liveness.crowd_s
+    spared_s = lighthouse.core.config.liveness.overload_s
     began = lighthouse.now
     while lighthouse.record.epoch == 1 and lighthouse.now < began + 2 * spared_s:
         lighthouse.do(io.AcceptQueueFull(30.0))

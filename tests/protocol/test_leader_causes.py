@@ -11,7 +11,7 @@ from fabric.protocol.messages import network as m
 def test_a_death_has_one_id_from_the_first_sign_to_the_decision():
     lighthouse = started("a b c")
     lighthouse.pulse("b", "gone")
-    [seen], [condemned] = lighthouse.told("trainer gone"), lighthouse.told("condemned")
+    [seen], [condemned] = lighthouse.told("trainer gone"), lighthouse.told("evicting")
     lighthouse.wait(0.05)
     assert lighthouse.record.epoch == 2 and lighthouse.record.incident_id == "e2"
     assert (
@@ -48,7 +48,7 @@ def test_the_next_leader_names_an_unanswered_failure_alike():
         for name in ("a", "b", "c"):
             lighthouse.open(name, generation=1, step=5, epoch=7)
         lighthouse.pulse("b", "gone")
-        causes += [e.incident_id for e in lighthouse.told("condemned")]
+        causes += [e.incident_id for e in lighthouse.told("evicting")]
         lighthouse.wait(0.05)
     assert (
         causes == ["e8", "e8"]

@@ -208,7 +208,7 @@ def test_nothing_is_kept_for_whom_it_does_not_get_to(cut):
     assert not cut.sent(m.TakeSnapshotFor) and cut.core.serving["b"].step == -1
     for _ in range(3):
         cut.say("b", m.RequestState(cut.record.fence, "nobody delivers it", lost=True))
-    assert not cut.core.serving["b"].fallback, "the others would wait for it as soon as it is back"
+    assert not cut.core.serving["b"].blocking_reason, "the others would wait for it as soon as it is back"
 
 
 def test_after_a_fail_over_complaints_count_as_before():

@@ -180,10 +180,10 @@ def test_a_process_that_has_ended_is_no_spare_and_one_that_goes_on_is():
     lighthouse.wait(0.1)
     assert lighthouse.record.names == ("a", "d")
     assert all(lighthouse.core.liveness.peers[x].connected for x in "bc"), "their sessions still stand"
-    assert not lighthouse.core.held.get("b") and not lighthouse.core.held.get("c")
+    assert not lighthouse.core.waiting_outside.get("b") and not lighthouse.core.waiting_outside.get("c")
     lighthouse.pulse("c")
     assert "the job has its 2 members" in told_to(lighthouse, "c")[0]
-    assert not lighthouse.core.held.get("b")
+    assert not lighthouse.core.waiting_outside.get("b")
 
 
 def test_back_to_what_the_replicas_ask_for_is_said_as_that():
@@ -221,7 +221,7 @@ def test_who_failed_three_times_in_half_an_hour_is_kept_out_and_told_until_when(
     sentence = lighthouse.core.kept_out(peer)
     assert "replica c failed 3 times, last: its process is gone; it is not admitted before" in sentence
     assert "fabric admit c" in sentence
-    assert lighthouse.core.held["c"] == sentence, "it was told"
+    assert lighthouse.core.waiting_outside["c"] == sentence, "it was told"
     lighthouse.now += 1800.0
     lighthouse.beat("c", 5)
     assert "c" in lighthouse.record.names
@@ -419,7 +419,7 @@ def objections(lighthouse, name, *actions):
         lighthouse.do(asked)
         if action in ("drain", "evict"):
             assert [t.why for t in lighthouse.told(f"not {action}ed")] == [found[-1]], "it is on record"
-        assert not lighthouse.core.epoch.condemned and not lighthouse.core.draining
+        assert not lighthouse.core.epoch.pending_evictions and not lighthouse.core.draining
         assert not [e for e in lighthouse.effects if isinstance(e, io.WriteRecord)]
     return found
 
@@ -488,7 +488,7 @@ def test_only_a_job_that_has_failed_is_retried():
     assert why == "job job has not failed: there is nothing to begin again"
     order(lighthouse, "retry")
     lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 5, "ValueError: x"))
-    assert lighthouse.record.failed and not lighthouse.core.retried
+    assert lighthouse.record.failed and not lighthouse.core.restart_after_failure
 
 
 def test_what_is_said_of_a_dead_replica_outside_tells_what_is_so():

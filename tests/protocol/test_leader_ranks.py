@@ -110,7 +110,7 @@ def test_a_rank_that_is_gone_is_no_proof_that_rank_0_is():
     member = member_of("a", ranks=addresses("a"))
     liveness.pulses_of(1)["a"] = PulseState(1, "gone", 0.0, 0.0)
     assert "rank 1" in liveness.rank_trouble(member, 0.0)
-    assert not liveness.confirmed(member)
+    assert not liveness.proven_dead(member)
 
 
 def test_another_number_of_ranks_is_refused_by_name():

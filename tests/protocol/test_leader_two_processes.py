@@ -155,7 +155,7 @@ def test_a_vouched_end_stays_certain_when_a_third_process_comes_that_vouches_for
     lighthouse.open("a", incarnation=2, predecessors=(1,))
     lighthouse.do(lio.SessionClosed("a", 2))
     lighthouse.open("a", incarnation=3)
-    assert lighthouse.core.liveness.confirmed(lighthouse.record.roster[0])
+    assert lighthouse.core.liveness.proven_dead(lighthouse.record.roster[0])
 
 
 def test_who_vouches_for_another_process_vouches_for_nobody_here():
@@ -166,7 +166,7 @@ def test_who_vouches_for_another_process_vouches_for_nobody_here():
     lighthouse.do(lio.SessionOpened(session_of("a", 9, predecessors=(3, 2))))
     assert "taken by a living process" in lighthouse.sent(m.Rejected)[0][1].reason
     lighthouse.wait(1.0)
-    assert lighthouse.record.generation == 1 and not lighthouse.told("condemned")
+    assert lighthouse.record.generation == 1 and not lighthouse.told("evicting")
     lighthouse.do(lio.SessionOpened(session_of("a", 9, predecessors=(7, 5, 3))))
     assert not lighthouse.sent(m.Rejected)
 

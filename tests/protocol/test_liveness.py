@@ -5,7 +5,7 @@ from protocol.makers import member_of, session_of
 
 from fabric.protocol.leader.liveness import Liveness, LivenessConfig, Peer, PulseState
 
-CONFIG = LivenessConfig(stopped_s=0.15, reconnect_s=3.0, silence_s=2.0, lost_s=0.05, credit_s=3.0)
+CONFIG = LivenessConfig(stopped_s=0.15, reconnect_s=3.0, silence_s=2.0, lost_s=0.05, grace_s=3.0)
 LATE = 100.0  # long after the election
 
 
@@ -47,13 +47,13 @@ def pulse(trainer="running", since=LATE, seen=LATE, connected=True, incarnation=
     ],
 )
 def test_the_verdict(peer_, pulse_, now, verdict):
-    assert liveness(peer_, pulse_).verdict(member_of("a"), now) == verdict
+    assert liveness(peer_, pulse_).failure_reason(member_of("a"), now) == verdict
 
 
 def test_after_an_election_absence_is_no_evidence():
-    assert liveness(elected=LATE).verdict(member_of("a"), LATE + 2.9) == ""
-    assert liveness(peer(seen=LATE - 10), elected=LATE).verdict(member_of("a"), LATE + 2.9) == ""
-    assert liveness(elected=LATE).verdict(member_of("a"), LATE + 3.1) != ""
+    assert liveness(elected=LATE).failure_reason(member_of("a"), LATE + 2.9) == ""
+    assert liveness(peer(seen=LATE - 10), elected=LATE).failure_reason(member_of("a"), LATE + 2.9) == ""
+    assert liveness(elected=LATE).failure_reason(member_of("a"), LATE + 3.1) != ""
 
 
 def test_the_credit_lasts_while_members_still_come_back():
@@ -62,39 +62,39 @@ def test_the_credit_lasts_while_members_still_come_back():
     for _ in range(20):
         now += 2.9
         found.came_back(now)
-        assert found.verdict(member_of("a"), now + 2.9) == ""
-    assert found.verdict(member_of("a"), now + 3.1) == "its session ended 0.10 s ago"
+        assert found.failure_reason(member_of("a"), now + 2.9) == ""
+    assert found.failure_reason(member_of("a"), now + 3.1) == "its session ended 0.10 s ago"
     found.came_back(now + 3.5)
-    assert found.verdict(member_of("a"), now + 3.6) != "", "credit that is over does not begin again"
+    assert found.failure_reason(member_of("a"), now + 3.6) != "", "credit that is over does not begin again"
 
 
 def test_silence_counts_from_the_beginning_of_a_generation_and_the_kernels_word_at_once():
     silent = liveness(peer(seen=LATE - 5))
-    assert silent.verdict(member_of("a"), LATE) == "its host has been silent for 5.00 s"
+    assert silent.failure_reason(member_of("a"), LATE) == "its host has been silent for 5.00 s"
     silent.began = LATE
-    assert silent.verdict(member_of("a"), LATE + 1.9) == ""
-    assert silent.verdict(member_of("a"), LATE + 2.1) == "its host has been silent for 2.10 s"
+    assert silent.failure_reason(member_of("a"), LATE + 1.9) == ""
+    assert silent.failure_reason(member_of("a"), LATE + 2.1) == "its host has been silent for 2.10 s"
     gone = liveness(peer(seen=LATE - 5), pulse("gone"))
     gone.began = LATE
-    assert gone.verdict(member_of("a"), LATE) == "its process is gone"
+    assert gone.failure_reason(member_of("a"), LATE) == "its process is gone"
     away = liveness(peer(False, closed=LATE), pulse(connected=False))
     away.began = LATE
-    assert away.verdict(member_of("a"), LATE + 0.1) == "its session ended 0.10 s ago"
+    assert away.failure_reason(member_of("a"), LATE + 0.1) == "its session ended 0.10 s ago"
 
 
 def test_after_an_election_both_ends_seen_is_evidence():
     """The host died while this lighthouse watched: no credit is due."""
     dead = liveness(peer(False, closed=LATE + 1), pulse(connected=False), elected=LATE)
-    assert dead.verdict(member_of("a"), LATE + 1.1) == "its session ended 0.10 s ago"
+    assert dead.failure_reason(member_of("a"), LATE + 1.1) == "its session ended 0.10 s ago"
 
 
 def test_another_incarnation_says_nothing_of_this_one():
     newer = liveness(peer(incarnation=2), pulse("gone", incarnation=2))
-    assert newer.verdict(member_of("a", 2), LATE) == "its process is gone"
-    assert newer.confirmed(member_of("a", 1)) == ""
+    assert newer.failure_reason(member_of("a", 2), LATE) == "its process is gone"
+    assert newer.proven_dead(member_of("a", 1)) == ""
     vouched = liveness(peer(incarnation=2, predecessors=(1,)))
-    assert "found this one gone" in vouched.confirmed(member_of("a", 1))
-    assert vouched.confirmed(member_of("a", 2)) == ""
+    assert "found this one gone" in vouched.proven_dead(member_of("a", 1))
+    assert vouched.proven_dead(member_of("a", 2)) == ""
 
 
 def test_out_of_contact_counts_from_the_last_sign_of_either_source():
@@ -117,9 +117,9 @@ def test_who_is_spared_in_a_crowd_is_not_looked_at_all_the_time():
     """Of thousands that come back some are let in when they have given up: nothing changes till then."""
     roster = (member_of("a"),)
     away = liveness(peer(False, closed=LATE), elected=LATE)
-    away.crowds(LATE + 10)
+    away.note_overload(LATE + 10)
     assert away.next_check(roster, LATE + 1) == LATE + 1.5
-    assert away.next_check(roster, away.crowd_end - 0.1) == away.crowd_end
-    assert away.next_check(roster, away.crowd_end) == away.crowd_end + 0.025
+    assert away.next_check(roster, away.overload_grace_until - 0.1) == away.overload_grace_until
+    assert away.next_check(roster, away.overload_grace_until) == away.overload_grace_until + 0.025
     away.pulses["a"] = pulse("stopped", since=LATE + 1)
     assert away.next_check(roster, LATE + 1) == LATE + 1.025

@@ -84,7 +84,7 @@ def test_a_replica_on_a_suspect_host_stands_by_where_the_job_has_its_members():
     sentence = lighthouse.core.kept_out(peer)
     assert "its host h3 failed 2 times in the last days, last: a test" in sentence
     assert "`fabric admit h3` lets it in at once" in sentence
-    assert lighthouse.core.held["d"] == sentence, "it was told"
+    assert lighthouse.core.waiting_outside["d"] == sentence, "it was told"
 
 
 def test_it_comes_in_where_a_member_is_missing():

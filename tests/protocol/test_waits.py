@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.protocol.rules.wait_graph import Lateness, complaint, ring_order, unexcused
+from fabric.protocol.rules.wait_graph import StragglerTracker, blamed_link, ring_order, root_waiters
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from fabric.protocol.rules.wait_graph import Lateness, complaint, ring_order, un
     ],
 )
 def test_the_one_that_nobody_can_excuse(waiting, guilty):
-    assert unexcused({n: tuple(w) for n, w in waiting.items()}, "abcd") == tuple(guilty)
+    assert root_waiters({n: tuple(w) for n, w in waiting.items()}, "abcd") == tuple(guilty)
 
 
 def cost(names, bad):
@@ -60,15 +60,15 @@ def test_among_thousands_it_is_quick():
 
 
 def test_a_complaint_is_about_the_link_between_neighbours():
-    assert complaint("abcd", about="a", by="b") == ("a", "b")
-    assert complaint("abcd", about="b", by="a") == ("a", "b")
-    assert complaint("abcd", about="c", by="a") is None
-    assert complaint("abcd", about="d", by="a") == ("d", "a")
-    assert complaint("abcd", about="x", by="a") is None
+    assert blamed_link("abcd", about="a", by="b") == ("a", "b")
+    assert blamed_link("abcd", about="b", by="a") == ("a", "b")
+    assert blamed_link("abcd", about="c", by="a") is None
+    assert blamed_link("abcd", about="d", by="a") == ("d", "a")
+    assert blamed_link("abcd", about="x", by="a") is None
 
 
 def test_lateness_begins_anew_with_every_step():
-    late = Lateness()
+    late = StragglerTracker()
     assert late.waited_s("a", 7, 100.0) == 0
     assert late.waited_s("a", 7, 103.0) == 3.0
     assert late.waited_s("a", 8, 104.0) == 0

@@ -219,7 +219,7 @@ class Twins(ColdWorld):
 
     def told(self, effect: lio.RecordEvent) -> None:
         super().told(effect)
-        demand(effect.kind != "condemned", f"{effect.about} is condemned for a second process: {effect.why}")
+        demand(effect.kind != "evicting", f"{effect.about} is evicted for a second process: {effect.why}")
 
 
 class Tie(ColdWorld):
@@ -255,7 +255,7 @@ class Tie(ColdWorld):
 
     def told(self, effect: lio.RecordEvent) -> None:
         super().told(effect)
-        if self.wrong and effect.kind == "condemned" and "disagree" in effect.why:
+        if self.wrong and effect.kind == "evicting" and "disagree" in effect.why:
             late = effect.about in ("r2", "r3")
             demand(late, f"{effect.about} has been here for longest and goes: {effect.why}")
 
@@ -426,14 +426,14 @@ def let_the_clock_stand_still_while_suspended(patch: Patch) -> None:
 
 
 def take_the_stopped_for_dead(patch: Patch) -> None:
-    confirmed = Liveness.confirmed
+    confirmed = Liveness.proven_dead
 
     def ended(live: Liveness, member: Entry) -> str:
         pulse = live._pulse(member)
         stopped = pulse is not None and pulse.trainer == "stopped"
         return confirmed(live, member) or ("it is stopped" if stopped else "")
 
-    patch.setattr(Liveness, "confirmed", ended)
+    patch.setattr(Liveness, "proven_dead", ended)
 
 
 def believe_a_second_process(patch: Patch) -> None:

@@ -16,7 +16,7 @@ REASONS = {
     "hold step": "path: committed by Resume",
     "first start": "path: first start",
     "cold start from": "path: cold start",
-    "formed again": "path: formed again",
+    "ring rebuilt": "path: ring rebuilt",
     " joins": "path: join",
     " leaves": "path: drain",
     "finished at": "path: complete",
@@ -41,7 +41,7 @@ MOMENTS = ("a join", "a drain", "a recovery", "a cold start", "the end")
 
 # Met only where somebody holds the others up: see ``stall_worlds``.
 STALL_REASONS = {
-    "all others waited for it": "stall: evicted the unexcused",
+    "all others waited for it": "stall: evicted a root waiter",
     "while the others waited for": "stall: evicted for user code",
     "it lives, but did not answer": "stall: evicted for no answer",
     "for its state, which did not arrive": "stall: evicted while awaited",

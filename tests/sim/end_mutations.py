@@ -63,7 +63,7 @@ def tell_members_nothing_of_my_end(patch: Patch) -> None:
 def mark_the_end_where_the_first_word_of_it_says(patch: Patch) -> None:
     def note(leader: LeaderCore, _: str, ended: JobEnd | None) -> None:
         if ended is not None and leader.record is not None:
-            leader.ended = ended.step + 1
+            leader.end_step = ended.step + 1
 
     patch.setattr(LeaderCore, "note_ended", note)
 

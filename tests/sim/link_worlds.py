@@ -142,7 +142,7 @@ class LinkWorld(World):
 
     def told(self, effect: leader_events.RecordEvent) -> None:
         super().told(effect)
-        if effect.kind == "condemned":
+        if effect.kind == "evicting":
             ends = {name for pair in self.cut for name in pair}
             demand(
                 effect.about in ends, f"{effect.about} is left out ({effect.why}), and no link of it is cut"
@@ -180,5 +180,5 @@ class CalmWorld(World):
 
     def told(self, effect: leader_events.RecordEvent) -> None:
         super().told(effect)
-        if effect.kind == "condemned":
+        if effect.kind == "evicting":
             demand(False, f"{effect.about} is evicted ({effect.why}), and every replica is well")

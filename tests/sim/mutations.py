@@ -229,7 +229,7 @@ def plan_over_an_unresolved_forced_epoch(patch: Patch) -> None:
 
 
 def form_no_new_epoch_after_an_abort(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_reform", lambda leader, record: False)
+    patch.setattr(LeaderCore, "_rebuild_ring", lambda leader, record: False)
 
 
 def use_the_result_of_an_old_round(patch: Patch) -> None:

@@ -43,7 +43,7 @@ def begin_again_with_the_penalised(patch: Patch) -> None:
         LeaderCore,
         "_startable",
         lambda leader: sorted(
-            (p for p in leader.liveness.peers.values() if p.connected and not leader._doubt(p)),
+            (p for p in leader.liveness.peers.values() if p.connected and not leader._suspicion(p)),
             key=lambda p: p.session.replica,
         ),
     )

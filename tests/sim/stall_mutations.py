@@ -17,11 +17,11 @@ Patch = pytest.MonkeyPatch
 
 
 def wait_for_ever_for_an_answer(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_expire_mute", lambda leader, record: None)
+    patch.setattr(LeaderCore, "_evict_unresponsive", lambda leader, record: None)
 
 
 def wait_for_ever_for_user_code(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_expire_late", lambda leader, peer, beat: None)
+    patch.setattr(LeaderCore, "_evict_stragglers", lambda leader, peer, beat: None)
 
 
 def wait_for_ever_for_a_newcomer_in_its_first_round(patch: Patch) -> None:
@@ -52,11 +52,11 @@ def excuse_nobody(patch: Patch) -> None:
         awaited = {other for others in waiting.values() for other in others}
         return tuple(n for n in names if n in awaited)
 
-    patch.setattr(rebuilds, "unexcused", accused)
+    patch.setattr(rebuilds, "root_waiters", accused)
 
 
 def wait_for_ever_for_a_state(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_expire_awaited", lambda leader, record: None)
+    patch.setattr(LeaderCore, "_evict_slow_joiners", lambda leader, record: None)
 
 
 # With the kind of world (of ``stall_worlds.KINDS``) that is to show it.
@@ -76,14 +76,14 @@ STALLS: dict[str, tuple[Callable[[Patch], None], str]] = {
 
 def never_fall_back(patch: Patch) -> None:
     """However often a newcomer falls off, it is told to replay again."""
-    patch.setattr(LeaderCore, "_admit_awaited", lambda leader, record: False)
+    patch.setattr(LeaderCore, "_admit_blocking_join", lambda leader, record: False)
 
 
 def serve_the_awaited_a_step_that_nobody_reaches(patch: Patch) -> None:
     ask = LeaderCore._ask_to_serve
 
     def asked(leader: LeaderCore, record: Record, joiner: str, step: int) -> None:
-        ask(leader, record, joiner, step + leader._is_awaited(joiner))
+        ask(leader, record, joiner, step + leader._is_blocking_join(joiner))
 
     patch.setattr(LeaderCore, "_ask_to_serve", asked)
 

@@ -71,7 +71,7 @@ class StallWorld(World):
 
     def told(self, effect: leader_events.RecordEvent) -> None:
         super().told(effect)
-        if self.alone and effect.kind == "condemned":
+        if self.alone and effect.kind == "evicting":
             fair = effect.about == self.culprit
             demand(fair, f"{effect.about} is blamed ({effect.why}) while {self.culprit} is {self.kind}")
 

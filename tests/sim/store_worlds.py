@@ -119,7 +119,7 @@ def compare_the_ids_of_stores(patch: pytest.MonkeyPatch) -> None:
 
 def begin_at_the_first_epoch_in_an_empty_store(patch: pytest.MonkeyPatch) -> None:
     """Whatever epochs its processes have known."""
-    patch.setattr(LeaderCore, "_told_of_another_store", lambda self: (0, 0))
+    patch.setattr(LeaderCore, "_newest_of_another_store", lambda self: (0, 0))
 
 
 def answer_members_when_the_lease_has_ended(patch: pytest.MonkeyPatch) -> None:

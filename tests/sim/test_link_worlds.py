@@ -48,7 +48,7 @@ def let_in_as_soon_as_a_link_is_whole(patch: Patch) -> None:
 
 def no_credit_after_an_election(patch: Patch) -> None:
     """All who are not back yet are evicted."""
-    patch.setattr(Liveness, "credit_end", property(lambda liveness: float("-inf")))
+    patch.setattr(Liveness, "grace_until", property(lambda liveness: float("-inf")))
 
 
 def a_leader_that_was_away_accuses(patch: Patch) -> None:

@@ -333,10 +333,10 @@ class World:
             "aborted": sorted(epoch.aborted),
             "reports": sorted(epoch.reports),
             "decided": epoch.decision is not None,
-            "condemned": epoch.condemned,
+            "evicting": epoch.pending_evictions,
             "draining": sorted(core.draining),
             "serving": {
-                n: (s.step, sorted(s.taken), sorted(s.missed), s.told) for n, s in core.serving.items()
+                n: (s.step, sorted(s.taken), sorted(s.missed), s.has_sources) for n, s in core.serving.items()
             },
             "writing": core.writing is not None,
             "reading": core.reading,

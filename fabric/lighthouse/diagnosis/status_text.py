@@ -206,7 +206,7 @@ def _waiting_to_enter(view: LeaderView, record: Record, now: float) -> str:
 def _waiting_for_snapshots(view: LeaderView, _: Record, now: float) -> str:
     for joiner, serving in sorted(view.serving.items()):
         late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
-        if not serving.told and late:
+        if not serving.has_sources and late:
             said = _heard(view, late, None, now)
             return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{said}"
     return ""

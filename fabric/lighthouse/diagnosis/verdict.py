@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fabric.protocol.messages.network import Aborted
-from fabric.protocol.rules.wait_graph import unexcused
+from fabric.protocol.rules.wait_graph import root_waiters
 
 STOPPED = "stopped process"
 ABSENT = "absent rank"
@@ -55,7 +55,7 @@ class Case:
         if not any(a.stalled for a in self.aborted.values()):
             return ()
         waiting = {name: a.waiting_for for name, a in self.aborted.items()}
-        return tuple(name for name in unexcused(waiting, self.names) if name not in self.aborted)
+        return tuple(name for name in root_waiters(waiting, self.names) if name not in self.aborted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,7 +353,7 @@ class Job:
             self._around.term.resign(f"job {self.name}: {effect.reason}")
         else:
             self._note(effect.kind, effect.about, effect.why, effect.epoch, effect.incident_id)
-            if effect.kind in ("condemned", "aborted"):
+            if effect.kind in ("evicting", "aborted"):
                 # A tick of the driver's own may have brought it, and nothing be heard until it is answered.
                 asyncio.get_running_loop().call_soon(self._note_recoveries)
 

@@ -29,7 +29,7 @@ from fabric.protocol.messages import roster_delta
 from fabric.protocol.rules import poison
 from fabric.protocol.rules.assignment import seated, waits_for_data
 from fabric.protocol.rules.link_graph import Healing
-from fabric.protocol.rules.wait_graph import Lateness, Reforms
+from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
 
 # Seconds without any event, though a deadline is due at least twice in them, after which a leader takes it
 # that it was itself away.
@@ -49,15 +49,15 @@ MAX_REASON_CHARACTERS = 1000
 
 @dataclass(frozen=True, slots=True)
 class LeaderConfig:
-    """Seconds. ``coalesce_s``: deaths noticed within it share one epoch. ``reform_s``: how long after an
+    """Seconds. ``coalesce_s``: deaths noticed within it share one epoch. ``rebuild_s``: how long after an
     abort a death may still show itself before the same members form again; doubled per try. ``complaints_s``:
     how long after the first word of a missing link the others are waited for, as a cut mostly has many."""
 
     policy: Policy = field(default_factory=Policy)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     coalesce_s: float = 0.01
-    reform_s: float = 0.1
-    reform_limit_s: float = 5.0
+    rebuild_s: float = 0.1
+    rebuild_limit_s: float = 5.0
     complaints_s: float = 0.3
     autonomy_s: float = 1800.0
     autonomy_margin_s: float = 60.0
@@ -82,12 +82,16 @@ class EpochState:
     unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by whom, whom
     complained_at: float = 0.0  # when somebody first said so, or the leader last waited for more
     cut_off: set[str] = field(default_factory=set)  # condemned for a missing link
-    condemned: dict[str, str] = field(default_factory=dict)
+    pending_evictions: dict[str, str] = field(default_factory=dict)
     decided_at: float = 0.0
-    blameless: set[str] = field(default_factory=set)  # condemned by somebody's wish, which is no failure
-    too_slow: set[str] = field(default_factory=set)  # held the others up, and did not get in
-    fallen: set[str] = field(default_factory=set)  # hold nothing of worth: by their own word, or found wrong
-    condemned_at: float = 0.0
+    not_counted_as_failure: set[str] = field(
+        default_factory=set
+    )  # evicted because a person or a link says so
+    slow_joiners: set[str] = field(default_factory=set)  # held the others up, and did not get in
+    cannot_continue: set[str] = field(
+        default_factory=set
+    )  # their state is of no use: they said so, or it is wrong
+    evictions_since: float = 0.0
     # (replica, incarnation) that an epoch since the last forced one listed, and that the record does not.
     departed: frozenset[tuple[str, int]] = frozenset()
     ended_at: float | None = None  # when all had finished but newcomers that take part in no round
@@ -107,16 +111,16 @@ class Serving:
     again: bool = False
     gap: int = -1
     gap_at: int = 0
-    fallback: str = ""
+    blocking_reason: str = ""
     asked: set[str] = field(default_factory=set)
     taken: dict[str, str] = field(default_factory=dict)  # replica -> digest
     missed: set[str] = field(default_factory=set)
-    told: bool = False
+    has_sources: bool = False
     asked_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setback:
+class Backoff:
     """How often a process was evicted, and from when on it may be admitted again."""
 
     times: int = 0
@@ -133,44 +137,44 @@ class LeaderBase:
         self.store_id = ""
         self.leading = False
         self.record: Record | None = None
-        self.news: RosterAnnouncement | None = None
+        self.announcement: RosterAnnouncement | None = None
         self.writing: Record | None = None
         self.reading = False
         self.liveness = Liveness(config.liveness, now)
         self.epoch = EpochState(now)
         self.serving: dict[str, Serving] = {}
         self.finished: dict[str, int] = {}
-        self.ended: int | None = None  # where the job ended, as was seen when nobody led
+        self.end_step: int | None = None  # where the job ended, as was seen when nobody led
         self.draining: dict[str, str] = {}
-        self.reforms = Reforms()
-        self.lateness = Lateness()
-        self.setbacks: dict[tuple[str, int], Setback] = {}
+        self.ring_rebuilds = RingRebuilds()
+        self.stragglers = StragglerTracker()
+        self.readmission_backoff: dict[tuple[str, int], Backoff] = {}
         self.healing = Healing()
         self.stepped = now  # when a member last told of a further step
-        # (replica, incarnation) that was evicted for its user code -> the step that it stood at. Until it has
-        # come back from there it would only be waited for again.
-        self.absent: dict[tuple[str, int], int] = {}
+        # (replica, incarnation) -> the step that it stood at. The others would only wait for it again.
+        self.evicted_in_user_code: dict[tuple[str, int], int] = {}
         self.waiting_since: float | None = None
         self.data_slots: dict[str, int] = {}  # replica -> where it sits, or sat when it was last a member
         self.empty = (0, -1)  # the generation and number of the newest step of weight 0 that was told of
         self.empty_due = 0.0  # when the next one may be told of
         self.failure = ""  # why the job must stop, until the record says it
-        self.losses: dict[str, str] = {}  # replica that was left out -> the cause; until it is back
-        self.told: dict[str, int] = {}  # replica -> the newest incarnation that heard of the failure
-        self.retried = False  # an operator wants the failed job to begin again
-        self.excused: set[tuple[str, Death]] = set()
+        self.loss_incidents: dict[str, str] = {}  # replica that was left out -> the cause; until it is back
+        self.notified_incarnation: dict[
+            str, int
+        ] = {}  # replica -> its newest process that heard of the failure
+        self.restart_after_failure = False  # an operator wants the failed job to begin again
+        self.forgiven_deaths: set[tuple[str, Death]] = set()
         self.unusable: dict[SnapshotRef, str] = {}  # what a generation could not begin from, and why
-        # The newest step of this generation that was heard of; None: a leader before me may know of more.
-        self.reached: int | None = None
-        self.lost: int | None = None  # steps that the newest cold start lost, where that is known
-        self.silent: set[str] = set()  # servers that delivered nothing, and are not heard
+        self.highest_step: int | None = None  # of this generation; None: an earlier leader may know of more
+        self.steps_lost: int | None = None  # steps that the newest cold start lost, where that is known
+        self.silent_servers: set[str] = set()  # servers that delivered nothing, and are not heard
         self.mistrusted: dict[SnapshotRef, str] = {}  # snapshots of a state that was found wrong, and why
-        self.loaded = 0  # the newest generation whose base somebody has loaded
-        self.orders = OperatorOverrides()  # as operators want them: the record has them with the next write
+        self.base_loaded_generation = 0  # the newest generation whose base somebody has loaded
+        self.overrides = OperatorOverrides()  # the record has them with the next write
         self.failures: tuple[HostFailure, ...] = ()  # likewise
         self.hosts: tuple[HostHistory, ...] = ()  # likewise
         self.autonomy_s = 0.0  # the longest that any session has named
-        self.held: dict[str, str] = {}  # newcomer -> why it is not let in, as it was told
+        self.waiting_outside: dict[str, str] = {}  # newcomer -> why it is not let in, as it was told
         self._plan_at = math.inf  # when what came since the last plan is looked at, at the latest
         self._deadline: float | None = None
         self._due = math.inf  # when I asked to be called
@@ -222,7 +226,7 @@ class LeaderBase:
                 reason=why[:MAX_REASON_CHARACTERS],
                 incident_id=incident_id or incident_id_of(epoch),
                 poison=self._known_poison(record) if forced else record.poison,
-                min_replicas=self.orders.min_replicas,
+                min_replicas=self.overrides.min_replicas,
             )
         )
 
@@ -241,7 +245,7 @@ class LeaderBase:
         record = replace(
             record,
             nonce=nonce,
-            orders=self.orders,
+            orders=self.overrides,
             failures=self.failures,
             hosts=self.hosts,
             autonomy_s=autonomy_s,
@@ -255,23 +259,23 @@ class LeaderBase:
             self.record, self.writing = record, None  # only what concerns those to come has changed
             return
         if self.record is None or self.record.generation != record.generation:
-            self.reached = record.base.step
+            self.highest_step = record.base.step
             self.liveness.began = self._now
             self.finished.clear()
-            self.ended = None
-        self._note_setbacks(record)
+            self.end_step = None
+        self._back_off(record)
         departed = self._departed(record)
         self.data_slots.update((x.replica, x.data_slot) for x in record.roster)
         if record.failed:
             self.finished.clear()
-        self.failure, self.retried, self.told = "", False, {}
+        self.failure, self.restart_after_failure, self.notified_incarnation = "", False, {}
         before, self.record, self.writing = self.record, record, None
         self.liveness.keep(record.roster)
         self.epoch = EpochState(self._now, departed=departed)
         for serving in self.serving.values():
-            if not serving.told:
+            if not serving.has_sources:
                 serving.asked.clear()
-        self._note_losses(record)
+        self._forget_losses(record)
         self._record_event("complete" if record.complete else "epoch", "", record.reason, record.incident_id)
         self._announce(record, before)
 
@@ -280,22 +284,22 @@ class LeaderBase:
         after = (record.fence, record.complete, record.failed)
         return after == (other.fence, other.complete, other.failed)
 
-    def _note_setbacks(self, record: Record) -> None:
+    def _back_off(self, record: Record) -> None:
         """Who is evicted waits before it is admitted again, longer every time: its return stops nobody,
         but its next eviction would."""
         for member in self.record.roster if self.record is not None else ():
             if record.lists(member.replica, member.incarnation) or member.leaving:
                 continue
-            self.losses[member.replica] = record.incident_id
+            self.loss_incidents[member.replica] = record.incident_id
             key = (member.replica, member.incarnation)
             if member.replica in self.epoch.cut_off:
                 self.healing.left_out(key, self._now)
                 continue
-            times = self.setbacks.get(key, Setback()).times + 1
+            times = self.readmission_backoff.get(key, Backoff()).times + 1
             wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
-            if member.replica in self.epoch.too_slow:
+            if member.replica in self.epoch.slow_joiners:
                 wait_s = max(wait_s, READMIT_STALLS * self._join_stall_s(member.replica))
-            self.setbacks[key] = Setback(times, self._now + wait_s)
+            self.readmission_backoff[key] = Backoff(times, self._now + wait_s)
 
     def _departed(self, record: Record) -> frozenset[tuple[str, int]]:
         """Those that a planned epoch left out may still stand in a round of an epoch before it."""
@@ -304,37 +308,37 @@ class LeaderBase:
         listed = ((x.replica, x.incarnation) for x in self.record.roster)
         return self.epoch.departed.union(x for x in listed if not record.lists(*x))
 
-    def _note_losses(self, record: Record) -> None:
+    def _forget_losses(self, record: Record) -> None:
         """What is told of a replica that was left out belongs to that loss, until it is back."""
         for member in record.roster:
             if not member.joining:
-                self.losses.pop(member.replica, None)
+                self.loss_incidents.pop(member.replica, None)
 
     def _announce(self, record: Record, before: Record | None) -> None:
         """To everybody, as the difference to what was announced ``before`` where that is understood."""
         # As they were told it: its digest is known already.
-        told = self.news.record if self.news is not None and before is not None else before
-        self.news = RosterAnnouncement(roster_delta.for_members(record), told)
+        told = self.announcement.record if self.announcement is not None and before is not None else before
+        self.announcement = RosterAnnouncement(roster_delta.for_members(record), told)
         rejected = m.Rejected(record.failed, poison=record.poison)
         complete = m.Complete(record.fence, record.base.step)
         for replica, peer in self.liveness.peers.items():
             if record.failed:
-                if peer.connected and not self._doubt(peer):
-                    self.told[replica] = peer.incarnation
+                if peer.connected and not self._suspicion(peer):
+                    self.notified_incarnation[replica] = peer.incarnation
                 self._send(replica, rejected)
                 continue
-            self._send(replica, self.news.change if peer.session.roster else self.news.whole)
+            self._send(replica, self.announcement.change if peer.session.roster else self.announcement.whole)
             if record.complete:
                 self._send(replica, complete)
 
     def on_need_roster(self, peer: Peer, message: m.RequestRoster) -> None:
-        if self._is_mine(message.fence) and self.news is not None:
-            self._send(peer.session.replica, self.news.whole)
+        if self._is_mine(message.fence) and self.announcement is not None:
+            self._send(peer.session.replica, self.announcement.whole)
 
     @property
     def is_changing(self) -> bool:
         """Whether a record is being written, or will be without those who are condemned."""
-        return self.writing is not None or bool(self.epoch.condemned)
+        return self.writing is not None or bool(self.epoch.pending_evictions)
 
     def top_step(self) -> int:
         """The highest step that a member has told of, else where the generation began; of a complete job its
@@ -357,13 +361,13 @@ class LeaderBase:
 
     # --- small questions and moves ---------------------------------------------------------------------
 
-    def _condemn(self, replica: str, reason: str) -> None:
-        if replica in self.epoch.condemned or not self._lists(replica):
+    def _schedule_eviction(self, replica: str, reason: str) -> None:
+        if replica in self.epoch.pending_evictions or not self._lists(replica):
             return
-        if not self.epoch.condemned:
-            self.epoch.condemned_at = self._now
-        self.epoch.condemned[replica] = reason
-        self._record_event("condemned", replica, reason, self._pending())
+        if not self.epoch.pending_evictions:
+            self.epoch.evictions_since = self._now
+        self.epoch.pending_evictions[replica] = reason
+        self._record_event("evicting", replica, reason, self._pending())
 
     def _send(self, replica: str, message: m.LeaderMessage) -> None:
         peer = self.liveness.peers.get(replica)
@@ -371,7 +375,7 @@ class LeaderBase:
             self._emit(io.SendMember(replica, peer.incarnation, message))
 
     def _record_event(self, kind: str, about: str, why: str, incident_id: str = "") -> None:
-        incident_id = incident_id or self.losses.get(about, "")
+        incident_id = incident_id or self.loss_incidents.get(about, "")
         self._emit(io.RecordEvent(kind, self.record.epoch if self.record else 0, about, why, incident_id))
 
     def _pending(self) -> str:
@@ -400,11 +404,11 @@ class LeaderBase:
         return peer.session.exchange_s if peer is not None else 0.0
 
     @property
-    def reform_due(self) -> float:
+    def rebuild_due(self) -> float:
         """When the same members form again after an abort, unless a death shows itself before."""
         if self.epoch.unreachable:
             return self.epoch.complained_at + self.config.complaints_s
-        delay_s = min(self.config.reform_s * 2**self.reforms.tries, self.config.reform_limit_s)
+        delay_s = min(self.config.rebuild_s * 2**self.ring_rebuilds.tries, self.config.rebuild_limit_s)
         return self.epoch.aborted_at + float(delay_s)
 
     def patience_s(self, peer: Peer) -> float:
@@ -435,9 +439,9 @@ class LeaderBase:
     def _is_decided(self, record: Record) -> bool:
         return not record.is_forced or self.epoch.decision is not None
 
-    def _doubt(self, peer: Peer) -> str:
+    def _suspicion(self, peer: Peer) -> str:
         """Why this process would be evicted at once if it were in a roster, or empty."""
-        return self.liveness.doubt(peer.session, self._now)
+        return self.liveness.suspicion(peer.session, self._now)
 
     def _knows(self, member: Member) -> bool:
         """Whether it knows every step that may be committed: it is not fresh, or has entered a round of
@@ -452,7 +456,7 @@ class LeaderBase:
     def _is_spared_by(self, replica: str) -> bool:
         """Whether the job goes on without this one: somebody else knows its state."""
         assert self.record is not None
-        others = [x for x in self.record.roster if x.replica not in (replica, *self.epoch.condemned)]
+        others = [x for x in self.record.roster if x.replica not in (replica, *self.epoch.pending_evictions)]
         return any(self._knows(x) for x in others)
 
     def _addressed(self, member: Member) -> Member:
@@ -468,13 +472,13 @@ class LeaderBase:
 
     def _note_step(self, peer: Peer) -> None:
         if self._in_force(peer) and self._is_of_generation(peer):
-            self.reached = max(self.reached or 0, peer.step)
+            self.highest_step = max(self.highest_step or 0, peer.step)
 
     def _known_poison(self, record: Record) -> tuple[Poison, ...]:
         """What nobody computes from the next forced record on: what it was, and what was proven since."""
         if record.sharing.on_poison != "skip":
             return ()
-        return poison.merged(record.poison, poison.proven(self._deaths(), self.excused))
+        return poison.merged(record.poison, poison.proven(self._deaths(), self.forgiven_deaths))
 
     def _deaths(self) -> list[tuple[str, tuple[Death, ...]]]:
         """Which micro-batches processes died at, as their checkpoint servers say."""

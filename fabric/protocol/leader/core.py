@@ -15,12 +15,12 @@ from fabric.model import Record
 from fabric.protocol.leader import refusal
 from fabric.protocol.leader.base import DEAF_S, EpochState, LeaderConfig
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.rebuilds import Reforming
+from fabric.protocol.leader.rebuilds import RingRebuilding
 from fabric.protocol.leader.view import LeaderView
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.decide import Evict, Undecidable, decide
-from fabric.protocol.rules.wait_graph import Reforms
+from fabric.protocol.rules.wait_graph import RingRebuilds
 
 __all__ = ["LeaderConfig", "LeaderCore"]
 
@@ -41,7 +41,7 @@ _FREQUENT = (
 )
 
 
-class LeaderCore(Reforming):
+class LeaderCore(RingRebuilding):
     """See the module. ``entropy`` makes nonces; nothing else here is random."""
 
     # --- the contract ----------------------------------------------------------------------------------
@@ -112,16 +112,16 @@ class LeaderCore(Reforming):
     def _next_deadline(self) -> float | None:
         if not self.leading or (self.record is not None and self.record.complete):
             return None
-        if self.record is not None and self.record.failed and not self.retried:
+        if self.record is not None and self.record.failed and not self.restart_after_failure:
             return None
         if self.record is None:
             return self._now + 0.5
         epoch, dues = self.epoch, [self.liveness.next_check(self.record.roster, self._now)]
         dues.append(self._now + DEAF_S / 2)
-        if epoch.condemned:
-            dues.append(epoch.condemned_at + self.config.coalesce_s)
+        if epoch.pending_evictions:
+            dues.append(epoch.evictions_since + self.config.coalesce_s)
         if epoch.aborted:
-            dues.append(self.reform_due)
+            dues.append(self.rebuild_due)
         least_s = TOGETHER_S if self._is_large else 0.001
         return max(min(d for d in dues if d is not None), self._now + least_s)
 
@@ -132,24 +132,24 @@ class LeaderCore(Reforming):
             return
         if record.complete or self._write_orders(record):
             return
-        self._expire_awaited(record)
-        self._expire_mute(record)
+        self._evict_slow_joiners(record)
+        self._evict_unresponsive(record)
         if self._complete(record):
             return
         if self._fail(record):
-            if self.retried:
+            if self.restart_after_failure:
                 self._start_again(record)
             return
-        if self._evict(record) or self._reform(record):
+        if self._evict(record) or self._rebuild_ring(record):
             return
         if record.is_forced and self.epoch.decision is None:
             self._decide(record)
-        self._serve_awaited(record)
+        self._serve_blocking_joins(record)
         if self._is_settled(record):
             moved = self._rescale(record) or self._drain(record) or self._admit(record)
             if not moved:
                 self._serve(record)
-        self._tell_held(record)
+        self._notify_kept_out(record)
 
     def on_elected(self, event: io.Elected) -> None:
         """Full credit to everybody, and the record announced to whoever has a session."""
@@ -168,8 +168,8 @@ class LeaderCore(Reforming):
     def on_tick(self, _: io.LeaderTick) -> None:
         pass
 
-    def on_crowded(self, event: io.AcceptQueueFull) -> None:
-        self.liveness.crowds(self._now + event.seconds)
+    def on_accept_queue_full(self, event: io.AcceptQueueFull) -> None:
+        self.liveness.note_overload(self._now + event.seconds)
 
     # --- sessions and pulses ---------------------------------------------------------------------------
 
@@ -190,14 +190,14 @@ class LeaderCore(Reforming):
         if known is None or known.incarnation != session.incarnation:
             self.finished.pop(session.replica, None)
             self.draining.pop(session.replica, None)
-            self.held.pop(session.replica, None)
+            self.waiting_outside.pop(session.replica, None)
             self.serving.pop(session.replica, None)
             self._record_event("session opened", session.replica, f"incarnation {session.incarnation}")
         self.note_ended(session.replica, session.ended)
         if session.finished and self.record is not None and session.generation == self.record.generation:
             self.finished[session.replica] = session.step
-        if self.record is not None and self.news is not None:
-            self._send(session.replica, self.news.told_to(session))
+        if self.record is not None and self.announcement is not None:
+            self._send(session.replica, self.announcement.told_to(session))
             self._serve_again(session.replica)
             if self.record.complete:
                 self._send(session.replica, m.Complete(self.record.fence, self.record.base.step))
@@ -243,7 +243,7 @@ class LeaderCore(Reforming):
                 "trainer " + pulse.trainer, pulse.replica, "seen by its checkpoint server", incident_id
             )
         self.note_ended(pulse.replica, pulse.ended)
-        self._tell_durable(pulse, known)
+        self._record_durable(pulse, known)
 
     def on_pulse_closed(self, event: io.TrainerStatusClosed) -> None:
         member = self.record.member(event.replica) if self.record is not None else None
@@ -271,13 +271,13 @@ class LeaderCore(Reforming):
         went_on = peer.beat is not None and beat.step > peer.beat.step
         if went_on and self._in_force(peer):
             self.stepped = self._now
-        if went_on and self.reforms.tries and self._in_force(peer):
-            self.reforms = Reforms()
+        if went_on and self.ring_rebuilds.tries and self._in_force(peer):
+            self.ring_rebuilds = RingRebuilds()
         if peer.beat is not None and beat.busy != peer.beat.busy:
             # What it announced is over, or something else begins: its time counts from now.
-            self.lateness.came(peer.session.replica)
+            self.stragglers.came(peer.session.replica)
         peer.beat = beat
-        self._tell_empty(peer, beat)
+        self._record_empty_step(peer, beat)
         self._note_return(peer, beat)
         if beat.times is not None:
             peer.times = beat.times
@@ -286,9 +286,9 @@ class LeaderCore(Reforming):
         if self.writing is None or self.record is None or self.writing.generation == self.record.generation:
             # Else whoever is answered might go on in a generation that is over when the store has that.
             self._send(peer.session.replica, m.HeartbeatAck(beat.number))
-        self._expire_late(peer, beat)
+        self._evict_stragglers(peer, beat)
 
-    def _tell_empty(self, peer: Peer, beat: m.Heartbeat) -> None:
+    def _record_empty_step(self, peer: Peer, beat: m.Heartbeat) -> None:
         """Once per step, by the first member that says so. Of many in a second the newest is told."""
         newest = (beat.generation, beat.empty)
         if not 0 <= beat.empty <= beat.step or newest <= self.empty or self._now < self.empty_due:
@@ -298,11 +298,11 @@ class LeaderCore(Reforming):
             why = f"step {beat.empty} was committed with total weight 0: nobody had data for it"
             self._record_event("empty step", "", why)
 
-    def _expire_late(self, peer: Peer, beat: m.Heartbeat) -> None:
+    def _evict_stragglers(self, peer: Peer, beat: m.Heartbeat) -> None:
         """User code is no failure, but the others do not wait for ever: see ``user_code_s`` and ``busy``."""
         name = peer.session.replica
-        if beat.step > self.lateness.since.get(name, (beat.step, 0.0))[0]:
-            self.lateness.came(name)
+        if beat.step > self.stragglers.since.get(name, (beat.step, 0.0))[0]:
+            self.stragglers.came(name)
         if (
             not beat.waiting_for
             or not self._in_force(peer)
@@ -311,14 +311,19 @@ class LeaderCore(Reforming):
             return
         for other in beat.waiting_for:
             late = self.liveness.peers.get(other)
-            if late is None or not self._lists(other) or self._is_awaited(other) or other in self.finished:
+            if (
+                late is None
+                or not self._lists(other)
+                or self._is_blocking_join(other)
+                or other in self.finished
+            ):
                 continue
-            waited_s = self.lateness.waited_s(other, beat.step, self._now)
+            waited_s = self.stragglers.waited_s(other, beat.step, self._now)
             if waited_s >= self.patience_s(late) and self._is_spared_by(other):
                 busy = late.beat.busy if late.beat is not None else ""
                 doing = f"busy with {busy}" if busy else "in user code"
-                self.absent[late.session.replica, late.incarnation] = late.step
-                self._condemn(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
+                self.evicted_in_user_code[late.session.replica, late.incarnation] = late.step
+                self._schedule_eviction(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
 
     def on_running(self, peer: Peer, message: m.Running) -> None:
         if self._is_mine(message.fence):
@@ -337,39 +342,42 @@ class LeaderCore(Reforming):
 
     def _evict(self, record: Record) -> bool:
         """Rule 2, and the wait for a cold start when nobody who knows the job's state is left."""
-        for member in self.liveness.doubtful(record.roster, self._now):
-            if member.replica not in self.epoch.condemned:
-                verdict = self.liveness.verdict(member, self._now)
+        for member in self.liveness.suspects(record.roster, self._now):
+            if member.replica not in self.epoch.pending_evictions:
+                verdict = self.liveness.failure_reason(member, self._now)
                 if verdict:
-                    self._condemn(member.replica, verdict)
-        condemned = self.epoch.condemned
+                    self._schedule_eviction(member.replica, verdict)
+        condemned = self.epoch.pending_evictions
         if not any(self._knows(x) for x in record.roster if x.replica not in condemned):
-            self._pardon(record)
+            self._cancel_evictions(record)
         if not condemned:
             return False
         left = tuple(x for x in record.roster if x.replica not in condemned)
         if not any(self._knows(x) for x in left):
             return self._start_again(record)
-        if self._now - self.epoch.condemned_at < self.config.coalesce_s:
+        if self._now - self.epoch.evictions_since < self.config.coalesce_s:
             return True
         why = "; ".join(f"{name} evicted: {reason}" for name, reason in sorted(condemned.items()))
         self._note_failures(record)
         self._write_epoch(record, left, forced=True, why=why)
         return True
 
-    def _pardon(self, record: Record) -> None:
+    def _cancel_evictions(self, record: Record) -> None:
         """Nobody could take over: whoever is heard, and was not found wrong or fallen, goes on."""
         for member in record.roster:
-            if member.replica not in self.epoch.condemned or member.replica in self.epoch.fallen:
+            if (
+                member.replica not in self.epoch.pending_evictions
+                or member.replica in self.epoch.cannot_continue
+            ):
                 continue
-            if not self.liveness.verdict(member, self._now):
-                del self.epoch.condemned[member.replica]
+            if not self.liveness.failure_reason(member, self._now):
+                del self.epoch.pending_evictions[member.replica]
                 self._record_event("heard again", member.replica, "it goes on, for nobody could take over")
 
-    def _expire_mute(self, record: Record) -> None:
+    def _evict_unresponsive(self, record: Record) -> None:
         """Who lives and does not answer a forced epoch has as long as its user code, which may hold the
         interpreter's lock and so keep its control thread from answering; then the others go on."""
-        reports, condemned = self.epoch.reports, self.epoch.condemned
+        reports, condemned = self.epoch.reports, self.epoch.pending_evictions
         if not record.is_forced or self.epoch.decision is not None:
             return
         answered = (x for x in record.roster if x.replica in reports and x.replica not in condemned)
@@ -381,7 +389,7 @@ class LeaderCore(Reforming):
             peer = self.liveness.peers.get(member.replica)
             if member.replica in reports or peer is None or waited_s < self.patience_s(peer):
                 continue
-            self._condemn(
+            self._schedule_eviction(
                 member.replica, f"it lives, but did not answer epoch {record.epoch} for {waited_s:.0f} s"
             )
 
@@ -395,8 +403,8 @@ class LeaderCore(Reforming):
             if decision.state:
                 self._mistrust(decision.replicas, decision.reason)
             for name in decision.replicas:
-                self.epoch.fallen.add(name)
-                self._condemn(name, decision.reason)
+                self.epoch.cannot_continue.add(name)
+                self._schedule_eviction(name, decision.reason)
             self._evict(record)
         elif isinstance(decision, Undecidable):
             self._stop_job(record, decision.reason)
@@ -448,7 +456,7 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.RecordRead: LeaderCore.on_read,
     io.WriteFailed: LeaderCore.on_write_failed,
     io.Operator: LeaderCore.on_operator,
-    io.AcceptQueueFull: LeaderCore.on_crowded,
+    io.AcceptQueueFull: LeaderCore.on_accept_queue_full,
     io.LeaderTick: LeaderCore.on_tick,
 }
 
@@ -462,6 +470,6 @@ _FROM_MEMBER: dict[type, Callable[[LeaderCore, Peer, Any], None]] = {
     m.SnapshotTaken: LeaderCore.on_taken,
     m.SnapshotMissed: LeaderCore.on_missed,
     m.Finished: LeaderCore.on_finished,
-    m.CannotContinue: LeaderCore.on_fallen,
+    m.CannotContinue: LeaderCore.on_cannot_continue,
     m.LoopFailed: LeaderCore.on_failed,
 }

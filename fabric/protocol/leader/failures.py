@@ -43,8 +43,8 @@ class Failures(Admission):
         if ended is None or record is None or record.failed:
             return
         of_mine = (ended.fence.store_id, ended.fence.generation) == (record.store_id, record.generation)
-        if of_mine and record.lists(replica, ended.incarnation) and ended.step >= (self.reached or 0):
-            self.ended = ended.step
+        if of_mine and record.lists(replica, ended.incarnation) and ended.step >= (self.highest_step or 0):
+            self.end_step = ended.step
 
     def _refuse_early_ends(self, record: Record) -> None:
         """Whose loop has ended outside, and the job has gone on: it would wait for an end that is not its
@@ -66,8 +66,8 @@ class Failures(Admission):
     def _complete(self, record: Record) -> bool:
         """Rule 10: all that stay have finished; where nobody stays, all. A newcomer that has entered no round
         gets into none any more, for nobody contributes: published gradients take it to the end, if any."""
-        if self.ended is not None:
-            self._write_complete(record, self.ended)
+        if self.end_step is not None:
+            self._write_complete(record, self.end_step)
             return True
         self._refuse_early_ends(record)
         if not self.finished:
@@ -104,7 +104,7 @@ class Failures(Admission):
         """Whether the job has failed, or is failing now."""
         if record.failed:
             return True
-        found = poison.proven(self._deaths(), self.excused)
+        found = poison.proven(self._deaths(), self.forgiven_deaths)
         known = poison.merged(record.poison, found)
         lost = lost_parts(record.sharing, record.roster) if record.sharing.on_loss == "stop" else []
         if found and record.sharing.on_poison == "stop":
@@ -130,7 +130,7 @@ class Failures(Admission):
     @property
     def refused_for(self) -> str:
         """Why every new process of a failed job is refused, or empty."""
-        return self.record.failed if self.record is not None and not self.retried else ""
+        return self.record.failed if self.record is not None and not self.restart_after_failure else ""
 
     def _refused_as_failed(self, session: m.OpenSession) -> m.Rejected | None:
         """Every replica of a failed job is told so once."""
@@ -138,23 +138,23 @@ class Failures(Admission):
         if record is None or not record.failed:
             return None
         name, incarnation = session.replica, session.incarnation
-        is_new = incarnation > self.told.get(name, 0) and not record.lists(name, incarnation)
-        if self.retried and is_new:
+        is_new = incarnation > self.notified_incarnation.get(name, 0) and not record.lists(name, incarnation)
+        if self.restart_after_failure and is_new:
             return None
-        self.told[name] = max(incarnation, self.told.get(name, 0))
+        self.notified_incarnation[name] = max(incarnation, self.notified_incarnation.get(name, 0))
         command = f"`fabric retry --job {self.job} --why ...`"
         why = f"{record.failed}; when that is mended say {command} and start the replicas again"
         return m.Rejected(why, poison=record.poison)
 
     def _retry(self, event: io.Operator) -> None:
         """From now on new processes are let in, and begin the job again when enough of them are there."""
-        if self.record is not None and self.record.failed and not self.retried:
-            self.retried = True
+        if self.record is not None and self.record.failed and not self.restart_after_failure:
+            self.restart_after_failure = True
             why = f"by {event.who}: {event.why}; it had failed: {self.record.failed}"
             self._record_event("retried", "", why[:MAX_REASON_CHARACTERS])
 
-    def _excuse(self) -> None:
+    def _forgive_deaths(self) -> None:
         """Somebody has looked at it and starts again: what killed before counts no more."""
         self.unusable.clear()
         self.mistrusted.clear()
-        self.excused = {(replica, death) for replica, deaths in self._deaths() for death in deaths}
+        self.forgiven_deaths = {(replica, death) for replica, deaths in self._deaths() for death in deaths}

@@ -29,9 +29,9 @@ class Joins(Failures):
         serving = self.serving[name] = Serving(tries=old.tries if message.lost and not cut else 0)
         self._record_event("needs state", name, message.why)
         if not peer.session.replay:
-            serving.fallback = "its settings turn replay off"
+            serving.blocking_reason = "its settings turn replay off"
         elif serving.tries > 1:
-            serving.fallback = f"it fell off twice: {message.why}"
+            serving.blocking_reason = f"it fell off twice: {message.why}"
 
     def on_taken(self, peer: Peer, message: m.SnapshotTaken) -> None:
         serving = self.serving.get(message.joiner)
@@ -55,17 +55,17 @@ class Joins(Failures):
             if peer is None or not peer.connected or caught_up:
                 del self.serving[joiner]
                 self._end_serving(joiner)
-            elif inside or serving.fallback or self._is_penalised(record, peer):
+            elif inside or serving.blocking_reason or self._is_penalised(record, peer):
                 continue
             elif self._out_of_reach(record, peer):
                 continue  # what the members would keep for it does not get to it
-            elif serving.told:
+            elif serving.has_sources:
                 self._watch_gap(record, peer, serving)
             else:
                 answered = (serving.asked & names) <= (set(serving.taken) | serving.missed)
                 late = self._now - serving.asked_at >= SERVE_AGAIN_S
                 if serving.asked and answered and serving.taken:
-                    self._tell_sources(record, joiner, serving)
+                    self._send_sources(record, joiner, serving)
                 elif not serving.asked or (answered and late):
                     step = self.top_step() + (0 if self._is_parked(record) else 1)
                     self._ask_to_serve(record, joiner, step)
@@ -82,7 +82,7 @@ class Joins(Failures):
             return
         name, why = peer.session.replica, f"its gap of {gap} steps has not shrunk for {GAP_STEPS} steps"
         if serving.tries > 1:
-            serving.fallback = why
+            serving.blocking_reason = why
         else:
             self.serving[name] = Serving(tries=serving.tries, again=True)
         self._record_event("too slow", name, why)
@@ -104,17 +104,17 @@ class Joins(Failures):
     def _serve_again(self, replica: str) -> None:
         """A session began anew: what was asked or told there may have been lost."""
         own = self.serving.get(replica)
-        if own is not None and self._is_awaited(replica):
-            own.told = False
+        if own is not None and self._is_blocking_join(replica):
+            own.has_sources = False
         for joiner, serving in self.serving.items():
             if replica in serving.asked and replica not in serving.taken and self.record is not None:
                 self._send(replica, m.TakeSnapshotFor(self.record.fence, joiner, serving.step))
 
-    def _tell_sources(self, record: Record, joiner: str, serving: Serving) -> None:
+    def _send_sources(self, record: Record, joiner: str, serving: Serving) -> None:
         digest = Counter(serving.taken.values()).most_common(1)[0][0]
         holders = [self._addressed(x) for x in record.roster if serving.taken.get(x.replica) == digest]
         urls = tuple(a.ckpt for x in holders for a in x.addresses)
-        serving.told = True
+        serving.has_sources = True
         serving.tries += 1
         state = SnapshotRef(record.generation, serving.step, digest)
         self._record_event("serves", joiner, f"step {serving.step} from {len(holders)} replicas")
@@ -122,53 +122,55 @@ class Joins(Failures):
 
     # --- the fallback: the others wait for the last transfer ---------------------------------------------
 
-    def _is_awaited(self, replica: str) -> bool:
+    def _is_blocking_join(self, replica: str) -> bool:
         member = self.record.member(replica) if self.record is not None else None
         return member is not None and member.blocking_join
 
-    def _still_awaited(self, record: Record) -> list[str]:
+    def _blocking_joiners(self, record: Record) -> list[str]:
         """Those for whose state the others wait in the round that was decided."""
         if self.epoch.decision is None:
             return []
         return [x.replica for x in record.roster if x.blocking_join and x.replica not in self.epoch.running]
 
-    def _expire_awaited(self, record: Record) -> None:
-        for name in self._still_awaited(record):
+    def _evict_slow_joiners(self, record: Record) -> None:
+        for name in self._blocking_joiners(record):
             limit_s = self._join_stall_s(name)
             if self._now - self.epoch.decided_at >= limit_s:
-                self.epoch.too_slow.add(name)
-                self._condemn(name, f"the others waited {limit_s:g} s for its state, which did not arrive")
+                self.epoch.slow_joiners.add(name)
+                self._schedule_eviction(
+                    name, f"the others waited {limit_s:g} s for its state, which did not arrive"
+                )
 
-    def _serve_awaited(self, record: Record) -> None:
+    def _serve_blocking_joins(self, record: Record) -> None:
         """The members stand at the step that was decided: they snapshot it, and the newcomer fetches that."""
-        for name in self._still_awaited(record):
+        for name in self._blocking_joiners(record):
             assert self.epoch.decision is not None
             serving = self.serving.get(name)
             if serving is None or serving.epoch != record.epoch:
                 self._ask_to_serve(record, name, self.epoch.decision.step)
                 continue
             answered = serving.asked <= (set(serving.taken) | serving.missed)
-            if serving.told or not answered:
+            if serving.has_sources or not answered:
                 continue
             if serving.taken:
-                self._tell_sources(record, name, serving)
+                self._send_sources(record, name, serving)
             elif self._now - serving.asked_at >= SERVE_AGAIN_S:
                 self._ask_to_serve(record, name, self.epoch.decision.step)
 
-    def _admit_awaited(self, record: Record) -> bool:
+    def _admit_blocking_join(self, record: Record) -> bool:
         """A newcomer that cannot catch up while the others step: they stop once, and wait for its state."""
         for name, serving in self.serving.items():
             peer = self.liveness.peers.get(name)
-            if not serving.fallback or peer is None or not self._is_welcome(record, peer):
+            if not serving.blocking_reason or peer is None or not self._is_welcome(record, peer):
                 continue
             newcomer = replace(
                 as_member(peer.session), joining=True, since=record.epoch + 1, blocking_join=True
             )
             why = (
                 f"{name} joins while the others wait for its state, at most "
-                f"{self._join_stall_s(name):g} s: {serving.fallback}"
+                f"{self._join_stall_s(name):g} s: {serving.blocking_reason}"
             )
-            incident_id = self.losses.get(name, "")
+            incident_id = self.loss_incidents.get(name, "")
             self._write_epoch(
                 record, (*record.roster, newcomer), forced=True, why=why, incident_id=incident_id
             )
@@ -190,7 +192,7 @@ class Joins(Failures):
         near = self.top_step() - 1 if outside else 0
         ready = [p for p in map(self.liveness.peers.__getitem__, outside) if self._may_join(record, p, near)]
         if not ready:
-            return self._admit_awaited(record)
+            return self._admit_blocking_join(record)
         ready.sort(key=lambda p: p.session.replica)
         # Spares come last, and only as many as are missing.
         wanted = [p for p in ready if not self.stands_by(p)][:room]
@@ -204,7 +206,9 @@ class Joins(Failures):
             record.roster + newcomers,
             forced=self._is_parked(record),
             why=f"{names} joins",
-            incident_id=next((self.losses[x.replica] for x in newcomers if x.replica in self.losses), ""),
+            incident_id=next(
+                (self.loss_incidents[x.replica] for x in newcomers if x.replica in self.loss_incidents), ""
+            ),
         )
         return True
 
@@ -219,10 +223,10 @@ class Joins(Failures):
             return False
         if record.member(peer.session.replica) is not None or peer.session.replica in self.finished:
             return False
-        if self._has_setback(peer):
+        if self._is_backing_off(peer):
             return False
         # Else it does not know yet that it is outside, or would be evicted at once.
-        return peer.beat.epoch == record.epoch and not self._doubt(peer)
+        return peer.beat.epoch == record.epoch and not self._suspicion(peer)
 
     def _drain(self, record: Record) -> bool:
         self._drain_surplus(record)
@@ -248,18 +252,22 @@ class Joins(Failures):
 
     # --- states that can, and cannot, be loaded --------------------------------------------------------
 
-    def on_fallen(self, peer: Peer, message: m.CannotContinue) -> None:
+    def on_cannot_continue(self, peer: Peer, message: m.CannotContinue) -> None:
         if self._in_force(peer) and self._is_recent(message.fence):
-            if message.unusable and self.record is not None and self.loaded != self.record.generation:
+            if (
+                message.unusable
+                and self.record is not None
+                and self.base_loaded_generation != self.record.generation
+            ):
                 self.unusable.setdefault(base_ref(self.record), message.why)
             # Who holds the base by its trainer's word alone, and delivers nothing, does not count any more.
             sources = self.record.base.sources if self.record is not None else ()
-            self.silent.update(set(sources) - self.liveness.heard_servers())
-            self.epoch.fallen.add(peer.session.replica)
-            if self._is_awaited(peer.session.replica):
-                self.epoch.too_slow.add(peer.session.replica)
-            self.epoch.blameless.add(peer.session.replica)
-            self._condemn(peer.session.replica, f"it cannot go on: {message.why}")
+            self.silent_servers.update(set(sources) - self.liveness.heard_servers())
+            self.epoch.cannot_continue.add(peer.session.replica)
+            if self._is_blocking_join(peer.session.replica):
+                self.epoch.slow_joiners.add(peer.session.replica)
+            self.epoch.not_counted_as_failure.add(peer.session.replica)
+            self._schedule_eviction(peer.session.replica, f"it cannot go on: {message.why}")
 
     def _mistrust(self, names: tuple[str, ...], why: str) -> None:
         """Of these members the state is wrong, and since when nobody knows: no generation begins from what
@@ -273,11 +281,15 @@ class Joins(Failures):
     def _note_loaded(self, generation: int) -> None:
         """Whoever is in this generation could load what it began from, so that can be loaded."""
         record = self.record
-        if record is not None and generation == record.generation and self.loaded != generation:
-            self.loaded = generation
+        if (
+            record is not None
+            and generation == record.generation
+            and self.base_loaded_generation != generation
+        ):
+            self.base_loaded_generation = generation
             self.unusable.pop(base_ref(record), None)
 
-    def _tell_durable(self, pulse: m.TrainerStatus, known: PulseState | None) -> None:
+    def _record_durable(self, pulse: m.TrainerStatus, known: PulseState | None) -> None:
         if pulse.durable and (known is None or pulse.durable != known.durable):
             self._record_event(
                 "durable", pulse.replica, f"the checkpoint of step {pulse.durable[-1].step} is complete"
@@ -295,9 +307,9 @@ class Joins(Failures):
             return True
         limit = self.out_of_sight_s
         for member in record.roster:
-            if not self._knows(member) or member.replica in self.epoch.fallen:
+            if not self._knows(member) or member.replica in self.epoch.cannot_continue:
                 continue
-            if self.liveness.confirmed(member):
+            if self.liveness.proven_dead(member):
                 continue
             if not self.liveness.out_of_contact(member, self._now, limit):
                 return True
@@ -311,7 +323,7 @@ class Joins(Failures):
         if not self._may_start(record, open_, regular):
             return
         if record is not None and record.failed:
-            self._excuse()
+            self._forgive_deaths()
         spares = [p for p in open_ if p.session.spare]
         peers = regular[: self.most] + spares[: max(0, self.full - len(regular))]
         base, passed = self._base(peers)
@@ -321,8 +333,8 @@ class Joins(Failures):
                 "FABRIC_DURABLE to begin from nothing"
             )
             return
-        told = self._told_of_another_store() if record is None else (record.generation, record.epoch)
-        self.lost = None if self.reached is None else max(0, self.reached - base.step)
+        told = self._newest_of_another_store() if record is None else (record.generation, record.epoch)
+        self.steps_lost = None if self.highest_step is None else max(0, self.highest_step - base.step)
         epoch = told[1] + 1
         # Above the base's too: a durable checkpoint may be of a job whose record is gone.
         generation = max(told[0], base.generation) + 1
@@ -340,18 +352,18 @@ class Joins(Failures):
                 incident_id=incident_id_of(epoch),
                 sharing=peers[0].session.sharing,
                 poison=self._known_poison(record) if record is not None else (),
-                min_replicas=self.orders.min_replicas,
+                min_replicas=self.overrides.min_replicas,
             )
         )
 
-    def _told_of_another_store(self) -> tuple[int, int]:
+    def _newest_of_another_store(self) -> tuple[int, int]:
         """The newest generation and epoch of the processes that are here although the store is empty: it was
         wiped or replaced while their job ran. What begins now is above both, for they know links, published
         gradients and states by these numbers. And the step that they had come to."""
         peers = [p for p in self.liveness.peers.values() if p.connected]
         generation = max((p.generation for p in peers), default=0)
         if generation:
-            self.reached = max(p.step for p in peers if p.generation == generation)
+            self.highest_step = max(p.step for p in peers if p.generation == generation)
         return generation, max((p.newest_epoch for p in peers), default=0)
 
     def _may_start(self, record: Record | None, open_: list[Peer], regular: list[Peer]) -> bool:
@@ -388,11 +400,11 @@ class Joins(Failures):
         those who begin again after a loss silence may be all that tells who is lost."""
         live, now = self.liveness, self._now
         there = [p for p in live.peers.values() if p.connected]
-        suspects = live.doubtful([p.session for p in there], now)
+        suspects = live.suspects([p.session for p in there], now)
         if self.record is None:
-            doubted = {x.replica for x in suspects if live.kernels_word(as_member(x), now)}
+            doubted = {x.replica for x in suspects if live.kernel_evidence(as_member(x), now)}
         else:
-            doubted = {x.replica for x in suspects if live.doubt(x, now)}
+            doubted = {x.replica for x in suspects if live.suspicion(x, now)}
         found = [p for p in there if p.session.replica not in doubted]
         found.sort(key=lambda p: p.session.replica)
         if not self.penalties():
@@ -401,10 +413,14 @@ class Joins(Failures):
         return good if len(good) >= self.least else found
 
     def _start_reason(self, record: Record | None, base: Base, passed: str) -> str:
-        if record is None and base.generation == 0 and not self.lost:
+        if record is None and base.generation == 0 and not self.steps_lost:
             return "first start"
-        lost = f", {counted(self.lost, 'step')} lost with the memory that held them" if self.lost else ""
-        if record is not None and self.lost is None:
+        lost = (
+            f", {counted(self.steps_lost, 'step')} lost with the memory that held them"
+            if self.steps_lost
+            else ""
+        )
+        if record is not None and self.steps_lost is None:
             lost = (
                 ", and how many steps were lost is not known: this lighthouse was elected since, and heard "
                 f"nobody of generation {record.generation}"
@@ -444,7 +460,7 @@ class Joins(Failures):
         heard = self.liveness.heard_servers()
         for peer in self.liveness.peers.values():
             urls = {a.ckpt for a in as_member(peer.session).addresses}
-            if not peer.connected or urls & heard or urls & self.silent:
+            if not peer.connected or urls & heard or urls & self.silent_servers:
                 continue
             # Its checkpoint server does not talk to me: what the trainer says of it may be out of date.
             for ref in peer.session.snapshots:

@@ -28,16 +28,16 @@ BEHIND_S = 0.25
 class LivenessConfig:
     """Seconds. ``stopped_s``: how long a stopped trainer is waited for. ``reconnect_s``: how long a
     session may be away while the pulse says that the trainer runs. ``silence_s``: both sources silent.
-    ``credit_s``: after an election, after the last return of a member, and after the last that was made to
-    wait, by the door or by a leader that cannot keep up, nobody is dead for silence or absence. ``crowd_s``:
-    being made to wait counts so long at most."""
+    ``grace_s``: after an election, after the last return of a member, and after the last that was made to
+    wait, by the door or by a leader that cannot keep up, nobody is dead for silence or absence.
+    ``overload_s``: being made to wait counts so long at most."""
 
     stopped_s: float = 0.15
     reconnect_s: float = 3.0
     silence_s: float = 2.0
     lost_s: float = 0.05
-    credit_s: float = 3.0
-    crowd_s: float = 300.0
+    grace_s: float = 3.0
+    overload_s: float = 300.0
 
 
 @dataclass(slots=True)
@@ -112,14 +112,14 @@ class Liveness:
     pulses: dict[str, PulseState] = field(default_factory=dict)
     late_s: float = 0.0
     returned: float = -math.inf  # when a member was last heard for the first time after the election
-    crowded: float = -math.inf  # until when those who want to come back may be made to wait
+    overloaded_until: float = -math.inf  # until when those who want to come back may be made to wait
     began: float = -math.inf  # when the generation did: of those in it silence counts from then on
     _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> what that rank's checkpoint server says.
     rank_pulses: dict[int, dict[str, PulseState]] = field(default_factory=dict)
     former: dict[tuple[str, int], Peer] = field(default_factory=dict)
     elsewhere: dict[str, dict[tuple[str, int], PulseState]] = field(default_factory=dict)
-    ended: dict[tuple[str, int], str] = field(default_factory=dict)
+    proven_ends: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def opened(self, session: OpenSession, now: float, is_named: bool) -> None:
         """Take a session. Its predecessor's last contact is kept where the record names that process."""
@@ -132,11 +132,11 @@ class Liveness:
 
     def keep(self, roster: Sequence[Member]) -> None:
         """Forget of processes that have ended, or were replaced, all that this roster does not name."""
-        if not (self.former or self.ended or self.elsewhere):
+        if not (self.former or self.proven_ends or self.elsewhere):
             return
         named = {(x.replica, x.incarnation) for x in roster}
         self.former = {key: peer for key, peer in self.former.items() if key in named}
-        self.ended = {key: why for key, why in self.ended.items() if key in named}
+        self.proven_ends = {key: why for key, why in self.proven_ends.items() if key in named}
         for replica, servers in list(self.elsewhere.items()):
             left = {
                 at: pulse
@@ -149,28 +149,28 @@ class Liveness:
 
     def came_back(self, now: float, first: bool = True, one_of_many: bool = False) -> None:
         """A member has a session again, the ``first`` time since the election or not. Thousands take longer
-        than ``credit_s`` to come back, one after the other, and some more than once, for they wait for their
+        than ``grace_s`` to come back, one after the other, and some more than once, for they wait for their
         turn in the kernel's queue only so long: the credit lasts until nobody has come for so long."""
-        if now < self.credit_end:
+        if now < self.grace_until:
             self.returned = now if first else self.returned
             if one_of_many:
-                self.crowds(now)
+                self.note_overload(now)
 
-    def crowds(self, until: float) -> None:
+    def note_overload(self, until: float) -> None:
         """So many want to come back at once that some are made to wait until then: who is not here, or was
         here and is away again, may be among them."""
-        self.crowded = max(self.crowded, until)
+        self.overloaded_until = max(self.overloaded_until, until)
 
     @property
-    def crowd_end(self) -> float:
+    def overload_grace_until(self) -> float:
         """Until then nobody is dead for absence: who was made to wait has had its turn, and time to use
         it."""
-        return min(self.crowded, self.elected + self.config.crowd_s) + self.config.credit_s
+        return min(self.overloaded_until, self.elected + self.config.overload_s) + self.config.grace_s
 
     @property
-    def credit_end(self) -> float:
+    def grace_until(self) -> float:
         """Until then nobody is dead for silence, or for not having come back."""
-        return max(max(self.elected, self.returned) + self.config.credit_s, self.crowd_end)
+        return max(max(self.elected, self.returned) + self.config.grace_s, self.overload_grace_until)
 
     def tick_was_late(self, by_s: float, now: float) -> None:
         """The leader was called so much later than it asked: what it was told meanwhile may still lie before
@@ -178,8 +178,8 @@ class Liveness:
         while members come back it may be for this that they do not get in: absence counts when the leader has
         kept up for as long as it takes to try again."""
         self.late_s, self._late_before_s = by_s + self._late_before_s, by_s
-        if by_s >= BEHIND_S and now - by_s < self.credit_end:
-            self.crowds(now + self.config.reconnect_s)
+        if by_s >= BEHIND_S and now - by_s < self.grace_until:
+            self.note_overload(now + self.config.reconnect_s)
 
     def pulses_of(self, rank: int) -> dict[str, PulseState]:
         """By replica, of the checkpoint servers of this rank."""
@@ -280,8 +280,8 @@ class Liveness:
                 pulse = self._pulse(member, rank)
                 if address.ckpt in heard or (pulse is not None and pulse.connected) or not address.ckpt:
                     continue
-                until = max(since, closed.get(address.ckpt, since)) + self.config.credit_s
-                until = max(until, self.crowd_end)
+                until = max(since, closed.get(address.ckpt, since)) + self.config.grace_s
+                until = max(until, self.overload_grace_until)
                 if now < until:
                     found[address.ckpt] = max(until, found.get(address.ckpt, until))
         return found
@@ -326,30 +326,31 @@ class Liveness:
                 return f"the process of its rank {rank} has been stopped for {now - pulse.since:.2f} s"
         return ""
 
-    def verdict(self, member: Member, now: float) -> str:
+    def failure_reason(self, member: Member, now: float) -> str:
         """Why this member counts as dead, or empty."""
-        if not self.doubtful((member,), now):
+        if not self.suspects((member,), now):
             return ""
-        said = self.kernels_word(member, now)
+        said = self.kernel_evidence(member, now)
         if said:
             return said
-        config, pulse, credit = self.config, self._pulse(member), now < self.credit_end
+        config, pulse, credit = self.config, self._pulse(member), now < self.grace_until
         heard = self._pulse_heard(pulse, now) or (credit and pulse is None)
         peer = self._peer(member)
-        if (peer is None and credit) or ((peer is None or not peer.connected) and now < self.crowd_end):
+        away = peer is None or not peer.connected
+        if (peer is None and credit) or (away and now < self.overload_grace_until):
             return ""
-        away = self.credit_end if peer is None else max(peer.closed, self.crowd_end)
         if peer is None or not peer.connected:
+            since = self.grace_until if peer is None else max(peer.closed, self.overload_grace_until)
             patience = config.reconnect_s if heard else config.lost_s
-            return f"its session ended {now - away:.2f} s ago" if now - away >= patience else ""
+            return f"its session ended {now - since:.2f} s ago" if now - since >= patience else ""
         silent_s = now - max(peer.seen, self.began)
         if not heard and not credit and silent_s >= config.silence_s + self.late_s:
             return f"its host has been silent for {silent_s:.2f} s"
         return ""
 
-    def kernels_word(self, member: Member, now: float) -> str:
+    def kernel_evidence(self, member: Member, now: float) -> str:
         """What its host's kernel says against it, which counts at once, or empty. Silence is no such word."""
-        confirmed = self.confirmed(member)
+        confirmed = self.proven_dead(member)
         if confirmed:
             return confirmed
         pulse = self._pulse(member)
@@ -358,13 +359,13 @@ class Liveness:
             return f"its trainer has been stopped for {now - pulse.since:.2f} s"
         return self.rank_trouble(member, now)
 
-    def doubtful(self, roster: Sequence[Process], now: float) -> list[Process]:
+    def suspects(self, roster: Sequence[Process], now: float) -> list[Process]:
         """Those that have to be looked at more closely, found without looking at everything: of nearly
         everybody nearly always the session is there and was heard, or need not be back yet, and its
         checkpoint server says nothing else. One loop without calls, for there are thousands several times a
         second."""
         peers, pulses, since = self.peers, self.pulses, now - self.config.silence_s
-        credit = now < self.credit_end
+        credit = now < self.grace_until
         found = []
         for member in roster:
             peer = peers.get(member.replica)
@@ -379,24 +380,24 @@ class Liveness:
             found.append(member)
         return found
 
-    def doubt(self, session: OpenSession, now: float) -> str:
+    def suspicion(self, session: OpenSession, now: float) -> str:
         """Why the process of this session would be evicted at once if it were in a roster, or empty."""
-        return self.verdict(as_member(session), now) if self.doubtful((session,), now) else ""
+        return self.failure_reason(as_member(session), now) if self.suspects((session,), now) else ""
 
-    def confirmed(self, member: Member) -> str:
+    def proven_dead(self, member: Member) -> str:
         """Why it is certain that this process has ended, or empty."""
         pulse, newest = self._pulse(member), self.peers.get(member.replica)
         if pulse is not None and pulse.trainer == "gone":
             return GONE
         if newest is not None and newest.incarnation > member.incarnation and vouches(newest.session, member):
             return FOUND_GONE
-        return self.ended.get((member.replica, member.incarnation), "")
+        return self.proven_ends.get((member.replica, member.incarnation), "")
 
     def note_end(self, member: Member) -> None:
         """Remember of this process, which the record names, that it has ended, where that is certain now."""
-        why = self.confirmed(member)
+        why = self.proven_dead(member)
         if why:
-            self.ended[member.replica, member.incarnation] = why
+            self.proven_ends[member.replica, member.incarnation] = why
 
     def out_of_contact(self, member: Member, now: float, limit_s: float) -> bool:
         """Whether nothing was heard of this process for ``limit_s`` (from the election on)."""
@@ -419,17 +420,17 @@ class Liveness:
 
     def next_check(self, roster: tuple[Member, ...], now: float) -> float | None:
         """When a verdict may change by time alone: soon while anybody is in doubt, else in a while."""
-        for member in self.doubtful(roster, now):
+        for member in self.suspects(roster, now):
             peer, pulse = self._peer(member), self._pulse(member)
             stopped = pulse is not None and pulse.trainer == "stopped"
             for pulses in self.rank_pulses.values():
                 other = pulses.get(member.replica)
                 stopped = stopped or (other is not None and other.trainer == "stopped")
-            away = (peer is None or not peer.connected) and now >= self.crowd_end
+            away = (peer is None or not peer.connected) and now >= self.overload_grace_until
             if away or stopped:
                 return now + self.config.lost_s / 2
         soon = now + self.config.silence_s / 4
-        return min(soon, self.credit_end) if now < self.credit_end else soon
+        return min(soon, self.grace_until) if now < self.grace_until else soon
 
     def says_running(self, member: Member, now: float) -> bool:
         """Whether the checkpoint server of this very process is heard, and says that it runs."""

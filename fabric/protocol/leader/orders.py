@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fabric.model import HostFailure, HostHistory, Member, OperatorOverrides, Record, counted
-from fabric.protocol.leader.base import LeaderBase, Setback
+from fabric.protocol.leader.base import Backoff, LeaderBase
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -53,7 +53,7 @@ class Admission(LeaderBase):
     def _recall(self, record: Record) -> None:
         """What earlier leaders wrote, by clocks that may have been others."""
         now = self._now + self._unix
-        self.orders = record.orders
+        self.overrides = record.orders
         self.failures = tuple(x if x.at <= now else replace(x, at=now) for x in record.failures)
         self.hosts = host_history.by_this_clock(record.hosts, now)
 
@@ -69,8 +69,8 @@ class Admission(LeaderBase):
         elif event.action == "drain":
             self.draining[event.replica] = f"drained by {event.who} ({event.why})"
         else:
-            self.epoch.blameless.add(event.replica)
-            self._condemn(event.replica, f"evicted by {event.who}: {event.why}")
+            self.epoch.not_counted_as_failure.add(event.replica)
+            self._schedule_eviction(event.replica, f"evicted by {event.who}: {event.why}")
 
     def objection(self, asked: io.Operator) -> str:
         """Why what an operator asks for cannot be, in a sentence, or empty."""
@@ -98,11 +98,11 @@ class Admission(LeaderBase):
 
     def _objection_to_drain(self, record: Record, name: str) -> str:
         peer, member = self.liveness.peers.get(name), record.member(name)
-        gone = self.epoch.condemned.get(name, "")
+        gone = self.epoch.pending_evictions.get(name, "")
         if peer is None or not peer.connected:
             gone = gone or "no process of it is connected"
         else:
-            gone = gone or self._doubt(peer)
+            gone = gone or self._suspicion(peer)
         if gone:
             return f"{gone}; say it again when a process of it is connected"
         others = [x for x in record.roster if not x.leaving and x.replica not in (name, *self.draining)]
@@ -130,7 +130,7 @@ class Admission(LeaderBase):
 
     def order(self, event: io.Operator) -> None:
         """Pause, resume, scale or admit; saying it again changes nothing."""
-        orders, said = self.orders, f"by {event.who}: {event.why}"
+        orders, said = self.overrides, f"by {event.who}: {event.why}"
         if event.action == "pause":
             orders = orders if orders.paused else replace(orders, paused=said)
         elif event.action == "resume":
@@ -138,13 +138,13 @@ class Admission(LeaderBase):
         elif event.action == "scale":
             orders = self._scaled(event, said)
         elif event.action == "admit":
-            self._pardon_past(event.replica)
-            for key in [k for k in self.setbacks if k[0] == event.replica]:
-                del self.setbacks[key]
+            self._forgive_past(event.replica)
+            for key in [k for k in self.readmission_backoff if k[0] == event.replica]:
+                del self.readmission_backoff[key]
             self.healing.forget(event.replica)
-        self.orders = orders
+        self.overrides = orders
 
-    def _pardon_past(self, about: str) -> None:
+    def _forgive_past(self, about: str) -> None:
         """Of a host, or of a replica and so of the hosts that it failed on and is on now."""
         peer = self.liveness.peers.get(about)
         hosts = {about, *(x.host for x in self.failures if x.replica == about)}
@@ -153,7 +153,7 @@ class Admission(LeaderBase):
         self.hosts = tuple(x for x in self.hosts if x.host not in hosts)
 
     def _scaled(self, event: io.Operator, said: str) -> OperatorOverrides:
-        old = self.orders
+        old = self.overrides
         least = old.min_replicas if event.min_replicas is None else event.min_replicas
         most = old.max_replicas if event.max_replicas is None else event.max_replicas
         if (least, most) == (old.min_replicas, old.max_replicas):
@@ -171,7 +171,7 @@ class Admission(LeaderBase):
     def has_unwritten_orders(self) -> bool:
         """Whether a leader that followed now would not know them."""
         record = self.record
-        return record is None or (self.orders, self.failures, self.hosts) != (
+        return record is None or (self.overrides, self.failures, self.hosts) != (
             record.orders,
             record.failures,
             record.hosts,
@@ -180,30 +180,32 @@ class Admission(LeaderBase):
     @property
     def least(self) -> int:
         """How many members the job needs to step, from the next epoch on."""
-        return self.orders.min_replicas or self.config.policy.min_replicas
+        return self.overrides.min_replicas or self.config.policy.min_replicas
 
     @property
     def most(self) -> int:
         """How many members there may be."""
-        return self.orders.max_replicas or max(self.config.policy.max_replicas, self.orders.min_replicas)
+        return self.overrides.max_replicas or max(
+            self.config.policy.max_replicas, self.overrides.min_replicas
+        )
 
     @property
     def full(self) -> int:
         """With how many members no spare is needed."""
-        return min(self.orders.max_replicas or self.config.policy.start_replicas, self.most)
+        return min(self.overrides.max_replicas or self.config.policy.start_replicas, self.most)
 
     def _rescale(self, record: Record) -> bool:
         """Members learn how many are needed from their epoch: a forced one, as it parks or wakes them all."""
         if (len(record.roster) < self.least) == (self._is_decided(record) and self._is_short(record)):
             return False
-        said = f"scaled {self.orders.scaled}" if self.orders.min_replicas else "as its replicas ask for"
+        said = f"scaled {self.overrides.scaled}" if self.overrides.min_replicas else "as its replicas ask for"
         why = f"the job needs {counted(self.least, 'replica')}: {said}"
         self._write_epoch(record, record.roster, forced=True, why=why)
         return True
 
     def _drain_surplus(self, record: Record) -> None:
         """More members than there may be: the newest of them leave at a step boundary."""
-        if not self.orders.max_replicas:
+        if not self.overrides.max_replicas:
             return
         staying = [x for x in record.roster if not x.leaving and x.replica not in self.draining]
         staying.sort(key=lambda x: (x.since, x.data_slot, x.replica))
@@ -211,7 +213,7 @@ class Admission(LeaderBase):
             others = [x for x in staying if x is not member and x.replica not in self.draining]
             if self._shard_that_only(member.replica, record, others) is not None:
                 continue
-            self.draining[member.replica] = f"no longer wanted: scaled {self.orders.scaled}"
+            self.draining[member.replica] = f"no longer wanted: scaled {self.overrides.scaled}"
 
     # --- evidence ----------------------------------------------------------------------------------------
 
@@ -221,8 +223,8 @@ class Admission(LeaderBase):
         known = {(x.replica, x.epoch) for x in self.failures}
         found = [
             HostFailure(name, _host(member), record.epoch, round(now, 1), why[:MAX_WHY_CHARACTERS])
-            for name, why in sorted(self.epoch.condemned.items())
-            if name not in self.epoch.blameless and (member := record.member(name)) is not None
+            for name, why in sorted(self.epoch.pending_evictions.items())
+            if name not in self.epoch.not_counted_as_failure and (member := record.member(name)) is not None
             if (name, record.epoch) not in known
         ]
         recent = [x for x in self.failures if self._age_s(x) < self.config.failures_s]
@@ -291,8 +293,8 @@ class Admission(LeaderBase):
             return ""
         if name in self.draining:
             return self.draining[name]
-        if self.orders.paused:
-            return f"nobody is admitted: paused {self.orders.paused}; `fabric resume` ends that"
+        if self.overrides.paused:
+            return f"nobody is admitted: paused {self.overrides.paused}; `fabric resume` ends that"
         penalty = self._penalty_of(as_member(peer.session))
         # A penalty that would keep the whole job standing is none.
         if penalty is not None and len(record.roster) >= self.least:
@@ -322,7 +324,7 @@ class Admission(LeaderBase):
         if not self.config.failures or not self.hosts or not self._has_other_host(host):
             return None
         found = (x for x in self.hosts if x.host == host)
-        return next((x for x in found if self.suspicion(x, now) >= host_history.SUSPECT), None)
+        return next((x for x in found if self.host_score(x, now) >= host_history.SUSPECT), None)
 
     def hosts_that_failed(self) -> list[dict[str, Any]]:
         """For people, the most suspect first: what is remembered, what it comes to now, and who is there."""
@@ -334,14 +336,14 @@ class Admission(LeaderBase):
             {**asdict(x), "score": round(value, 3), "replicas": sorted(there.get(x.host, ()))}
             | {"suspect": value >= host_history.SUSPECT and self._has_other_host(x.host)}
             for x in self.hosts
-            if (value := self.suspicion(x, now)) >= host_history.FORGOTTEN
+            if (value := self.host_score(x, now)) >= host_history.FORGOTTEN
         ]
         return sorted(found, key=lambda x: (-x["score"], x["host"]))
 
     def _sessions(self) -> list[m.OpenSession]:
         return [x.session for x in self.liveness.peers.values() if x.connected]
 
-    def suspicion(self, host: HostHistory, unix_s: float) -> float:
+    def host_score(self, host: HostHistory, unix_s: float) -> float:
         """What its failures come to at that time."""
         return host_history.score(host, unix_s, self.config.half_life_s)
 
@@ -373,34 +375,37 @@ class Admission(LeaderBase):
     def _is_penalised(self, record: Record, peer: Peer) -> bool:
         return len(record.roster) >= self.least and self._penalty_of(as_member(peer.session)) is not None
 
-    def _tell_held(self, record: Record) -> None:
+    def _notify_kept_out(self, record: Record) -> None:
         """Who waits outside is told why, once for every reason."""
         peers = self.liveness.peers
-        for name in sorted(record.strangers(peers.keys()) | (self.held.keys() & peers.keys())):
+        for name in sorted(record.strangers(peers.keys()) | (self.waiting_outside.keys() & peers.keys())):
             peer = peers[name]
             why = self.kept_out(peer) if peer.connected and name not in self.draining else ""
             # The session of a process that has ended may stand for a while: that one does not wait.
-            why = "" if why and self._doubt(peer) else why
-            if why == self.held.get(name, ""):
+            why = "" if why and self._suspicion(peer) else why
+            if why == self.waiting_outside.get(name, ""):
                 continue
-            self.held.pop(name, None)
+            self.waiting_outside.pop(name, None)
             if why:
-                self.held[name] = why
+                self.waiting_outside[name] = why
                 self._record_event("kept out", name, why)
                 self._send(name, m.Rejected(why, retry=True))
 
-    def _has_setback(self, peer: Peer) -> bool:
+    def _is_backing_off(self, peer: Peer) -> bool:
         """Whether it was evicted not long ago, or is still where it was evicted for being."""
         process = peer.session.replica, peer.incarnation
-        return self._now < self.setbacks.get(process, Setback()).until or process in self.absent
+        return (
+            self._now < self.readmission_backoff.get(process, Backoff()).until
+            or process in self.evicted_in_user_code
+        )
 
     def _note_return(self, peer: Peer, beat: m.Heartbeat) -> None:
         """Whoever waits, or went on, has come back from the user's code; and whose links are still cut."""
         process = peer.session.replica, peer.incarnation
         if self.record is not None and beat.unreachable and self._out_of_reach(self.record, peer):
             self.healing.missed(process, self._now)
-        if beat.waits or beat.step > self.absent.get(process, beat.step):
-            self.absent.pop(process, None)
+        if beat.waits or beat.step > self.evicted_in_user_code.get(process, beat.step):
+            self.evicted_in_user_code.pop(process, None)
 
 
 def _host(member: Member) -> str:

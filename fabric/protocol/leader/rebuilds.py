@@ -6,14 +6,14 @@ from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import missing_links, reachable_set
-from fabric.protocol.rules.wait_graph import Reforms, complaint, ring_order, unexcused
+from fabric.protocol.rules.wait_graph import RingRebuilds, blamed_link, ring_order, root_waiters
 
 # Seconds since a process was last heard, by either source, after which a missing link to it may be its death.
 # Then the verdict on that is waited for, which says more.
 QUIET_S = 0.75
 
 
-class Reforming(Joins):
+class RingRebuilding(Joins):
     """A leader that ends every abort with an epoch."""
 
     def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
@@ -25,7 +25,7 @@ class Reforming(Joins):
             return
         if message.waiting_for or message.stalled:
             # It was in the round that ends: if the others wait for it in the next one, that counts from then.
-            self.lateness.came(name)
+            self.stragglers.came(name)
         if not self._is_recent(message.fence):
             return
         self._note_missing(name, message)
@@ -45,23 +45,23 @@ class Reforming(Joins):
             epoch.complained_at = self._now
         epoch.unreachable[name] = tuple(dict.fromkeys((*said, *message.unreachable)))
 
-    def _reform(self, record: Record) -> bool:
+    def _rebuild_ring(self, record: Record) -> bool:
         """Rule 3: every abort leads to a new epoch. Left out are those that others cannot reach, newcomers
         that could not be linked, and whoever stalled the exchange twice without an excuse. Else the same
         members form again, in a ring order without the links complained of."""
         epoch = self.epoch
-        if not epoch.aborted or self._now < self.reform_due:
+        if not epoch.aborted or self._now < self.rebuild_due:
             return False
         if self._leave_out_unreachable(record) or self._leave_out_newcomers(record):
             return True
         self._blame(record)
         worst, why = self._worst(record)
         if worst and self._is_spared_by(worst):
-            self._condemn(worst, why)
-            self.reforms = Reforms()
+            self._schedule_eviction(worst, why)
+            self.ring_rebuilds = RingRebuilds()
             return True
         why = "; ".join(f"{name}: {a.why}" for name, a in sorted(epoch.aborted.items()))
-        self._write_epoch(record, self._reordered(record), forced=True, why=f"formed again ({why})")
+        self._write_epoch(record, self._reordered(record), forced=True, why=f"ring rebuilt ({why})")
         return True
 
     # --- links that are missing --------------------------------------------------------------------------
@@ -90,10 +90,10 @@ class Reforming(Joins):
 
     def _leave_out(self, member: Member, why: str) -> None:
         """Nobody's failure: it keeps its state, and comes back when its links have held for a while."""
-        self.epoch.blameless.add(member.replica)
+        self.epoch.not_counted_as_failure.add(member.replica)
         self.epoch.cut_off.add(member.replica)
-        self._condemn(member.replica, why)
-        self.reforms = Reforms()
+        self._schedule_eviction(member.replica, why)
+        self.ring_rebuilds = RingRebuilds()
 
     def _is_quiet(self, member: Member) -> bool:
         """Whether neither its session nor its checkpoint server was heard just now."""
@@ -114,32 +114,34 @@ class Reforming(Joins):
     # --- members that hold the others up -----------------------------------------------------------------
 
     def _blame(self, record: Record) -> None:
-        reforms, aborted = self.reforms, self.epoch.aborted
-        reforms.tries += 1
-        reforms.blame.update(a.about for a in aborted.values() if self._lists(a.about))
+        ring_rebuilds, aborted = self.ring_rebuilds, self.epoch.aborted
+        ring_rebuilds.tries += 1
+        ring_rebuilds.blame.update(a.about for a in aborted.values() if self._lists(a.about))
         for name, message in aborted.items():
-            link = complaint(record.names, message.about, by=name)
+            link = blamed_link(record.names, message.about, by=name)
             if link is not None:
-                reforms.links[link] += 1
+                ring_rebuilds.links[link] += 1
         if any(a.stalled for a in aborted.values()):
             waiting = {name: a.waiting_for for name, a in aborted.items()}
-            reforms.stuck.update(unexcused(waiting, record.names))
+            ring_rebuilds.stuck.update(root_waiters(waiting, record.names))
 
     def _worst(self, record: Record) -> tuple[str, str]:
         """Whom to leave out, and why; two empty strings where the links or nobody is to blame."""
-        reforms = self.reforms
-        stuck = [name for name, times in reforms.stuck.items() if times > 1 and self._lists(name)]
+        ring_rebuilds = self.ring_rebuilds
+        stuck = [name for name, times in ring_rebuilds.stuck.items() if times > 1 and self._lists(name)]
         if len(stuck) == 1:
-            return stuck[0], f"all others waited for it in {reforms.stuck[stuck[0]]} rounds, it for nobody"
-        if reforms.tries <= 3 or not reforms.blame:
+            return stuck[
+                0
+            ], f"all others waited for it in {ring_rebuilds.stuck[stuck[0]]} rounds, it for nobody"
+        if ring_rebuilds.tries <= 3 or not ring_rebuilds.blame:
             return "", ""
-        most = max(reforms.blame.values())
-        worst = [x.replica for x in record.roster if reforms.blame[x.replica] == most]
+        most = max(ring_rebuilds.blame.values())
+        worst = [x.replica for x in record.roster if ring_rebuilds.blame[x.replica] == most]
         return (worst[-1], f"peers could not reach it {most} times") if worst else ("", "")
 
     def _reordered(self, record: Record) -> tuple[Member, ...]:
         by_name = {x.replica: x for x in record.roster}
-        return tuple(by_name[name] for name in ring_order(record.names, self.reforms.links))
+        return tuple(by_name[name] for name in ring_order(record.names, self.ring_rebuilds.links))
 
 
 def _some(names: list[str], most: int = 4) -> str:

@@ -3,7 +3,7 @@
 from fabric.model import Record
 from fabric.protocol.leader.liveness import Liveness, as_member, vouches
 from fabric.protocol.messages.network import OpenSession
-from fabric.protocol.rules.compatibility import difference
+from fabric.protocol.rules.compatibility import incompatibility
 
 # Seconds after which a session that says nothing is taken for one that a dead process has left open.
 HALF_OPEN_S = 10.0
@@ -26,7 +26,7 @@ def taken(session: OpenSession, liveness: Liveness, record: Record | None, now: 
     for member in older:
         if member.incarnation >= session.incarnation or vouches(session, member):
             continue
-        if liveness.confirmed(member):
+        if liveness.proven_dead(member):
             continue
         is_known = known is not None and known.incarnation == member.incarnation
         is_heard = known is not None and is_known and known.connected and now - known.seen < HALF_OPEN_S
@@ -49,7 +49,7 @@ def unlike(session: OpenSession, liveness: Liveness) -> str:
                 f"{session.replica} and {other.session.replica} both ask for data slot "
                 f"{session.data_slot}: give every replica one of its own"
             )
-        apart = difference(session, other.session)
+        apart = incompatibility(session, other.session)
         if apart:
             return apart
         if session.data_slot < 0:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fabric.model import Member, OperatorOverrides, Policy, Record, SnapshotRef
-from fabric.protocol.leader.base import EpochState, Serving, Setback
+from fabric.protocol.leader.base import Backoff, EpochState, Serving
 from fabric.protocol.leader.liveness import Liveness, Peer, PulseState
 from fabric.protocol.leader.orders import Penalty
 from fabric.protocol.messages import leader_events as io
@@ -74,15 +74,15 @@ class LivenessView:
 
     def failure_reason(self, member: Member, now: float) -> str:
         """Why this member counts as dead, or empty."""
-        return self._liveness.verdict(member, now)
+        return self._liveness.failure_reason(member, now)
 
     def proof_of_death(self, member: Member) -> str:
         """Why it is certain that this process has ended, or empty."""
-        return self._liveness.confirmed(member)
+        return self._liveness.proven_dead(member)
 
     def suspicion(self, session: m.OpenSession, now: float) -> str:
         """Why the leader would evict the process of this session if it were a member, or empty."""
-        return self._liveness.doubt(session, now)
+        return self._liveness.suspicion(session, now)
 
     def last_contact(self, member: Member, now: float) -> float:
         """When the leader last heard of this process; the election at the earliest."""
@@ -131,7 +131,7 @@ class EpochView:
     @property
     def pending_evictions(self) -> Mapping[str, str]:
         """Replica -> why the next epoch leaves it out."""
-        return MappingProxyType(self._epoch.condemned)
+        return MappingProxyType(self._epoch.pending_evictions)
 
 
 class LeaderView:
@@ -194,7 +194,7 @@ class LeaderView:
     @property
     def restarts_after_failure(self) -> bool:
         """Whether an operator wants the failed job to begin again."""
-        return self._core.retried
+        return self._core.restart_after_failure
 
     # --- steps -----------------------------------------------------------------------------------------
 
@@ -205,12 +205,12 @@ class LeaderView:
     @property
     def highest_step(self) -> int | None:
         """The highest step of this generation that this leader has heard of."""
-        return self._core.reached
+        return self._core.highest_step
 
     @property
     def steps_lost(self) -> int | None:
         """Steps that the newest cold start lost, where the leader knows."""
-        return self._core.lost
+        return self._core.steps_lost
 
     @property
     def last_step_at(self) -> float:
@@ -225,7 +225,7 @@ class LeaderView:
     @property
     def awaited_in_step(self) -> Mapping[str, tuple[int, float]]:
         """Replica that the others wait for in the exchange -> the step, and since when."""
-        return MappingProxyType(self._core.lateness.since)
+        return MappingProxyType(self._core.stragglers.since)
 
     def patience_s(self, peer: Peer) -> float:
         """How long the others wait for this member's user code."""
@@ -234,7 +234,7 @@ class LeaderView:
     @property
     def ring_rebuild_at(self) -> float:
         """When the same members connect their ring again after an abort."""
-        return self._core.reform_due
+        return self._core.rebuild_due
 
     # --- who takes part --------------------------------------------------------------------------------
 
@@ -283,26 +283,26 @@ class LeaderView:
     @property
     def notified_refusals(self) -> Mapping[str, str]:
         """Joiner -> why the leader does not admit it, as it was notified."""
-        return MappingProxyType(self._core.held)
+        return MappingProxyType(self._core.waiting_outside)
 
     def admission_refusal(self, peer: Peer) -> str:
         """Why the leader does not admit this joiner now, or empty."""
         return self._core.kept_out(peer)
 
-    def readmission_backoff(self, peer: Peer) -> Setback:
+    def readmission_backoff(self, peer: Peer) -> Backoff:
         """How often this process was evicted, and until when it waits."""
-        return self._core.setbacks.get((peer.session.replica, peer.incarnation), Setback())
+        return self._core.readmission_backoff.get((peer.session.replica, peer.incarnation), Backoff())
 
     def was_evicted_in_user_code(self, peer: Peer) -> bool:
         """Whether the others waited too long for this process, which has not come back from its user code."""
-        return (peer.session.replica, peer.incarnation) in self._core.absent
+        return (peer.session.replica, peer.incarnation) in self._core.evicted_in_user_code
 
     # --- operators and hosts ---------------------------------------------------------------------------
 
     @property
     def overrides(self) -> OperatorOverrides:
         """What operators have ordered; the record has it with the next write."""
-        return self._core.orders
+        return self._core.overrides
 
     @property
     def has_unwritten_overrides(self) -> bool:

@@ -21,7 +21,7 @@ from fabric.protocol.member.state import (
 )
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.rules.adaptive_timeout import Learned
+from fabric.protocol.rules.adaptive_timeout import AdaptiveTimeout
 
 # A beat names so many that are waited for; the others are named when these have come or were left out.
 MAX_NAMED = 64
@@ -67,7 +67,7 @@ class MemberBase:
         self.busy = ""  # what the user's code does for long, for people
         self.busy_s = 0.0  # and how long that may last
         self.ring_waits_for = ""  # whose bytes the data plane waits for; kept up to date by the shell
-        self.learned = Learned(config.exchange_s)
+        self.learned = AdaptiveTimeout(config.exchange_s)
         self.last_round: tuple[int, int, tuple[str, ...]] = (0, 0, ())
         self.stopped = False
         self._now = now

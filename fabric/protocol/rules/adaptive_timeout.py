@@ -53,7 +53,7 @@ def problem(exchange_s: float, user_code_s: float, autonomy_s: float) -> str:
 
 
 @dataclass(slots=True)
-class Learned:
+class AdaptiveTimeout:
     """The bound of the next round, from those before. ``cap_s`` holds until enough is known, and always."""
 
     cap_s: float

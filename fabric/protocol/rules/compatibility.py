@@ -11,7 +11,7 @@ _LABELS = {"data_slots": "seats (FABRIC_REPLICAS)", "on_nan": "FABRIC_ON_NAN"}
 _PLANES = {"host": "in host memory", "device": "on a GPU", "nccl": "through NCCL"}
 
 
-def difference(mine: OpenSession, theirs: OpenSession) -> str:
+def incompatibility(mine: OpenSession, theirs: OpenSession) -> str:
     """Why these two cannot be members of one job, in a sentence that says what to do; empty when they can."""
     me, other = mine.replica, theirs.replica
     what = _model(mine, theirs) or _data(mine, theirs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 _PLACES = 64
 
 
-def unexcused(waiting: Mapping[str, Sequence[str]], names: Sequence[str]) -> tuple[str, ...]:
+def root_waiters(waiting: Mapping[str, Sequence[str]], names: Sequence[str]) -> tuple[str, ...]:
     """Those for whom somebody waits, directly or through others, and who wait for nobody themselves.
 
     ``waiting``: whom each member that spoke was waiting for; who did not speak waits for nobody. Members that
@@ -47,7 +47,7 @@ def ring_order(names: Sequence[str], bad: Mapping[tuple[str, str], int]) -> tupl
     return best
 
 
-def complaint(names: Sequence[str], about: str, by: str) -> tuple[str, str] | None:
+def blamed_link(names: Sequence[str], about: str, by: str) -> tuple[str, str] | None:
     """The ring link (sender, receiver) that ``by`` complains of when it names ``about``, or None."""
     if about not in names or by not in names or about == by:
         return None
@@ -66,7 +66,7 @@ def _cost(names: Sequence[str], bad: Mapping[tuple[str, str], int]) -> int:
 
 
 @dataclass(slots=True)
-class Lateness:
+class StragglerTracker:
     """Since when, and in which step, the others wait for a member that has not come to the exchange."""
 
     since: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Lateness:
 
 
 @dataclass(slots=True)
-class Reforms:
+class RingRebuilds:
     """Tries to form again without a committed step between them: who was blamed, and which ring links."""
 
     tries: int = 0

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
-from fabric.plan.advice import Outcome, compare, options_for, recommendation
+from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
 from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, preset
 from fabric.plan.failures import FailureModel
 from fabric.plan.published import ASSUMPTIONS, Figure, reproduce
@@ -167,7 +167,7 @@ def _cluster(
     return Cluster(**values, source=source), failures
 
 
-def _print(cluster: Cluster, outcomes: list[Outcome], as_json: bool) -> None:
+def _print(cluster: Cluster, outcomes: list[PolicyResult], as_json: bool) -> None:
     if not as_json:
         Console().print(_table(outcomes))
         click.echo(recommendation(cluster, outcomes))
@@ -191,7 +191,7 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _table(outcomes: list[Outcome]) -> Table:
+def _table(outcomes: list[PolicyResult]) -> Table:
     table = Table("policy", "settings", "effective", "time / ideal", "outside restarts")
     for outcome in outcomes:
         time = f"{outcome.time_to_train.mean:.2f} ± {outcome.time_to_train.error:.2f}"

@@ -14,7 +14,7 @@ from fabric.plan.closed_forms import (
     optimal_interval,
 )
 from fabric.plan.cluster import Cluster
-from fabric.plan.engine import Job, Ledger, Policy, simulate
+from fabric.plan.engine import FailurePolicy, SimulatedJob, TimeLedger, simulate
 from fabric.plan.failures import FailureModel
 from fabric.plan.parallel import process_pool
 from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, Spare
@@ -41,7 +41,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class PolicyOption:
     """A policy with its settings for one cluster.
 
     ``make``: a new policy object per run. ``settings``: for people, such as "checkpoint every 15 steps".
@@ -49,12 +49,12 @@ class Option:
 
     name: str
     settings: str
-    job: Job
-    make: Callable[[], Policy]
+    job: SimulatedJob
+    make: Callable[[], FailurePolicy]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PolicyResult:
     """One option over all seeds.
 
     ``effective``: effective training time, 0 to 1. ``time_to_train``: over the ideal job's. ``available``:
@@ -72,7 +72,7 @@ class Outcome:
     finished: bool
 
 
-def options_for(cluster: Cluster, spares: int | None = None) -> list[Option]:
+def options_for(cluster: Cluster, spares: int | None = None) -> list[PolicyOption]:
     """The options that are compared: each policy with the best settings that its published formulas give."""
     # Both that go on after a failure save in the background: nobody waits, and only the loss of all replicas
     # needs the checkpoint.
@@ -83,26 +83,26 @@ def options_for(cluster: Cluster, spares: int | None = None) -> list[Option]:
     options = [
         _checkpointed("checkpoint and restart", cluster, cluster.mtbf_s, CheckpointRestart),
         *_redundant(cluster),
-        Option("FT-HSDP", "stalls of 180 s, joins of 100 s", job, partial(FtHsdp, 180.0, 100.0)),
-        Option("fabric", f"{cluster.micro_batches} micro-batches per replica", job, ours),
+        PolicyOption("FT-HSDP", "stalls of 180 s, joins of 100 s", job, partial(FtHsdp, 180.0, 100.0)),
+        PolicyOption("fabric", f"{cluster.micro_batches} micro-batches per replica", job, ours),
     ]
     if count:
         with_spares = replace(job, spares=count)
-        options.append(Option("fabric with spares", f"{count} spare replicas", with_spares, ours))
+        options.append(PolicyOption("fabric with spares", f"{count} spare replicas", with_spares, ours))
     return options
 
 
 def _checkpointed(
-    name: str, cluster: Cluster, up_s: float, make: Callable[[], Policy], factor: float = 1.0
-) -> Option:
+    name: str, cluster: Cluster, up_s: float, make: Callable[[], FailurePolicy], factor: float = 1.0
+) -> PolicyOption:
     """``factor``: how many times longer a step takes under the policy."""
     interval_s = optimal_interval(cluster.save_s, up_s, cluster.restart_s)
     every = max(1, round((interval_s - cluster.save_s) / (cluster.step_s * factor)))
     job = replace(cluster.job(), save_every=every)
-    return Option(name, f"checkpoint every {every} steps", job, make)
+    return PolicyOption(name, f"checkpoint every {every} steps", job, make)
 
 
-def _redundant(cluster: Cluster) -> list[Option]:
+def _redundant(cluster: Cluster) -> list[PolicyOption]:
     groups = cluster.replicas
     if groups < 4:
         return []
@@ -146,7 +146,7 @@ def worthwhile_spares(cluster: Cluster) -> int:
     return min(math.ceil(away), max(1, cluster.replicas // 4))
 
 
-def run_seed(option: Option, failures: FailureModel, seed: int) -> Ledger:
+def run_seed(option: PolicyOption, failures: FailureModel, seed: int) -> TimeLedger:
     """One run of one option; a function at the top of a module, so that a process pool can call it."""
     return simulate(option.job, option.make(), failures, seed)
 
@@ -155,11 +155,11 @@ def compare(
     cluster: Cluster,
     *,
     seeds: int = 5,
-    options: Iterable[Option] | None = None,
+    options: Iterable[PolicyOption] | None = None,
     failures: FailureModel | None = None,
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Outcome]:
+) -> list[PolicyResult]:
     """Play every option with ``seeds`` seeds, in ``workers`` processes; best first.
 
     ``progress`` is called with how many runs are done, and of how many. Raises ValueError for fewer than
@@ -170,7 +170,7 @@ def compare(
     chosen = list(options_for(cluster) if options is None else options)
     process = cluster.failures() if failures is None else failures
     runs = [(option, seed) for option in chosen for seed in range(seeds)]
-    ledgers: list[Ledger] = []
+    ledgers: list[TimeLedger] = []
     if workers > 1:
         with process_pool(workers) as pool:
             pending = [pool.submit(run_seed, option, process, seed) for option, seed in runs]
@@ -191,10 +191,10 @@ def compare(
 _PARTS = ("training", "redundant", "stall", "recovery", "rework", "checkpoint")
 
 
-def _outcome(option: Option, ledgers: Sequence[Ledger]) -> Outcome:
+def _outcome(option: PolicyOption, ledgers: Sequence[TimeLedger]) -> PolicyResult:
     total_s = sum(ledger.total_s for ledger in ledgers)
     shares = {part: sum(getattr(ledger, f"{part}_s") for ledger in ledgers) / total_s for part in _PARTS}
-    return Outcome(
+    return PolicyResult(
         option.name,
         option.make().label,
         option.settings,
@@ -206,7 +206,7 @@ def _outcome(option: Option, ledgers: Sequence[Ledger]) -> Outcome:
     )
 
 
-def recommendation(cluster: Cluster, outcomes: Sequence[Outcome]) -> str:
+def recommendation(cluster: Cluster, outcomes: Sequence[PolicyResult]) -> str:
     """One sentence: what to run, and why."""
     best = outcomes[0]
     baseline = next((o for o in outcomes if o.name == "checkpoint and restart"), None)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 
-from fabric.plan.engine import Job
+from fabric.plan.engine import SimulatedJob
 from fabric.plan.failures import FailureModel, Fixed, Lemons, Poisson, Repair, weibull
 
 ARRIVALS = ("poisson", "weibull", "fixed", "lemons")
@@ -83,9 +83,9 @@ class Cluster:
         """What a spare takes to fetch the state: its bytes over the link, and no less than one step."""
         return max(self.step_s, self.state_bytes / self.link_bytes_s)
 
-    def job(self) -> Job:
+    def job(self) -> SimulatedJob:
         """The simulator's job, without checkpoints: a policy sets them."""
-        return Job(
+        return SimulatedJob(
             groups=self.replicas,
             steps=self.steps,
             compute_s=self.step_s - self.exchange_s,

@@ -1,7 +1,7 @@
 """One simulator for every policy: a job's steps in virtual time, with the failures of one random seed.
 
-The engine knows time; a `Policy` knows what a step costs and what a failure does. Per step every living
-group computes its slots, the slowest one decides, and one exchange follows. A failure shows at the
+The engine knows time; a `FailurePolicy` knows the cost of a step and the effect of a failure. Per step every
+living group computes its slots, the slowest group decides, and one exchange follows. A failure shows at the
 exchange, or at once for policies that interrupt the step.
 
 Assumptions that all policies share:
@@ -24,7 +24,7 @@ from fabric.plan.failures import FailSlow, FailureModel, Repair, Times, Units
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SimulatedJob:
     """What is trained. Times in seconds.
 
     ``groups``: units of failure. ``steps``: optimizer steps to commit. ``compute_s``: one group's work on
@@ -69,7 +69,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class MaskingCost:
     """What survivors do after a failure that the policy masks.
 
     ``slots``: further slots of the busiest survivor, ``workers``: how many survivors compute any.
@@ -81,7 +81,7 @@ class Recovery:
     stall_s: float
 
 
-class Policy(Protocol):
+class FailurePolicy(Protocol):
     """What a step costs and what a failure does. The engine calls `begin` first, and after every global
     restart."""
 
@@ -90,7 +90,7 @@ class Policy(Protocol):
 
     @property
     def interrupts(self) -> bool:
-        """Whether a failure ends the step under way at once; ``Recovery.stall_s`` then counts from its
+        """Whether a failure ends the step under way at once; ``MaskingCost.stall_s`` then counts from its
         start."""
 
     @property
@@ -105,7 +105,7 @@ class Policy(Protocol):
     def progress(self) -> float:
         """The share of the global batch that a step commits, 0 to 1."""
 
-    def fail(self, groups: list[int]) -> Recovery | None:
+    def fail(self, groups: list[int]) -> MaskingCost | None:
         """Mask the loss of ``groups``, or None for a global restart."""
 
     def rejoin(self, groups: list[int]) -> float:
@@ -116,7 +116,7 @@ class Policy(Protocol):
 
 
 @dataclass(slots=True)
-class Ledger:
+class TimeLedger:
     """Where the time went, in seconds; the fields add up to ``total_s``.
 
     ``training_s``: at most one slot and one exchange per step, by its progress. ``redundant_s``: further
@@ -158,8 +158,12 @@ class Ledger:
 
 
 def simulate(
-    job: Job, policy: Policy, failures: FailureModel, seed: int = 0, slow: FailSlow | None = None
-) -> Ledger:
+    job: SimulatedJob,
+    policy: FailurePolicy,
+    failures: FailureModel,
+    seed: int = 0,
+    slow: FailSlow | None = None,
+) -> TimeLedger:
     """Play ``job`` under ``policy`` to its last step: the ledger of its time."""
     return _Run(job, policy, failures, np.random.default_rng(seed), slow).play()
 
@@ -169,8 +173,8 @@ class _Run:
 
     def __init__(
         self,
-        job: Job,
-        policy: Policy,
+        job: SimulatedJob,
+        policy: FailurePolicy,
         failures: FailureModel,
         rng: np.random.Generator,
         slow: FailSlow | None,
@@ -182,11 +186,11 @@ class _Run:
         self._back_s = np.full(job.groups, math.inf)  # when a group that is away may rejoin
         self._spares = [0.0] * job.spares  # from when on each spare is free, a heap
         self._now = 0.0
-        self._ledger = Ledger()
-        self._since_save = Ledger()
+        self._ledger = TimeLedger()
+        self._since_save = TimeLedger()
         policy.begin(job.groups)
 
-    def play(self) -> Ledger:
+    def play(self) -> TimeLedger:
         job, committed, saved, at_save = self._job, 0.0, 0.0, 0
         step, limit = 0, job.give_up_after * job.ideal_s
         while committed < job.steps - 1e-9 and self._now < limit:
@@ -273,7 +277,7 @@ class _Run:
     def _failed_before(self, end_s: float) -> Units:
         return np.flatnonzero(self._alive & (self._clocks.next_s < end_s))
 
-    def _fail(self, lost: Units) -> Recovery | None:
+    def _fail(self, lost: Units) -> MaskingCost | None:
         self._alive[lost] = False
         self._ledger.failures += len(lost)
         if self._policy.readmits:
@@ -317,11 +321,11 @@ class _Run:
         ledger.redundant_s += spent.redundant_s
         ledger.stall_s += spent.stall_s
         ledger.checkpoint_s += spent.checkpoint_s
-        self._since_save = Ledger()
+        self._since_save = TimeLedger()
 
     def _roll_back(self) -> None:
         self._ledger.rework_s += self._since_save.total_s
-        self._since_save = Ledger()
+        self._since_save = TimeLedger()
 
     def _restart(self) -> None:
         """A global restart: everybody is alive again when the slowest group is ready."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fabric.model import Member
-from fabric.plan.engine import Recovery
+from fabric.plan.engine import MaskingCost
 from fabric.protocol.rules.assignment import apportion, spread
 from fabric.protocol.rules.spare import Patch, StackedShards, block_layout, ring_layout
 
@@ -32,7 +32,7 @@ class CheckpointRestart:
     def progress(self) -> float:
         return 1.0
 
-    def fail(self, groups: list[int]) -> Recovery | None:
+    def fail(self, groups: list[int]) -> MaskingCost | None:
         del groups
         return None
 
@@ -67,10 +67,10 @@ class Replication:
     def progress(self) -> float:
         return 1.0
 
-    def fail(self, groups: list[int]) -> Recovery | None:
+    def fail(self, groups: list[int]) -> MaskingCost | None:
         for group in groups:
             self._left[group // self.redundancy] -= 1
-        return None if 0 in self._left else Recovery(0.0, 0, SHRINK_S)
+        return None if 0 in self._left else MaskingCost(0.0, 0, SHRINK_S)
 
     def rejoin(self, groups: list[int]) -> float:
         raise AssertionError(f"groups {groups} came back without a restart")
@@ -110,9 +110,9 @@ class Spare:
     def progress(self) -> float:
         return 1.0
 
-    def fail(self, groups: list[int]) -> Recovery | None:
+    def fail(self, groups: list[int]) -> MaskingCost | None:
         patch = self.shards.fail(groups)
-        return None if patch is None else Recovery(patch.slots, self._workers(patch), SHRINK_S)
+        return None if patch is None else MaskingCost(patch.slots, self._workers(patch), SHRINK_S)
 
     def _workers(self, patch: Patch) -> int:
         return len(self.shards.alive) if patch.deeper else len(patch.compute)
@@ -150,9 +150,9 @@ class FtHsdp:
     def progress(self) -> float:
         return (self._groups - self._away) / self._groups
 
-    def fail(self, groups: list[int]) -> Recovery | None:
+    def fail(self, groups: list[int]) -> MaskingCost | None:
         self._away += len(groups)
-        return None if self._away >= self._groups else Recovery(0.0, 0, self.stall_s)
+        return None if self._away >= self._groups else MaskingCost(0.0, 0, self.stall_s)
 
     def rejoin(self, groups: list[int]) -> float:
         self._away -= len(groups)
@@ -208,13 +208,13 @@ class ConstantBatch:
     def progress(self) -> float:
         return 1.0
 
-    def fail(self, groups: list[int]) -> Recovery | None:
+    def fail(self, groups: list[int]) -> MaskingCost | None:
         orphans = sum(self._busiest(len(self._alive)) for _ in groups)
         self._alive.difference_update(groups)
         if not self._alive:
             return None
         extra = busiest_of_spread(orphans, len(self._alive))
-        return Recovery(extra / self.micro_batches, min(orphans, len(self._alive)), self.stall_s)
+        return MaskingCost(extra / self.micro_batches, min(orphans, len(self._alive)), self.stall_s)
 
     def rejoin(self, groups: list[int]) -> float:
         self._alive.update(groups)

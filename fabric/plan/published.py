@@ -13,7 +13,7 @@ from itertools import combinations
 
 from fabric.plan import closed_forms
 from fabric.plan.endurance import endurance_exact
-from fabric.plan.engine import Job, Ledger, Policy, simulate
+from fabric.plan.engine import FailurePolicy, SimulatedJob, TimeLedger, simulate
 from fabric.plan.failures import FailureModel, Fixed, Poisson, Repair, WeibullRenewal
 from fabric.plan.parallel import process_pool
 from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, Spare
@@ -126,8 +126,8 @@ class _SpareRun:
     replication: tuple[int, int, float, float]
     gain: float
 
-    def job(self, every: int, steps: int = 10_000) -> Job:
-        return Job(
+    def job(self, every: int, steps: int = 10_000) -> SimulatedJob:
+        return SimulatedJob(
             groups=self.groups,
             steps=steps,
             compute_s=64.0,
@@ -154,12 +154,12 @@ SIZES = tuple(run.groups for run in SPARE_RUNS)
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    job: Job
-    make: Callable[[], Policy]
+    job: SimulatedJob
+    make: Callable[[], FailurePolicy]
     failures: FailureModel
 
 
-def _play(case: _Case, seed: int) -> Ledger:
+def _play(case: _Case, seed: int) -> TimeLedger:
     return simulate(case.job, case.make(), case.failures, seed)
 
 
@@ -228,8 +228,8 @@ def low_redundancy_figure(pool: _Pool) -> Iterator[Figure]:
 _FIRST_STEPS, _PERIODS = 54, 40
 
 
-def _large_job(steps: int, micro_jitter: float = 0.0, spares: int = 0) -> Job:
-    return Job(
+def _large_job(steps: int, micro_jitter: float = 0.0, spares: int = 0) -> SimulatedJob:
+    return SimulatedJob(
         groups=12,
         steps=steps,
         compute_s=19.0,
@@ -244,7 +244,7 @@ def _large_job(steps: int, micro_jitter: float = 0.0, spares: int = 0) -> Job:
     )
 
 
-def _after_the_first_interval(ledger: Ledger) -> float:
+def _after_the_first_interval(ledger: TimeLedger) -> float:
     first_s = _FIRST_STEPS * 20.0
     return 100 * (ledger.training_s - first_s) / (ledger.total_s - first_s)
 
@@ -314,8 +314,8 @@ def torchpass_figures() -> Iterator[Figure]:
     in 16 min; torchft's steps take 2.15 times as long, and each failure costs 3 min besides."""
     fixed = Fixed(3600.0)
 
-    def job(step_s: float, every: int = 0) -> Job:
-        return Job(
+    def job(step_s: float, every: int = 0) -> SimulatedJob:
+        return SimulatedJob(
             groups=8,
             steps=3000,
             compute_s=step_s,

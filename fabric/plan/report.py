@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from fabric.plan import closed_forms
-from fabric.plan.advice import Outcome, compare, options_for, recommendation
+from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
 from fabric.plan.cluster import Cluster
 
 _COLORS = ("#2f7ed8", "#d9822b", "#3f9b57", "#b0413e", "#7d5ba6", "#6b7280")
@@ -79,7 +79,7 @@ def _over_redundancy(cluster: Cluster) -> Sweep | None:
     return Sweep("Over the redundancy (closed forms)", "redundancy r", "time to train / ideal", lines)
 
 
-def page(cluster: Cluster, outcomes: Sequence[Outcome], plots: Sequence[Sweep]) -> str:
+def page(cluster: Cluster, outcomes: Sequence[PolicyResult], plots: Sequence[Sweep]) -> str:
     """The whole page as HTML."""
     rows = "".join(
         f"<tr><th>{escape(o.name)}</th><td>{escape(o.settings)}</td>"
@@ -105,13 +105,13 @@ docs/plan.md.</small></p></body></html>
 """
 
 
-def _times(outcome: Outcome) -> str:
+def _times(outcome: PolicyResult) -> str:
     if not outcome.finished:
         return "does not finish"
     return f"{outcome.time_to_train.mean:.2f} <small>± {outcome.time_to_train.error:.2f}</small>"
 
 
-def _bars(outcomes: Sequence[Outcome]) -> str:
+def _bars(outcomes: Sequence[PolicyResult]) -> str:
     """One stacked bar per policy, by the shares of its ledger."""
     row, label = 30, 150
     height = row * len(outcomes) + 34
@@ -201,7 +201,7 @@ svg text{fill:var(--ink);font-size:12px}.grid{stroke:var(--rule)}small{opacity:.
 
 def report(
     cluster: Cluster,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[PolicyResult],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
     """The page with its plots; simulates what the plots need."""

@@ -18,9 +18,9 @@ from rich.console import Console
 
 from fabric.cli.demo.command import demo
 from fabric.cli.demo.folder import MARKER, claimed
-from fabric.cli.demo.follow import Follower, ReplicaView
+from fabric.cli.demo.journal_follower import JournalFollower, ReplicaView
 from fabric.cli.demo.processes import Processes
-from fabric.cli.demo.show import Show
+from fabric.cli.demo.progress import DemoProgress
 from fabric.cli.demo.supervise import last_words
 from fabric.errors import ConfigError
 
@@ -179,7 +179,7 @@ def test_a_failed_process_is_quoted(tmp_path: Path) -> None:
 def test_progress_is_shown_in_terminals_and_logs(terminal: bool) -> None:
     output = io.StringIO()
     views = {"r0": ReplicaView("r0"), "r1": ReplicaView("r1")}
-    with Show(Console(file=output, force_terminal=terminal, width=120), STEPS, views) as show:
+    with DemoProgress(Console(file=output, force_terminal=terminal, width=120), STEPS, views) as show:
         for entry in SyntheticRun().entries["r0"]:
             sentence = views["r0"].apply(entry)
             if sentence:
@@ -193,7 +193,7 @@ def test_progress_is_shown_in_terminals_and_logs(terminal: bool) -> None:
 
 def test_a_journal_is_followed_as_it_grows(tmp_path: Path) -> None:
     path = tmp_path / "r1.jsonl"
-    follower, view = Follower(path), ReplicaView(VICTIM)
+    follower, view = JournalFollower(path), ReplicaView(VICTIM)
     assert follower.poll() == []
     content = b"".join(json.dumps(entry).encode() + b"\n" for entry in SyntheticRun().entries[VICTIM])
     said: list[str] = []

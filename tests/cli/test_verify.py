@@ -9,7 +9,7 @@ import pytest
 from cli.journals import KILL_STEP, STEPS, VICTIM, Entry, SyntheticRun, to_bytes
 from click.testing import CliRunner
 
-from fabric.cli.audit.journal import Line, Run, parse_journal, read_run
+from fabric.cli.audit.journal import JournalLine, RecordedRun, parse_journal, read_run
 from fabric.cli.audit.replica_walk import walk
 from fabric.cli.audit.verify import Verdict, compare_losses, judge, verify, write_summary
 from fabric.cli.demo.command import demo
@@ -21,7 +21,7 @@ HARMLESS = {"state", "epoch", "resume", "abort", "join", "joined", "stop"}
 
 def judged(entries: Entries, supervisor: list[Entry] | None = None) -> Verdict:
     journals = {name: parse_journal(name, to_bytes(lines)) for name, lines in entries.items()}
-    return judge(Run(journals, tuple(supervisor or ())))
+    return judge(RecordedRun(journals, tuple(supervisor or ())))
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_a_living_process_goes_back_only_into_a_new_generation(generation: int, 
         ("epoch", {"epoch": 2, "generation": generation, "forced": True}),
         ("resume", {"epoch": 2, "step": 0}),
     ]
-    lines = [Line(event, t, t, "r0", 1, t, fields) for t, (event, fields) in enumerate(told, 1)]
+    lines = [JournalLine(event, t, t, "r0", 1, t, fields) for t, (event, fields) in enumerate(told, 1)]
     expected = ["r0 incarnation 1 (line 7) is told to go on at step 0 with the state of step 1."]
     assert walk(lines) == (expected if is_broken else [])
 
@@ -209,7 +209,7 @@ def test_a_commit_of_an_older_epoch_was_decided_before_the_abort(aborted: int, i
         ("commit", {"generation": 1, "epoch": 1, "step": 0, "replay": False, "live": True}),
         ("state", {"step": 1}),
     ]
-    lines = [Line(event, t, t, "r0", 1, t, fields) for t, (event, fields) in enumerate(events, 1)]
+    lines = [JournalLine(event, t, t, "r0", 1, t, fields) for t, (event, fields) in enumerate(events, 1)]
     expected = ["r0 incarnation 1 (line 6) commits step 0 in epoch 1 after 2."]
     assert walk(lines) == (expected if is_broken else [])
 

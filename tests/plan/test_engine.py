@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fabric.model import Member
-from fabric.plan.engine import Job, simulate
+from fabric.plan.engine import SimulatedJob, simulate
 from fabric.plan.failures import FailSlow, Fixed, Poisson, Repair, Trace
 from fabric.plan.policies import (
     CheckpointRestart,
@@ -18,7 +18,7 @@ from fabric.plan.policies import (
 from fabric.protocol.rules.assignment import spread
 
 NEVER = Fixed(1e11)
-QUIET = Job(groups=4, steps=100, compute_s=9.0, exchange_s=1.0, jitter=0.0, restart_fails=False)
+QUIET = SimulatedJob(groups=4, steps=100, compute_s=9.0, exchange_s=1.0, jitter=0.0, restart_fails=False)
 POLICIES = [CheckpointRestart(), Replication(2), Spare((0, 1)), FtHsdp(), ConstantBatch(8)]
 
 

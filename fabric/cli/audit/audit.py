@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fabric.cli.audit.journal import Journal, Line, Run, lines_of
+from fabric.cli.audit.journal import JournalLine, RecordedRun, ReplicaJournal, lines_of
 from fabric.cli.audit.replica_walk import walk
 from fabric.cli.audit.sample_order import DataOrder
-from fabric.cli.audit.skips import Skips
+from fabric.cli.audit.skips import SkippedSamples
 
 # (generation, step), and (replica, generation, epoch, step).
 StepKey = tuple[int, int]
@@ -42,14 +42,14 @@ class SampleCount:
 class Evidence:
     """The journals of a run, indexed for the questions above."""
 
-    run: Run
-    commits: Mapping[StepKey, Sequence[Line]]
-    states: Mapping[StepKey, Sequence[Line]]
-    contributions: Mapping[RoundKey, Sequence[Line]]
+    run: RecordedRun
+    commits: Mapping[StepKey, Sequence[JournalLine]]
+    states: Mapping[StepKey, Sequence[JournalLine]]
+    contributions: Mapping[RoundKey, Sequence[JournalLine]]
 
-    def lineage(self) -> dict[int, Line]:
+    def lineage(self) -> dict[int, JournalLine]:
         """For every step one commit of it, of its newest generation."""
-        newest: dict[int, Line] = {}
+        newest: dict[int, JournalLine] = {}
         for (_, step), lines in sorted(self.commits.items()):
             newest[step] = lines[0]
         return dict(sorted(newest.items()))
@@ -62,11 +62,11 @@ class Evidence:
         return None
 
 
-def gather(run: Run) -> Evidence:
+def gather(run: RecordedRun) -> Evidence:
     """Index the journals of ``run``."""
-    commits: dict[StepKey, list[Line]] = {}
-    states: dict[StepKey, list[Line]] = {}
-    contributions: dict[RoundKey, list[Line]] = {}
+    commits: dict[StepKey, list[JournalLine]] = {}
+    states: dict[StepKey, list[JournalLine]] = {}
+    contributions: dict[RoundKey, list[JournalLine]] = {}
     for journal in run.journals.values():
         for line in lines_of(journal.lines, "commit", "state", "contribute"):
             generation, step = line.integer("generation"), line.integer("step")
@@ -97,7 +97,7 @@ def audit(evidence: Evidence) -> list[str]:
     return list(dict.fromkeys(broken))[:MAX_SENTENCES]
 
 
-def finished(lines: Sequence[Line]) -> bool:
+def finished(lines: Sequence[JournalLine]) -> bool:
     """Whether this incarnation ended of its own accord, with nothing left to do."""
     return any(
         line.event == "finish" or (line.event == "stop" and line.integer("code") == 0) for line in lines
@@ -136,7 +136,7 @@ def digests_equal(evidence: Evidence) -> bool:
     )
 
 
-def _lives(journal: Journal) -> list[str]:
+def _lives(journal: ReplicaJournal) -> list[str]:
     broken: list[str] = []
     groups = journal.incarnations()
     for earlier, later in pairwise(groups):
@@ -150,7 +150,7 @@ def _lives(journal: Journal) -> list[str]:
 
 
 def _same_job(evidence: Evidence) -> list[str]:
-    seen: dict[str, Line] = {}
+    seen: dict[str, JournalLine] = {}
     broken: list[str] = []
     for journal in evidence.run.journals.values():
         for line in lines_of(journal.lines, "start"):
@@ -161,7 +161,7 @@ def _same_job(evidence: Evidence) -> list[str]:
     return broken
 
 
-def _differences(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
+def _differences(lines: Sequence[JournalLine], names: Sequence[str]) -> list[str]:
     first = lines[0]
     return [
         f"{line.place} and {first.place} disagree on the {name.replace('_', ' ')} of "
@@ -188,8 +188,8 @@ def _agreement(evidence: Evidence) -> list[str]:
 def _rosters(evidence: Evidence) -> list[str]:
     """Records of one epoch are the same everywhere, and rounds are made by members of theirs alone."""
     broken: list[str] = []
-    records: dict[tuple[int, int], list[Line]] = {}
-    decisions: dict[int, list[Line]] = {}
+    records: dict[tuple[int, int], list[JournalLine]] = {}
+    decisions: dict[int, list[JournalLine]] = {}
     for journal in evidence.run.journals.values():
         for line in lines_of(journal.lines, "epoch", "resume"):
             if line.event == "resume":
@@ -214,7 +214,7 @@ def _rosters(evidence: Evidence) -> list[str]:
     return broken
 
 
-def _samples_of(evidence: Evidence, replica: str, commit: Line) -> dict[int, list[int]]:
+def _samples_of(evidence: Evidence, replica: str, commit: JournalLine) -> dict[int, list[int]]:
     """The samples that ``replica`` wrote down for the step of ``commit``, by micro-batch.
 
     All attempts of the step count: what a contribution kept from an aborted round it listed there.
@@ -232,7 +232,7 @@ def _exactly_once(evidence: Evidence) -> list[str]:
     order = evidence.order()
     if order is None:
         return ["No journal has a start line that says what data the run was about."]
-    skips = Skips(evidence.run, order.data)
+    skips = SkippedSamples(evidence.run, order.data)
     for step, commit in evidence.lineage().items():
         counted = Counter(
             micro_batch for ids in commit.fields["contributions"].values() for micro_batch in ids
@@ -250,7 +250,7 @@ def _exactly_once(evidence: Evidence) -> list[str]:
     return broken
 
 
-def _prescribed(order: DataOrder, line: Line) -> list[str]:
+def _prescribed(order: DataOrder, line: JournalLine) -> list[str]:
     step = line.integer("step")
     listed = {int(key): ids for key, ids in line.fields["samples"].items()}
     outside = set(listed) - set(line.fields["micro_batches"])
@@ -308,7 +308,7 @@ def _nothing_lost(evidence: Evidence) -> list[str]:
     return broken
 
 
-def _committed_or_died(journal: Journal, generation: int, step: int) -> bool:
+def _committed_or_died(journal: ReplicaJournal, generation: int, step: int) -> bool:
     """Whether ``journal`` has the commit, or shows a process that ended just when it was due."""
     for lines in journal.incarnations():
         position = 0
@@ -329,7 +329,7 @@ def _committed_or_died(journal: Journal, generation: int, step: int) -> bool:
 
 def _ends(evidence: Evidence) -> list[str]:
     broken: list[str] = []
-    last: dict[str, Line] = {}
+    last: dict[str, JournalLine] = {}
     for replica, journal in evidence.run.journals.items():
         groups = journal.incarnations()
         if not groups or not finished(groups[-1]):
@@ -367,7 +367,7 @@ def absent(evidence: Evidence) -> list[str]:
     )
 
 
-def _supervised(run: Run) -> list[str]:
+def _supervised(run: RecordedRun) -> list[str]:
     """The journals against what the supervisor, a process of its own, saw of them."""
     broken: list[str] = []
     for event in run.supervisor:
@@ -386,7 +386,7 @@ def _supervised(run: Run) -> list[str]:
     return broken
 
 
-def _killed(replica: str, pid: object, t: float, groups: Sequence[Sequence[Line]]) -> list[str]:
+def _killed(replica: str, pid: object, t: float, groups: Sequence[Sequence[JournalLine]]) -> list[str]:
     for group in groups:
         # A pid may come again: the process that was killed had started before.
         if group[0].fields.get("pid") != pid or group[0].t > t:

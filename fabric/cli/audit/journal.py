@@ -137,7 +137,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class JournalLine:
     """One journal line whose fields have been checked against ``FIELDS``.
 
     ``t`` is unix time and ``mono`` the host's monotonic clock, both in seconds; ``number`` is the line
@@ -175,16 +175,16 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class ReplicaJournal:
     """What one replica wrote, in file order, and the sentences about what could not be read."""
 
     replica: str
-    lines: tuple[Line, ...]
+    lines: tuple[JournalLine, ...]
     broken: tuple[str, ...] = ()
 
-    def incarnations(self) -> tuple[tuple[Line, ...], ...]:
+    def incarnations(self) -> tuple[tuple[JournalLine, ...], ...]:
         """The lines cut at every ``start``; lines before the first one form a group of their own."""
-        groups: list[list[Line]] = []
+        groups: list[list[JournalLine]] = []
         for line in self.lines:
             if line.event == "start" or not groups:
                 groups.append([])
@@ -193,14 +193,14 @@ class Journal:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """All evidence of one run: the journals by replica, and what the supervisor saw (may be empty)."""
 
-    journals: Mapping[str, Journal]
+    journals: Mapping[str, ReplicaJournal]
     supervisor: tuple[Mapping[str, Any], ...] = ()
 
 
-def read_run(directory: Path) -> Run:
+def read_run(directory: Path) -> RecordedRun:
     """Read ``directory/journal/*.jsonl`` and, where present, ``directory/supervisor.jsonl``.
 
     Raises ConfigError where ``directory`` holds no journals or a file is larger than its bound.
@@ -214,12 +214,12 @@ def read_run(directory: Path) -> Run:
         raise ConfigError(f"{directory} holds more than {MAX_REPLICAS} journals, which is too many.")
     journals = {path.stem: parse_journal(path.stem, _read_bounded(path)) for path in paths}
     supervisor = directory / "supervisor.jsonl"
-    return Run(journals, read_supervisor(supervisor) if supervisor.exists() else ())
+    return RecordedRun(journals, read_supervisor(supervisor) if supervisor.exists() else ())
 
 
-def parse_journal(replica: str, content: bytes) -> Journal:
+def parse_journal(replica: str, content: bytes) -> ReplicaJournal:
     """Parse the bytes of one journal; what is wrong with it is listed in ``broken``."""
-    lines: list[Line] = []
+    lines: list[JournalLine] = []
     broken: list[str] = []
     torn: int | None = None
     for number, raw in enumerate(content.split(b"\n"), start=1):
@@ -246,7 +246,7 @@ def parse_journal(replica: str, content: bytes) -> Journal:
             broken.append(_unreadable(replica, number))
         torn = None
         lines.append(line)
-    return Journal(replica, tuple(lines), tuple(broken))
+    return ReplicaJournal(replica, tuple(lines), tuple(broken))
 
 
 def read_supervisor(path: Path) -> tuple[Mapping[str, Any], ...]:
@@ -285,7 +285,7 @@ def _salvage(raw: bytes) -> tuple[bool, dict[str, Any] | None]:
     return False, _decode(raw[cut:]) if cut > 0 else None
 
 
-def _check(replica: str, number: int, entry: Mapping[str, Any]) -> tuple[Line | None, str]:
+def _check(replica: str, number: int, entry: Mapping[str, Any]) -> tuple[JournalLine | None, str]:
     def refuse(why: str) -> tuple[None, str]:
         return None, f"Line {number} of the journal of {replica} {why}."
 
@@ -304,13 +304,13 @@ def _check(replica: str, number: int, entry: Mapping[str, Any]) -> tuple[Line | 
     if _is_count(entry.get("step")) and entry["step"] > MAX_STEPS:
         return refuse(f"({event}) names a step beyond {MAX_STEPS}")
     times = float(entry["t"]), float(entry["mono"])
-    return Line(event, *times, replica, entry["incarnation"], number, entry), ""
+    return JournalLine(event, *times, replica, entry["incarnation"], number, entry), ""
 
 
 def _unreadable(replica: str, number: int) -> str:
     return f"Line {number} of the journal of {replica} cannot be read as JSON."
 
 
-def lines_of(lines: Sequence[Line], *events: str) -> list[Line]:
+def lines_of(lines: Sequence[JournalLine], *events: str) -> list[JournalLine]:
     """The lines among ``lines`` whose event is one of ``events``."""
     return [line for line in lines if line.event in events]

@@ -9,14 +9,14 @@ not. What an incarnation alone cannot show (that others saw the same) is in ``au
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fabric.cli.audit.journal import Line
+from fabric.cli.audit.journal import JournalLine
 
 # Two threads of a trainer write lines: one may be overtaken between its look at the clock and its write.
 CLOCK_SLACK_S = 0.1
 
 
 @dataclass(slots=True)
-class Walk:
+class ReplicaWalk:
     """Where one incarnation stands while its lines are read.
 
     ``next_step`` is the step of its state; ``due`` the step whose state digest must come next, or
@@ -44,12 +44,12 @@ class Walk:
 _AFTER_END = frozenset(("stop", "plane"))
 
 
-def walk(lines: Sequence[Line]) -> list[str]:
+def walk(lines: Sequence[JournalLine]) -> list[str]:
     """The broken rules of one incarnation, one sentence each; ``lines`` begin with its ``start``."""
     broken: list[str] = []
     if lines[0].event != "start":
         broken.append(f"{lines[0].place} does not begin with a start line.")
-    state = Walk()
+    state = ReplicaWalk()
     previous = lines[0]
     for line in lines:
         if line.incarnation != lines[0].incarnation:
@@ -65,7 +65,7 @@ def walk(lines: Sequence[Line]) -> list[str]:
     return broken
 
 
-def _settled(state: Walk) -> list[str]:
+def _settled(state: ReplicaWalk) -> list[str]:
     """The digest of the state, or the commit, that was due is not coming any more."""
     broken: list[str] = []
     if state.due is not None:
@@ -76,7 +76,7 @@ def _settled(state: Walk) -> list[str]:
     return broken
 
 
-def _ahead(state: Walk, step: int) -> bool:
+def _ahead(state: ReplicaWalk, step: int) -> bool:
     """Whether ``step`` is one ahead: committed already, by the thread that decides, but not yet by the
     one that writes the commit line, which must come next."""
     if step == state.next_step + 1:
@@ -85,7 +85,7 @@ def _ahead(state: Walk, step: int) -> bool:
     return False
 
 
-def _contribute(state: Walk, line: Line) -> list[str]:
+def _contribute(state: ReplicaWalk, line: JournalLine) -> list[str]:
     broken = _settled(state)
     step = line.integer("step")
     if step != state.next_step:
@@ -100,7 +100,7 @@ def _contribute(state: Walk, line: Line) -> list[str]:
     return broken
 
 
-def _commit(state: Walk, line: Line) -> list[str]:
+def _commit(state: ReplicaWalk, line: JournalLine) -> list[str]:
     step, generation = line.integer("step"), line.integer("generation")
     decided = (state.decided, state.promised)  # committed before a later epoch was heard of, written after
     if state.promised == step:
@@ -124,7 +124,7 @@ def _commit(state: Walk, line: Line) -> list[str]:
     return broken
 
 
-def _state(state: Walk, line: Line) -> list[str]:
+def _state(state: ReplicaWalk, line: JournalLine) -> list[str]:
     step = line.integer("step")
     if state.due == step:
         state.due = None
@@ -136,7 +136,7 @@ def _state(state: Walk, line: Line) -> list[str]:
     return [f"records the state of step {step} where its state is at step {wanted}"]
 
 
-def _join(state: Walk, line: Line) -> list[str]:
+def _join(state: ReplicaWalk, line: JournalLine) -> list[str]:
     broken = _settled(state)
     state.next_step = line.integer("step")
     state.generation = line.integer("generation")
@@ -145,7 +145,7 @@ def _join(state: Walk, line: Line) -> list[str]:
     return broken
 
 
-def _joined(state: Walk, line: Line) -> list[str]:
+def _joined(state: ReplicaWalk, line: JournalLine) -> list[str]:
     broken = _settled(state)
     step, replayed = line.integer("step"), line.fields.get("replayed", state.replayed)
     if step != state.next_step:
@@ -158,7 +158,7 @@ def _joined(state: Walk, line: Line) -> list[str]:
     return broken
 
 
-def _epoch(state: Walk, line: Line) -> list[str]:
+def _epoch(state: ReplicaWalk, line: JournalLine) -> list[str]:
     epoch = line.integer("epoch")
     # Links of an epoch may be made more than once, each time with a line of its own.
     if epoch < state.heard:
@@ -170,14 +170,14 @@ def _epoch(state: Walk, line: Line) -> list[str]:
     return []
 
 
-def _abort(state: Walk, line: Line) -> list[str]:
+def _abort(state: ReplicaWalk, line: JournalLine) -> list[str]:
     step = line.integer("step")
     if step != state.next_step and not _ahead(state, step):
         return [f"aborts a round of step {step} with the state of step {state.next_step}"]
     return []
 
 
-def _resume(state: Walk, line: Line) -> list[str]:
+def _resume(state: ReplicaWalk, line: JournalLine) -> list[str]:
     step = line.integer("step")
     # One step ahead: it holds the round that leads there, and commits it now. More: it catches up.
     if step > state.next_step:
@@ -190,13 +190,13 @@ def _resume(state: Walk, line: Line) -> list[str]:
     return []
 
 
-def _outside(state: Walk, line: Line) -> list[str]:
+def _outside(state: ReplicaWalk, line: JournalLine) -> list[str]:
     """Evicted while alive: its state is good, so it replays what it missed and joins again."""
     state.joining = True
     return []
 
 
-def _finish(state: Walk, line: Line) -> list[str]:
+def _finish(state: ReplicaWalk, line: JournalLine) -> list[str]:
     broken = _settled(state)
     if line.integer("step") != state.next_step:
         broken.append(f"finishes at step {line.integer('step')} with step {state.next_step}")
@@ -204,12 +204,12 @@ def _finish(state: Walk, line: Line) -> list[str]:
     return broken
 
 
-def _stop(state: Walk, line: Line) -> list[str]:
+def _stop(state: ReplicaWalk, line: JournalLine) -> list[str]:
     state.ended = True
     return []
 
 
-_RULES: Mapping[str, Callable[[Walk, Line], list[str]]] = {
+_RULES: Mapping[str, Callable[[ReplicaWalk, JournalLine], list[str]]] = {
     "contribute": _contribute,
     "commit": _commit,
     "state": _state,

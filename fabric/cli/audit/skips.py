@@ -8,14 +8,14 @@ must be listed by the commit itself.
 
 from collections.abc import Iterable, Mapping
 
-from fabric.cli.audit.journal import Line, Run, lines_of
+from fabric.cli.audit.journal import JournalLine, RecordedRun, lines_of
 from fabric.protocol.rules.spare import hosts_of
 
 
-class Skips:
+class SkippedSamples:
     """The reasons that the journals of one run give; ``data`` is the ``data`` field of a start line."""
 
-    def __init__(self, run: Run, data: Mapping[str, object]) -> None:
+    def __init__(self, run: RecordedRun, data: Mapping[str, object]) -> None:
         self._poison: set[tuple[int, int]] = set()  # (step, micro-batch)
         self._seats: dict[int, Mapping[str, int]] = {}  # epoch -> data slot by replica
         self._policy = data.get("policy", "constant")
@@ -30,7 +30,7 @@ class Skips:
                 step = line.integer("step")
                 self._poison |= {(step, i) for i in line.fields["micro_batches"]}
 
-    def unexplained(self, commit: Line, missing: Iterable[int]) -> list[str]:
+    def unexplained(self, commit: JournalLine, missing: Iterable[int]) -> list[str]:
         """A sentence for every micro-batch of ``missing`` that ``commit`` had no reason to leave out."""
         step, recorded = commit.integer("step"), set(commit.fields.get("skipped", ()))
         broken = []
@@ -46,7 +46,7 @@ class Skips:
         ]
         return broken
 
-    def _nobody_there(self, commit: Line, micro_batch: int) -> bool:
+    def _nobody_there(self, commit: JournalLine, micro_batch: int) -> bool:
         """Whether none of those who may compute it contributed to this commit."""
         if self._policy != "shrink" and (not self._readers or self._waits):
             return False

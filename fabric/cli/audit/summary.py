@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Any
 
 from fabric.cli.audit.audit import Evidence, count_samples, digests_equal, finished
-from fabric.cli.audit.journal import Line, lines_of
+from fabric.cli.audit.journal import JournalLine, lines_of
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ReplicaDeath:
     """One process that died. Seconds after its death, None where nobody recorded it.
 
     ``detected_s`` is the first abort of a survivor, ``epoch_s`` the first epoch without the dead
@@ -33,7 +33,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class ReplicaJoin:
     """One process that entered the running job: what it fetched, and how it caught up.
 
     ``catch_up_s`` runs from the start of its fetch to the first step that it committed with the others.
@@ -49,7 +49,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RunSummary:
     """The contents of ``summary.json``; ``failure_list`` and ``join_list`` hold the single ones."""
 
     steps: int
@@ -60,8 +60,8 @@ class Summary:
     median_step_s: float
     max_survivor_stall_s: float
     final_loss: float
-    failure_list: tuple[Failure, ...]
-    join_list: tuple[Join, ...]
+    failure_list: tuple[ReplicaDeath, ...]
+    join_list: tuple[ReplicaJoin, ...]
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object, with the counts of failures and joins beside their lists."""
@@ -73,12 +73,12 @@ class Summary:
         return document | lists
 
 
-def summarise(evidence: Evidence) -> Summary:
+def summarise(evidence: Evidence) -> RunSummary:
     """Compute the summary of a run from its journals."""
     lineage = evidence.lineage()
     samples = count_samples(evidence)
     gaps = [gap for _, gap in step_gaps(evidence)]
-    return Summary(
+    return RunSummary(
         steps=len(lineage),
         steps_lost=_steps_lost(evidence),
         samples_skipped=samples.skipped,
@@ -92,7 +92,7 @@ def summarise(evidence: Evidence) -> Summary:
     )
 
 
-def mean_loss(commit: Line) -> float:
+def mean_loss(commit: JournalLine) -> float:
     """The mean loss of a committed step: per token where tokens were counted, else per micro-batch."""
     return loss_per_unit(commit.fields)
 
@@ -109,7 +109,7 @@ def losses(evidence: Evidence) -> dict[int, float]:
     return {step: mean_loss(commit) for step, commit in evidence.lineage().items()}
 
 
-def step_gaps(evidence: Evidence) -> Iterator[tuple[Line, float]]:
+def step_gaps(evidence: Evidence) -> Iterator[tuple[JournalLine, float]]:
     """Every live commit that follows a live commit of the same process, with the seconds between."""
     for lines in _lives(evidence):
         for before, after in pairwise(lines_of(lines, "commit", "join")):
@@ -117,9 +117,9 @@ def step_gaps(evidence: Evidence) -> Iterator[tuple[Line, float]]:
                 yield after, after.mono - before.mono
 
 
-def failures(evidence: Evidence) -> list[Failure]:
+def failures(evidence: Evidence) -> list[ReplicaDeath]:
     """The processes that ended without having finished, in order of time."""
-    found: list[Failure] = []
+    found: list[ReplicaDeath] = []
     for lines in _lives(evidence):
         if finished(lines):
             continue
@@ -129,16 +129,16 @@ def failures(evidence: Evidence) -> list[Failure]:
     return sorted(found, key=lambda failure: failure.t)
 
 
-def joins(evidence: Evidence) -> list[Join]:
+def joins(evidence: Evidence) -> list[ReplicaJoin]:
     """The processes that entered the running job, in order of time.
 
     One has joined with the first step that it commits in a round of its own, not by replay.
     """
     commits = [line.t for lines in evidence.commits.values() for line in lines]
     begun = min(commits, default=float("inf"))
-    found: list[Join] = []
+    found: list[ReplicaJoin] = []
     for lines in _lives(evidence):
-        fetched: Line | None = None
+        fetched: JournalLine | None = None
         replayed = 0
         for line in lines_of(lines, "join", "commit"):
             if line.event == "join":
@@ -153,9 +153,9 @@ def joins(evidence: Evidence) -> list[Join]:
     return sorted(found, key=lambda join: join.t)
 
 
-def _join(fetched: Line, first: Line, replayed: int) -> Join:
+def _join(fetched: JournalLine, first: JournalLine, replayed: int) -> ReplicaJoin:
     seconds = fetched.number_of("seconds")
-    return Join(
+    return ReplicaJoin(
         replica=first.replica,
         t=first.t,
         step=first.integer("step"),
@@ -166,12 +166,12 @@ def _join(fetched: Line, first: Line, replayed: int) -> Join:
     )
 
 
-def _lives(evidence: Evidence) -> Iterator[Sequence[Line]]:
+def _lives(evidence: Evidence) -> Iterator[Sequence[JournalLine]]:
     for journal in evidence.run.journals.values():
         yield from journal.incarnations()
 
 
-def _death(evidence: Evidence, lines: Sequence[Line]) -> float:
+def _death(evidence: Evidence, lines: Sequence[JournalLine]) -> float:
     for event in evidence.run.supervisor:
         ours = event.get("replica") == lines[0].replica and event["t"] >= lines[0].t
         if event["event"] == "kill" and ours and event.get("pid") == lines[0].fields.get("pid"):
@@ -179,7 +179,7 @@ def _death(evidence: Evidence, lines: Sequence[Line]) -> float:
     return lines[-1].t
 
 
-def _describe(evidence: Evidence, replica: str, t: float, step: int) -> Failure:
+def _describe(evidence: Evidence, replica: str, t: float, step: int) -> ReplicaDeath:
     others = [
         line
         for name, journal in evidence.run.journals.items()
@@ -195,10 +195,10 @@ def _describe(evidence: Evidence, replica: str, t: float, step: int) -> Failure:
         if first_epoch is not None and line.integer("epoch") >= first_epoch
     ]
 
-    def after(lines: Sequence[Line]) -> float | None:
+    def after(lines: Sequence[JournalLine]) -> float | None:
         return min((line.t - t for line in lines), default=None)
 
-    return Failure(replica, t, step, after(lines_of(others, "abort")), after(epochs), after(commits))
+    return ReplicaDeath(replica, t, step, after(lines_of(others, "abort")), after(epochs), after(commits))
 
 
 def _steps_lost(evidence: Evidence) -> int:

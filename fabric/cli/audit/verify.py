@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fabric.cli.audit.audit import Evidence, audit, gather
-from fabric.cli.audit.journal import Run, read_run
-from fabric.cli.audit.summary import Summary, losses, summarise
+from fabric.cli.audit.journal import RecordedRun, read_run
+from fabric.cli.audit.summary import RunSummary, losses, summarise
 from fabric.errors import ConfigError
 
 SUMMARY_FILE = "summary.json"
@@ -24,11 +24,11 @@ class Verdict:
     """What the journals amount to, and every broken promise as a sentence."""
 
     evidence: Evidence
-    summary: Summary
+    summary: RunSummary
     broken: tuple[str, ...]
 
 
-def judge(run: Run) -> Verdict:
+def judge(run: RecordedRun) -> Verdict:
     """Judge a run that has been read."""
     evidence = gather(run)
     return Verdict(evidence, summarise(evidence), tuple(audit(evidence)))
@@ -58,7 +58,7 @@ def compare_losses(first: Path, second: Path) -> float:
     return max(abs(curves[0][step] - curves[1][step]) for step in curves[0])
 
 
-def write_summary(directory: Path, summary: Summary) -> None:
+def write_summary(directory: Path, summary: RunSummary) -> None:
     """Write ``summary.json`` into ``directory``."""
     document = json.dumps(summary.as_json(), indent=2) + "\n"
     (directory / SUMMARY_FILE).write_text(document, encoding="utf-8")

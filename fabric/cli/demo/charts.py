@@ -14,7 +14,7 @@ COLOURS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LossPoint:
     """One value of one replica at ``t`` seconds; ``hollow`` draws it as a circle of its own."""
 
     t: float
@@ -24,7 +24,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ChartMark:
     """A vertical line at ``t`` seconds: ``kind`` is the CSS class, ``kill`` or ``join``."""
 
     t: float
@@ -33,7 +33,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RosterSpan:
     """What a replica was from ``start`` to ``end`` seconds; ``epoch`` None while it caught up."""
 
     start: float
@@ -43,7 +43,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ChartFrame:
     """The plotting area: wall time from 0 to ``seconds``, values from ``low`` to ``high``."""
 
     seconds: float
@@ -73,10 +73,12 @@ def nice_ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def curves(series: Mapping[str, Sequence[Sequence[Point]]], marks: Sequence[Mark], seconds: float) -> str:
+def curves(
+    series: Mapping[str, Sequence[Sequence[LossPoint]]], marks: Sequence[ChartMark], seconds: float
+) -> str:
     """One line per process. ``series`` by replica, then by process, each ordered by time."""
     values = [point.value for lives in series.values() for points in lives for point in points]
-    frame = Frame(seconds, min(values, default=0.0), max(values, default=1.0), 300)
+    frame = ChartFrame(seconds, min(values, default=0.0), max(values, default=1.0), 300)
     parts = [_axes(frame, marks)]
     for index, (replica, lives) in enumerate(series.items()):
         drawn = []
@@ -88,10 +90,12 @@ def curves(series: Mapping[str, Sequence[Sequence[Point]]], marks: Sequence[Mark
     return _svg(frame, parts, "loss over wall time")
 
 
-def bars(series: Mapping[str, Sequence[Point]], marks: Sequence[Mark], seconds: float, median: float) -> str:
+def bars(
+    series: Mapping[str, Sequence[LossPoint]], marks: Sequence[ChartMark], seconds: float, median: float
+) -> str:
     """Step times as thin columns side by side, with the median as a dashed line."""
     values = [point.value for points in series.values() for point in points]
-    frame = Frame(seconds, 0.0, max(values, default=1.0) * 1.05 or 1.0, 260)
+    frame = ChartFrame(seconds, 0.0, max(values, default=1.0) * 1.05 or 1.0, 260)
     parts = [_axes(frame, marks)]
     for index, (replica, points) in enumerate(series.items()):
         drawn = []
@@ -110,10 +114,10 @@ def bars(series: Mapping[str, Sequence[Point]], marks: Sequence[Mark], seconds: 
     return _svg(frame, parts, "step times over wall time")
 
 
-def rosters(series: Mapping[str, Sequence[Span]], marks: Sequence[Mark], seconds: float) -> str:
+def rosters(series: Mapping[str, Sequence[RosterSpan]], marks: Sequence[ChartMark], seconds: float) -> str:
     """One row per replica, one bar per epoch it was a member of."""
     row = 34
-    frame = Frame(seconds, 0.0, 1.0, TOP + BOTTOM + row * len(series))
+    frame = ChartFrame(seconds, 0.0, 1.0, TOP + BOTTOM + row * len(series))
     parts = [_HATCH, _axes(frame, marks, values=False)]
     for index, (replica, spans) in enumerate(series.items()):
         top = TOP + row * index + 5
@@ -128,7 +132,7 @@ _HATCH = (
 )
 
 
-def _span(frame: Frame, span: Span, top: int, height: int, index: int) -> str:
+def _span(frame: ChartFrame, span: RosterSpan, top: int, height: int, index: int) -> str:
     x, width = frame.x(span.start), max(1.0, frame.x(span.end) - frame.x(span.start))
     fill = "url(#hatch)" if span.epoch is None else colour(index)
     bar = (
@@ -142,7 +146,7 @@ def _span(frame: Frame, span: Span, top: int, height: int, index: int) -> str:
     return bar + label
 
 
-def _dot(frame: Frame, point: Point, stroke: str) -> str:
+def _dot(frame: ChartFrame, point: LossPoint, stroke: str) -> str:
     fill = "var(--card)" if point.hollow else stroke
     radius = 3.4 if point.hollow else 2
     return (
@@ -155,7 +159,7 @@ def _of(replica: str, parts: Iterable[str]) -> str:
     return f'<g data-replica="{escape(replica)}">{"".join(parts)}</g>'
 
 
-def _axes(frame: Frame, marks: Sequence[Mark], *, values: bool = True) -> str:
+def _axes(frame: ChartFrame, marks: Sequence[ChartMark], *, values: bool = True) -> str:
     bottom = frame.height - BOTTOM
     parts = []
     for t in nice_ticks(0, frame.seconds, 10):
@@ -170,7 +174,7 @@ def _axes(frame: Frame, marks: Sequence[Mark], *, values: bool = True) -> str:
     return "".join(parts)
 
 
-def _mark(x_of: Callable[[float], float], mark: Mark, bottom: int) -> str:
+def _mark(x_of: Callable[[float], float], mark: ChartMark, bottom: int) -> str:
     x = x_of(mark.t)
     anchor = "end" if x > WIDTH - 120 else "start"
     shift = -5 if anchor == "end" else 5
@@ -180,5 +184,5 @@ def _mark(x_of: Callable[[float], float], mark: Mark, bottom: int) -> str:
     )
 
 
-def _svg(frame: Frame, parts: Iterable[str], label: str) -> str:
+def _svg(frame: ChartFrame, parts: Iterable[str], label: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {frame.height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fabric.cli.audit.verify import verify
 from fabric.cli.demo.folder import claimed
-from fabric.cli.demo.supervise import Options, supervise
+from fabric.cli.demo.supervise import DemoOptions, supervise
 from fabric.errors import ConfigError, FabricError
 
 MAX_REPLICAS = 64
@@ -50,7 +50,7 @@ def demo(
             console.print(
                 "One replica has nobody to catch up from: it is not killed unless --kill-at says so."
             )
-        _run(Options(out, replicas, steps, kill, drop=drop_micro_batch), console)
+        _run(DemoOptions(out, replicas, steps, kill, drop=drop_micro_batch), console)
     except ConfigError as error:
         _fail(error, 2)
     except FabricError as error:
@@ -78,7 +78,7 @@ def verify_command(directory: Path) -> None:
     )
 
 
-def _run(options: Options, console: Console) -> NoReturn:
+def _run(options: DemoOptions, console: Console) -> NoReturn:
     # A polite end from outside is handled as Ctrl-C is: everything started is ended first.
     signal.signal(signal.SIGTERM, _interrupt)
     with claimed(options.out) as directory:

@@ -12,10 +12,10 @@ from pathlib import Path
 from string import Template
 
 from fabric.cli.audit.audit import Evidence
-from fabric.cli.audit.journal import Journal, Line, lines_of
+from fabric.cli.audit.journal import JournalLine, ReplicaJournal, lines_of
 from fabric.cli.audit.summary import mean_loss, step_gaps
 from fabric.cli.audit.verify import Verdict
-from fabric.cli.demo.charts import Mark, Point, Span, bars, colour, curves, rosters
+from fabric.cli.demo.charts import ChartMark, LossPoint, RosterSpan, bars, colour, curves, rosters
 from fabric.cli.demo.tables import Cells, failure_rows, join_rows
 
 
@@ -39,8 +39,8 @@ def render(verdict: Verdict) -> str:
     """The page as text."""
     evidence, summary = verdict.evidence, verdict.summary
     zero, seconds = _extent(evidence)
-    marks = [Mark(f.t - zero, "kill", f"{f.replica} dies") for f in summary.failure_list]
-    marks += [Mark(j.t - zero, "join", f"{j.replica} joins") for j in summary.join_list]
+    marks = [ChartMark(f.t - zero, "kill", f"{f.replica} dies") for f in summary.failure_list]
+    marks += [ChartMark(j.t - zero, "join", f"{j.replica} joins") for j in summary.join_list]
     replicas = sorted(evidence.run.journals)
     spans = {name: _spans(evidence.run.journals[name], zero) for name in replicas}
     template = Template((files("fabric.cli.demo") / "report.html").read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def _table(rows: Cells, empty: str) -> str:
     return f"<table>{row('th', head)}{''.join(row('td', cells) for cells in body)}</table>"
 
 
-def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[Point]]]:
+def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[LossPoint]]]:
     return {
         replica: [
             [_loss(line, zero) for line in lines_of(lines, "commit")] for lines in journal.incarnations()
@@ -119,23 +119,23 @@ def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[Point]]]:
     }
 
 
-def _loss(line: Line, zero: float) -> Point:
+def _loss(line: JournalLine, zero: float) -> LossPoint:
     replay, loss = line.flag("replay"), mean_loss(line)
     tip = f"{line.replica}, step {line.integer('step')}: {loss:.4f}{' (replayed)' if replay else ''}"
-    return Point(line.t - zero, loss, tip, hollow=replay)
+    return LossPoint(line.t - zero, loss, tip, hollow=replay)
 
 
-def _step_times(evidence: Evidence, zero: float) -> dict[str, list[Point]]:
-    series: dict[str, list[Point]] = {name: [] for name in sorted(evidence.run.journals)}
+def _step_times(evidence: Evidence, zero: float) -> dict[str, list[LossPoint]]:
+    series: dict[str, list[LossPoint]] = {name: [] for name in sorted(evidence.run.journals)}
     for line, gap in step_gaps(evidence):
         tip = f"{line.replica}, step {line.integer('step')}: {gap:.3f} s"
-        series[line.replica].append(Point(line.t - zero, gap, tip))
+        series[line.replica].append(LossPoint(line.t - zero, gap, tip))
     return series
 
 
-def _spans(journal: Journal, zero: float) -> list[Span]:
+def _spans(journal: ReplicaJournal, zero: float) -> list[RosterSpan]:
     """What the replica was when: by its own record of the epochs, from each line to the next."""
-    spans: list[Span] = []
+    spans: list[RosterSpan] = []
     for lines in journal.incarnations():
         start, epoch = lines[0].t, None
         for line in lines_of(lines, "epoch"):
@@ -146,6 +146,6 @@ def _spans(journal: Journal, zero: float) -> list[Span]:
     return spans
 
 
-def _one_span(replica: str, start: float, end: float, epoch: int | None) -> Span:
+def _one_span(replica: str, start: float, end: float, epoch: int | None) -> RosterSpan:
     what = "starts or catches up" if epoch is None else f"in epoch {epoch}"
-    return Span(start, end, epoch, f"{replica} {what}, {start:.2f} s to {end:.2f} s")
+    return RosterSpan(start, end, epoch, f"{replica} {what}, {start:.2f} s to {end:.2f} s")

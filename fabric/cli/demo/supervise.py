@@ -20,10 +20,10 @@ from rich.console import Console
 from fabric.cli.audit.audit import absent
 from fabric.cli.audit.journal import read_run
 from fabric.cli.audit.verify import judge, write_summary
-from fabric.cli.demo.follow import Follower, ReplicaView
+from fabric.cli.demo.journal_follower import JournalFollower, ReplicaView
 from fabric.cli.demo.processes import Processes
+from fabric.cli.demo.progress import DemoProgress
 from fabric.cli.demo.report import write_report
-from fabric.cli.demo.show import Show
 from fabric.cli.demo.tables import print_tables
 from fabric.errors import FabricError
 
@@ -38,7 +38,7 @@ MAX_ANSWER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DemoOptions:
     """What was asked for. ``kill_at`` None: nobody is killed. ``drop`` is the control run: a survivor
     leaves a micro-batch that it inherits out of its gradient."""
 
@@ -57,7 +57,7 @@ class Options:
         return self.names[1 % self.replicas]
 
 
-def supervise(options: Options, console: Console) -> int:
+def supervise(options: DemoOptions, console: Console) -> int:
     """Run the demo in the claimed folder ``options.out``; returns the exit code.
 
     Raises FabricError where a process failed or the time limit passed.
@@ -66,7 +66,7 @@ def supervise(options: Options, console: Console) -> int:
     processes = Processes(inherited)
     supervisor = _Supervisor(options, processes)
     try:
-        with Show(console, options.steps, supervisor.views) as show:
+        with DemoProgress(console, options.steps, supervisor.views) as show:
             supervisor.run(show)
     finally:
         processes.end()
@@ -74,7 +74,7 @@ def supervise(options: Options, console: Console) -> int:
     return _conclude(options, console)
 
 
-def _conclude(options: Options, console: Console) -> int:
+def _conclude(options: DemoOptions, console: Console) -> int:
     """Everything that is claimed about the run, from its journals alone."""
     out = options.out
     verdict = judge(read_run(out))
@@ -95,18 +95,18 @@ def _conclude(options: Options, console: Console) -> int:
 class _Supervisor:
     """The loop around a running job."""
 
-    def __init__(self, options: Options, processes: Processes) -> None:
+    def __init__(self, options: DemoOptions, processes: Processes) -> None:
         self._options, self._processes = options, processes
         self._log = options.out / "supervisor.jsonl"
         self._followers = {
-            name: Follower(options.out / "journal" / f"{name}.jsonl") for name in options.names
+            name: JournalFollower(options.out / "journal" / f"{name}.jsonl") for name in options.names
         }
         self.views = {name: ReplicaView(name) for name in options.names}
         self._killed = options.kill_at is None
         self._shown = False
         self._lighthouse = ""
 
-    def run(self, show: Show) -> None:
+    def run(self, show: DemoProgress) -> None:
         """From the first process to the exit of the last launcher."""
         deadline = time.monotonic() + TIME_LIMIT_S
         options = self._options
@@ -187,7 +187,7 @@ class _Supervisor:
         log = self._options.out / "log" / f"{name}.log"
         return f"{name} {what}; {last_words(log)}"
 
-    def _follow(self, show: Show) -> None:
+    def _follow(self, show: DemoProgress) -> None:
         changed = False
         for name, follower in self._followers.items():
             view = self.views[name]
@@ -205,7 +205,7 @@ class _Supervisor:
         if changed:
             show.update()
 
-    def _kill(self, view: ReplicaView, show: Show) -> None:
+    def _kill(self, view: ReplicaView, show: DemoProgress) -> None:
         assert view.pid is not None
         t = time.time()
         if not self._processes.kill(view.pid):

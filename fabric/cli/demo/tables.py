@@ -3,13 +3,13 @@
 from rich.console import Console
 from rich.table import Table
 
-from fabric.cli.audit.summary import Summary
+from fabric.cli.audit.summary import RunSummary
 
 # A head and rows of text.
 Cells = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
-def overview_rows(summary: Summary) -> Cells:
+def overview_rows(summary: RunSummary) -> Cells:
     """The run as a whole, one fact per row."""
     rows: list[tuple[str, ...]] = [
         ("steps", str(summary.steps)),
@@ -25,7 +25,7 @@ def overview_rows(summary: Summary) -> Cells:
     return ("the run", ""), rows
 
 
-def failure_rows(summary: Summary) -> Cells:
+def failure_rows(summary: RunSummary) -> Cells:
     """One row per process that died; times count from its death."""
     head = ("replica", "at step", "detected", "epoch committed", "first step committed")
     rows: list[tuple[str, ...]] = [
@@ -35,7 +35,7 @@ def failure_rows(summary: Summary) -> Cells:
     return head, rows
 
 
-def join_rows(summary: Summary) -> Cells:
+def join_rows(summary: RunSummary) -> Cells:
     """One row per process that entered the running job; ``replayed`` counts steps."""
     head = ("replica", "at step", "fetched", "in", "rate", "replayed", "caught up")
     rows: list[tuple[str, ...]] = [
@@ -53,7 +53,7 @@ def join_rows(summary: Summary) -> Cells:
     return head, rows
 
 
-def print_tables(console: Console, summary: Summary) -> None:
+def print_tables(console: Console, summary: RunSummary) -> None:
     """Print the overview, the failures and the joins."""
     sections = (
         ("", overview_rows(summary)),

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.server.statistics import values
-from fabric.cli.states.state_source import State, open_state
+from fabric.cli.states.state_source import ReadableState, open_state
 from fabric.cli.terminal_text import printable
 from fabric.runtime.http.http_service import read_token
 
@@ -32,7 +32,7 @@ def token_of(token_file: Path | None) -> str:
     return "" if token_file is None else read_token(token_file)
 
 
-def tell_part(state: State) -> None:
+def tell_part(state: ReadableState) -> None:
     """Say it where the state is one rank's part: its tensors may be parts of larger ones."""
     if state.ranks > 1:
         click.echo(
@@ -94,7 +94,7 @@ def diff(one: str, other: str, token_file: Path | None, as_json: bool) -> None:
     raise SystemExit(1 if rows else 0)
 
 
-def differences(a: State, b: State) -> list[dict[str, Any]]:
+def differences(a: ReadableState, b: ReadableState) -> list[dict[str, Any]]:
     """One entry per tensor that is not bitwise equal in both: in the order of ``a``, then of ``b``."""
     found = []
     for name, span in a.tensors.items():
@@ -111,7 +111,9 @@ def differences(a: State, b: State) -> list[dict[str, Any]]:
     return found
 
 
-def _compare(a: State, mine: TensorSpan, b: State, theirs: TensorSpan) -> dict[str, Any] | None:
+def _compare(
+    a: ReadableState, mine: TensorSpan, b: ReadableState, theirs: TensorSpan
+) -> dict[str, Any] | None:
     """How two tensors of one shape differ, None where they are bitwise equal."""
     size = _PIECE_ELEMENTS * ELEMENT_BYTES[mine.dtype]
     different, largest, unlike = 0, 0.0, 0
@@ -145,7 +147,7 @@ def _compare(a: State, mine: TensorSpan, b: State, theirs: TensorSpan) -> dict[s
     return {**entry, "not_finite": unlike} if unlike else entry
 
 
-def _show(rows: list[dict[str, Any]], a: State, b: State) -> None:
+def _show(rows: list[dict[str, Any]], a: ReadableState, b: ReadableState) -> None:
     console = Console()
     if rows:
         table = Table("tensor", "elements that differ", "largest difference")

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from fabric.ckpt_server.format.digest import block_digest, file_digest
 from fabric.cli.states.inspect import tell_part, token_of
+from fabric.cli.states.merged_state import MergedState
 from fabric.cli.states.state_source import BlockState, open_manifested
-from fabric.cli.states.whole_state import WholeState
 from fabric.errors import ConfigError, IntegrityError, Unreachable
 
 _PIECE_BYTES = 4 << 20
@@ -53,7 +53,7 @@ def pull(url: str, output: Path, token_file: Path | None) -> None:
                 def progress(nbytes: int) -> None:
                     bar.advance(task, nbytes)
 
-                if isinstance(state, WholeState):
+                if isinstance(state, MergedState):
                     export_into(part, state, progress)
                 else:
                     fetch_into(part, state, progress)
@@ -94,7 +94,7 @@ def fetch_into(part: Path, state: BlockState, progress: Callable[[int], None] = 
     return fetched
 
 
-def export_into(part: Path, state: WholeState, progress: Callable[[int], None]) -> None:
+def export_into(part: Path, state: MergedState, progress: Callable[[int], None]) -> None:
     """Write ``part`` anew, the ranks' parts put together; each is verified as it is read. Raises FabricError
     or OSError."""
     with _open(part) as file:

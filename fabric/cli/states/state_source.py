@@ -32,7 +32,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     read_preamble,
 )
 from fabric.ckpt_server.format.tensor_slices import find_shards
-from fabric.cli.states.whole_state import WholeState
+from fabric.cli.states.merged_state import MergedState
 from fabric.cli.tls import current_tls
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
 from fabric.runtime.http.dial_errors import describe
@@ -44,7 +44,7 @@ _MAX_HEALTH_BYTES = 4 << 10
 _SNAPSHOTS = "/v1/snapshots/"
 
 
-class State(Protocol):
+class ReadableState(Protocol):
     """``name`` is what the user called it; ``tensors`` are in file order. ``rank`` of ``ranks`` has this part
     of it (0 of 1: it is all there)."""
 
@@ -64,7 +64,7 @@ class State(Protocol):
 
 
 @contextmanager
-def open_state(name: str, token: str) -> Iterator[State]:
+def open_state(name: str, token: str) -> Iterator[ReadableState]:
     """The state that ``name`` (a path or URLs) stands for. Raises FabricError."""
     with ExitStack() as stack:
         if _is_file(name):
@@ -73,7 +73,7 @@ def open_state(name: str, token: str) -> Iterator[State]:
             yield open_manifested(name, token, stack)
 
 
-def open_manifested(name: str, token: str, stack: ExitStack) -> "BlockState | WholeState":
+def open_manifested(name: str, token: str, stack: ExitStack) -> "BlockState | MergedState":
     """A state that comes with a manifest: a checkpoint server's, or a durable one, which ``stack`` closes. Of
     a state of several ranks the whole, where ``name`` names all of them. Raises FabricError."""
     parts: list[BlockState]
@@ -86,7 +86,7 @@ def open_manifested(name: str, token: str, stack: ExitStack) -> "BlockState | Wh
         found = _durable(url)
         ranks = [int(rank)] if mark else range(found.ranks)
         parts = [stack.enter_context(closing(DurableState(name, found, one))) for one in ranks]
-    return parts[0] if len(parts) == 1 else WholeState(name, parts)
+    return parts[0] if len(parts) == 1 else MergedState(name, parts)
 
 
 def _is_file(name: str) -> bool:
@@ -234,7 +234,7 @@ def _step(metadata: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class SnapshotAddress:
     """A checkpoint server and one of its steps (a number, or latest)."""
 
     server: Address
@@ -242,7 +242,7 @@ class Where:
     query: str
 
     @classmethod
-    def parse(cls, url: str) -> "Where":
+    def parse(cls, url: str) -> "SnapshotAddress":
         """From ``http://host:port``, with ``/v1/snapshots/STEP`` after it or without. Raises ConfigError."""
         parts = urlsplit(url)
         base, found, rest = parts.path.partition(_SNAPSHOTS)
@@ -258,7 +258,7 @@ class RemoteState(BlockState):
 
     def __init__(self, url: str, token: str) -> None:
         self.name = url
-        where = Where.parse(url)
+        where = SnapshotAddress.parse(url)
         self._tls = current_tls()
         self._connection = Connection(
             where.server, Access(TokenFile.of(token), _TIMEOUT_S, self._tls.client_context())

@@ -9,7 +9,7 @@ from fabric.cli.audit.journal import MAX_LINE_BYTES
 from fabric.cli.audit.summary import loss_per_unit
 
 
-class Follower:
+class JournalFollower:
     """Reads what was appended to one journal since the last look; ``counts`` has the number of whole
     lines of each of its processes, as evidence of its own against the journal."""
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RankPart:
     """``span`` of the file of ``state`` holds ``box`` of a tensor. ``again``: a rank before it has it too."""
 
     state: "BlockState"
@@ -49,7 +49,7 @@ class _Part:
         return np.frombuffer(data, np.uint8).reshape(sizes)
 
 
-class WholeState:
+class MergedState:
     """``parts`` are those of all ranks of one state. Raises StateError where they are not, or do not make one
     file. ``preamble`` is what that file begins with, ``manifest`` has the digest that the job knows it by."""
 
@@ -120,9 +120,9 @@ class WholeState:
                 raise self._unlike(f"rank {rank} describes another state than rank 0")
         return found[0]
 
-    def _find(self, tensor: str) -> tuple[str, tuple[int, ...], list[_Part]]:
+    def _find(self, tensor: str) -> tuple[str, tuple[int, ...], list[_RankPart]]:
         """The dtype and shape of the whole tensor, and who holds what of it."""
-        held: list[_Part] = []
+        held: list[_RankPart] = []
         wholes = set()
         for state in self._states:
             span = state.tensors.get(tensor)
@@ -133,7 +133,7 @@ class WholeState:
             more = span.shape[len(shard.shape) :]
             wholes.add((span.dtype, (*shard.shape, *more)))
             box = Box((*shard.offset, *(0 for _ in more)) or (0,), span.shape or (1,))
-            held.append(_Part(state, span, box, any(box == part.box for part in held)))
+            held.append(_RankPart(state, span, box, any(box == part.box for part in held)))
         (dtype, shape), *others = wholes
         covered = sum(part.box.elements for part in held if not part.again)
         if others or covered != math.prod(shape):

@@ -10,12 +10,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fabric.cli.demo.follow import ReplicaView
+from fabric.cli.demo.journal_follower import ReplicaView
 
 _STYLES = {"training": "green", "catching up": "yellow", "killed": "bold red", "finished": "dim"}
 
 
-class Show:
+class DemoProgress:
     """A context manager around the run; ``say`` adds a line, ``update`` redraws."""
 
     def __init__(self, console: Console, steps: int, views: Mapping[str, ReplicaView]) -> None:
@@ -24,7 +24,7 @@ class Show:
         self._told = 0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
-    def __enter__(self) -> "Show":
+    def __enter__(self) -> "DemoProgress":
         if self._live is not None:
             self._live.start()
         return self

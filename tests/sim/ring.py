@@ -297,7 +297,7 @@ class Ring:
         previous = links.names[links.position - 1]
         got, digest = chunk_headers.unpack(chunk.header)
         expected = self._header(running, running.received, sends=False)
-        if got.round.order < expected.round.order:
+        if got.spec.order < expected.spec.order:
             return True  # of an old round: recognised and dropped
         if got != expected:
             raise Violation(f"{self.trainer.name} is sent {got} where {expected} is due")

@@ -69,6 +69,7 @@ class Member:
     data_slot: int = -1
     blocking_join: bool = False
     ranks: tuple[RankAddress, ...] = ()
+    rack: str = ""  # what fails together with others' hosts, as the replica names it; empty: not named
 
     @property
     def addresses(self) -> tuple[RankAddress, ...]:

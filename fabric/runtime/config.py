@@ -51,6 +51,9 @@ class Settings:
     replica: str = ""
     replicas: str = "1"
     spare: bool = False
+    rack: str = (
+        ""  # the rack of this host: readers of one shard get distinct ones, see ``loader(redundancy=)``
+    )
     lighthouse: tuple[str, ...] = ()
     token_file: Path | None = None
     tls_cert: Path | None = None
@@ -221,7 +224,7 @@ def _checked(found: Settings) -> Settings:
             raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url}": give URLs such as http://host:port')
     found.tls.check()
     _check_ports(str(found.ports))
-    for name in ("job", "replica"):
+    for name in ("job", "replica", *(["rack"] if found.rack else [])):
         _check_name(name, getattr(found, name))
     for name in (
         "contact_s",

@@ -82,7 +82,7 @@ def test_shards_cut_a_step_as_the_verifier_has_it(shards, micro, step, size):
 
 
 def test_each_seat_reads_its_own_shard_and_those_of_the_layout_after_it():
-    loader = make_loader(list(range(30)), (12, 2, 0), list, 0, Options(redundancy=2), ("r0", 3))
+    loader = make_loader(list(range(30)), (12, 2, 0), list, 0, Options(redundancy=2), ("r0", 3, ""))
     assert loader.shards == [(0, 10), (10, 20)]
 
 

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from fabric.client.data.iterable_stream import Stream
-from fabric.errors import ConfigError
-from fabric.model import EVERYTHING, Sharing
+from fabric.errors import ConfigError, FabricError
+from fabric.model import EVERYTHING, Record, Sharing
 from fabric.protocol.rules.assignment import cut
 from fabric.protocol.rules.spare import best_offsets, has_distinct_differences, stack_of
 
@@ -131,11 +131,11 @@ class Options:
     """How the batch is shared out, as given to ``session.loader``.
 
     ``policy``: "constant" or "shrink". ``redundancy``: on how many replicas each part of the data can be
-    read; 0: on all. ``data_slot``: which part of them is this replica's (default: the number at the end of
-    its
-    id), where ``redundancy`` is given. ``on_poison``: "stop" or "skip". ``on_loss``: what follows when no
-    member can read a shard: "wait" for one, "shrink" (its part is skipped) or "stop" the job. ``scale_lr``:
-    under "shrink", the learning rate of a step times sqrt(present / all).
+    read; 0: on all. ``data_slot``: which part of them is this replica's, where ``redundancy`` is given
+    (default: the number at the end of its id; with ``FABRIC_RACK`` the lighthouse chooses one).
+    ``on_poison``: "stop" or "skip". ``on_loss``: what follows when no member can read a shard: "wait" for
+    one, "shrink" (its part is skipped) or "stop" the job. ``scale_lr``: under "shrink", the learning rate of
+    a step times sqrt(present / all).
     """
 
     policy: str = "constant"
@@ -270,11 +270,28 @@ class Loader:
 
     @property
     def shards(self) -> list[tuple[int, int]]:
-        """The index ranges [begin, end) that this replica must be able to read."""
+        """The index ranges [begin, end) that this replica must be able to read.
+
+        With ``FABRIC_RACK`` the lighthouse chooses them: they are known from the first step on. Raises
+        FabricError before that.
+        """
         if not self.plan.shards:
             return [(0, self.plan.dataset_size)]
+        if self.data_slot < 0:
+            raise FabricError(
+                "the shards of a replica with FABRIC_RACK are chosen when it joins: read `shards` inside the "
+                "loop over session.steps, or give session.loader a data_slot"
+            )
+        if self.data_slot >= self.plan.shards:
+            return []  # more members than shards: this one computes nothing
         stack = stack_of(self.data_slot, self.plan.shards, self.sharing.readers)
         return [self.plan.shard(number) for number in stack]
+
+    def sit(self, record: Record | None, replica: str) -> None:
+        """Read the shards of the data slot that ``record`` gives to ``replica``."""
+        member = record.member(replica) if record is not None else None
+        if member is not None and self.plan.shards:
+            self.data_slot = member.data_slot
 
     @property
     def layout(self) -> str:
@@ -331,12 +348,13 @@ def make_loader(
     collate_fn: Callable[[Sequence[Any]], Any] | None,
     num_workers: int,
     options: Options,
-    who: tuple[str, int],
+    who: tuple[str, int, str],
     part: Slice | None = None,
 ) -> Loader:
-    """``sizes`` are global batch, micro-batch and seed; ``who`` is the replica and how many the job starts
-    with; ``part`` is this rank's slice of a micro-batch. Raises ConfigError for what does not fit."""
-    replica, replicas = who
+    """``sizes`` are global batch, micro-batch and seed; ``who`` is the replica, how many the job starts with,
+    and the replica's rack; ``part`` is this rank's slice of a micro-batch. Raises ConfigError for what does
+    not fit."""
+    replica, replicas, rack = who
     # torch's own iterable data sets inherit an index that they do not have.
     indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, torch.utils.data.IterableDataset)
     streams = not indexed and hasattr(dataset, "__iter__")
@@ -344,7 +362,9 @@ def make_loader(
         raise ConfigError("redundancy is for data sets with len() and an index, not for iterable ones")
     shards = replicas if options.redundancy else 0
     plan = Plan(0 if streams else len(dataset), *sizes, shards=shards, is_stream=streams)
-    data_slot = data_slot_of(replica, replicas, options.data_slot) if options.redundancy else -1
+    data_slot = -1
+    if options.redundancy and (options.data_slot is not None or not rack):
+        data_slot = data_slot_of(replica, replicas, options.data_slot)
     sharing = options.sharing(replicas)
     return Loader(
         dataset, plan, collate_fn or collate, num_workers, sharing, data_slot, options.scale_lr, part

@@ -73,11 +73,9 @@ class Session(CatchingUp):
     ) -> None:
         self.settings = settings
         self._place = place
-        self._state = describer
-        self._gradients = gradients
+        self._state, self._gradients = describer, gradients
         self._watch = watch
-        self._snapshots = parts.snapshots
-        self._parts = parts
+        self._parts, self._snapshots = parts, parts.snapshots
         self._engine = make_engine(parts, place)
         if isinstance(self._engine, RankEngine):
             before_showing(self._engine.await_explanation)
@@ -148,9 +146,10 @@ class Session(CatchingUp):
         it, as tensor and pipeline parallel ranks need. ``options`` are the fields of
         ``fabric.client.data.loader.Options``. Raises ConfigError for what does not fit.
         """
-        sizes, who = (global_batch_size, micro_batch_size, seed), (self.settings.replica, self._replicas)
-        part = Slice.of(mesh)
-        return make_loader(dataset, sizes, collate_fn, num_workers, parse_options(options), who, part)
+        sizes = (global_batch_size, micro_batch_size, seed)
+        who = (self.settings.replica, self._replicas, self.settings.rack)
+        chosen = parse_options(options)
+        return make_loader(dataset, sizes, collate_fn, num_workers, chosen, who, Slice.of(mesh))
 
     def sampler(
         self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
@@ -185,6 +184,7 @@ class Session(CatchingUp):
                     self._too_late(order)
                 return
             self._first_order = order
+            data.sit(self._engine.current, self.settings.replica)
             step.number = self._state_step
             yield step
             if not step.done:

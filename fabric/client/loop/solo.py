@@ -94,7 +94,7 @@ class SoloSession:
         **options: Any,
     ) -> Loader:
         """As Session.loader; nobody is ever absent, so all of it is computed, whatever the policy."""
-        sizes, who = (global_batch_size, micro_batch_size, seed), ("replica0", self._replicas)
+        sizes, who = (global_batch_size, micro_batch_size, seed), ("replica0", self._replicas, "")
         return make_loader(
             dataset, sizes, collate_fn, num_workers, parse_options(options), who, Slice.of(mesh)
         )

@@ -137,6 +137,7 @@ def _identity(
         storage_unread=durable is None,
         sharing=work.sharing,
         data_slot=work.data_slot,
+        rack=settings.rack,
         tensors=work.tensors,
         plane=work.plane,
         spare=settings.spare,

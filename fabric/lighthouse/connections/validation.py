@@ -152,6 +152,7 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
     for name in ("digest", "layout", "roster", "plane"):
         _check_length(name, getattr(session, name), MAX_DIGEST)
     _check_length("secret", session.secret, MAX_SECRET)
+    _check_length("rack", session.rack, MAX_NAME)
     if len(session.predecessors) > MAX_NAMES:
         raise ProtocolError(f"Session.predecessors must be a list of at most {MAX_NAMES}")
     if not 0 <= session.autonomy_s <= _MAX_BUDGET_S:  # an older version says none

@@ -222,7 +222,7 @@ class LeaderBase:
                 epoch=epoch,
                 forced=epoch if forced else record.forced,
                 nonce=self._nonce(),
-                roster=seated(proven, self.data_slots),
+                roster=seated(proven, self.data_slots, record.sharing),
                 reason=why[:MAX_REASON_CHARACTERS],
                 incident_id=incident_id or incident_id_of(epoch),
                 poison=self._known_poison(record) if forced else record.poison,

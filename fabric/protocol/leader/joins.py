@@ -336,6 +336,8 @@ class Joins(Failures):
         told = self._newest_of_another_store() if record is None else (record.generation, record.epoch)
         self.steps_lost = None if self.highest_step is None else max(0, self.highest_step - base.step)
         epoch = told[1] + 1
+        sharing = peers[0].session.sharing
+        starting = [replace(as_member(p.session), since=epoch) for p in peers]
         # Above the base's too: a durable checkpoint may be of a job whose record is gone.
         generation = max(told[0], base.generation) + 1
         self._write(
@@ -346,11 +348,11 @@ class Joins(Failures):
                 epoch=epoch,
                 forced=epoch,
                 nonce=self._nonce(),
-                roster=seated([replace(as_member(p.session), since=epoch) for p in peers], self.data_slots),
+                roster=seated(starting, self.data_slots, sharing),
                 base=base,
                 reason=self._start_reason(record, base, passed),
                 incident_id=incident_id_of(epoch),
-                sharing=peers[0].session.sharing,
+                sharing=sharing,
                 poison=self._known_poison(record) if record is not None else (),
                 min_replicas=self.overrides.min_replicas,
             )

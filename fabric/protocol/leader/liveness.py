@@ -497,4 +497,5 @@ def as_member(session: OpenSession) -> Member:
         layout=session.layout,
         data_slot=session.data_slot,
         ranks=session.ranks,
+        rack=session.rack,
     )

@@ -183,6 +183,7 @@ class MemberCore(Ending):
                     finished=self.contact.finished,
                     sharing=me.sharing,
                     data_slot=me.data_slot,
+                    rack=me.rack,
                     ranks=me.ranks,
                     spare=me.spare,
                     secret=me.secret,

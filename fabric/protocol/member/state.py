@@ -60,6 +60,7 @@ class MemberIdentity:
     spare: bool = False
     ended: JobEnd | None = None
     secret: str = ""
+    rack: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,6 +251,7 @@ class OpenSession:
     secret: str = ""
     autonomy_s: float = 0.0
     ended: JobEnd | None = None
+    rack: str = ""  # where its host stands, see ``Member.rack``
 
 
 @dataclass(frozen=True, slots=True)

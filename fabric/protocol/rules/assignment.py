@@ -22,7 +22,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from fabric.model import EVERYTHING, Member, Sharing
+from fabric.protocol.rules.placement import place
 from fabric.protocol.rules.spare import hosts_of, settle
+
+_MOST = 1 << 53  # above every number of a data slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +191,32 @@ def _by_data_slot(
     return {replica: tuple(ids) for replica, ids in given.items()}
 
 
-def seated(roster: Sequence[Member], remembered: Mapping[str, int]) -> tuple[Member, ...]:
-    """``roster`` with a data slot for everybody: the one it asks for, else the one it had, else the lowest
-    free.
+def seated(
+    roster: Sequence[Member], remembered: Mapping[str, int], sharing: Sharing = EVERYTHING
+) -> tuple[Member, ...]:
+    """``roster`` with a data slot for everybody: the one it asks for, else the one it had, else a free one.
 
-    No two members share a data slot: of two that ask for one, the earlier in roster order gets it.
+    No two members share a data slot: of two that ask for one, the earlier in roster order gets it. The free
+    one is the lowest, or in a job whose replicas name their racks the one that `rules.placement` chooses. In
+    such a job a data slot that has no shard does not last: its member gets the next one that is free.
     """
+    by_rack = sharing.readers > 0 and any(m.rack for m in roster)
+    end = sharing.data_slots if by_rack else _MOST
     data_slots: dict[str, int] = {}
     taken: set[int] = set()
     for wishes in ({m.replica: m.data_slot for m in roster}, remembered):
         for member in roster:
             data_slot = wishes.get(member.replica, -1)
-            if member.replica not in data_slots and data_slot >= 0 and data_slot not in taken:
+            if member.replica not in data_slots and 0 <= data_slot < end and data_slot not in taken:
                 data_slots[member.replica] = data_slot
                 taken.add(data_slot)
-    free = (data_slot for data_slot in count() if data_slot not in taken)
-    found = ((m, data_slots[m.replica] if m.replica in data_slots else next(free)) for m in roster)
-    return tuple(m if m.data_slot == data_slot else replace(m, data_slot=data_slot) for m, data_slot in found)
+    others = [m for m in roster if m.replica not in data_slots]
+    free: Iterable[int] = (data_slot for data_slot in count() if data_slot not in taken)
+    if by_rack and others:
+        racks = {data_slots[m.replica]: m.rack for m in roster if m.replica in data_slots}
+        free = place(racks, [m.rack for m in others], sharing.data_slots, sharing.readers)
+    data_slots.update(zip((m.replica for m in others), free, strict=False))
+    return tuple(
+        m if m.data_slot == data_slots[m.replica] else replace(m, data_slot=data_slots[m.replica])
+        for m in roster
+    )

@@ -1,0 +1,121 @@
+"""Which data slot each replica gets, by its rack: the loss of one rack then leaves every shard a reader.
+
+SPARe's layout (`rules.spare`) says on which data slots each shard (type) is read. Where replicas name their
+racks, the leader chooses data slots so that, in this order of importance,
+
+1. as few shards as possible have no reader,
+2. as few as possible have all their readers in one rack,
+3. as few as possible have two readers in one rack.
+
+The search exchanges two data slots at a time while that helps, from several beginnings. The tests compare it
+with all arrangements of small jobs; in large ones its effort is bounded. The result depends on the arguments
+alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import gcd
+
+from fabric.protocol.rules.spare import hosts_of, stack_of
+
+# What one shard adds to the cost, by how it is read. Pairs of readers in one rack only guide the search.
+_NO_READER, _ONE_RACK, _SHARED_RACK, _PAIR = 1 << 90, 1 << 60, 1 << 30, 1
+# How many readers one search looks at, all beginnings together: less than a second.
+_EFFORT = 30_000
+_BEGINNINGS = 48
+
+# The rack of a replica on a data slot, "" where it names none, or None where nobody sits.
+_Label = str | None
+
+
+def place(racks: Mapping[int, str], newcomers: Sequence[str], data_slots: int, readers: int) -> list[int]:
+    """The data slot of each newcomer, of which ``newcomers`` has the rack ("" where it names none).
+
+    ``racks``: the racks of those that sit already, by data slot. ``data_slots`` and ``readers`` as in
+    ``Sharing``. A newcomer that finds no free data slot gets the next number above all.
+    """
+    free = [slot for slot in range(data_slots) if slot not in racks]
+    coming = newcomers[: len(free)]
+    labels: list[_Label] = [*sorted(coming), *[None] * (len(free) - len(coming))]
+    chosen = _search(racks, free, labels, data_slots, min(readers, data_slots))
+    of_rack: dict[_Label, list[int]] = {}
+    for slot, label in zip(free, chosen, strict=True):
+        of_rack.setdefault(label, []).append(slot)
+    above = max([data_slots - 1, *racks]) + 1
+    more = range(above, above + len(newcomers) - len(coming))
+    return [of_rack[rack].pop(0) for rack in coming] + list(more)
+
+
+def _search(
+    racks: Mapping[int, str], free: Sequence[int], labels: list[_Label], data_slots: int, readers: int
+) -> list[_Label]:
+    """``labels`` in the best order for the ``free`` data slots that was found."""
+    best, least, left = labels, -1, _EFFORT // readers
+    strides = [n for n in range(1, len(labels) + 1) if gcd(n, len(labels)) == 1]
+    # A stride of about the number of racks puts neighbours into different ones: from there it is not far.
+    strides.sort(key=lambda n: (abs(n * len(set(labels)) - len(labels)), n))
+    beginnings = [(shift, stride) for shift in range(len(labels)) for stride in strides[:_BEGINNINGS]]
+    for shift, stride in beginnings[: _BEGINNINGS if readers > 1 else 0]:
+        order = [labels[(shift + i * stride) % len(labels)] for i in range(len(labels))]
+        arrangement = _Arrangement({**racks, **dict(zip(free, order, strict=True))}, data_slots, readers)
+        left = arrangement.improve(free, left)
+        if least < 0 or arrangement.cost < least:
+            best, least = [arrangement.labels[slot] for slot in free], arrangement.cost
+        if least == 0 or left <= 0:
+            break
+    return best
+
+
+class _Arrangement:
+    """The label of every data slot, and what every shard costs with them."""
+
+    def __init__(self, labels: dict[int, _Label], data_slots: int, readers: int) -> None:
+        self.labels = labels
+        self._hosts = [hosts_of(shard, data_slots, readers) for shard in range(data_slots)]
+        self._stacks = [stack_of(slot, data_slots, readers) for slot in range(data_slots)]
+        self._costs = [self._cost_of(shard) for shard in range(data_slots)]
+
+    @property
+    def cost(self) -> int:
+        """Of all shards."""
+        return sum(self._costs)
+
+    def _cost_of(self, shard: int) -> int:
+        present = [label for slot in self._hosts[shard] if (label := self.labels.get(slot)) is not None]
+        if not present:
+            return _NO_READER
+        named = [label for label in present if label]
+        racks = set(named)
+        cost = _ONE_RACK if len(racks) == 1 and len(named) == len(present) else 0
+        if len(racks) < len(named):
+            cost += _SHARED_RACK + _PAIR * (len(named) - len(racks))
+        return cost
+
+    def improve(self, free: Sequence[int], left: int) -> int:
+        """Exchange the labels of two of the ``free`` data slots while that lowers the cost: how many of
+        ``left`` exchanges remain."""
+        better = True
+        while better and left > 0:
+            better = False
+            for one in free:
+                if not any(self._costs[shard] for shard in self._stacks[one]):
+                    continue
+                for other in free:
+                    if self.labels[one] == self.labels[other]:
+                        continue
+                    left -= 1
+                    better = self._exchange(one, other) or better
+                if left <= 0:
+                    break
+        return left
+
+    def _exchange(self, one: int, other: int) -> bool:
+        """Exchange the labels of two data slots where that lowers the cost."""
+        labels, costs = self.labels, self._costs
+        labels[one], labels[other] = labels[other], labels[one]
+        after = {shard: self._cost_of(shard) for shard in (*self._stacks[one], *self._stacks[other])}
+        if sum(after.values()) >= sum(costs[shard] for shard in after):
+            labels[one], labels[other] = labels[other], labels[one]
+            return False
+        for shard, cost in after.items():
+            costs[shard] = cost
+        return True

@@ -163,8 +163,7 @@ class Liveness:
 
     @property
     def overload_grace_until(self) -> float:
-        """Until then nobody is dead for absence: who was made to wait has had its turn, and time to use
-        it."""
+        """Until then no absence is a death: each one made to wait has had its turn, and time to use it."""
         return min(self.overloaded_until, self.elected + self.config.overload_s) + self.config.grace_s
 
     @property

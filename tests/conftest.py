@@ -11,6 +11,10 @@ settings.register_profile("here", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("here")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-scenarios", action="store_true", help="write the golden scenarios again")
+
+
 @pytest.fixture(scope="session")
 def etcd_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of one real etcd, shared by the whole session: use keys of your own."""

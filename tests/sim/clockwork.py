@@ -24,6 +24,8 @@ class Clockwork:
         self.counts: Counter[str] = Counter()
         self.tracing = tracing
         self.lines: list[str] = []
+        # Called for each event and effect: the time, the process, "<" or ">", and the value.
+        self.observe: Callable[[float, str, str, object], None] | None = None
         self._queue: list[tuple[float, int, Action]] = []
         self._number = 0
 
@@ -51,6 +53,18 @@ class Clockwork:
     def trace(self, who: str, what: object) -> None:
         if self.tracing:
             self.lines.append(f"{self.now:9.4f} {who:<8} {what}")
+
+    def show(self, who: str, sign: str, value: object, prefix: str = "") -> None:
+        """An event (``<``) or effect (``>``) of a core, for the trace and the observer."""
+        if self.tracing:
+            self.trace(who, f"{prefix}{sign} {value}")
+        if self.observe is not None:
+            self.observe(self.now, who, sign, value)
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody wants to see events and effects."""
+        return self.tracing or self.observe is not None
 
     @property
     def pending(self) -> int:

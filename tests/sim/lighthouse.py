@@ -111,8 +111,8 @@ class Lighthouse(Process):
         try:
             while self._inbox and self.core is not None:
                 event = self._inbox.pop(0)
-                if self.clockwork.tracing and not isinstance(event, io.TrainerStatusSeen | io.LeaderTick):
-                    self.clockwork.trace(self.name, f"< {event}")
+                if not isinstance(event, io.TrainerStatusSeen | io.LeaderTick):
+                    self.clockwork.show(self.name, "<", event)
                 for effect in self.core.handle(event, self.clock()):
                     if self.core is not None:
                         self._perform(effect)
@@ -150,8 +150,7 @@ class Lighthouse(Process):
         elif isinstance(effect, io.StepDown):
             self._step_down(effect.reason)
         else:
-            if self.clockwork.tracing:
-                self.clockwork.trace(self.name, f"> {effect}")
+            self.clockwork.show(self.name, ">", effect)
             self.world.told(effect)
             self._happened(effect.kind)
 
@@ -180,8 +179,8 @@ class Lighthouse(Process):
         connection = self._connection_to(effect.replica, effect.incarnation)
         if connection is None:
             return
-        if self.clockwork.tracing and not isinstance(effect.message, m.HeartbeatAck):
-            self.clockwork.trace(self.name, f"> {effect.replica} {effect.message}")
+        if not isinstance(effect.message, m.HeartbeatAck):
+            self.clockwork.show(self.name, ">", effect)
         connection.send(1, encode(effect.message))
         if isinstance(effect.message, m.Rejected) and not effect.message.retry:
             connection.close(1, "refused")

@@ -176,8 +176,7 @@ class Store:
         for path in self.checks.paths(self.record, record):
             self.clockwork.counts[path] += 1
         self.stored = wire.encode_record(record)
-        if self.clockwork.tracing:
-            self.clockwork.trace("store", f"{record.epoch} {record}")
+        self.clockwork.show("store", ">", record)
         return "ok"
 
     def _leads(self, revision: int) -> bool:

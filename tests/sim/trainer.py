@@ -125,7 +125,7 @@ class Trainer(Process):
         try:
             while self._inbox and self.alive:
                 event = self._inbox.pop(0)
-                if self.clockwork.tracing and not isinstance(event, io.Tick):
+                if self.clockwork.watched and not isinstance(event, io.Tick):
                     self._trace_event(event)
                 if isinstance(event, io.FromPeer) and isinstance(event.message, m.CommitVote):
                     self.world.checks.heard_vote(self, event.replica, event.message)
@@ -139,7 +139,7 @@ class Trainer(Process):
     def _trace_event(self, event: io.Event) -> None:
         if not (isinstance(event, io.FromLeader) and isinstance(event.message, m.HeartbeatAck)):
             core = self.core
-            self.clockwork.trace(self.name, f"[{core.phase} {core.state.step}] < {event}")
+            self.clockwork.show(self.name, "<", event, f"[{core.phase} {core.state.step}] ")
 
     def _arm(self) -> None:
         deadline = self.core.next_deadline() if self.alive else None
@@ -155,8 +155,8 @@ class Trainer(Process):
         self.after(self.seconds_until(deadline) + 1e-6, fire)
 
     def _perform(self, effect: io.Effect) -> None:
-        if self.clockwork.tracing and not is_beat(effect):
-            self.clockwork.trace(self.name, f"> {effect}")
+        if self.clockwork.watched and not is_beat(effect):
+            self.clockwork.show(self.name, ">", effect)
         if isinstance(effect, ORDERS):
             self.main.order(effect)
         else:

@@ -1,4 +1,4 @@
-"""The golden scenarios: what the cores say and do, as text. ``pytest --rewrite-scenarios`` writes it again."""
+"""The golden scenarios: what the cores say and do, as text. ``--rewrite-scenarios`` writes it again."""
 
 from pathlib import Path
 

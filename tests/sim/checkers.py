@@ -319,7 +319,7 @@ class Checks:
         who = trainer.name
         self.promises[who] = max(self.promises.get(who, 0), report.fence.epoch)
         held = self.holds.get(who)
-        if held == (report.round_epoch, report.round_step) and report.step == held[1] and not report.holds:
+        if held == (report.round_epoch, report.round_step) and report.step == held[1] and not report.prepared:
             raise Violation(f"{who} said that it holds round {held}, and reports that it does not")
 
     def released(self, trainer: "Trainer") -> None:

@@ -1,9 +1,9 @@
 """Scripted worlds: commands in, a readable account of what every core heard and ordered out.
 
-A scenario is a text file of blocks. A block is one or more commands, a line ``----``, and the account of what
-follows from them. ``#`` begins a comment. The first block sets the world up. The world is the simulator's: the
-shipping cores, codec and ring schedule in virtual time, with a fixed seed. So an account repeats exactly, and a
-change of the protocol shows as a difference of text.
+A scenario is a text file of blocks. A block is one or more commands, a line ``----``, and the account of
+what follows from them. ``#`` begins a comment. The first block sets the world up. The world is the
+simulator's: the shipping cores, codec and ring schedule in virtual time, with a fixed seed. So an account
+repeats exactly, and a change of the protocol shows as a difference of text.
 """
 
 import dataclasses
@@ -27,7 +27,18 @@ _HIDDEN = frozenset(
     (
         *("fence", "digest", "gradient_digest", "state_digest", "committed_digest", "roster_digest", "nonce"),
         *("layout", "link", "ckpt", "tensors", "plane", "secret", "times", "metrics", "entries", "data"),
-        *("snapshots", "state", "sources", "before", "after", "unix_s", "store_id", "changes", "roster", "ready"),
+        *(
+            "snapshots",
+            "state",
+            "sources",
+            "before",
+            "after",
+            "unix_s",
+            "store_id",
+            "changes",
+            "roster",
+            "ready",
+        ),
         *("micro_batches", "exchange_s", "autonomy_s", "user_code_s", "predecessors_gone", "weight"),
     )
 )
@@ -105,7 +116,9 @@ class Scenario:
         for command in commands:
             verb, *words = command.split()
             self._commands[verb](*words)
-        return "".join(f"{at:7.3f}  {who:<6} {what}\n" for at, who, what in _folded(self._lines)) or "nothing\n"
+        return (
+            "".join(f"{at:7.3f}  {who:<6} {what}\n" for at, who, what in _folded(self._lines)) or "nothing\n"
+        )
 
     @property
     def _world(self) -> ScriptedWorld:
@@ -208,9 +221,7 @@ class Scenario:
         if isinstance(value, _UNTOLD) or type(value).__name__ in ("Tick", "LeaderTick"):
             return
         process = who.partition(".")[0]
-        if isinstance(value, member_events.SendPeer):
-            text = f"to {value.replica}: {told(value.message)}"
-        elif isinstance(value, leader_events.SendMember):
+        if isinstance(value, member_events.SendPeer | leader_events.SendMember):
             text = f"to {value.replica}: {told(value.message)}"
         elif isinstance(value, member_events.SendLeader):
             text = f"to the lighthouse: {told(value.message)}"
@@ -226,13 +237,14 @@ class Scenario:
 def told(value: object) -> str:
     """A value in few words: its type and the fields that differ from their defaults."""
     if isinstance(value, Record):
-        members = " ".join(x.replica + ("+" if x.joining else "") + ("-" if x.leaving else "") for x in value.roster)
+        members = " ".join(
+            x.replica + ("+" if x.joining else "") + ("-" if x.leaving else "") for x in value.roster
+        )
         kind = "complete" if value.complete else "forced" if value.is_forced else "planned"
         return f"epoch {value.epoch} ({kind}: {members}; {value.reason})"
     if isinstance(value, m.Resume):
         table = ", ".join(f"{a.replica} {told(a.micro_batches)}" for a in value.table)
-        held = " and what they hold is committed" if value.commit_digest else ""
-        return f"Resume at step {value.step}{held} [{table}] ({value.reason})"
+        return f"Resume at step {value.step} [{table}] ({value.reason})"
     if isinstance(value, member_events.LinkUp | member_events.Switch):
         return f"{type(value).__name__} epoch={value.record.epoch}"
     if isinstance(value, m.RosterDelta):

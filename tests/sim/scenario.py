@@ -70,6 +70,7 @@ class ScriptedWorld(World):
     def __init__(self, replicas: int, lighthouses: int, least: int) -> None:
         self._size = replicas, lighthouses, least
         super().__init__(SEED, faultless=True)
+        self.store.mishaps = 0.0  # no write gets lost
 
     def choose(self) -> Settings:
         replicas, lighthouses, least = self._size
@@ -93,6 +94,7 @@ class Scenario:
     def __init__(self) -> None:
         self.world: ScriptedWorld | None = None
         self._lines: list[tuple[float, str, str]] = []
+        self._cut: set[str] = set()
         self._away: set[str] = set()  # hosts whose trainer is dead, stopped or cut off, or was drained
         self._commands: dict[str, Callable[..., None]] = {
             "world": self._make,
@@ -104,7 +106,7 @@ class Scenario:
             "stop": self._stop,
             "continue": self._continue,
             "block": self._block,
-            "heal": lambda: self._world.network.heal(),
+            "heal": self._heal,
             "operator": self._operate,
             "corrupt": self._corrupt,
             "finish": self._finish,
@@ -186,9 +188,15 @@ class Scenario:
         """In both directions; ``lighthouses`` stands for all of them."""
         world = self._world
         self._away.add(name)
+        self._cut.add(name)
         for end in list(world.lighthouses) if other == "lighthouses" else [other]:
             world.network.block(name, end)
             world.network.block(end, name)
+
+    def _heal(self) -> None:
+        self._world.network.heal()
+        self._away -= self._cut
+        self._cut.clear()
 
     def _corrupt(self, what: str, name: str) -> None:
         trainer = self._world.hosts[name].trainer

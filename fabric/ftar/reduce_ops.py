@@ -158,17 +158,18 @@ def mean(weight: float) -> Reduction:
 
 
 def check_tensors(
-    tensors: tuple[torch.Tensor, torch.Tensor],
+    source: torch.Tensor,
+    result: torch.Tensor,
     reduction: Reduction,
     retain_gradients: bool,
     is_here: Callable[[torch.Tensor], bool],
     where: str,
 ) -> None:
-    """Raise ConfigError if ``tensors``, the gradient and the result, cannot be reduced.
+    """Raise ConfigError if the gradient ``source`` cannot be reduced into ``result``.
 
     ``is_here`` says whether a tensor's memory is of the plane's kind, which ``where`` names.
     """
-    for tensor in tensors:
+    for tensor in (source, result):
         if tensor.dtype not in DTYPE_CODES:
             raise ConfigError(
                 f"a tensor of {tensor.dtype} cannot be reduced: use one of "
@@ -179,7 +180,6 @@ def check_tensors(
                 f"this data plane reduces flat contiguous tensors {where}, not shape "
                 f"{tuple(tensor.shape)} on {tensor.device}: copy it into one first"
             )
-    source, result = tensors
     reduction.check(source.dtype)
     if result.dtype != source.dtype or result.numel() != source.numel():
         raise ConfigError(

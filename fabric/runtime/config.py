@@ -1,6 +1,6 @@
-"""Settings of a trainer: arguments, else environment, else defaults. The only reader of the environment.
+"""Settings of a trainer: arguments, else environment, else defaults. No other module reads the environment.
 
-Every field is one knob with a unit in its name. Cross-field checks raise ConfigError with a sentence.
+A number has its unit in its name. A value that cannot be used raises ConfigError with one sentence.
 """
 
 import math
@@ -26,65 +26,44 @@ _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``job``, ``replica``: who I am. ``replicas``: "3" starts with 3 and goes on with 1, "2:8" needs 2 and
-    takes 8; ``spare``: stand by with the state, and take part where a member is missing.
-    ``lighthouse``: base URLs. ``bind``, ``advertise``, ``ports``: where peers reach me.
-    ``tls_cert``, ``tls_key``, ``tls_ca``: see ``runtime.http.tls``. ``run_dir``: this replica's sockets,
-    logs and lock on this host. ``journal``: one JSON line per event. ``contact_s``: how long to look for a
-    lighthouse at the start. ``exchange_s``: the time budget of a round once everybody is in it, from
-    which every deadline inside the exchange follows; ``user_code_s``: how long the others wait for a
-    member in user code. ``autonomy_s``: how long to step without any lighthouse. ``data_plane``: "auto"
-    (members on one host share memory), "tcp" or "nccl". ``digest_every``: steps between digests of the
-    state.
-    ``snapshot_share``: part of the step time that snapshots may cost, but none is older than
-    ``snapshot_max_age_s``; ``snapshot_every``: a snapshot every so many steps instead (0: no).
-    ``reproducible``: whether equal gradients give bitwise equal states; off, digests and replay are, and
-    newcomers get their state while the others wait. ``on_nan``: what becomes of a step whose averaged
-    gradient is not finite: "pass" it on, "stop" the job, or "skip" its update. ``log``: how this replica and
-    its checkpoint server log, as "text" or as "json", a line each. ``disable``: plain training, no services.
-    ``durable_required``: refuse to start, and to write, where it holds no checkpoint of the job.
-    ``durable``: folder or fsspec URL of durable checkpoints, empty for none; one is written every
-    ``durable_every`` steps, or every ``durable_every_s`` seconds where that is 0, and ``durable_keep`` of
-    them are kept."""
+    """The settings of one trainer; a field ``name`` is also the variable ``FABRIC_NAME``."""
 
-    job: str = "job"
-    replica: str = ""
-    replicas: str = "1"
-    spare: bool = False
-    rack: str = (
-        ""  # the rack of this host: readers of one shard get distinct ones, see ``loader(redundancy=)``
-    )
-    lighthouse: tuple[str, ...] = ()
-    token_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_ca: Path | None = None
-    bind: str = "127.0.0.1"
-    advertise: str = ""
-    ports: str = "0"
-    run_dir: Path | None = None
-    journal: Path | None = None
-    disable: bool = False
-    reproducible: bool = True
-    on_nan: str = "pass"
-    contact_s: float = 60.0
-    exchange_s: float = 60.0
-    user_code_s: float = 1800.0
-    autonomy_s: float = 1800.0
-    data_plane: str = "auto"
-    digest_every: int = 10
-    snapshot_share: float = 0.02
-    snapshot_max_age_s: float = 600.0
-    snapshot_every: int = 0
-    retain_gradients: bool = True
-    orphan_s: float = 600.0
-    log: str = "text"
-    durable: str = ""
-    durable_every_s: float = 600.0
-    durable_every: int = 0
-    durable_keep: int = 3
-    durable_required: bool = False
-    points: str = ""
+    job: str = "job"  # name of the training run
+    replica: str = ""  # name of this replica within the job
+    replicas: str = "1"  # "3": start with 3, go on with 1 or more; "2:8": start with 8, need 2
+    spare: bool = False  # hold the state, and contribute only while a member is missing
+    rack: str = ""  # rack of this host: racks share the readers of a shard, see ``loader(redundancy=)``
+    lighthouse: tuple[str, ...] = ()  # base URLs of all lighthouses
+    token_file: Path | None = None  # file with the job's token
+    tls_cert: Path | None = None  # certificate of this process; all three TLS files, or none
+    tls_key: Path | None = None  # key of that certificate
+    tls_ca: Path | None = None  # authority that issues the job's certificates
+    bind: str = "127.0.0.1"  # address to listen on
+    advertise: str = ""  # host name or address that peers dial; empty for the bound one
+    ports: str = "0"  # port, range such as 29500-29510, or 0 for any
+    run_dir: Path | None = None  # folder of this replica's sockets, logs and lock on this host
+    journal: Path | None = None  # file that gets one JSON line per event
+    disable: bool = False  # plain training, without any service
+    reproducible: bool = True  # equal gradients give bitwise equal states; off: no digests, no replay
+    on_nan: str = "pass"  # average that is not finite: "pass" it on, "stop" the job, or "skip" the update
+    contact_s: float = 60.0  # time to find a lighthouse at the start
+    exchange_s: float = 60.0  # time budget of a round once all are in it; its other deadlines follow
+    user_code_s: float = 1800.0  # how long the others wait for a member in user code
+    autonomy_s: float = 1800.0  # how long to step without any lighthouse
+    data_plane: str = "auto"  # "auto" (members on one host share memory), "tcp" or "nccl"
+    digest_every: int = 10  # steps from one digest of the state to the next
+    snapshot_share: float = 0.02  # share of the step time that snapshots may cost
+    snapshot_max_age_s: float = 600.0  # the newest snapshot is never older
+    snapshot_every: int = 0  # steps from one snapshot to the next; 0 for the two rules above
+    retain_gradients: bool = True  # keep the local gradient, so that an aborted round is retried with it
+    orphan_s: float = 600.0  # how long the checkpoint server lives without a trainer
+    log: str = "text"  # form of the logs here and in the checkpoint server: "text" or "json" lines
+    durable: str = ""  # folder or fsspec URL of durable checkpoints; empty for none
+    durable_every_s: float = 600.0  # seconds from one durable checkpoint to the next
+    durable_every: int = 0  # steps from one durable checkpoint to the next; 0 to count seconds
+    durable_keep: int = 3  # how many durable checkpoints are kept
+    durable_required: bool = False  # refuse to start, and to write, where none of the job is there
+    points: str = ""  # armed failpoints (FABRIC_TEST_POINTS), for tests
 
     @property
     def home(self) -> Path:
@@ -200,32 +179,32 @@ def _yes_or_no(name: str, text: str) -> bool:
     return _WORDS[word]
 
 
-def _anchored(found: Settings) -> Settings:
+def _anchored(chosen: Settings) -> Settings:
     # The process that writes durable checkpoints has another working folder than the trainer that reads them.
-    if not found.durable or "://" in found.durable or found.durable.startswith("~"):
-        return found
-    return replace(found, durable=str(Path(found.durable).absolute()))
+    if not chosen.durable or "://" in chosen.durable or chosen.durable.startswith("~"):
+        return chosen
+    return replace(chosen, durable=str(Path(chosen.durable).absolute()))
 
 
-def _checked(found: Settings) -> Settings:
-    parse_replicas(found.replicas)
-    if found.on_nan not in ("pass", "stop", "skip"):
-        raise ConfigError(f'FABRIC_ON_NAN is "{found.on_nan}": it must be "pass", "stop" or "skip"')
-    if found.log not in FORMATS:
-        raise ConfigError(f'FABRIC_LOG is "{found.log}": it must be "text" or "json"')
-    if found.disable:
-        return found
-    if not found.lighthouse:
+def _checked(chosen: Settings) -> Settings:
+    parse_replicas(chosen.replicas)
+    if chosen.on_nan not in ("pass", "stop", "skip"):
+        raise ConfigError(f'FABRIC_ON_NAN is "{chosen.on_nan}": it must be "pass", "stop" or "skip"')
+    if chosen.log not in FORMATS:
+        raise ConfigError(f'FABRIC_LOG is "{chosen.log}": it must be "text" or "json"')
+    if chosen.disable:
+        return chosen
+    if not chosen.lighthouse:
         raise ConfigError(
             "no lighthouse is named: set FABRIC_LIGHTHOUSE=http://host:port (or FABRIC_DISABLE=1)"
         )
-    for url in found.lighthouse:
+    for url in chosen.lighthouse:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url}": give URLs such as http://host:port')
-    found.tls.check()
-    _check_ports(str(found.ports))
-    for name in ("job", "replica", *(["rack"] if found.rack else [])):
-        _check_name(name, getattr(found, name))
+    chosen.tls.check()
+    _check_ports(str(chosen.ports))
+    for name in ("job", "replica", *(["rack"] if chosen.rack else [])):
+        _check_name(name, getattr(chosen, name))
     for name in (
         "contact_s",
         "exchange_s",
@@ -240,15 +219,15 @@ def _checked(found: Settings) -> Settings:
         "durable_every",
         "durable_keep",
     ):
-        value, least = getattr(found, name), 1 if name == "durable_keep" else 0
+        value, least = getattr(chosen, name), 1 if name == "durable_keep" else 0
         if not (math.isfinite(value) and value >= least):
             raise ConfigError(f"{_variable(name)} is {value:g}: give a finite number from {least}")
-    if found.data_plane not in ("auto", "tcp", "nccl"):
-        raise ConfigError(f'FABRIC_DATA_PLANE is "{found.data_plane}": it must be "auto", "tcp" or "nccl"')
-    wrong = problem(found.exchange_s, found.user_code_s, found.autonomy_s)
+    if chosen.data_plane not in ("auto", "tcp", "nccl"):
+        raise ConfigError(f'FABRIC_DATA_PLANE is "{chosen.data_plane}": it must be "auto", "tcp" or "nccl"')
+    wrong = problem(chosen.exchange_s, chosen.user_code_s, chosen.autonomy_s)
     if wrong:
         raise ConfigError(wrong)
-    return found
+    return chosen
 
 
 def _run_folders() -> Path:
@@ -279,13 +258,13 @@ def _check_name(what: str, name: str) -> None:
         )
 
 
-def advertised_host(found: Settings) -> str:
+def advertised_host(chosen: Settings) -> str:
     """The host name or address that peers dial: what was set, else the bound address itself."""
-    if found.advertise:
-        return found.advertise
-    if found.bind in ("0.0.0.0", "::", ""):
+    if chosen.advertise:
+        return chosen.advertise
+    if chosen.bind in ("0.0.0.0", "::", ""):
         return socket.gethostname()
-    return found.bind
+    return chosen.bind
 
 
 _DEFAULTS = Settings()

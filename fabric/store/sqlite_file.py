@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.runtime.clock import boot_id
@@ -89,7 +90,7 @@ class SqliteFile:
         with self._reading() as connection:
             query = "SELECT key, value, create_revision, mod_revision, lease FROM keys WHERE key = ?"
             row = connection.execute(query, (key.encode(),)).fetchone()
-        return None if row is None else _key_value(row)
+        return None if row is None else _key_value(*row)
 
     def find(self, prefix: str) -> tuple[list[KeyValue], int]:
         where, bounds = _key_condition(prefix)
@@ -102,7 +103,7 @@ class SqliteFile:
             revision = self._revision()
         if len(rows) > MAX_LISTED_KEYS:
             raise StoreError(f"More than {MAX_LISTED_KEYS} keys start with {prefix!r}: list a longer prefix.")
-        return [_key_value(row) for row in rows], revision
+        return [_key_value(*row) for row in rows], revision
 
     def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
         with self._writing():
@@ -155,8 +156,8 @@ class SqliteFile:
             )
             rows = connection.execute(query, (*cursor, *bounds)).fetchall()
         if len(rows) == CHANGES_PER_READ:
-            return [_event(row) for row in rows], (rows[-1][0], rows[-1][1] + 1)
-        return [_event(row) for row in rows], max(cursor, (revision + 1, 0))
+            return [_event(*row) for row in rows], (rows[-1][0], rows[-1][1] + 1)
+        return [_event(*row) for row in rows], max(cursor, (revision + 1, 0))
 
     def close(self) -> None:
         with suppress(sqlite3.Error):
@@ -343,20 +344,20 @@ class SqliteFile:
     def _end_lease(self, lease_id: int) -> None:
         self._connection.execute("DELETE FROM leases WHERE id = ?", (lease_id,))
         keys = self._connection.execute("SELECT key FROM keys WHERE lease = ? ORDER BY key", (lease_id,))
-        self._record([("delete", bytes(row[0]), b"", 0) for row in keys.fetchall()])
+        self._record([_Change("delete", bytes(row[0])) for row in keys.fetchall()])
 
     def _apply(self, operations: Sequence[Operation]) -> None:
         changes = []
         for operation in operations:
             key = key_bytes(operation.key)
             if isinstance(operation, Put):
-                changes.append(("put", key, bytes(operation.value), operation.lease))
+                changes.append(_Change("put", key, bytes(operation.value), operation.lease))
             elif self._connection.execute("SELECT 1 FROM keys WHERE key = ?", (key,)).fetchone():
-                changes.append(("delete", key, b"", 0))
+                changes.append(_Change("delete", key))
         self._record(changes)
 
-    def _record(self, changes: Sequence[tuple[str, bytes, bytes, int]]) -> None:
-        """Apply (kind, key, value, lease) as one revision, in the open transaction."""
+    def _record(self, changes: Sequence["_Change"]) -> None:
+        """Apply ``changes`` as one revision, in the open transaction."""
         if not changes:
             return
         execute = self._connection.execute
@@ -401,11 +402,19 @@ def _key_condition(prefix: str) -> tuple[str, tuple[bytes, ...]]:
     return ("key >= ?", (start,)) if end == b"\0" else ("key >= ? AND key < ?", (start, end))
 
 
-def _key_value(row: tuple[bytes, bytes, int, int, int]) -> KeyValue:
-    return KeyValue(key_text(bytes(row[0])), bytes(row[1]), row[2], row[3], row[4])
+class _Change(NamedTuple):
+    kind: str  # "put" or "delete"
+    key: bytes
+    value: bytes = b""
+    lease: int = 0
 
 
-def _event(row: tuple[int, int, str, bytes, bytes, int, int]) -> WatchEvent:
-    revision, _, kind, key, value, created, lease = row
+def _key_value(key: bytes, value: bytes, created: int, modified: int, lease: int) -> KeyValue:
+    return KeyValue(key_text(bytes(key)), bytes(value), created, modified, lease)
+
+
+def _event(
+    revision: int, _position: int, kind: str, key: bytes, value: bytes, created: int, lease: int
+) -> WatchEvent:
     key_value = KeyValue(key_text(bytes(key)), bytes(value), created, revision, lease)
     return WatchEvent("put" if kind == "put" else "delete", key_value, revision)

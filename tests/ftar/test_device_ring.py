@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ring_harness import WAIT_S, Members, random_tensor, same_bits, socket_ring
 
-from fabric.ftar.device.piece_order import plan
+from fabric.ftar.device.piece_order import order_pieces
 from fabric.ftar.reduce_ops import Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES, segment_bounds
 
@@ -120,7 +120,7 @@ def test_events_are_what_keeps_the_streams_in_order(monkeypatch):
 def test_every_element_takes_the_documented_way(length, world, group, chunk):
     """By counting: each member adds its own once in ring order, and each gets each result once."""
     bounds = segment_bounds(length, world)
-    links = [plan(length, world, i, chunk, group) for i in range(world)]
+    links = [order_pieces(length, world, i, chunk, group) for i in range(world)]
     for position, (sends, _) in enumerate(links):
         received = links[(position + 1) % world][1]
         assert [(p.hop, p.start, p.stop) for p in sends] == [(p.hop, p.start, p.stop) for p in received]
@@ -142,7 +142,7 @@ def test_every_element_takes_the_documented_way(length, world, group, chunk):
 @given(st.integers(1, 3000), st.integers(2, 7), st.integers(1, 4))
 def test_two_groups_of_partial_sums_are_room_enough(length, world, group):
     """All members in lock step, each sending whenever it may: nobody ever waits for ever."""
-    links = [plan(length, world, i, 16, group) for i in range(world)]
+    links = [order_pieces(length, world, i, 16, group) for i in range(world)]
     sent, got, held = [0] * world, [0] * world, [set() for _ in range(world)]
     while any(sent[i] < len(links[i][0]) for i in range(world)):
         moved = False

@@ -289,7 +289,7 @@ class GroupPlane(EpochPlane[GroupLinks]):
     ) -> None:
         """Reduce over the members of ``epoch``: see DataPlane, and the class for the bits."""
         result = source if result is None else result
-        check_tensors((source, result), reduction, retain_gradients, self._owns, "on its own device")
+        check_tensors(source, result, reduction, retain_gradients, self._owns, "on its own device")
         with self._entered(epoch) as links:
             try:
                 self._reduce(links, source.detach(), result.detach(), reduction)

@@ -16,26 +16,22 @@ import time
 
 from fabric.errors import ProtocolError, RoundAborted
 from fabric.ftar.device.device_links import DeviceLinks, lost
-from fabric.ftar.device.piece_order import DevicePiece
+from fabric.ftar.device.piece_order import PieceOrder
 from fabric.ftar.device.pieces import Incoming, Outgoing
 from fabric.ftar.device.workspace import DeviceWorkspace, ReductionTask
 from fabric.ftar.epochs import Bounds, Waiting
 
 
 class DeviceExchange:
-    """One reduction of ``job`` over ``links``; ``run`` once."""
+    """One reduction of ``task`` over ``links``; ``run`` once."""
 
     def __init__(
-        self,
-        job: ReductionTask,
-        links: DeviceLinks,
-        space: DeviceWorkspace,
-        pieces: tuple[list[DevicePiece], list[DevicePiece]],
+        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: PieceOrder
     ) -> None:
-        self._job, self._links, self._space = job, links, space
+        self._task, self._links, self._space = task, links, space
         links.credits = 0
-        self._out = Outgoing(job, links, space, pieces[0])
-        self._in = Incoming(job, links, space, pieces[1])
+        self._out = Outgoing(task, links, space, pieces.sends)
+        self._in = Incoming(task, links, space, pieces.receives)
         self._poll = select.poll()
         self._poll.register(links.wake, select.POLLIN)
         self._poll.register(space.wakeup_fd, select.POLLIN)
@@ -53,7 +49,7 @@ class DeviceExchange:
             if counted:
                 last_s = time.monotonic()
             if self._in.completed > before:
-                self._job.on_piece()
+                self._task.on_piece()
             if not moved or not counted:
                 bound_s = bounds.exchange_s if self._in.everybody else bounds.entry_s
                 self._wait(last_s + bound_s, waiting, may_sleep=not moved)

@@ -17,7 +17,7 @@ from fabric.ftar.device import frames
 from fabric.ftar.device.device_api import Device
 from fabric.ftar.device.device_exchange import DeviceExchange
 from fabric.ftar.device.device_links import DeviceLinks
-from fabric.ftar.device.piece_order import DevicePiece, plan
+from fabric.ftar.device.piece_order import DevicePiece, order_pieces
 from fabric.ftar.device.workspace import DeviceWorkspace, ReductionTask
 from fabric.ftar.epochs import Bounds, EpochPlane
 from fabric.ftar.plane import Ring
@@ -26,7 +26,7 @@ from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES
 
 CHUNK_BYTES = 4 * 1024 * 1024
 SLOTS = 8
-# Partial sums have room for two groups, see ``plan``.
+# Partial sums have room for two groups, see ``piece_order``.
 GROUP = 8
 _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 
@@ -120,9 +120,9 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         when RoundAborted is raised: nobody synchronises. It is this thread that blocks, not that stream.
         """
         result = source if result is None else result
-        check_tensors((source, result), reduction, retain_gradients, self._device.owns, "on its own device")
+        check_tensors(source, result, reduction, retain_gradients, self._device.owns, "on its own device")
         with self._entered(epoch) as links, self._abandoned():
-            self._reduce(links, step, (source.detach(), result.detach()), reduction)
+            self._reduce(links, step, source.detach(), result.detach(), reduction)
 
     def close(self) -> None:
         """Abort and close everything; idempotent. The device stays open: it is its maker's."""
@@ -130,18 +130,23 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         self._space.close()
 
     def _reduce(
-        self, links: DeviceLinks, step: int, tensors: tuple[torch.Tensor, torch.Tensor], reduction: Reduction
+        self,
+        links: DeviceLinks,
+        step: int,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        reduction: Reduction,
     ) -> None:
         space, compute, ring = self._space, self._device.compute(), links.ring
-        number = self._exchanges.number(ring.epoch, step)
-        job = self._job(ring, (step, number), tensors, reduction)
+        exchange = self._exchanges.number(ring.epoch, step)
+        task = self._task(ring, step, exchange, source, result, reduction)
         if ring.world == 1:
-            compute.run(lambda: _alone(job))
-        elif job.source.numel():
+            compute.run(lambda: _alone(task))
+        elif source.numel():
             space.begin(compute.record())
-            elements = space.chunk_bytes // job.wide.itemsize
-            pieces = plan(job.source.numel(), ring.world, ring.position, elements, space.group)
-            DeviceExchange(job, links, space, pieces).run(self._bounds, self._waiting)
+            elements = space.chunk_bytes // task.wide.itemsize
+            pieces = order_pieces(source.numel(), ring.world, ring.position, elements, space.group)
+            DeviceExchange(task, links, space, pieces).run(self._bounds, self._waiting)
             compute.wait(space.up.record())
 
     @contextmanager
@@ -154,16 +159,15 @@ class DeviceRing(EpochPlane[DeviceLinks]):
                 self._device.compute().wait(self._space.abandon())
             raise
 
-    def _job(
+    def _task(
         self,
         ring: Ring,
-        when: tuple[int, int],
-        tensors: tuple[torch.Tensor, torch.Tensor],
+        step: int,
+        exchange: int,
+        source: torch.Tensor,
+        result: torch.Tensor,
         reduction: Reduction,
     ) -> ReductionTask:
-        step, exchange = when
-        source, result = tensors
-
         def frame(piece: DevicePiece, member: int, size: int) -> frames.ChunkFrame:
             return frames.ChunkFrame(
                 epoch=ring.epoch,
@@ -187,7 +191,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         )
 
 
-def _alone(job: ReductionTask) -> None:
+def _alone(task: ReductionTask) -> None:
     """The reduction over one member."""
-    total = job.source.to(job.wide, copy=True)
-    job.finish(total, job.result)
+    total = task.source.to(task.wide, copy=True)
+    task.finish(total, task.result)

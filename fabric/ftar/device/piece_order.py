@@ -8,6 +8,7 @@ by two groups, whatever the length of the buffer.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fabric.ftar.ring_schedule import ALIGNMENT, segment_bounds
 
@@ -32,10 +33,15 @@ class DevicePiece:
     needs: int
 
 
-def plan(
-    length: int, world: int, position: int, chunk_elements: int, group: int
-) -> tuple[list[DevicePiece], list[DevicePiece]]:
-    """(sends, receives) of member ``position`` of ``world`` for ``length`` elements, in order.
+class PieceOrder(NamedTuple):
+    """The pieces of one member, each list in order."""
+
+    sends: list[DevicePiece]
+    receives: list[DevicePiece]
+
+
+def order_pieces(length: int, world: int, position: int, chunk_elements: int, group: int) -> PieceOrder:
+    """Order the pieces of member ``position`` of ``world`` for ``length`` elements.
 
     Pieces have at most ``chunk_elements`` (rounded down to ALIGNMENT, but never zero) elements, and
     ``group`` pieces of each segment travel together.
@@ -44,7 +50,7 @@ def plan(
     bounds = segment_bounds(length, world)
     receives = _pieces(bounds, (position - 1) % world, chunk, group, {})
     arrivals = {(p.hop, p.start): p.sequence for p in receives}
-    return _pieces(bounds, position, chunk, group, arrivals), receives
+    return PieceOrder(_pieces(bounds, position, chunk, group, arrivals), receives)
 
 
 def _pieces(

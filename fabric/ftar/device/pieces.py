@@ -17,11 +17,11 @@ class Outgoing:
     """Pieces to the next member: copied into a slot on the device's time, then announced or sent."""
 
     def __init__(
-        self, job: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[DevicePiece]
+        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[DevicePiece]
     ) -> None:
         assert links.next is not None
         self._sock = links.next
-        self._job, self._links, self._space, self._pieces = job, links, space, pieces
+        self._task, self._links, self._space, self._pieces = task, links, space, pieces
         self._copies: deque[DeviceEvent] = deque()
         self._begun = self._ready = self._sent = 0
         self._under_way: list[memoryview] = []
@@ -57,7 +57,7 @@ class Outgoing:
         ):
             piece = self._pieces[self._begun]
             if piece.needs < 0:
-                source = self._job.source[piece.start : piece.stop].view(torch.uint8)
+                source = self._task.source[piece.start : piece.stop].view(torch.uint8)
                 self._copy(source)
             elif piece.needs in arrived:
                 arrival = arrived.pop(piece.needs)
@@ -108,12 +108,12 @@ class Outgoing:
         return True
 
     def _frame(self, piece: DevicePiece) -> list[memoryview]:
-        size = self._job.size(piece)
-        chunk = self._job.frame(piece, self._links.ring.position, size)
+        size = self._task.size(piece)
+        chunk = self._task.frame(piece, self._links.ring.position, size)
         if self._links.accepted:
             return [memoryview(frames.pack(chunk))]
         payload = self._space.outgoing[self._sent % self._space.slots].numpy().data[:size]
-        if self._job.checksum:
+        if self._task.checksum:
             chunk = frames.with_digest(chunk, payload)
         return [memoryview(frames.pack(chunk)), payload]
 
@@ -131,11 +131,11 @@ class Incoming:
     """Pieces from the previous member: verified, brought to the device, accumulated there."""
 
     def __init__(
-        self, job: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[DevicePiece]
+        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[DevicePiece]
     ) -> None:
         assert links.previous is not None
         self._sock = links.previous
-        self._job, self._links, self._space, self._pieces = job, links, space, pieces
+        self._task, self._links, self._space, self._pieces = task, links, space, pieces
         self._source = (links.ring.position - 1) % links.ring.world
         self._uses: deque[DeviceEvent] = deque()
         self._head = bytearray(frames.OFFER_HEAD_BYTES if links.expects_offer else frames.CHUNK_BYTES)
@@ -220,7 +220,7 @@ class Incoming:
     def _begin(self) -> None:
         piece = self._pieces[self.completed]
         found = frames.unpack(self._head)
-        expected = self._job.frame(piece, self._source, self._job.size(piece))
+        expected = self._task.frame(piece, self._source, self._task.size(piece))
         if found.identity != expected.identity:
             raise ProtocolError(difference(found, expected))
         self._chunk = found
@@ -250,8 +250,8 @@ class Incoming:
 
     def _use(self, piece: DevicePiece, data: torch.Tensor) -> None:
         """Enqueue what is done with ``data``; it must stay as it is until the event."""
-        job, up = self._job, self._space.up
-        landed = job.result[piece.start : piece.stop].view(torch.uint8)
+        task, up = self._task, self._space.up
+        landed = task.result[piece.start : piece.stop].view(torch.uint8)
         slot = None
         if piece.gather:
             up.run(lambda: landed.copy_(data, non_blocking=True))
@@ -266,17 +266,17 @@ class Incoming:
     def _accumulate(
         self, piece: DevicePiece, data: torch.Tensor, landed: torch.Tensor
     ) -> tuple[int | None, torch.Tensor]:
-        job, space = self._job, self._space
+        task, space = self._task, self._space
         slot, behind = space.free.popleft()
         if behind is not None:
             space.up.wait(behind)
         received = space.scratch[: data.numel()]
-        total = space.partial[slot][: (piece.stop - piece.start) * job.wide.itemsize]
-        typed, sums = received.view(job.dtype(piece)), total.view(job.wide)
+        total = space.partial[slot][: (piece.stop - piece.start) * task.wide.itemsize]
+        typed, sums = received.view(task.dtype(piece)), total.view(task.wide)
 
         def work() -> None:
             received.copy_(data, non_blocking=True)
-            job.accumulate(piece, typed, sums)
+            task.accumulate(piece, typed, sums)
 
         space.up.run(work)
         if piece.last:

@@ -114,7 +114,7 @@ class CpuRing(EpochPlane[RingLinks]):
         raises ConfigError before a byte is sent. Raises RoundAborted.
         """
         result = source if result is None else result
-        check_tensors((source, result), reduction, retain_gradients, _in_host_memory, "in host memory")
+        check_tensors(source, result, reduction, retain_gradients, _in_host_memory, "in host memory")
         with self._entered(epoch) as links:
             spec = ExchangeSpec(
                 epoch,
@@ -126,11 +126,11 @@ class CpuRing(EpochPlane[RingLinks]):
                 reduction.code,
                 result_is_stable,
             )
-            tensors = (source.detach(), result.detach())
+            source, result = source.detach(), result.detach()
             if links.ring.world == 1:
-                reduction.alone(*tensors)
+                reduction.alone(source, result)
             elif source.numel():
-                self._exchange(links, spec, tensors, reduction)
+                self._exchange(links, spec, source, result, reduction)
 
     def retire(self, before_epoch: int) -> None:
         """Close the links of older epochs: see DataPlane."""
@@ -147,20 +147,21 @@ class CpuRing(EpochPlane[RingLinks]):
         self,
         links: RingLinks,
         spec: ExchangeSpec,
-        tensors: tuple[torch.Tensor, torch.Tensor],
+        source: torch.Tensor,
+        result: torch.Tensor,
         reduction: Reduction,
     ) -> None:
-        ring, (source, result) = links.ring, tensors
+        ring = links.ring
         chunk_elements = self._chunk_bytes // source.element_size()
         plan = schedule(source.numel(), ring.world, ring.position, chunk_elements)
         by_reference = links.outbox is not None and links.inbox is not None
-        shown = segment_bounds(source.numel(), ring.world)[ring.position]
+        readable = range(*segment_bounds(source.numel(), ring.world)[ring.position])
         if by_reference and ring.world > 2:
-            shown = (0, source.numel())
+            readable = range(source.numel())
         partial = not by_reference or ring.world > MAX_REFERENCES + 1
         visible = None if links.outbox is None else lambda memory: self._own.find(memory) is not None
         operands = make_operands(
-            source, result, reduction, shown, ring.world, partial, self._workspace, visible
+            source, result, reduction, readable, ring.world, partial, self._workspace, visible
         )
         HostExchange(links, operands, spec, plan, self._resources).run(self._bounds, self._waiting)
 

@@ -138,7 +138,7 @@ def make_operands(
     source: torch.Tensor,
     result: torch.Tensor,
     reduction: Reduction,
-    shown: tuple[int, int],
+    readable: range,
     world: int,
     partial: bool,
     workspace: StagingMemory,
@@ -146,9 +146,9 @@ def make_operands(
 ) -> Operands:
     """Operands with the staging that they need.
 
-    ``shown`` is the range of elements of the source that others may read. ``visible`` says whether memory can
-    be seen by the next member, and is None where that gets bytes. ``partial`` says whether partial results
-    are kept here, or places alone.
+    ``readable`` is the range of elements of the source that others may read. ``visible`` says whether memory
+    can be seen by the next member, and is None where that gets bytes. ``partial`` says whether partial
+    results are kept here, or places alone.
     """
     operands = Operands(source, result, reduction, work=result)
     operands.widens = world > 2 and reduction.is_wide(source.dtype)
@@ -157,12 +157,11 @@ def make_operands(
     if operands.widens and partial:
         operands.wide = workspace.get("wide", length * 4, shared).view(torch.float32)
     if visible is not None:
-        start, stop = shown
         if not visible(result):
             operands.work = workspace.get("result", length * item_bytes, shared).view(source.dtype)
-        if start < stop and not visible(source):
-            operands.staged = workspace.get("source", (stop - start) * item_bytes, shared).view(source.dtype)
-            operands.staged_from = start
+        if readable and not visible(source):
+            staged = workspace.get("source", len(readable) * item_bytes, shared)
+            operands.staged, operands.staged_from = staged.view(source.dtype), readable.start
     return operands
 
 

@@ -45,7 +45,7 @@ NEEDED = {
 }
 
 
-class Members:
+class WorkerProcesses:
     """``world`` worker processes, told what to do by one line each."""
 
     def __init__(self, world: int, folder: str) -> None:
@@ -238,7 +238,10 @@ Measures = dict[str, list[float]]
 def measure(world: int, sizes: list[str], rounds: int) -> dict[str, tuple[Measures, Measures]]:
     """By size: by side, per round, the slowest member's seconds, and the processor time of all of them."""
     found = {}
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Members(world, folder)) as members:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(WorkerProcesses(world, folder)) as members,
+    ):
         for size in sizes:
             nbytes = SIZES[size]
             members.ask("size", nbytes)

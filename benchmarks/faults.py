@@ -38,7 +38,7 @@ import common
 import faults_joins
 import faults_torchft
 from faults_fleet import REPLICAS, FaultFleet, durations
-from faults_record import Fault, Record
+from faults_record import InjectedFault, RunRecord
 
 SEED = 20260
 KILLS, STOPS, CPU_KILLS = 10, 5, 2
@@ -57,7 +57,7 @@ class Disturbance:
 
     def __init__(self, fleet: FaultFleet) -> None:
         self.fleet = fleet
-        self.faults: list[Fault] = []
+        self.faults: list[InjectedFault] = []
         self.provoked: dict[str, tuple[float, float]] = {}
         self.chance = random.Random(SEED)
         self._began = time.monotonic()
@@ -98,7 +98,7 @@ class Disturbance:
         length = statistics.median(seconds for seconds, _ in durations(steps[-UNDISTURBED_STEPS - 1 :]))
         time.sleep(max(0.0, steps[-1]["end"] + phase * length - time.monotonic()))
         sent = fleet.signal(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        fault = Fault(kind, victim, sent, mode, phase)
+        fault = InjectedFault(kind, victim, sent, mode, phase)
         self.settle(len(REPLICAS) - 1, 1 + (UNDISTURBED_STEPS_AS_TWO if kind == "kill" else 0))
         fault.started = fleet.begin(victim) if kind == "kill" else fleet.signal(victim, signal.SIGCONT)
         fleet.wait(lambda: self._contributed(fault), f"{victim} to be back")
@@ -109,7 +109,7 @@ class Disturbance:
             f" back {fault.back - fault.started:.1f} s after its return began"
         )
 
-    def _contributed(self, fault: Fault) -> float:
+    def _contributed(self, fault: InjectedFault) -> float:
         """When a replica that came back first contributed, or 0."""
         lines = [x for x in self.fleet.journal(fault.victim) if x["mono"] > fault.started]
         joined = next((x["mono"] for x in lines if x["event"] == "joined"), None)
@@ -180,7 +180,7 @@ def joins_alone(count: int) -> None:
         for _ in range(count):
             disturbance.fault("kill")
         disturbance.settle(len(REPLICAS), UNDISTURBED_STEPS)
-        record = Record(fleet, disturbance.faults, [])
+        record = RunRecord(fleet, disturbance.faults, [])
     tell_calm(record)
     tell_joins(record)
     faults_joins.tell_phases(record, disturbance.faults, used)
@@ -205,7 +205,7 @@ def everything() -> None:
         disturbance.provoke()
         if disturbance.elapsed < CPU_UNTIL_S:
             disturbance.with_cpu()
-        record = Record(fleet, disturbance.faults, list(disturbance.provoked.values()))
+        record = RunRecord(fleet, disturbance.faults, list(disturbance.provoked.values()))
         elapsed = disturbance.elapsed
     result = report(record, disturbance)
     if importlib.util.find_spec("torchft") is None:
@@ -217,7 +217,7 @@ def everything() -> None:
     common.finish({key: round(value, 4) for key, value in result.items()})
 
 
-def report(record: Record, disturbance: Disturbance) -> dict[str, float]:
+def report(record: RunRecord, disturbance: Disturbance) -> dict[str, float]:
     """Print the tables; the figures of the last line."""
     tell_faults(record)
     tell_calm(record)
@@ -255,7 +255,7 @@ def report(record: Record, disturbance: Disturbance) -> dict[str, float]:
     return result
 
 
-def join_figures(record: Record) -> dict[str, float]:
+def join_figures(record: RunRecord) -> dict[str, float]:
     """What the joins cost the others, and how long they took."""
     joins = [fault for fault in record.faults if is_kill(fault)]
     ratios = [x for fault in joins for x in record.join_ratios(fault)]
@@ -271,18 +271,18 @@ def tell_verdict(figures: dict[str, float]) -> None:
     common.verdict("others' steps during a join, median ratio", figures["join_step_ratio_p50"], at_most=1.1)
 
 
-def is_kill(fault: Fault) -> bool:
+def is_kill(fault: InjectedFault) -> bool:
     """Whether it counts among the joins."""
     return fault.kind == "kill" and fault.mode == "timer"
 
 
-def stalls(record: Record, kind: str, mode: str = "timer", as_two: bool = False) -> list[float]:
+def stalls(record: RunRecord, kind: str, mode: str = "timer", as_two: bool = False) -> list[float]:
     """Of each fault of a kind, the stall of the survivor that it cost most."""
     faults = [fault for fault in record.faults if (fault.kind, fault.mode) == (kind, mode)]
     return [max(s.as_two if as_two else s.stall for s in fault.stalls) for fault in faults]
 
 
-def tell_faults(record: Record) -> None:
+def tell_faults(record: RunRecord) -> None:
     """One row per fault: the survivor that it cost most, and when what happened."""
     rows = []
     for fault in record.faults:
@@ -299,7 +299,7 @@ def tell_faults(record: Record) -> None:
     )
 
 
-def tell_calm(record: Record) -> None:
+def tell_calm(record: RunRecord) -> None:
     """The undisturbed steps that everything is measured against."""
     rows = []
     for mode in ("timer", "cpu"):
@@ -310,7 +310,7 @@ def tell_calm(record: Record) -> None:
     common.table("undisturbed steps", ["", "steps", "median (range)", "exchange"], rows)
 
 
-def tell_joins(record: Record) -> None:
+def tell_joins(record: RunRecord) -> None:
     """One row per join: when what happened, and the others' steps meanwhile."""
     rows = []
     for fault in record.faults:

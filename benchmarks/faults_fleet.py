@@ -19,7 +19,7 @@ DEADLINE_S = 90.0
 POLL_S = 0.02
 
 
-class Lines:
+class AppendedLines:
     """The JSON lines of a file that others append to."""
 
     def __init__(self, path: Path) -> None:
@@ -45,8 +45,8 @@ class FaultFleet(Fleet):
 
     def __init__(self) -> None:
         super().__init__(str(HERE / "faults_trainer.py"), len(REPLICAS), {"FABRIC_JOB": JOB})
-        self._steps = {name: Lines(self.folder / f"{name}.steps") for name in REPLICAS}
-        self._journals = {name: Lines(self.folder / f"{name}.journal") for name in REPLICAS}
+        self._steps = {name: AppendedLines(self.folder / f"{name}.steps") for name in REPLICAS}
+        self._journals = {name: AppendedLines(self.folder / f"{name}.journal") for name in REPLICAS}
         self.mode("timer")
 
     def begin(self, name: str) -> float:

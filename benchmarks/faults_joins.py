@@ -10,7 +10,7 @@ from pathlib import Path
 
 import common
 from faults_fleet import REPLICAS, FaultFleet, durations
-from faults_record import Fault, Record
+from faults_record import InjectedFault, RunRecord
 
 PHASES = ("start", "state", "replay", "first step")
 _EVERY_S = 0.1
@@ -79,7 +79,7 @@ def _used(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
-def boundaries(record: Record, fault: Fault) -> list[float]:
+def boundaries(record: RunRecord, fault: InjectedFault) -> list[float]:
     """Monotonic times at which a join's phases begin, and its end."""
     stages = record.join_stages(fault)
     return [
@@ -88,7 +88,7 @@ def boundaries(record: Record, fault: Fault) -> list[float]:
     ]
 
 
-def tell_phases(record: Record, joins: list[Fault], used: ProcessorTime) -> None:
+def tell_phases(record: RunRecord, joins: list[InjectedFault], used: ProcessorTime) -> None:
     """One row per phase of a join: the others' steps that ended in it, and what everybody computed."""
     rows = []
     for number, phase in enumerate(PHASES):
@@ -115,7 +115,7 @@ def tell_phases(record: Record, joins: list[Fault], used: ProcessorTime) -> None
     )
 
 
-def _who(fault: Fault) -> dict[str, list[str]]:
+def _who(fault: InjectedFault) -> dict[str, list[str]]:
     others = fault.survivors
     return dict(
         zip(

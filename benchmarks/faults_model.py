@@ -8,7 +8,7 @@ MATRICES = 20
 WIDTH = int(os.environ.get("FAULTS_WIDTH", "2048"))  # smaller only to try the benchmark itself
 
 
-class Written(torch.autograd.Function):
+class WrittenGradient(torch.autograd.Function):
     """A loss whose backward writes a whole gradient for every parameter."""
 
     @staticmethod
@@ -22,7 +22,7 @@ class Written(torch.autograd.Function):
         return None, *(torch.full_like(p, ctx.value * float(gradient)) for p in ctx.saved_tensors)
 
 
-class Model(torch.nn.Module):
+class MatrixModel(torch.nn.Module):
     """20 matrices of 2048 x 2048: 83,886,080 parameters of float32."""
 
     def __init__(self):
@@ -30,4 +30,4 @@ class Model(torch.nn.Module):
         self.weights = torch.nn.ParameterList(torch.full((WIDTH, WIDTH), 0.01) for _ in range(MATRICES))
 
     def forward(self, value):
-        return Written.apply(value, *self.weights)
+        return WrittenGradient.apply(value, *self.weights)

@@ -26,7 +26,7 @@ class Stall:
 
 
 @dataclass
-class Fault:
+class InjectedFault:
     """One signal sent at ``at`` (monotonic seconds), when its replica's return began and ended."""
 
     kind: str
@@ -43,10 +43,12 @@ class Fault:
         return [name for name in REPLICAS if name != self.victim]
 
 
-class Record:
+class RunRecord:
     """Everything that the fleet wrote, and the undisturbed steps in it."""
 
-    def __init__(self, fleet: FaultFleet, faults: list[Fault], provoked: list[tuple[float, float]]) -> None:
+    def __init__(
+        self, fleet: FaultFleet, faults: list[InjectedFault], provoked: list[tuple[float, float]]
+    ) -> None:
         self.faults = faults
         self._provoked = provoked
         self.steps = {name: fleet.steps(name) for name in REPLICAS}
@@ -91,11 +93,11 @@ class Record:
                 return False
         return not any(begun < last and end > first for first, last in self._provoked)
 
-    def _recovered(self, fault: Fault, name: str) -> float:
+    def _recovered(self, fault: InjectedFault, name: str) -> float:
         """When this survivor committed the step in which its recovery ended."""
         return self._step_after(name, self._resumed(fault, name))["end"]
 
-    def _resumed(self, fault: Fault, name: str) -> float:
+    def _resumed(self, fault: InjectedFault, name: str) -> float:
         return next(x["mono"] for x in self._lines(name, "resume") if x["mono"] > fault.at)
 
     def _step_after(self, name: str, time: float) -> Event:
@@ -106,7 +108,7 @@ class Record:
 
     # --- stalls ----------------------------------------------------------------------------------------
 
-    def _survivor(self, fault: Fault, name: str) -> Stall:
+    def _survivor(self, fault: InjectedFault, name: str) -> Stall:
         """What the fault cost this survivor."""
         steps, resumed = self.steps[name], self._resumed(fault, name)
         first = steps.index(self._step_after(name, fault.at))
@@ -127,12 +129,12 @@ class Record:
             resumed=resumed,
         )
 
-    def _beyond(self, name: str, fault: Fault, own: int) -> float:
+    def _beyond(self, name: str, fault: InjectedFault, own: int) -> float:
         """Seconds of this survivor on more than ``own`` micro-batches, in the step in which it recovered."""
         step = self._step_after(name, self._resumed(fault, name))
         return float(sum(end - begun for begun, end in step["batches"][own:]))
 
-    def _repeated(self, name: str, fault: Fault, step: int) -> float:
+    def _repeated(self, name: str, fault: InjectedFault, step: int) -> float:
         """What was exchanged beyond one undisturbed exchange: of the one under way when the fault came, at
         most an undisturbed one, and the last one; minus an undisturbed one."""
         given = [x["mono"] for x in self._lines(name, "contribute") if x["step"] == step]
@@ -143,7 +145,7 @@ class Record:
         whole = self.exchange(fault.mode)
         return float(max(0.0, min(fault.at - before[-1], whole) + commit - given[-1] - whole))
 
-    def lost(self, fault: Fault) -> int:
+    def lost(self, fault: InjectedFault) -> int:
         """Steps that somebody had committed and that were not there after the recovery."""
         before = [
             x["step"] + 1 for name in REPLICAS for x in self._lines(name, "commit") if x["mono"] < fault.at
@@ -154,7 +156,7 @@ class Record:
         )
         return max(0, max(before, default=0) - after)
 
-    def stages(self, fault: Fault) -> dict[str, float]:
+    def stages(self, fault: InjectedFault) -> dict[str, float]:
         """Seconds after the fault until the leader condemned the victim, until its epoch was in the store,
         until the last survivor had aborted, and until the last one was told how to go on."""
         found = {}
@@ -169,7 +171,7 @@ class Record:
 
     # --- joins -----------------------------------------------------------------------------------------
 
-    def join_ratios(self, fault: Fault) -> list[float]:
+    def join_ratios(self, fault: InjectedFault) -> list[float]:
         """The others' steps that ended while it came back, over their median undisturbed one as two."""
         as_two = statistics.median(self.calm(fault.mode, len(REPLICAS) - 1))
         return [
@@ -179,7 +181,7 @@ class Record:
             if fault.started < step["end"] <= fault.back
         ]
 
-    def join_stages(self, fault: Fault) -> dict[str, float]:
+    def join_stages(self, fault: InjectedFault) -> dict[str, float]:
         """Seconds after its start until it registered, had loaded the state, took part, contributed."""
         times = {"given": fault.back - fault.started}
         for key, event in (("registered", "start"), ("loaded", "join"), ("member", "joined")):

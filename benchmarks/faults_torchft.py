@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import common
-from faults_fleet import DEADLINE_S, HERE, POLL_S, REPLICAS, Lines, durations
+from faults_fleet import DEADLINE_S, HERE, POLL_S, REPLICAS, AppendedLines, durations
 
 KILLS, STOPS = 3, 1
 UNDISTURBED_STEPS = 3
@@ -32,12 +32,12 @@ COMPUTE_S = 0.5
 def member() -> None:
     """One replica: step, exchange, commit or drop, and a line for each."""
     import torch
-    from faults_model import Model
+    from faults_model import MatrixModel
     from torchft import Manager, ProcessGroupGloo
 
     torch.set_num_threads(1)
     name, folder = os.environ["FABRIC_REPLICA"], Path(os.environ["FAULTS_DIR"])
-    model = Model()
+    model = MatrixModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def load(state):
@@ -75,7 +75,7 @@ def member() -> None:
                 optimizer.step()
 
 
-class Peers:
+class TorchftTrainers:
     """Three torchft trainers and their lighthouse, which lives in this process."""
 
     def __init__(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ class Peers:
             quorum_tick_ms=20,
             heartbeat_timeout_ms=int(MISSING_S * 1000),
         )
-        self._lines = {name: Lines(folder / f"{name}.steps") for name in REPLICAS}
+        self._lines = {name: AppendedLines(folder / f"{name}.steps") for name in REPLICAS}
         self.trainers: dict[str, subprocess.Popen[bytes]] = {}
         for name in REPLICAS:
             self.start(name)
@@ -140,7 +140,7 @@ def measure(seed: int) -> dict[str, float]:
     found: dict[str, list[float]] = {"kill": [], "stop": []}
     dropped = 0
     with tempfile.TemporaryDirectory(prefix="faults-torchft-") as folder:
-        peers = Peers(Path(folder))
+        peers = TorchftTrainers(Path(folder))
         try:
             for kind in ["kill"] * KILLS + ["stop"] * STOPS:
                 fault = _fault(peers, kind, chance)
@@ -154,7 +154,7 @@ def measure(seed: int) -> dict[str, float]:
     return _report(found, dropped)
 
 
-def _fault(peers: Peers, kind: str, chance: random.Random) -> tuple[float, int] | None:
+def _fault(peers: TorchftTrainers, kind: str, chance: random.Random) -> tuple[float, int] | None:
     """(stall of the survivor that it cost most, steps dropped), or None where it did not go on."""
     if not peers.settle(len(REPLICAS), UNDISTURBED_STEPS):
         return None

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from faults_model import Model
+from faults_model import MatrixModel
 
 import fabric.client
 
@@ -52,7 +52,7 @@ def act():
 def main():
     torch.set_num_threads(1)
     log = os.open(FOLDER / f"{NAME}.steps", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
-    model = Model()
+    model = MatrixModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     session = fabric.client.attach(model, optimizer)
     samples = torch.arange(6000, dtype=torch.float32)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from common import begin, finish, quantile, say, table, verdict
-from lighthouse_fleet import Etcd, Lighthouse, Process, Trainers, wait_for
+from lighthouse_fleet import BenchmarkProcess, Etcd, LighthouseProcess, Trainers, wait_for
 
 HERE = Path(__file__).resolve().parent
 
@@ -79,7 +79,7 @@ BY_HOW = ("all_back_s", "all_back_missing", "all_back_false_deaths", "failover_s
 # --- ten thousand sessions ----------------------------------------------------------------------------------
 
 
-class Crowd:
+class CrowdProcesses:
     """The processes that hold the sessions, asked by lines."""
 
     def __init__(self, urls: list[str], token: str, stack: ExitStack) -> None:
@@ -145,7 +145,7 @@ def cores() -> tuple[int, list[int]]:
     return first, others or [first]
 
 
-def pinned(process: Process, to: list[int]) -> None:
+def pinned(process: BenchmarkProcess, to: list[int]) -> None:
     """With all of its threads."""
     for thread in Path(f"/proc/{process.pid}/task").iterdir():
         os.sched_setaffinity(int(thread.name), to)
@@ -156,11 +156,13 @@ def crowd_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> Non
     core, others = cores()
     etcd = stack.enter_context(Etcd(folder))
     pinned(etcd, others)
-    lighthouse, second = (stack.enter_context(Lighthouse(folder, etcd.url, x)) for x in ("first", "second"))
+    lighthouse, second = (
+        stack.enter_context(LighthouseProcess(folder, etcd.url, x)) for x in ("first", "second")
+    )
     for each in (lighthouse, second):
         pinned(each, [core])
     empty_kb, began = lighthouse.rss_kb(), time.monotonic()
-    crowd = Crowd([lighthouse.url, second.url], lighthouse.token, stack)
+    crowd = CrowdProcesses([lighthouse.url, second.url], lighthouse.token, stack)
     wait_for(lambda: crowd.run(SESSIONS), "every session to run in the first epoch", START_S, LOOK_S)
     result |= {"sessions": SESSIONS, "start_s": round(time.monotonic() - began, 2)}
     say(f"{SESSIONS} sessions run {result['start_s']} s after the first was opened")
@@ -172,7 +174,7 @@ def crowd_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> Non
     table(f"{SESSIONS} sessions; {where}", ("what", "figure"), [*result.items()])
 
 
-def window_figures(crowd: Crowd, lighthouse: Lighthouse, etcd: Etcd) -> dict[str, float]:
+def window_figures(crowd: CrowdProcesses, lighthouse: LighthouseProcess, etcd: Etcd) -> dict[str, float]:
     """The window with its deaths."""
     crowd_cpu_s = sum(found["cpu_s"] for found in crowd.ask("mark"))
     cpu_s, revision, began = lighthouse.cpu_s(), etcd.revision(), time.monotonic()
@@ -211,7 +213,7 @@ def measured(what: str, part: Callable[[], object]) -> None:
 
 
 def all_come_back(
-    crowd: Crowd, leader: Lighthouse, other: Lighthouse, by: signal.Signals
+    crowd: CrowdProcesses, leader: LighthouseProcess, other: LighthouseProcess, by: signal.Signals
 ) -> dict[str, float]:
     """The leader is ended by this signal: all sessions look for the other one at once. Seconds until all of
     them run there (or that is given up), how many do not by then, and how many were taken for dead."""
@@ -231,7 +233,12 @@ def all_come_back(
     }
 
 
-def returns(crowd: Crowd, pair: tuple[Lighthouse, Lighthouse], core: int, result: dict[str, Any]) -> None:
+def returns(
+    crowd: CrowdProcesses,
+    pair: tuple[LighthouseProcess, LighthouseProcess],
+    core: int,
+    result: dict[str, Any],
+) -> None:
     """Once to the second lighthouse after a clean end of the first, and back when that is killed."""
     first, second = pair
     for name, leader, other, by in (
@@ -258,7 +265,7 @@ def share_of(late: Counter[int], share: float) -> float:
 
 
 @dataclass(slots=True)
-class Seen:
+class CrowdReport:
     """What the crowd saw in the window: seconds from each death to when each member was told of the epoch
     without the dead one, the lateness of every beat and of the crowd with it in tenths of a millisecond, and
     the processor seconds that the crowd has taken since it began."""
@@ -268,7 +275,7 @@ class Seen:
     own: Counter[int] = field(default_factory=Counter)
     cpu_s: float = 0.0
 
-    def collect(self, crowd: Crowd, at: float | None = None) -> int:
+    def collect(self, crowd: CrowdProcesses, at: float | None = None) -> int:
         """What was seen since the last time, ``at`` which a member died; how many were told of an epoch."""
         self.cpu_s, told = 0.0, 0
         for found in crowd.ask("mark"):
@@ -282,9 +289,9 @@ class Seen:
         return told
 
 
-def deaths(crowd: Crowd, began: float) -> Seen:
+def deaths(crowd: CrowdProcesses, began: float) -> CrowdReport:
     """The window: its deaths evenly in it."""
-    seen = Seen()
+    seen = CrowdReport()
     for number in range(DEATHS):
         pause = began + WINDOW_S * (number + 1) / (DEATHS + 1) - time.monotonic()
         time.sleep(max(0.0, pause))
@@ -314,7 +321,7 @@ def deaths(crowd: Crowd, began: float) -> Seen:
 def training_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> None:
     """What happens to three trainers, and how long nobody leads, into ``result``."""
     etcd = stack.enter_context(Etcd(folder))
-    pair = [stack.enter_context(Lighthouse(folder, etcd.url, name)) for name in ("first", "second")]
+    pair = [stack.enter_context(LighthouseProcess(folder, etcd.url, name)) for name in ("first", "second")]
     trainers = stack.enter_context(Trainers(folder, [x.url for x in pair], pair[0].token))
     trainers.wait_steps(UNDISTURBED + 20)
     undisturbed = trainers.durations()[20:]
@@ -360,7 +367,9 @@ def training_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> 
     }
 
 
-def hand_over(pair: list[Lighthouse], number: signal.Signals, trainers: Trainers) -> tuple[float, float]:
+def hand_over(
+    pair: list[LighthouseProcess], number: signal.Signals, trainers: Trainers
+) -> tuple[float, float]:
     """End the leader by this signal: seconds until the other leads, and the longest step meanwhile."""
     wait_for(lambda: any(x.serves() for x in pair), "somebody to lead")
     leader = next(x for x in pair if x.serves())

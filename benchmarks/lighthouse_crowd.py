@@ -36,7 +36,7 @@ CONNECT_S = 2.7  # this and the pauses are those of fabric/client/control/lighth
 PAUSE_S = (0.05, 0.5)
 
 
-class Crowd:
+class SessionCrowd:
     """All sessions of this process. Times are of the machine's monotonic clock, which processes share."""
 
     def __init__(self, urls: list[str], token: str, job: str, names: list[str], total: int) -> None:
@@ -49,7 +49,7 @@ class Crowd:
         ).encode()
         self.total = total
         self.names = names
-        self.sessions = {name: Session(self, name, number) for number, name in enumerate(names)}
+        self.sessions = {name: MemberConnection(self, name, number) for number, name in enumerate(names)}
         self.late: Counter[int] = Counter()  # tenths of a millisecond -> beats
         self.own: Counter[int] = Counter()  # likewise: how late this process itself was with them
         self.record: Record | None = None  # the newest that any session here was told
@@ -73,7 +73,7 @@ class Crowd:
             self.kept.append(loop.create_task(self.keep(session, gate)))
         await asyncio.gather(*(s.was_open for s in self.sessions.values()))
 
-    async def keep(self, session: "Session", gate: asyncio.Semaphore) -> None:
+    async def keep(self, session: "MemberConnection", gate: asyncio.Semaphore) -> None:
         """As the client's link with the lighthouse does: again and again, one address after the other."""
         urls = list(self.urls)
         while not session.is_killed:
@@ -142,10 +142,10 @@ class SentAway(Exception):
         self.seconds = seconds
 
 
-class Session(asyncio.Protocol):
+class MemberConnection(asyncio.Protocol):
     """One member, and its connection."""
 
-    def __init__(self, crowd: Crowd, name: str, number: int) -> None:
+    def __init__(self, crowd: SessionCrowd, name: str, number: int) -> None:
         self.crowd, self.name, self.number = crowd, name, number
         self.incarnation = 1_763_717_000_000 + number
         self.transport: asyncio.Transport | None = None
@@ -333,7 +333,7 @@ def _frame(data: bytes, at: int) -> tuple[int, int, bytes] | None:
 
 
 async def main(urls: list[str], token: str, job: str, names: list[str], total: int) -> None:
-    crowd = Crowd(urls, token, job, names, total)
+    crowd = SessionCrowd(urls, token, job, names, total)
     beating = asyncio.get_running_loop().create_task(crowd.beat())
     beating.add_done_callback(lambda task: task.cancelled() or task.result())
     await crowd.open()

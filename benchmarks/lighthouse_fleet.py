@@ -32,7 +32,7 @@ def wait_for(
         time.sleep(pause_s)
 
 
-class Process:
+class BenchmarkProcess:
     """One process of ours, ended with the ``with`` block however it is left."""
 
     def __init__(self, log: Path) -> None:
@@ -83,7 +83,7 @@ class Process:
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-class Etcd(Process):
+class Etcd(BenchmarkProcess):
     """One etcd with data of its own."""
 
     def __init__(self, folder: Path) -> None:
@@ -132,7 +132,7 @@ class Etcd(Process):
             return False
 
 
-class Lighthouse(Process):
+class LighthouseProcess(BenchmarkProcess):
     """One lighthouse on a port that stays its own."""
 
     token = "benchmark"  # noqa: S105  (nothing outside of this machine hears of it)
@@ -145,7 +145,7 @@ class Lighthouse(Process):
         self._token_file.chmod(0o600)
         self.url = f"http://127.0.0.1:{self._port}"
 
-    def __enter__(self) -> "Lighthouse":
+    def __enter__(self) -> "LighthouseProcess":
         self.launch()
         wait_for(self._ready.exists, "a lighthouse to be ready")
         return self

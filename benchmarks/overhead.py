@@ -96,7 +96,7 @@ class Ours:
         return members
 
 
-class Theirs:
+class DdpOnGloo:
     """DDP on gloo, with the same batches."""
 
     def __init__(self, layers: int, width: int, samples: int) -> None:
@@ -153,7 +153,7 @@ def member() -> None:
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    theirs = Theirs(layers, width, samples)
+    theirs = DdpOnGloo(layers, width, samples)
     flat = torch.zeros(layers * width * width)
     sides = {"ours": ours, "ddp": theirs, "compute": theirs.compute, "gloo": lambda: _all_reduce(flat)}
     processor: dict[str, list[float]] = {side: [] for side in sides}

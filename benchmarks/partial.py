@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import common
-from faults_fleet import Lines
+from faults_fleet import AppendedLines
 from fleet import Fleet
-from partial_network import Network, both_ways, problem
+from partial_network import PartialNetwork, both_ways, problem
 
 JOB = "partial"
 REPLICAS = ("r0", "r1", "r2", "r3")
@@ -72,12 +72,12 @@ class PartialFleet(Fleet):
 
     failures = 3  # what links do must not look like the failure of a replica
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: PartialNetwork) -> None:
         super().__init__(str(Path(__file__).resolve()), len(REPLICAS), {"FABRIC_JOB": JOB})
         self._network = network
         self.bind = network.address[LIGHTHOUSE]
-        self._steps = {name: Lines(self.folder / f"{name}.steps") for name in REPLICAS}
-        self._said = Lines(self.folder / "status.lines")
+        self._steps = {name: AppendedLines(self.folder / f"{name}.steps") for name in REPLICAS}
+        self._said = AppendedLines(self.folder / "status.lines")
 
     def inside(self, replica: str) -> list[str]:
         """In its namespace."""
@@ -133,11 +133,11 @@ class PartialFleet(Fleet):
 
 
 @dataclass
-class Play:
+class ScenePlayer:
     """Plays one scene after the other, and keeps what was measured."""
 
     fleet: PartialFleet
-    network: Network
+    network: PartialNetwork
     fault_s: float
     figures: dict[str, float | None] = field(default_factory=dict)
     back_s: list[float | None] = field(default_factory=list)
@@ -298,8 +298,8 @@ def watch() -> None:
 
 def measure(scenes: Sequence[str], fault_s: float, logs: str) -> dict[str, float | None]:
     """Play them; the figures of those that were played."""
-    with Network([*REPLICAS, LIGHTHOUSE]) as network, PartialFleet(network) as fleet:
-        play = Play(fleet, network, fault_s)
+    with PartialNetwork([*REPLICAS, LIGHTHOUSE]) as network, PartialFleet(network) as fleet:
+        play = ScenePlayer(fleet, network, fault_s)
         for name in REPLICAS:
             fleet.begin(name)
         fleet.watch()

@@ -51,7 +51,7 @@ def problem() -> str:
     return ""
 
 
-class Network:
+class PartialNetwork:
     """``with`` makes and ends it. ``address[host]`` is where a host is reached."""
 
     def __init__(self, hosts: Iterable[str], seed: int = 1) -> None:
@@ -69,7 +69,7 @@ class Network:
         """What a command line begins with that is to run on this host."""
         return ["ip", "netns", "exec", self._names[host]]
 
-    def __enter__(self) -> "Network":
+    def __enter__(self) -> "PartialNetwork":
         try:
             for host, name in self._names.items():
                 _run("ip", "netns", "add", name)

@@ -93,7 +93,7 @@ def hunt(seeds: int) -> dict[str, float]:
 # --- ten thousand replicas ----------------------------------------------------------------------------------
 
 
-class Crowd:
+class SimulatedCrowd:
     """One leader core, and replicas that answer what members answer, in virtual time."""
 
     def __init__(self, count: int) -> None:
@@ -220,7 +220,7 @@ class Crowd:
 
 def lead(count: int) -> dict[str, float]:
     """Start, beats, a death, a join, a change of the leader; processor seconds of the leader core."""
-    crowd, result, rows = Crowd(count), {}, []
+    crowd, result, rows = SimulatedCrowd(count), {}, []
 
     def phase(name: str, action: "object") -> None:
         crowd.messages.clear()
@@ -312,7 +312,7 @@ def take_part(count: int, record: Record) -> dict[str, float]:
 
 def large(count: int) -> dict[str, float]:
     result = lead(count)
-    crowd = Crowd(count)
+    crowd = SimulatedCrowd(count)
     for number, name in enumerate(crowd.names):
         crowd.open(name, number)
     crowd.wait(1.0)

@@ -96,7 +96,7 @@ class Copies:
         self._copier.close()
 
 
-class Theirs:
+class AsyncSave:
     """``async_save`` with a stager of its own; ``in_thread``: whether it stages beside the caller."""
 
     def __init__(self, state: dict[str, Any], folder: Path, in_thread: bool) -> None:
@@ -150,8 +150,8 @@ def alone(gb: float, rounds: int) -> tuple[dict[str, list[float]], float]:
     copies.check()
     folder = Path(tempfile.mkdtemp(prefix="fabric-benchmark-"))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    in_call = Theirs(state, folder / "in-call", False)
-    beside = Theirs(state, folder / "beside", True)
+    in_call = AsyncSave(state, folder / "in-call", False)
+    beside = AsyncSave(state, folder / "beside", True)
     sides: dict[str, Callable[[], float]] = {
         "fabric's copy": copies.ours,
         "memcpy, 1 thread": lambda: copies.memcpy(1),

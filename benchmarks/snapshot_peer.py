@@ -19,7 +19,7 @@ BYTES_PER_S = 1e9
 BLOCKS = 2  # in one request
 
 
-class Peer:
+class PeerConnection:
     """One connection, kept."""
 
     def __init__(self, url: str, token: str) -> None:
@@ -60,7 +60,7 @@ class Peer:
 
 def main() -> None:
     url, token_file = sys.argv[1:]
-    peer = Peer(url, Path(token_file).read_text().strip())
+    peer = PeerConnection(url, Path(token_file).read_text().strip())
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()
     wanted = threading.Event()
 

@@ -29,7 +29,7 @@ LEAST_COMPUTE_S, MOST_COMPUTE_S = 0.25, 1.0
 HERE = Path(__file__).resolve().parent
 
 
-class Model(torch.nn.Module):
+class FrozenModel(torch.nn.Module):
     """A small matrix that is trained, and frozen ones of 17 MB: ``gb`` of state."""
 
     def __init__(self, gb: float) -> None:
@@ -44,14 +44,14 @@ class Model(torch.nn.Module):
         return (self.trained * float(value)).sum()
 
 
-def make(gb: float) -> tuple[Model, torch.optim.Optimizer]:
+def make(gb: float) -> tuple[FrozenModel, torch.optim.Optimizer]:
     """The model, its optimizer with a state."""
-    model = Model(gb)
+    model = FrozenModel(gb)
     optimizer = torch.optim.AdamW([model.trained], lr=1e-4, fused=True)
     return model, optimizer
 
 
-class Switch:
+class SnapshotSwitch:
     """A snapshot at every step, or none."""
 
     on = False
@@ -88,12 +88,12 @@ def products(seconds: float) -> Callable[[], None]:
     return compute
 
 
-class Trainer:
+class SnapshotTrainer:
     """The user's loop, step by step. ``gaps`` of the last turn: from an optimizer step's end to the next
     one's start; ``digested``: in which of them a digest of the state was due."""
 
     def __init__(self, compute: Callable[[], None]) -> None:
-        self.switch = Switch()
+        self.switch = SnapshotSwitch()
         self.compute = compute
         model, self._optimizer = make(GB)
         self._model = model
@@ -128,7 +128,7 @@ class Trainer:
         return (self._ended - began) / steps
 
 
-class Fetching:
+class PeerFetch:
     """The peer's process, while the block lasts; ``rates`` in bytes per second."""
 
     def __init__(self, url: str, token_file: str) -> None:
@@ -190,13 +190,13 @@ def blocked(
 
 def main() -> None:
     torch.set_num_threads(1)
-    trainer = Trainer(lambda: timer(LEAST_COMPUTE_S))
+    trainer = SnapshotTrainer(lambda: timer(LEAST_COMPUTE_S))
     trainer.turn(5, snapshots=True)
     copy_s = statistics.median(trainer.switch.costs[1:])
     seconds = min(MOST_COMPUTE_S, max(LEAST_COMPUTE_S, 2 * copy_s))
     trainer.compute = lambda: timer(seconds)
     trainer.switch.costs.clear()
-    peer = Fetching(checkpoint_url(), os.environ["FABRIC_TOKEN_FILE"])
+    peer = PeerFetch(checkpoint_url(), os.environ["FABRIC_TOKEN_FILE"])
     turns: dict[bool, list[tuple[list[float], list[bool]]]] = {False: [], True: []}
 
     def turn(snapshots: bool) -> float:

@@ -41,7 +41,7 @@ from pathlib import Path
 
 import common
 import numpy as np
-from transfer_workers import BLOCK, GENERATION, KEEP_HEAP, STEP, Worker
+from transfer_workers import BLOCK, GENERATION, KEEP_HEAP, STEP, TransferWorker
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.format.digest import block_digest, file_digest
@@ -108,7 +108,7 @@ def small(count: int) -> list[Entry]:
     return [(f"layer{i:05d}.weight", "F32", (1024,), 4096) for i in range(count)]
 
 
-class State:
+class StateFile:
     """A snapshot file in a memfd, and its manifest in a file."""
 
     def __init__(self, entries: list[Entry], folder: str) -> None:
@@ -159,24 +159,24 @@ class Measures:
         return min(self.ratio(peer, ours) for ours in OURS)
 
 
-class Fleet:
+class TransferFleet:
     """All processes that hold or take one state; ``peer``: whether torchft is among them."""
 
-    def __init__(self, state: State, peer: bool) -> None:
+    def __init__(self, state: StateFile, peer: bool) -> None:
         self._stack = contextlib.ExitStack()
         self._state = state
         self.sources = [self._source(state, number) for number in range(3)]
         self.receiver = self._start("receiver", [state.nbytes, state.manifest, state.tensors, STREAMS], [])
         self._sender = self._start("sender", [state.fd, state.nbytes], [state.fd])
         self._chunks = (0, 0)
-        self._torchft: list[Worker] = []  # the sender, who receives as it comes, who keeps its memory
+        self._torchft: list[TransferWorker] = []  # the sender, who receives as it comes, who keeps its memory
         if peer:
             self._torchft.append(self._start("torchft_sender", [state.fd, state.nbytes, CHUNKS], [state.fd]))
             for environment in ({}, KEEP_HEAP):
                 what = [CHUNKS, state.tensors, state.data_bytes]
                 self._torchft.append(self._start("torchft_receiver", what, [], **environment))
 
-    def _source(self, state: State, number: int) -> Worker:
+    def _source(self, state: StateFile, number: int) -> TransferWorker:
         """A server, which is told what it holds as a trainer tells it."""
         run_dir = state.folder / f"source{state.nbytes}.{number}"
         worker = self._start("source", [state.fd, str(run_dir)], [state.fd])
@@ -197,15 +197,17 @@ class Fleet:
         handle.publish_snapshot(0, json.loads(Path(state.manifest).read_text()))
         return worker
 
-    def _start(self, role: str, arguments: list[object], fds: list[int], **environment: str) -> Worker:
-        worker = Worker(role, arguments, fds, **environment)
+    def _start(
+        self, role: str, arguments: list[object], fds: list[int], **environment: str
+    ) -> TransferWorker:
+        worker = TransferWorker(role, arguments, fds, **environment)
         self._stack.callback(worker.close)
         return worker
 
     def ours(self, count: int, same_host: bool = False) -> Spent:
         return self.receiver.ask("ours", [source.hello["url"] for source in self.sources[:count]], same_host)
 
-    def take(self, receiving: Worker, num_chunks: int) -> Spent:
+    def take(self, receiving: TransferWorker, num_chunks: int) -> Spent:
         """One transfer by torchft."""
         return receiving.ask("take", num_chunks, self._torchft[0].hello[str(num_chunks)])
 
@@ -221,10 +223,10 @@ class Fleet:
         self._chunks = best[0], best[1]
         return self._chunks
 
-    def sides(self) -> dict[str, tuple[Callable[[], Spent], list[Worker]]]:
+    def sides(self) -> dict[str, tuple[Callable[[], Spent], list[TransferWorker]]]:
         """What is measured, and the processes that give (who takes says itself what it spent)."""
         raw = [self._sender]
-        sides: dict[str, tuple[Callable[[], Spent], list[Worker]]] = {
+        sides: dict[str, tuple[Callable[[], Spent], list[TransferWorker]]] = {
             "one": (lambda: self.ours(1), self.sources[:1]),
             "three": (lambda: self.ours(3), self.sources),
             "same_host": (lambda: self.ours(1, same_host=True), self.sources[:1]),
@@ -243,7 +245,7 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def peaks(workers: list[Worker]) -> Iterator[dict[int, int]]:
+def peaks(workers: list[TransferWorker]) -> Iterator[dict[int, int]]:
     """By process: the largest private memory seen while the block lasts."""
     highest = {worker.pid: worker.rss_anon for worker in workers}
     over = threading.Event()
@@ -264,8 +266,8 @@ def peaks(workers: list[Worker]) -> Iterator[dict[int, int]]:
 
 def measure(size: str, folder: str, rounds: int, peer: bool) -> Measures:
     found = Measures()
-    state = State(mixed(nbytes_of(size)), folder)
-    with contextlib.closing(state), contextlib.closing(Fleet(state, peer)) as fleet:
+    state = StateFile(mixed(nbytes_of(size)), folder)
+    with contextlib.closing(state), contextlib.closing(TransferFleet(state, peer)) as fleet:
         workers = [fleet.receiver, *fleet.sources]
         idle = {worker.pid: worker.rss_anon for worker in workers}
         with peaks(workers) as highest:  # outside of the rounds, which the watching would disturb
@@ -295,8 +297,8 @@ def measure(size: str, folder: str, rounds: int, peer: bool) -> Measures:
 
 def measure_small(folder: str) -> dict[str, list[float]]:
     """Seconds for 5,000 tensors of 4 KB, by number of sources."""
-    state = State(small(SMALL_TENSORS), folder)
-    with contextlib.closing(state), contextlib.closing(Fleet(state, False)) as fleet:
+    state = StateFile(small(SMALL_TENSORS), folder)
+    with contextlib.closing(state), contextlib.closing(TransferFleet(state, False)) as fleet:
         sides = {"one": lambda: fleet.ours(1)[0], "three": lambda: fleet.ours(3)[0]}
         return common.interleave(sides, SMALL_ROUNDS)
 

@@ -35,7 +35,7 @@ _TORCHFT_TIMEOUT = timedelta(seconds=120)
 KEEP_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_ARENA_MAX": "1"}
 
 
-class Worker:
+class TransferWorker:
     """One of those processes, seen from outside."""
 
     def __init__(self, role: str, arguments: list[object], fds: list[int], **environment: str) -> None:
@@ -84,7 +84,7 @@ class Worker:
         self._process.wait()
 
 
-class Watch:
+class Stopwatch:
     """Time from here on: of the clock, and of this process's processors."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class Receiver:
         self._spoil()
         self._fetcher.same_host = same_host
         state = SnapshotRef(GENERATION, STEP, self._manifest["digest"])
-        watch = Watch()
+        watch = Stopwatch()
         fetched = self._fetcher.fetch_state(urls, state, lambda nbytes: self._target[:nbytes])
         tensors = tensors_of(self._target)
         spent = watch.read()
@@ -192,7 +192,7 @@ class Receiver:
         self._spoil()
         blocks = len(self._manifest["blocks"])
         cuts = [blocks * i // self._streams for i in range(self._streams + 1)]
-        watch = Watch()
+        watch = Stopwatch()
         parts = zip(self._raw, cuts, cuts[1:], strict=False)
         for future in [self._pool.submit(self._stream, s, a, b, verify) for s, a, b in parts]:
             future.result()
@@ -264,7 +264,7 @@ def torchft_receiver(settings: list[int], tensors: int, nbytes: int) -> None:
     transports = {num_chunks: _transport(num_chunks) for num_chunks in settings}
 
     def take(num_chunks: int, metadata: str) -> tuple[float, float]:
-        watch = Watch()
+        watch = Stopwatch()
         state = transports[num_chunks].recv_checkpoint(0, metadata, STEP, _TORCHFT_TIMEOUT)
         spent = watch.read()
         assert len(state) == tensors and sum(x.nbytes for x in state.values()) == nbytes

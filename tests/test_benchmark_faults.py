@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import faults_joins
 import faults_record
-from faults_record import Fault, Record
+from faults_record import InjectedFault, RunRecord
 
 KILLED, RESUMED, STARTED, BACK = 10.3, 10.35, 16.0, 20.0
 
@@ -61,9 +61,9 @@ class MadeUp:
         ]
 
 
-def record(fleet: MadeUp) -> Record:
-    fault = Fault("kill", "r2", KILLED, "timer", 0.3, started=STARTED, back=BACK)
-    return Record(fleet, [fault], [])
+def record(fleet: MadeUp) -> RunRecord:
+    fault = InjectedFault("kill", "r2", KILLED, "timer", 0.3, started=STARTED, back=BACK)
+    return RunRecord(fleet, [fault], [])
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ class Used:
 def test_the_phases_of_a_join_have_the_steps_that_end_in_them(monkeypatch, capsys):
     found = record(MadeUp())
     stages = {"registered": 1.0, "loaded": 2.5, "member": 3.0, "given": BACK - STARTED}
-    monkeypatch.setattr(Record, "join_stages", lambda self, fault: stages)
+    monkeypatch.setattr(RunRecord, "join_stages", lambda self, fault: stages)
     faults_joins.tell_phases(found, found.faults, Used())
     rows = {line[:10].strip(): line[10:].split() for line in capsys.readouterr().out.splitlines()}
     # Seconds, steps, what they took over 1.2 s (median and range), then processor seconds.

@@ -50,7 +50,7 @@ def digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.cpu().view(torch.uint8).numpy().data)
 
 
-class Member:
+class RingProcess:
     """The planes of this process, and one exchange after another on them."""
 
     def __init__(self, config: dict) -> None:
@@ -136,7 +136,7 @@ class Member:
 
 def main() -> None:
     config = json.loads(sys.argv[1])
-    member = Member(config)
+    member = RingProcess(config)
     for step, item in enumerate(config["work"]):
         try:
             answer = member.run(step, item)

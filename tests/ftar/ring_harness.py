@@ -45,7 +45,7 @@ def names(world: int) -> tuple[str, ...]:
     return tuple(f"m{i}" for i in range(world))
 
 
-class Members:
+class RingMembers:
     """``world`` planes in one process, each with a thread; ``who`` limits them to some positions.
 
     ``plane`` says what their links are: see ``socket_ring``. ``make`` makes a plane.
@@ -61,7 +61,7 @@ class Members:
         self._memory: dict[int, dict[int, deque[torch.Tensor]]] = {i: {} for i in self.who}
         self._threads = ThreadPoolExecutor(max_workers=max(1, len(self.who)))
 
-    def __enter__(self) -> "Members":
+    def __enter__(self) -> "RingMembers":
         return self
 
     def __exit__(self, *_error: object) -> None:

@@ -6,7 +6,7 @@ from device_harness import DeviceMembers
 from ftar.simulated_device import SimulatedStream
 from hypothesis import given
 from hypothesis import strategies as st
-from ring_harness import WAIT_S, Members, random_tensor, same_bits, socket_ring
+from ring_harness import WAIT_S, RingMembers, random_tensor, same_bits, socket_ring
 
 from fabric.ftar.device.piece_order import order_pieces
 from fabric.ftar.reduce_ops import Reduction
@@ -172,7 +172,7 @@ def test_links_of_both_kinds_in_one_ring():
 
 def test_the_same_bits_as_the_ring_of_host_memory():
     inputs = [random_tensor(2000, torch.bfloat16, seed) for seed in range(3)]
-    with DeviceMembers(3) as members, Members(3) as others:
+    with DeviceMembers(3) as members, RingMembers(3) as others:
         members.install(1)
         others.install(1)
         results = members.reduce(1, 0, inputs)

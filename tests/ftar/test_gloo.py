@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ftar.gloo_plane import gloo_plane
-from ring_harness import WAIT_S, Members, documented, random_tensor, same_bits
+from ring_harness import WAIT_S, RingMembers, documented, random_tensor, same_bits
 
 from fabric.errors import RoundAborted
 from fabric.ftar.reduce_ops import MAX, MIN, SUM, mean
@@ -12,7 +12,7 @@ from fabric.ftar.ring_schedule import DTYPE_CODES, segment_bounds
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_it_reduces_what_the_ring_reduces(world):
-    with Members(world, make=gloo_plane) as members:
+    with RingMembers(world, make=gloo_plane) as members:
         members.install(1)
         for step, dtype in enumerate(DTYPE_CODES):
             for reduction in (SUM, MIN, MAX):
@@ -31,7 +31,7 @@ def test_it_reduces_what_the_ring_reduces(world):
 
 
 def test_an_abort_ends_the_wait_and_the_next_epoch_works():
-    with Members(2, make=lambda: gloo_plane(exchange_s=2.0)) as members:
+    with RingMembers(2, make=lambda: gloo_plane(exchange_s=2.0)) as members:
         members.install(1)
         members.reduce(1, 1, [torch.ones(10)] * 2)
         futures = members.start(1, 2, {0: torch.ones(10)})

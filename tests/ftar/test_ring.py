@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_harness import (
     WAIT_S,
-    Members,
+    RingMembers,
     documented,
     random_tensor,
     same_bits,
@@ -32,7 +32,7 @@ def awkward_lengths(world: int, item_bytes: int) -> list[int]:
     return sorted({max(0, c + d) for c in centres for d in (-1, 0, 1)} | {chunk + ALIGNMENT - 1})
 
 
-def check(members: Members, epoch: int, step: int, inputs: list[torch.Tensor], *how) -> None:
+def check(members: RingMembers, epoch: int, step: int, inputs: list[torch.Tensor], *how) -> None:
     bounds = segment_bounds(inputs[0].numel(), len(inputs))
     expected = documented(inputs, bounds, *how[:1])
     for position, result in members.reduce(epoch, step, inputs, *how).items():
@@ -49,7 +49,7 @@ def reductions(dtype: torch.dtype) -> list[Reduction]:
 def test_every_awkward_length_is_reduced_in_the_documented_order(world, dtype, plane):
     """Reductions and kinds of memory in turn, over the lengths."""
     turns = cycle((how, memory) for memory in ("in place", "kept", "shared") for how in reductions(dtype))
-    with Members(world, plane=plane, chunk_bytes=CHUNK_BYTES) as members:
+    with RingMembers(world, plane=plane, chunk_bytes=CHUNK_BYTES) as members:
         members.install(epoch=1)
         for step, length in enumerate(awkward_lengths(world, dtype.itemsize)):
             inputs = [random_tensor(length, dtype, 100 * step + i) for i in range(world)]
@@ -60,7 +60,7 @@ def test_every_awkward_length_is_reduced_in_the_documented_order(world, dtype, p
 @pytest.mark.parametrize("world", [10, 11, 18])
 def test_more_members_than_a_list_of_places_holds(world, dtype):
     assert world > MAX_REFERENCES + 1
-    with Members(world, plane="shm", chunk_bytes=CHUNK_BYTES) as members:
+    with RingMembers(world, plane="shm", chunk_bytes=CHUNK_BYTES) as members:
         members.install(1)
         for step, memory in enumerate(("in place", "kept", "shared")):
             inputs = [random_tensor(world * 150 + 7, dtype, 10 * step + i) for i in range(world)]
@@ -83,7 +83,7 @@ def test_any_size_is_reduced_in_the_documented_order(
     world, length, chunk_bytes, kind, checksum, plane, memory
 ):
     dtype, reduction = kind
-    with Members(world, plane=plane, chunk_bytes=chunk_bytes, checksum=checksum) as members:
+    with RingMembers(world, plane=plane, chunk_bytes=chunk_bytes, checksum=checksum) as members:
         members.install(epoch=1)
         check(members, 1, 1, [random_tensor(length, dtype, i) for i in range(world)], reduction, memory)
 
@@ -91,7 +91,7 @@ def test_any_size_is_reduced_in_the_documented_order(
 @pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_buffers_far_larger_than_the_sockets_do_not_deadlock(world, plane):
-    with Members(world, plane=plane) as members:
+    with RingMembers(world, plane=plane) as members:
         members.install(1)
         inputs = [random_tensor(3_000_017, torch.float32, i) for i in range(world)]
         check(members, 1, 1, inputs)
@@ -99,7 +99,7 @@ def test_buffers_far_larger_than_the_sockets_do_not_deadlock(world, plane):
 
 @pytest.mark.parametrize("plane", PLANES)
 def test_several_exchanges_of_a_step_and_several_epochs_share_a_plane(plane):
-    with Members(3, plane=plane, chunk_bytes=CHUNK_BYTES) as members:
+    with RingMembers(3, plane=plane, chunk_bytes=CHUNK_BYTES) as members:
         members.install(1)
         members.install(2)
         for epoch, step in [(1, 7), (1, 7), (1, 8), (2, 8), (2, 8), (2, 9)]:
@@ -114,7 +114,7 @@ def test_several_exchanges_of_a_step_and_several_epochs_share_a_plane(plane):
 
 def test_infinities_and_overflow_are_sums_and_not_errors():
     biggest = torch.finfo(torch.float32).max
-    with Members(2) as members:
+    with RingMembers(2) as members:
         members.install(1)
         values = [torch.tensor([biggest, float("inf"), float("nan"), 1.0])] * 2
         result = members.reduce(1, 1, values)
@@ -125,7 +125,7 @@ def test_infinities_and_overflow_are_sums_and_not_errors():
 
 
 def test_who_is_waited_for_is_named_while_it_lasts_and_counted_after():
-    with Members(3) as members:
+    with RingMembers(3) as members:
         members.install(1)
         buffers = {i: torch.full((40,), float(i)) for i in range(3)}
         futures = members.start(1, 1, {i: buffers[i] for i in (0, 1)})
@@ -142,7 +142,7 @@ def test_who_is_waited_for_is_named_while_it_lasts_and_counted_after():
 
 
 def test_a_ring_of_one_needs_no_links_and_changes_nothing():
-    with Members(1) as members:
+    with RingMembers(1) as members:
         members.planes[0].install(Ring(1, 0, ("alone",)), None, None)
         buffer = torch.arange(10.0)
         members.planes[0].all_reduce(1, 1, buffer, retain_gradients=False)
@@ -160,7 +160,7 @@ def test_a_ring_of_one_needs_no_links_and_changes_nothing():
     ],
 )
 def test_a_tensor_that_cannot_be_reduced_is_refused_before_a_byte_is_sent(buffer):
-    with Members(2) as members:
+    with RingMembers(2) as members:
         members.install(1)
         with pytest.raises(ConfigError):
             members.planes[0].all_reduce(1, 1, buffer)

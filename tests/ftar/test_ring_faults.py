@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from ring_harness import WAIT_S, Members, names, same_bits, socket_ring, tcp_pair, wait_until
+from ring_harness import WAIT_S, RingMembers, names, same_bits, socket_ring, tcp_pair, wait_until
 
 from fabric.errors import RoundAborted
 from fabric.ftar.host.chunk_headers import (
@@ -33,7 +33,7 @@ from fabric.ftar.ring_schedule import DTYPE_CODES
 FLOAT = DTYPE_CODES[torch.float32]
 
 
-class Script:
+class ScriptedNeighbour:
     """One real plane at position 0 of a ring of two or three; everybody else is this object."""
 
     def __init__(self, world: int = 2, epoch: int = 5, **options) -> None:
@@ -43,7 +43,7 @@ class Script:
         self.plane = CpuRing(**{"exchange_s": 5.0, **options})
         self.plane.install(Ring(epoch, 0, names(world)), ours_next, ours_previous)
 
-    def __enter__(self) -> "Script":
+    def __enter__(self) -> "ScriptedNeighbour":
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -77,7 +77,7 @@ class Script:
 
 
 def test_the_script_itself_is_a_good_member():
-    with Script() as script:
+    with ScriptedNeighbour() as script:
         script.writer.sendall(script.good())
         assert same_bits(script.reduce(), torch.full((32,), 3.0))
 
@@ -86,7 +86,7 @@ def test_the_script_itself_is_a_good_member():
     "old", [{"epoch": 4}, {"step": 2}, {"epoch": 4, "step": 9}, {"epoch": 1, "length": 7}]
 )
 def test_chunks_of_an_old_round_are_recognised_and_never_added(old):
-    with Script() as script:
+    with ScriptedNeighbour() as script:
         stale = script.chunk(0, torch.full((16,), 1e9), **old)
         script.writer.sendall(stale + stale + script.good()[: HEADER_BYTES + 64])
         script.writer.sendall(stale + script.good()[HEADER_BYTES + 64 :])
@@ -94,7 +94,7 @@ def test_chunks_of_an_old_round_are_recognised_and_never_added(old):
 
 
 def test_a_flood_of_old_chunks_does_not_hold_off_the_deadline():
-    with Script(entry_s=0.1, exchange_s=0.1) as script:
+    with ScriptedNeighbour(entry_s=0.1, exchange_s=0.1) as script:
         stale = script.chunk(0, torch.zeros(16), epoch=1)
         script.writer.setblocking(False)
 
@@ -133,7 +133,7 @@ def test_a_flood_of_old_chunks_does_not_hold_off_the_deadline():
     ],
 )
 def test_chunks_that_do_not_belong_here_abort_and_name_the_sender(changes, sentence):
-    with Script() as script:
+    with ScriptedNeighbour() as script:
         script.writer.sendall(script.chunk(0, torch.ones(16), **changes))
         with pytest.raises(RoundAborted, match=sentence) as aborted:
             script.reduce()
@@ -141,18 +141,18 @@ def test_chunks_that_do_not_belong_here_abort_and_name_the_sender(changes, sente
 
 
 def test_a_chunk_of_another_size_is_refused():
-    with Script() as script:
+    with ScriptedNeighbour() as script:
         script.writer.sendall(script.chunk(0, torch.ones(15)))
         with pytest.raises(RoundAborted, match="60 bytes"):
             script.reduce()
 
 
 def test_any_flipped_bit_aborts_and_names_the_sender():
-    with Script() as probe:
+    with ScriptedNeighbour() as probe:
         stream = probe.good()
     chunk_bytes = HEADER_BYTES + 64
     for bit in range(0, chunk_bytes * 8, 3):
-        with Script() as script:
+        with ScriptedNeighbour() as script:
             bad = bytearray(stream)
             bad[bit // 8] ^= 1 << bit % 8
             script.writer.sendall(bad)
@@ -163,7 +163,7 @@ def test_any_flipped_bit_aborts_and_names_the_sender():
 
 
 def test_a_flipped_bit_of_the_gathered_result_is_noticed_too():
-    with Script() as script:
+    with ScriptedNeighbour() as script:
         bad = bytearray(script.good())
         bad[-5] ^= 4
         script.writer.sendall(bad)
@@ -174,7 +174,7 @@ def test_a_flipped_bit_of_the_gathered_result_is_noticed_too():
 def test_random_bytes_on_the_ring_abort_in_every_case():
     rng = random.Random(3)
     for size in [1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, 1000, 50_000]:
-        with Script() as script:
+        with ScriptedNeighbour() as script:
             script.writer.sendall(rng.randbytes(size))
             script.writer.shutdown(socket.SHUT_WR)
             with pytest.raises(RoundAborted) as aborted:
@@ -183,7 +183,7 @@ def test_random_bytes_on_the_ring_abort_in_every_case():
 
 
 def test_random_bytes_on_the_way_back_abort_and_name_the_next():
-    with Script() as script:
+    with ScriptedNeighbour() as script:
         script.reader.sendall(random.Random(4).randbytes(200))
         with pytest.raises(RoundAborted, match="garbage") as aborted:
             script.reduce()
@@ -192,7 +192,7 @@ def test_random_bytes_on_the_way_back_abort_and_name_the_next():
 
 @pytest.mark.parametrize(("named", "about"), [("m2", "m2"), ("nobody", ""), ("", "")])
 def test_a_notice_brings_its_cause_and_is_passed_on(named, about):
-    with Script(world=3) as script:
+    with ScriptedNeighbour(world=3) as script:
         script.reader.sendall(notice(5, 1, "m2 was lost by m1", named))
         with pytest.raises(RoundAborted, match="m2 was lost by m1") as aborted:
             script.reduce()
@@ -203,7 +203,7 @@ def test_a_notice_brings_its_cause_and_is_passed_on(named, about):
 
 def test_the_loss_of_either_neighbour_is_seen_and_named():
     for lost, about in (("writer", "m2"), ("reader", "m1")):
-        with Script(world=3) as script:
+        with ScriptedNeighbour(world=3) as script:
             getattr(script, lost).close()
             with pytest.raises(RoundAborted, match="was lost") as aborted:
                 script.reduce()
@@ -211,7 +211,7 @@ def test_the_loss_of_either_neighbour_is_seen_and_named():
 
 
 def test_a_reset_in_the_middle_of_a_chunk_is_the_loss_of_its_sender():
-    with Script() as script:
+    with ScriptedNeighbour() as script:
         script.writer.sendall(script.good()[:100])
         linger = struct.pack("ii", 1, 0)
         script.writer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -223,7 +223,7 @@ def test_a_reset_in_the_middle_of_a_chunk_is_the_loss_of_its_sender():
 
 def test_a_member_that_is_late_for_the_exchange_has_the_long_bound():
     """Member 2's own part says nothing about member 1, who may be in user code for long."""
-    with Script(world=3, entry_s=0.3, exchange_s=0.001) as script:
+    with ScriptedNeighbour(world=3, entry_s=0.3, exchange_s=0.001) as script:
         script.writer.sendall(script.chunk(0, torch.ones(16), length=48))
         buffer = torch.zeros(48)
         started_s = time.monotonic()
@@ -234,7 +234,7 @@ def test_a_member_that_is_late_for_the_exchange_has_the_long_bound():
 
 
 def test_once_everybody_is_known_to_be_inside_the_short_bound_holds():
-    with Script(entry_s=3600.0, exchange_s=0.05) as script:
+    with ScriptedNeighbour(entry_s=3600.0, exchange_s=0.05) as script:
         script.writer.sendall(script.good()[: HEADER_BYTES + 64 + 10])
         with pytest.raises(RoundAborted, match="stalled") as aborted:
             script.reduce()
@@ -242,7 +242,7 @@ def test_once_everybody_is_known_to_be_inside_the_short_bound_holds():
 
 
 def test_a_next_member_that_does_not_read_is_the_one_who_stalls():
-    with Script(entry_s=3600.0, exchange_s=0.2, chunk_bytes=2**20) as script:
+    with ScriptedNeighbour(entry_s=3600.0, exchange_s=0.2, chunk_bytes=2**20) as script:
         elements = 8_000_000
         half = torch.ones(elements // 2)
 
@@ -260,7 +260,7 @@ def test_a_next_member_that_does_not_read_is_the_one_who_stalls():
 
 
 def test_abort_from_another_thread_wakes_a_blocked_exchange_and_is_final():
-    with Members(3) as members:
+    with RingMembers(3) as members:
         members.install(1)
         futures = members.start(1, 1, {0: torch.ones(10)})
         wait_until(lambda: members.planes[0].waiting_for)
@@ -275,7 +275,7 @@ def test_abort_from_another_thread_wakes_a_blocked_exchange_and_is_final():
 
 
 def test_the_cause_of_one_abort_reaches_everybody_in_the_exchange():
-    with Members(6) as members:
+    with RingMembers(6) as members:
         members.install(1)
         futures = members.start(1, 1, {i: torch.ones(1000) for i in range(6) if i != 3})
         for i in (0, 1, 2, 4, 5):
@@ -290,7 +290,7 @@ def test_the_cause_of_one_abort_reaches_everybody_in_the_exchange():
 
 
 def test_a_late_member_passes_on_the_abort_that_it_finds():
-    with Members(5) as members:
+    with RingMembers(5) as members:
         members.install(1)
         futures = members.start(1, 1, {i: torch.ones(1000) for i in range(5) if i != 3})
         for i in (0, 1, 2, 4):
@@ -304,7 +304,7 @@ def test_a_late_member_passes_on_the_abort_that_it_finds():
 
 
 def test_an_abort_that_comes_before_the_links_counts():
-    with Members(2) as members:
+    with RingMembers(2) as members:
         members.planes[0].abort(1, "superseded while dialling")
         with pytest.raises(RoundAborted, match="superseded"):
             members.planes[0].all_reduce(1, 1, torch.ones(2), torch.zeros(2))
@@ -315,7 +315,7 @@ def test_an_abort_that_comes_before_the_links_counts():
 
 
 def test_links_of_a_retired_epoch_are_closed_even_when_they_come_late():
-    with Members(2) as members:
+    with RingMembers(2) as members:
         members.planes[0].retire(3)
         (ours, other), (next_, theirs) = socket_ring(2)
         members.planes[0].install(Ring(2, 0, names(2)), ours, other)
@@ -328,7 +328,7 @@ def test_links_of_a_retired_epoch_are_closed_even_when_they_come_late():
 
 @pytest.mark.parametrize("how", ["retire", "close"])
 def test_descriptors_in_use_are_closed_only_after_the_exchange(how):
-    with Members(2) as members:
+    with RingMembers(2) as members:
         pairs = socket_ring(2)
         members.install(1, pairs)
         futures = members.start(1, 1, {0: torch.ones(10)})
@@ -340,7 +340,7 @@ def test_descriptors_in_use_are_closed_only_after_the_exchange(how):
 
 
 def test_after_an_abort_the_next_epoch_works_on_fresh_links():
-    with Members(4) as members:
+    with RingMembers(4) as members:
         members.install(1)
         futures = members.start(1, 1, {i: torch.ones(9999) for i in range(3)})
         wait_until(lambda: members.planes[2].waiting_for)
@@ -364,7 +364,7 @@ def test_a_plane_that_is_closed_in_the_midst_of_an_exchange_ends_it_as_aborted(m
                 plane.close()
         return find(segments, memory)
 
-    with Members(2, plane="shm", chunk_bytes=4096) as members:
+    with RingMembers(2, plane="shm", chunk_bytes=4096) as members:
         members.install(1)
         buffers = {i: members.shared(i, torch.ones(100_000)) for i in range(2)}
         results = {i: members.shared(i, torch.zeros(100_000)) for i in range(2)}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from ring_harness import WAIT_S, Members, Pairs, names, same_bits, socket_ring, wait_until
+from ring_harness import WAIT_S, Pairs, RingMembers, names, same_bits, socket_ring, wait_until
 
 from fabric.errors import RoundAborted
 from fabric.ftar.host.cpu_ring import CpuRing
@@ -67,7 +67,7 @@ def fork_victim(pairs: Pairs, after_operations: int, signal_number: int) -> int:
         os._exit(1)
 
 
-def check_next_epoch(members: Members, gradients: dict[int, torch.Tensor]) -> None:
+def check_next_epoch(members: RingMembers, gradients: dict[int, torch.Tensor]) -> None:
     """The survivors go on with what they kept, in a ring of three."""
     links = socket_ring(3)
     for place, i in enumerate(SURVIVORS):
@@ -91,7 +91,7 @@ def test_all_survivors_of_a_kill_name_the_dead_and_go_on(after_operations, plane
     pairs = socket_ring(WORLD, plane)
     pid = fork_victim(pairs, after_operations, signal.SIGKILL)
     try:
-        with Members(WORLD, who=SURVIVORS, chunk_bytes=CHUNK_BYTES) as members:
+        with RingMembers(WORLD, who=SURVIVORS, chunk_bytes=CHUNK_BYTES) as members:
             members.install(1, pairs)
             gradients = {i: torch.full((LENGTH,), float(i)) for i in SURVIVORS}
             buffers = {i: gradients[i].clone() for i in SURVIVORS}
@@ -114,7 +114,7 @@ def test_a_stopped_neighbour_holds_nobody_who_aborts(plane):
     pairs = socket_ring(WORLD, plane)
     pid = fork_victim(pairs, 20, signal.SIGSTOP)
     try:
-        with Members(WORLD, who=SURVIVORS, chunk_bytes=CHUNK_BYTES) as members:
+        with RingMembers(WORLD, who=SURVIVORS, chunk_bytes=CHUNK_BYTES) as members:
             members.install(1, pairs)
             gradients = {i: torch.full((LENGTH,), float(i)) for i in SURVIVORS}
             futures = members.start(1, 1, {i: gradients[i].clone() for i in SURVIVORS})
@@ -137,7 +137,7 @@ def test_one_abort_behind_a_stopped_member_reaches_everybody_before_it(plane):
     pairs = socket_ring(WORLD, plane)
     pid = fork_victim(pairs, 20, signal.SIGSTOP)
     try:
-        with Members(WORLD, who=SURVIVORS, chunk_bytes=CHUNK_BYTES) as members:
+        with RingMembers(WORLD, who=SURVIVORS, chunk_bytes=CHUNK_BYTES) as members:
             members.install(1, pairs)
             futures = members.start(1, 1, {i: torch.ones(LENGTH) for i in SURVIVORS})
             os.waitpid(pid, os.WUNTRACED)

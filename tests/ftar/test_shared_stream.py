@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ring_harness import WAIT_S, Members, names, same_bits, wait_until
+from ring_harness import WAIT_S, RingMembers, names, same_bits, wait_until
 
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
 from fabric.ftar.host.chunk_headers import REDUCE, SEGMENT, ChunkHeader, ExchangeSpec, digest, notice, pack
@@ -97,7 +97,7 @@ def test_an_abort_raises_the_guard_before_the_exchange_returns(monkeypatch):
 
     held: dict[str, threading.Thread] = {}
     monkeypatch.setattr(Inbox, "find", slow_find)
-    with Members(3, plane="shm", chunk_bytes=1024) as members:
+    with RingMembers(3, plane="shm", chunk_bytes=1024) as members:
         members.install(1)
         reduce = members.planes[1].all_reduce
 
@@ -130,7 +130,7 @@ def test_nobody_returns_before_the_farthest_member_has_read_everything(monkeypat
         tell_read(links, spec)
 
     monkeypatch.setattr(RingLinks, "tell_read", slow_tell_read)
-    with Members(4, plane="shm") as members:
+    with RingMembers(4, plane="shm") as members:
         members.install(1)
         results = {i: torch.zeros(64) for i in range(4)}
         futures = members.start(1, 1, {i: torch.full((64,), 1.0 + i) for i in range(4)}, results)
@@ -150,7 +150,7 @@ def test_nobody_returns_before_the_next_member_has_read_everything(monkeypatch):
         tell_read(links, spec)
 
     monkeypatch.setattr(RingLinks, "tell_read", slow_tell_read)
-    with Members(2, plane="shm") as members:
+    with RingMembers(2, plane="shm") as members:
         members.install(1)
         buffers = {0: torch.full((64,), 1.0), 1: torch.full((64,), 7.0)}
         results = {i: torch.zeros(64) for i in range(2)}
@@ -180,7 +180,7 @@ def slow_reader(monkeypatch):
     go_on.set()
 
 
-def _lasting(members: Members, step: int = 1) -> tuple[dict[int, torch.Tensor], dict[int, Future]]:
+def _lasting(members: RingMembers, step: int = 1) -> tuple[dict[int, torch.Tensor], dict[int, Future]]:
     """One exchange whose results last; member 1 has sevens. The results, and how it goes."""
     values = {i: torch.full((64,), 7.0 if i == 1 else 1.0) for i in members.who}
     results = {i: members.shared(i, torch.zeros(64)) for i in members.who}
@@ -190,7 +190,7 @@ def _lasting(members: Members, step: int = 1) -> tuple[dict[int, torch.Tensor], 
 @pytest.mark.parametrize("world", [2, 4])
 def test_with_results_that_last_nobody_waits_for_readers(slow_reader, world):
     reading, go_on = slow_reader
-    with Members(world, plane="shm") as members:
+    with RingMembers(world, plane="shm") as members:
         members.install(1)
         results, futures = _lasting(members)
         assert reading.wait(WAIT_S)
@@ -204,7 +204,7 @@ def test_with_results_that_last_nobody_waits_for_readers(slow_reader, world):
 
 def test_a_result_that_was_written_over_after_the_epoch_ended_does_not_count(slow_reader):
     reading, go_on = slow_reader
-    with Members(2, plane="shm") as members:
+    with RingMembers(2, plane="shm") as members:
         members.install(1)
         results, futures = _lasting(members)
         assert reading.wait(WAIT_S)
@@ -225,7 +225,7 @@ def test_in_a_ring_with_a_link_of_bytes_readers_are_awaited_all_the_same(monkeyp
         tell_read(links, spec)
 
     monkeypatch.setattr(RingLinks, "tell_read", slow_tell_read)
-    with Members(3, plane="mixed") as members:
+    with RingMembers(3, plane="mixed") as members:
         members.install(1)
         results, futures = _lasting(members)
         wait_until(lambda: all((results[i] == 9).all() and members.planes[i].waiting_for for i in (0, 2)))
@@ -237,7 +237,7 @@ def test_in_a_ring_with_a_link_of_bytes_readers_are_awaited_all_the_same(monkeyp
 
 
 def test_members_that_disagree_about_whether_results_last_abort():
-    with Members(2, plane="shm") as members:
+    with RingMembers(2, plane="shm") as members:
         members.install(1)
         futures = [
             *members.start(1, 1, {0: torch.ones(64)}, {0: torch.ones(64)}, result_is_stable=True).values(),
@@ -334,7 +334,7 @@ def open_files() -> set[tuple[str, int]]:
 
 def test_descriptors_do_not_pile_up_over_epochs():
     before = open_files()
-    with Members(3, plane="shm") as members:
+    with RingMembers(3, plane="shm") as members:
         counts = []
         for epoch in range(1, 6):
             members.install(epoch)
@@ -354,7 +354,7 @@ def test_shared_memory_that_is_not_to_be_had_is_a_sentence():
 
 
 def test_a_gradient_is_overwritten_only_where_that_was_asked_for():
-    with Members(1) as members:
+    with RingMembers(1) as members:
         members.install(1)
         plane, gradient = members.planes[0], torch.ones(10)
         for result in (None, gradient, gradient[:10]):
@@ -368,7 +368,7 @@ def test_a_gradient_is_overwritten_only_where_that_was_asked_for():
 
 
 def test_bounds_may_be_changed_between_exchanges():
-    with Members(2, entry_s=3600.0) as members:
+    with RingMembers(2, entry_s=3600.0) as members:
         members.install(1)
         members.planes[0].set_bounds(entry_s=0.05)
         with pytest.raises(RoundAborted, match="stalled"):

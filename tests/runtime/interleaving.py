@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Schedule:
+class Interleaving:
     """Which of the runnable actors goes on at each point: 0 is the one that runs. ``preemptions``: how often
     an actor that could go on may be stopped."""
 
@@ -54,7 +54,7 @@ class Explorer:
         self._left: list[int] = []
         self._running = 0
         self._ends = False
-        self.schedule = Schedule([], 0)
+        self.schedule = Interleaving([], 0)
         self.errors: list[BaseException] = []
         self.idents = [0] * actors
         self._threads = [threading.Thread(target=self._live, args=(i,), daemon=True) for i in range(actors)]
@@ -76,11 +76,11 @@ class Explorer:
         """The actor whose turn it is."""
         return self._running
 
-    def schedules(self, preemptions: int) -> Iterator[Schedule]:
+    def schedules(self, preemptions: int) -> Iterator[Interleaving]:
         """All of them; run each one before the next is asked for."""
         prefix: list[int] | None = []
         while prefix is not None:
-            self.schedule = Schedule(prefix, preemptions)
+            self.schedule = Interleaving(prefix, preemptions)
             yield self.schedule
             prefix = self.schedule.next_prefix()
 

@@ -141,7 +141,7 @@ def test_the_limit_of_descriptors_is_raised_to_what_is_allowed():
 # --- with real sockets ------------------------------------------------------------------------------------
 
 
-class Service:
+class AnsweringService:
     """One that answers at once, when told to, or after a body."""
 
     scheme = "http"
@@ -171,8 +171,8 @@ class Service:
 
 
 @asynccontextmanager
-async def service(tls: Tls | None = None) -> AsyncIterator[Service]:
-    found, tls = Service(), tls or Tls()
+async def service(tls: Tls | None = None) -> AsyncIterator[AnsweringService]:
+    found, tls = AnsweringService(), tls or Tls()
     found.scheme, found.tls = tls.scheme, tls.client_context()
     app = web.Application()
     app.router.add_get("/fast", found.fast)

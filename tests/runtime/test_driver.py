@@ -13,7 +13,7 @@ TICK = "tick"
 
 
 @dataclass
-class Script:
+class ScriptedCore:
     """A core that answers from a table, records what it heard, and names deadlines as told."""
 
     answers: dict[str, list[str]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Script:
         return self.deadline
 
 
-class Clock:
+class DriverClock:
     now = 0.0
 
     def __call__(self) -> float:
@@ -45,7 +45,7 @@ class Clock:
 
 
 async def test_effects_are_performed_in_order_and_events_fed_meanwhile_wait():
-    core = Script({"a": ["one", "two"], "b": ["three"]})
+    core = ScriptedCore({"a": ["one", "two"], "b": ["three"]})
     performed = []
 
     def perform(effect: str) -> None:
@@ -61,7 +61,7 @@ async def test_effects_are_performed_in_order_and_events_fed_meanwhile_wait():
 async def test_the_core_is_called_at_its_deadline():
     loop = asyncio.get_running_loop()
     heard = asyncio.Event()
-    core = Script(deadlines=[loop.time() + 0.02, None])
+    core = ScriptedCore(deadlines=[loop.time() + 0.02, None])
     handle = core.handle
 
     def listen(event: str, now: float) -> list[str]:
@@ -80,9 +80,9 @@ async def test_the_core_is_called_at_its_deadline():
 
 async def test_the_deadline_that_was_named_last_is_the_one_that_counts():
     """One timer. It stays where the deadline moves away, and then finds that nothing is due."""
-    clock = Clock()
+    clock = DriverClock()
     ticked = asyncio.Event()
-    core = Script({TICK: ["ticked"]}, deadlines=[0.01, 1000.0, 0.02])
+    core = ScriptedCore({TICK: ["ticked"]}, deadlines=[0.01, 1000.0, 0.02])
     driver = Driver(core, lambda effect: ticked.set(), tick=TICK, on_crash=lambda error: None, clock=clock)
     driver.feed("a")
     driver.feed("b")
@@ -104,10 +104,10 @@ def timers() -> list[asyncio.TimerHandle]:
 
 
 async def test_a_deadline_in_the_past_ticks_at_once():
-    clock = Clock()
+    clock = DriverClock()
     clock.now = 50.0
     ticked = asyncio.Event()
-    core = Script({TICK: ["ticked"]}, deadlines=[10.0, None])
+    core = ScriptedCore({TICK: ["ticked"]}, deadlines=[10.0, None])
     driver = Driver(core, lambda effect: ticked.set(), tick=TICK, on_crash=lambda error: None, clock=clock)
     driver.feed("a")
     await asyncio.wait_for(ticked.wait(), 10)
@@ -116,7 +116,7 @@ async def test_a_deadline_in_the_past_ticks_at_once():
 
 async def test_a_defect_is_reported_once_and_is_the_end():
     crashes = []
-    core = Script({"bad": ["raise"], "ok": ["effect"]}, deadlines=[0.0] * 9)
+    core = ScriptedCore({"bad": ["raise"], "ok": ["effect"]}, deadlines=[0.0] * 9)
     performed = []
     driver = Driver(core, performed.append, tick=TICK, on_crash=crashes.append)
     driver.feed("bad")
@@ -131,15 +131,15 @@ async def test_a_defect_in_performing_or_in_the_deadline_counts_too():
     def perform(effect: str) -> None:
         raise ValueError(effect)
 
-    Driver(Script({"a": ["one", "two"]}), perform, tick=TICK, on_crash=crashes.append).feed("a")
-    core = Script()
+    Driver(ScriptedCore({"a": ["one", "two"]}), perform, tick=TICK, on_crash=crashes.append).feed("a")
+    core = ScriptedCore()
     core.next_deadline = lambda: 1 / 0
     Driver(core, perform, tick=TICK, on_crash=crashes.append).feed("a")
     assert [type(error) for error in crashes] == [ValueError, ZeroDivisionError]
 
 
 async def test_nothing_happens_after_close():
-    core = Script({"a": ["one", "two"], "b": ["three"]}, deadlines=[0.0])
+    core = ScriptedCore({"a": ["one", "two"], "b": ["three"]}, deadlines=[0.0])
     performed = []
 
     def perform(effect: str) -> None:
@@ -213,7 +213,7 @@ async def test_threads_feed_at_once_and_effects_are_performed_in_the_order_of_th
 
 async def test_what_a_step_orders_is_performed_by_the_thread_that_had_the_event():
     ran = []
-    core = Script({"a": ["one", "two"]})
+    core = ScriptedCore({"a": ["one", "two"]})
     driver = Driver(
         core,
         lambda effect: ran.append((effect, threading.get_ident())),
@@ -246,7 +246,7 @@ async def test_a_deadline_that_another_thread_brought_about_is_kept():
 async def test_what_interrupts_a_thread_is_the_end_and_reaches_the_thread(struck):
     """Ctrl-C strikes the main thread anywhere: the driver ends, says so once, and hides nothing."""
     crashes, caught, performed = [], [], []
-    core = Script({"a": ["one", "two"]})
+    core = ScriptedCore({"a": ["one", "two"]})
 
     def perform(effect: str) -> None:
         performed.append(effect)
@@ -286,7 +286,7 @@ async def test_the_cores_clock_goes_on_while_the_machine_is_suspended(monkeypatc
     """Time that a suspended member does not count would be autonomy that the lighthouse does not grant."""
     monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 5e6}.__getitem__)
     heard = []
-    core = Script()
+    core = ScriptedCore()
     handle = core.handle
     core.handle = lambda event, now: heard.append(now) or handle(event, now)
     driver = Driver(core, lambda effect: None, tick=TICK, on_crash=pytest.fail)

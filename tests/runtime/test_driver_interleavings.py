@@ -19,7 +19,7 @@ LOOP, A, B = 0, 1, 2
 TICK = "tick"
 
 
-class Turn:
+class TracedLock:
     """A lock that is tried and released at points."""
 
     def __init__(self, point: Callable[[], None]) -> None:
@@ -113,7 +113,7 @@ class Loop:
 
 
 @dataclass
-class World:
+class InterleavedRun:
     """One run: a core that orders ``orders[event]``, and wants to be called one second after each event."""
 
     explorer: Explorer
@@ -149,7 +149,7 @@ class World:
             thread_safe_effects=frozenset((str,)),
         )
         self.driver._thread = self.explorer.idents[LOOP]
-        self.driver._turn = self.turn = Turn(self.point)
+        self.driver._turn = self.turn = TracedLock(self.point)
         self.driver._queue = Queue(self.point)
 
     def enter(self, what: str) -> None:
@@ -198,18 +198,18 @@ class World:
         assert not self.turn.is_taken and math.isinf(self.driver._due)
 
 
-def feed(event: str) -> Callable[[World], None]:
+def feed(event: str) -> Callable[[InterleavedRun], None]:
     return lambda world: world.driver.feed(event)
 
 
-def close(world: World) -> None:
+def close(world: InterleavedRun) -> None:
     world.driver.close()
     world.closed = True
 
 
 def each_schedule(
-    preemptions: int, patch: pytest.MonkeyPatch, make: Callable[[Explorer], World], *programs: list
-) -> list[World]:
+    preemptions: int, patch: pytest.MonkeyPatch, make: Callable[[Explorer], InterleavedRun], *programs: list
+) -> list[InterleavedRun]:
     """All runs. ``programs`` are what the loop's thread does first, and what the others do."""
     worlds = []
     with Explorer(len(programs)) as explorer:
@@ -217,7 +217,7 @@ def each_schedule(
             world = make(explorer)
             world.make(patch)
 
-            def run(actor: int, world: World = world) -> None:
+            def run(actor: int, world: InterleavedRun = world) -> None:
                 for act in programs[actor]:
                     world.point()
                     act(world)
@@ -233,8 +233,8 @@ def each_schedule(
 
 
 def test_two_threads_lose_no_event_and_never_enter_the_core_at_once(monkeypatch):
-    def make(explorer: Explorer) -> World:
-        return World(explorer, {"a": ["a1", "a2"], "b": ["b1"]})
+    def make(explorer: Explorer) -> InterleavedRun:
+        return InterleavedRun(explorer, {"a": ["a1", "a2"], "b": ["b1"]})
 
     worlds = each_schedule(3, monkeypatch, make, [], [feed("a")], [feed("b")])
     for world in worlds:
@@ -247,9 +247,9 @@ def test_two_threads_lose_no_event_and_never_enter_the_core_at_once(monkeypatch)
 def test_effects_of_the_loops_thread_stay_there_and_nothing_overtakes_them(monkeypatch):
     """A list is an effect for the loop's thread alone. One effect feeds an event itself."""
 
-    def make(explorer: Explorer) -> World:
+    def make(explorer: Explorer) -> InterleavedRun:
         orders = {"a": ["a1", ("a2",), "a3"], "b": [("b1",)], "c": ["c1"]}
-        return World(explorer, orders, feeds={("b1",): "c"})
+        return InterleavedRun(explorer, orders, feeds={("b1",): "c"})
 
     worlds = each_schedule(2, monkeypatch, make, [], [feed("a")], [feed("b")])
     for world in worlds:
@@ -257,8 +257,8 @@ def test_effects_of_the_loops_thread_stay_there_and_nothing_overtakes_them(monke
 
 
 def test_the_loops_thread_feeds_too(monkeypatch):
-    def make(explorer: Explorer) -> World:
-        return World(explorer, {"a": ["a1"], "a'": [("a2",)], "b": [("b1",)], "l": [("l1",)]})
+    def make(explorer: Explorer) -> InterleavedRun:
+        return InterleavedRun(explorer, {"a": ["a1"], "a'": [("a2",)], "b": [("b1",)], "l": [("l1",)]})
 
     programs = [feed("l")], [feed("a"), feed("a'")], [feed("b")]
     for world in each_schedule(2, monkeypatch, make, *programs):
@@ -267,8 +267,8 @@ def test_the_loops_thread_feeds_too(monkeypatch):
 
 @pytest.mark.parametrize("raises", ["a", "b"])
 def test_a_core_that_raises_is_the_end_and_is_told_once(monkeypatch, raises):
-    def make(explorer: Explorer) -> World:
-        return World(explorer, {"a": ["a1", ("a2",)], "b": [("b1",)]}, raises=raises)
+    def make(explorer: Explorer) -> InterleavedRun:
+        return InterleavedRun(explorer, {"a": ["a1", ("a2",)], "b": [("b1",)]}, raises=raises)
 
     for world in each_schedule(2, monkeypatch, make, [], [feed("a"), feed("a'")], [feed("b")]):
         assert [str(error) for error in world.crashes] == [raises]
@@ -282,8 +282,8 @@ def test_a_core_that_raises_is_the_end_and_is_told_once(monkeypatch, raises):
 def test_close_during_a_turn_ends_it_and_is_no_defect(monkeypatch):
     """A thread may have taken one event already. All others, and all that comes later, go nowhere."""
 
-    def make(explorer: Explorer) -> World:
-        return World(explorer, {"a": ["a1", ("a2",)], "a'": ["a3"], "b": ["b1"]})
+    def make(explorer: Explorer) -> InterleavedRun:
+        return InterleavedRun(explorer, {"a": ["a1", ("a2",)], "a'": ["a3"], "b": ["b1"]})
 
     ends = set()
     for world in each_schedule(2, monkeypatch, make, [close], [feed("a"), feed("a'")], [feed("b")]):

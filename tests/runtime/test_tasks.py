@@ -5,7 +5,7 @@ import asyncio
 from fabric.runtime.tasks import Tasks
 
 
-class Deaths(list):
+class ReportedDeaths(list):
     """Collects what is reported; ``any`` is set with the first one."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Deaths(list):
 
 
 async def test_a_death_is_reported_with_its_name(caplog):
-    deaths = Deaths()
+    deaths = ReportedDeaths()
     tasks = Tasks(deaths)
 
     async def work() -> None:
@@ -32,7 +32,7 @@ async def test_a_death_is_reported_with_its_name(caplog):
 
 
 async def test_a_normal_end_and_a_cancellation_are_no_deaths():
-    deaths = Deaths()
+    deaths = ReportedDeaths()
     tasks = Tasks(deaths)
     done = asyncio.Event()
 
@@ -47,7 +47,7 @@ async def test_a_normal_end_and_a_cancellation_are_no_deaths():
 
 
 async def test_close_waits_for_the_clean_up_and_starts_nothing_more():
-    deaths = Deaths()
+    deaths = ReportedDeaths()
     tasks = Tasks(deaths)
     begun = asyncio.Event()
     log = []
@@ -74,7 +74,7 @@ async def test_close_waits_for_the_clean_up_and_starts_nothing_more():
 
 
 async def test_a_task_that_dies_while_being_closed_is_reported():
-    deaths = Deaths()
+    deaths = ReportedDeaths()
     tasks = Tasks(deaths)
     begun = asyncio.Event()
 
@@ -93,7 +93,7 @@ async def test_a_task_that_dies_while_being_closed_is_reported():
 
 async def test_a_task_that_loses_a_cancellation_is_cancelled_again(monkeypatch):
     monkeypatch.setattr("fabric.runtime.tasks._CANCEL_AGAIN_S", 0.01)
-    tasks = Tasks(Deaths())
+    tasks = Tasks(ReportedDeaths())
     begun = asyncio.Event()
     lost = []
 
@@ -115,11 +115,11 @@ async def test_a_task_that_loses_a_cancellation_is_cancelled_again(monkeypatch):
 
 
 async def test_closing_nothing_is_fine():
-    await Tasks(Deaths()).close()
+    await Tasks(ReportedDeaths()).close()
 
 
 async def test_finished_tasks_are_forgotten():
-    tasks = Tasks(Deaths())
+    tasks = Tasks(ReportedDeaths())
     for i in range(50):
         tasks.start(str(i), asyncio.sleep(0))
     assert len(tasks._running) == 50

@@ -35,13 +35,13 @@ def stranger(tmp_path_factory) -> Tls:
     return Tls(*other.issue("stranger"), other.ca)
 
 
-class Service:
+class TlsService:
     """Something that listens, with ``tls`` or without, and what a client of it hears."""
 
     def __init__(self, tls: Tls) -> None:
         self.tls = tls
 
-    async def __aenter__(self) -> "Service":
+    async def __aenter__(self) -> "TlsService":
         self.runner = web.AppRunner(web.Application())
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0, ssl_context=self.tls.server_context()).start()
@@ -54,7 +54,7 @@ class Service:
 
 def heard_by_a_command(service: Tls, scheme: str, tls: Tls) -> str:
     async def ask() -> str:
-        async with Service(service) as there:
+        async with TlsService(service) as there:
             asked = Lighthouses((f"{scheme}://{there.address}",), "", "", tls)
             with pytest.raises(Unreachable) as caught:
                 await asked._ask("/v1/jobs", None)
@@ -65,7 +65,7 @@ def heard_by_a_command(service: Tls, scheme: str, tls: Tls) -> str:
 
 def heard_by_a_trainer(service: Tls, scheme: str, tls: Tls, contact_s: float) -> str:
     async def ask() -> str:
-        async with Service(service) as there:
+        async with TlsService(service) as there:
             return await refusal([f"{scheme}://{there.address}"], tls, contact_s)
 
     return asyncio.run(ask())
@@ -114,7 +114,7 @@ def test_a_trainer_that_is_hung_up_on_waits_and_says_for_what(mine, caplog, monk
 
 def test_one_wrong_address_of_several_ends_nothing(mine):
     async def ask() -> str:
-        async with Service(mine) as wrong, Service(NONE) as right:
+        async with TlsService(mine) as wrong, TlsService(NONE) as right:
             return await refusal([f"https://{wrong.address}", f"http://{right.address}"], NONE, 1e6)
 
     assert "is not a lighthouse" in asyncio.run(ask()), "the second one was asked, and said so"

@@ -8,7 +8,7 @@ from fabric.errors import ConfigError
 from fabric.runtime.http.token_file import LOOK_S, MAX_TOKEN_BYTES, TokenFile, read_tokens
 
 
-class Clock:
+class TokenClock:
     now = 0.0
 
     def __call__(self) -> float:
@@ -24,7 +24,7 @@ def file(tmp_path):
 
 
 def test_a_token_is_replaced_in_three_steps(file):
-    clock = Clock()
+    clock = TokenClock()
     tokens = TokenFile(file, clock)
     for text, shown, accepted in (
         ("old\nnew\n", "old", ("old", "new")),
@@ -42,14 +42,14 @@ def test_a_token_is_replaced_in_three_steps(file):
 
 
 def test_what_is_shown_is_looked_up_every_time(file):
-    tokens = TokenFile(file, Clock())
+    tokens = TokenFile(file, TokenClock())
     file.write_text("another\n")
     assert tokens.shown() == "another"
 
 
 @pytest.mark.parametrize("spoil", ["gone", "empty", "binary", "folder"])
 def test_a_file_that_can_be_read_no_more_leaves_the_tokens_as_they_were(file, spoil, caplog):
-    clock = Clock()
+    clock = TokenClock()
     tokens = TokenFile(file, clock)
     file.unlink()
     if spoil == "empty":

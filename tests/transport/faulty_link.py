@@ -15,7 +15,7 @@ from fabric.transport.interface import MessageLink, OnClosed, OnMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Faults:
+class LinkFaults:
     """How a link misbehaves. ``cut_probability`` is per message sent; delays are of each direction."""
 
     delay_s: tuple[float, float] = (0.0, 0.0)
@@ -45,7 +45,7 @@ class _Lane:
 class FaultyLink:
     """``inner`` with ``faults`` drawn from ``rng``; the same seed and messages give the same faults."""
 
-    def __init__(self, inner: MessageLink, rng: random.Random, faults: Faults) -> None:
+    def __init__(self, inner: MessageLink, rng: random.Random, faults: LinkFaults) -> None:
         self._inner = inner
         self._rng = rng
         self._faults = faults

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from faulty_link import Faults, FaultyLink
+from faulty_link import FaultyLink, LinkFaults
 from memory_link import memory_pair
 
 from fabric.errors import ProtocolError
@@ -30,7 +30,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 def faulty_pair() -> Pair:
     one, two = over_sockets(tcp_pair())
     rng = random.Random(5)
-    faults = Faults(delay_s=(0.0, 0.003))
+    faults = LinkFaults(delay_s=(0.0, 0.003))
     return FaultyLink(one, rng, faults), FaultyLink(two, rng, faults)
 
 
@@ -217,7 +217,7 @@ async def test_a_frame_after_the_goodbye_closes_the_link():
 
 async def test_a_stalled_direction_holds_its_messages_until_released():
     inner, other = memory_pair("a", "b")
-    link = FaultyLink(inner, random.Random(1), Faults())
+    link = FaultyLink(inner, random.Random(1), LinkFaults())
     here, there = Ear(link), Ear(other)
     link.stall_out()
     link.stall_in()
@@ -239,7 +239,7 @@ async def test_a_stalled_direction_holds_its_messages_until_released():
 async def test_the_same_seed_cuts_at_the_same_message():
     async def sent_until_cut(seed: int) -> int:
         inner, other = memory_pair("a", "b")
-        link = FaultyLink(inner, random.Random(seed), Faults(cut_probability=0.05))
+        link = FaultyLink(inner, random.Random(seed), LinkFaults(cut_probability=0.05))
         there = Ear(other)
         number = 0
         while link.send(b"x"):

@@ -18,7 +18,7 @@ def greeting(to: str = "r0") -> Greeting:
     return Greeting(job="job", store_id="s", replica="r1", incarnation=1, kind="data", epoch=3, to=to)
 
 
-class Host:
+class ListeningHost:
     """One listener and what arrived at it."""
 
     def __init__(self, replica: str = "r0") -> None:
@@ -40,7 +40,7 @@ class Host:
     ],
 )
 async def test_a_link_is_local_where_both_sides_want_it(listens, dials, family):
-    host = Host()
+    host = ListeningHost()
     await host.listener.start("127.0.0.1", local=listens)
     sock = await dial(host.address, greeting(), TOKEN, 5.0, local=dials)
     said, theirs = await host.arrivals.get()
@@ -53,7 +53,7 @@ async def test_a_link_is_local_where_both_sides_want_it(listens, dials, family):
 
 async def test_another_member_behind_the_name_is_not_taken_for_the_one_that_is_meant():
     """As when the port in an address is another host's, and a member here has the same one."""
-    host, impostor = Host("r0"), Host("r9")
+    host, impostor = ListeningHost("r0"), ListeningHost("r9")
     await host.listener.start("127.0.0.1")
     await impostor.listener.start("127.0.0.1")
     name = listen_locally(host.listener.address[1])
@@ -71,7 +71,7 @@ async def test_another_member_behind_the_name_is_not_taken_for_the_one_that_is_m
 
 
 async def test_a_wrong_token_is_refused_as_on_any_link():
-    host = Host()
+    host = ListeningHost()
     await host.listener.start("127.0.0.1", local=True)
     with pytest.raises(Unauthorized):
         await dial(host.address, greeting(), b"another", 5.0, local=True)

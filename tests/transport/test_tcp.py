@@ -22,7 +22,7 @@ def greeting(**changes) -> Greeting:
     return Greeting(**{**fields, "kind": "control", **changes})
 
 
-class Door:
+class StartedListener:
     """A started listener and the connections that it let in."""
 
     def __init__(self, **options) -> None:
@@ -41,7 +41,7 @@ class Door:
 
 @contextlib.asynccontextmanager
 async def open_door(**options):
-    door = Door(**options)
+    door = StartedListener(**options)
     await door.listener.start("127.0.0.1")
     try:
         yield door

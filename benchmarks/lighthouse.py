@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from common import begin, finish, quantile, say, table, verdict
-from lighthouse_fleet import BenchmarkProcess, Etcd, LighthouseProcess, Trainers, wait_for
+from lighthouse_fleet import BenchmarkLighthouse, BenchmarkProcess, Etcd, Trainers, wait_for
 
 HERE = Path(__file__).resolve().parent
 
@@ -157,7 +157,7 @@ def crowd_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> Non
     etcd = stack.enter_context(Etcd(folder))
     pinned(etcd, others)
     lighthouse, second = (
-        stack.enter_context(LighthouseProcess(folder, etcd.url, x)) for x in ("first", "second")
+        stack.enter_context(BenchmarkLighthouse(folder, etcd.url, x)) for x in ("first", "second")
     )
     for each in (lighthouse, second):
         pinned(each, [core])
@@ -174,7 +174,7 @@ def crowd_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> Non
     table(f"{SESSIONS} sessions; {where}", ("what", "figure"), [*result.items()])
 
 
-def window_figures(crowd: CrowdProcesses, lighthouse: LighthouseProcess, etcd: Etcd) -> dict[str, float]:
+def window_figures(crowd: CrowdProcesses, lighthouse: BenchmarkLighthouse, etcd: Etcd) -> dict[str, float]:
     """The window with its deaths."""
     crowd_cpu_s = sum(found["cpu_s"] for found in crowd.ask("mark"))
     cpu_s, revision, began = lighthouse.cpu_s(), etcd.revision(), time.monotonic()
@@ -213,7 +213,7 @@ def measured(what: str, part: Callable[[], object]) -> None:
 
 
 def all_come_back(
-    crowd: CrowdProcesses, leader: LighthouseProcess, other: LighthouseProcess, by: signal.Signals
+    crowd: CrowdProcesses, leader: BenchmarkLighthouse, other: BenchmarkLighthouse, by: signal.Signals
 ) -> dict[str, float]:
     """The leader is ended by this signal: all sessions look for the other one at once. Seconds until all of
     them run there (or that is given up), how many do not by then, and how many were taken for dead."""
@@ -235,7 +235,7 @@ def all_come_back(
 
 def returns(
     crowd: CrowdProcesses,
-    pair: tuple[LighthouseProcess, LighthouseProcess],
+    pair: tuple[BenchmarkLighthouse, BenchmarkLighthouse],
     core: int,
     result: dict[str, Any],
 ) -> None:
@@ -321,7 +321,7 @@ def deaths(crowd: CrowdProcesses, began: float) -> CrowdReport:
 def training_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> None:
     """What happens to three trainers, and how long nobody leads, into ``result``."""
     etcd = stack.enter_context(Etcd(folder))
-    pair = [stack.enter_context(LighthouseProcess(folder, etcd.url, name)) for name in ("first", "second")]
+    pair = [stack.enter_context(BenchmarkLighthouse(folder, etcd.url, name)) for name in ("first", "second")]
     trainers = stack.enter_context(Trainers(folder, [x.url for x in pair], pair[0].token))
     trainers.wait_steps(UNDISTURBED + 20)
     undisturbed = trainers.durations()[20:]
@@ -368,7 +368,7 @@ def training_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> 
 
 
 def hand_over(
-    pair: list[LighthouseProcess], number: signal.Signals, trainers: Trainers
+    pair: list[BenchmarkLighthouse], number: signal.Signals, trainers: Trainers
 ) -> tuple[float, float]:
     """End the leader by this signal: seconds until the other leads, and the longest step meanwhile."""
     wait_for(lambda: any(x.serves() for x in pair), "somebody to lead")

@@ -132,7 +132,7 @@ class Etcd(BenchmarkProcess):
             return False
 
 
-class LighthouseProcess(BenchmarkProcess):
+class BenchmarkLighthouse(BenchmarkProcess):
     """One lighthouse on a port that stays its own."""
 
     token = "benchmark"  # noqa: S105  (nothing outside of this machine hears of it)
@@ -145,7 +145,7 @@ class LighthouseProcess(BenchmarkProcess):
         self._token_file.chmod(0o600)
         self.url = f"http://127.0.0.1:{self._port}"
 
-    def __enter__(self) -> "LighthouseProcess":
+    def __enter__(self) -> "BenchmarkLighthouse":
         self.launch()
         wait_for(self._ready.exists, "a lighthouse to be ready")
         return self

@@ -126,13 +126,13 @@ def test_the_phases_of_a_join_have_the_steps_that_end_in_them(monkeypatch, capsy
 
 
 def test_processor_time_goes_on_counting_where_a_process_ended(tmp_path):
-    class Fleet:
+    class FleetStub:
         trainers: ClassVar = {}
 
         def server_pid(self, name):
             raise FileNotFoundError(name)
 
-    used = faults_joins.ProcessorTime(Fleet())
+    used = faults_joins.ProcessorTime(FleetStub())
     now = iter([10.0, 11.0, 12.0])
     for pid, seconds in ((7, 2.0), (7, 3.0), (8, 0.5)):
         used.note(next(now), "r0", pid, seconds)

@@ -29,8 +29,8 @@ def test_the_mixed_state_has_the_size_that_was_asked_for(nbytes):
 
 
 def test_all_our_sides_and_raw_tcp_bring_the_state_and_wrong_bytes_are_noticed(tmp_path, capfd):
-    made = transfer.State(transfer.mixed(9 << 20), str(tmp_path))
-    with contextlib.closing(made), contextlib.closing(transfer.Fleet(made, peer=False)) as fleet:
+    made = transfer.StateFile(transfer.mixed(9 << 20), str(tmp_path))
+    with contextlib.closing(made), contextlib.closing(transfer.TransferFleet(made, peer=False)) as fleet:
         sides = fleet.sides()
         assert set(sides) == {"one", "three", "same_host", "raw", "bare"}
         for do, giving in sides.values():

@@ -26,7 +26,7 @@ _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one trainer; a field ``name`` is also the variable ``FABRIC_NAME``."""
+    """The settings of one trainer; each field is an environment variable too, see ``settings``."""
 
     job: str = "job"  # name of the training run
     replica: str = ""  # name of this replica within the job

@@ -32,7 +32,7 @@ class Settings:
     replica: str = ""  # name of this replica within the job
     replicas: str = "1"  # "3": start with 3, go on with 1 or more; "2:8": start with 8, need 2
     spare: bool = False  # hold the state, and contribute only while a member is missing
-    rack: str = ""  # rack of this host: racks share the readers of a shard, see ``loader(redundancy=)``
+    rack: str = ""  # rack of this host: readers of one shard lie in several, see ``loader(redundancy=)``
     lighthouse: tuple[str, ...] = ()  # base URLs of all lighthouses
     token_file: Path | None = None  # file with the job's token
     tls_cert: Path | None = None  # certificate of this process; all three TLS files, or none

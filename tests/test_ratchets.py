@@ -1,0 +1,388 @@
+"""Counts of the source that may only fall; ``python tests/test_ratchets.py`` prints them.
+
+A change that lowers a count lowers its limit here, in the same commit. A change that must raise one (a new
+feature adds lines to fabric/) raises the limit and says why in its commit message.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LIMITS = {
+    "most files in one folder": 20,
+    "class names in more than one file": 18,
+    "most attributes of one class": 48,
+    "classes with more than 20 attributes": 16,
+    "parameters that are tuples of unlike things": 19,
+    "sentences that begin with a headless who or what": 421,
+    "locals with a vague name": 397,
+    "reads of a core's fields by a shell": 11,
+    "banned phrases in docstrings and comments": 176,
+    "banned phrases in pages": 35,
+    "lines of fabric/": 49_500,
+}
+
+MAX_ATTRIBUTES = 20
+# A message of the wire, and the environment: each field is a named fact with a line of its own.
+# A split would only add a level to the JSON and the tables that people read.
+FLAT_VALUES = {"OpenSession", "Settings"}
+VAGUE_LOCALS = {"found", "said", "told", "known", "mine", "whole", "one"}
+HEADLESS = re.compile(r"(?:Who|What|Whoever|Whom|Of those|Nobody|Whichever)\b")
+BANNED = re.compile(
+    r"\b(?:is had|are had|beside the steps|by itself|anew|whoever"
+    r"|(?:is|are) no (?!longer\b|more\b|less\b)\w+)",
+    re.IGNORECASE,
+)
+# What a shell may ask of a core; everything else goes through the core's view.
+CORE_SURFACE = {"handle", "next_deadline", "view", "plan"}
+CORES = {"LeaderCore", "MemberCore"}
+
+Sources = Mapping[str, str]
+
+
+@cache
+def sources() -> Sources:
+    return {str(p.relative_to(ROOT)): p.read_text() for p in sorted((ROOT / "fabric").rglob("*.py"))}
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@cache
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(text)))
+
+
+def pages() -> dict[str, str]:
+    """The pages that say what holds; the archive of decisions is frozen, the notes are history."""
+    paths = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "design").glob("*.md")]
+    return {str(p.relative_to(ROOT)): p.read_text() for p in paths if p.name != "CHANGELOG.md"}
+
+
+# --- shape ------------------------------------------------------------------------------------------------
+
+
+def files_per_folder(files: Sources) -> Counter[str]:
+    return Counter(str(Path(name).parent) for name in files if not name.endswith("__init__.py"))
+
+
+def homonyms(files: Sources) -> dict[str, set[str]]:
+    """Class name -> the files that define it, where these are several."""
+    places: dict[str, set[str]] = {}
+    for name, text in files.items():
+        for node in nodes(text):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, set()).add(name)
+    return {name: where for name, where in places.items() if len(where) > 1}
+
+
+@cache
+def imported_from(text: str) -> dict[str, str]:
+    """Name -> the file that it is imported from, as a path."""
+    return {
+        alias.asname or alias.name: node.module.replace(".", "/") + ".py"
+        for node in nodes(text)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+
+def own_attributes(node: ast.ClassDef) -> set[str]:
+    """Fields of a dataclass, and what any method assigns to ``self``."""
+    fields = {
+        item.target.id
+        for item in node.body
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and "ClassVar" not in ast.unparse(item.annotation)
+    }
+    methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return fields | {
+        target.attr
+        for method in methods
+        for target in ast.walk(method)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+    }
+
+
+def attributes(files: Sources) -> dict[str, int]:
+    """Class -> how many attributes its instances have, inherited ones included."""
+    classes = {
+        (name, node.name): node
+        for name, text in files.items()
+        for node in nodes(text)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def of(key: tuple[str, str]) -> set[str]:
+        node, (name, _) = classes[key], key
+        total = own_attributes(node)
+        for base in node.bases:
+            word = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(word, ast.Name):
+                parent = (imported_from(files[name]).get(word.id, name), word.id)
+                if parent in classes and parent != key:
+                    total |= of(parent)
+        return total
+
+    return {f"{name}:{word}": len(of((name, word))) for name, word in classes}
+
+
+def large_classes(files: Sources) -> dict[str, int]:
+    return {
+        name: count
+        for name, count in attributes(files).items()
+        if count > MAX_ATTRIBUTES and name.split(":")[1] not in FLAT_VALUES
+    }
+
+
+def is_mixed_tuple(node: ast.expr | None, aliases: Mapping[str, ast.expr]) -> bool:
+    """Whether an annotation is, or may be, a tuple with a fixed number of parts of several types."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return is_mixed_tuple(ast.parse(node.value, mode="eval").body, aliases)
+    if isinstance(node, ast.BinOp):
+        return is_mixed_tuple(node.left, aliases) or is_mixed_tuple(node.right, aliases)
+    if isinstance(node, ast.Name) and node.id in aliases:
+        return is_mixed_tuple(aliases[node.id], {})
+    if not (isinstance(node, ast.Subscript) and ast.unparse(node.value) == "tuple"):
+        return False
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    texts = [ast.unparse(part) for part in parts]
+    return "..." not in texts and len(set(texts)) > 1
+
+
+def mixed_tuples(files: Sources) -> list[str]:
+    """Every parameter that is a tuple of unlike things, also by an alias of the module."""
+    aliases = {
+        node.targets[0].id: node.value
+        for text in files.values()
+        for node in parsed(text).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    return [
+        f"{name}:{node.name}({argument.arg})"
+        for name, text in files.items()
+        for node in nodes(text)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        if is_mixed_tuple(argument.annotation, aliases)
+    ]
+
+
+def core_reads(files: Sources) -> list[str]:
+    """Every access of a shell to a core but for its surface: reads and, worse, writes."""
+    reads = []
+    for name, text in files.items():
+        if name.startswith("fabric/protocol/") or not any(core in text for core in CORES):
+            continue
+        cores = set(core_names(text))
+        for node in nodes(text):
+            if isinstance(node, ast.Attribute) and node.attr not in CORE_SURFACE:
+                owner = node.value
+                word = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+                if word in cores:
+                    reads.append(f"{name}:{node.lineno} {ast.unparse(node)}")
+    return reads
+
+
+def core_names(text: str) -> Iterator[str]:
+    """The parameters and variables of a module that hold a core."""
+    for node in nodes(text):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            if CORES & set(re.findall(r"\w+", ast.unparse(node.annotation))):
+                yield node.arg
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            kind = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+            made = node.value.func if isinstance(node.value, ast.Call) else None
+            if CORES & {*re.findall(r"\w+", kind), ast.unparse(made) if made else ""}:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    yield target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")
+
+
+# --- words ------------------------------------------------------------------------------------------------
+
+
+@cache
+def prose(text: str) -> tuple[str, ...]:
+    """The docstrings of a module, and its comments; comments on neighbouring lines are one text."""
+    texts = [
+        ast.get_docstring(node) or ""
+        for node in nodes(text)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    last = -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            words = token.string.lstrip("# ")
+            if token.start[0] == last + 1:
+                texts[-1] += " " + words
+            else:
+                texts.append(words)
+            last = token.start[0]
+    return tuple(texts)
+
+
+def sentences(text: str) -> Iterator[str]:
+    for paragraph in re.split(r"\n\s*\n", text):
+        joined = " ".join(paragraph.split())
+        yield from re.split(r"(?<=[.!?:])\s+(?=[A-Z`])", joined)
+
+
+def headless(files: Sources) -> list[str]:
+    return [
+        f"{name}: {sentence[:80]}"
+        for name, text in files.items()
+        for block in prose(text)
+        for sentence in sentences(block)
+        if HEADLESS.match(sentence) and not sentence.endswith("?")
+    ]
+
+
+def banned(files: Sources) -> list[str]:
+    return [
+        f"{name}: ...{block[max(0, hit.start() - 30) : hit.end() + 10]}".replace("\n", " ")
+        for name, text in files.items()
+        for block in (prose(text) if name.endswith(".py") else [text])
+        for hit in BANNED.finditer(block)
+    ]
+
+
+def vague_locals(files: Sources) -> list[str]:
+    return [
+        f"{name}:{node.lineno} {node.arg if isinstance(node, ast.arg) else node.id}"
+        for name, text in files.items()
+        for node in nodes(text)
+        if (isinstance(node, ast.arg) and node.arg in VAGUE_LOCALS)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE_LOCALS)
+    ]
+
+
+# --- the counts -------------------------------------------------------------------------------------------
+
+
+def lines_of(files: Sources) -> int:
+    return sum(len(text.splitlines()) for text in files.values())
+
+
+def largest(counts: Mapping[str, int]) -> int:
+    return max((n for name, n in counts.items() if name.split(":")[-1] not in FLAT_VALUES), default=0)
+
+
+COUNTS: dict[str, Callable[[], int]] = {
+    "most files in one folder": lambda: max(files_per_folder(sources()).values()),
+    "class names in more than one file": lambda: len(homonyms(sources())),
+    "most attributes of one class": lambda: largest(attributes(sources())),
+    "classes with more than 20 attributes": lambda: len(large_classes(sources())),
+    "parameters that are tuples of unlike things": lambda: len(mixed_tuples(sources())),
+    "sentences that begin with a headless who or what": lambda: len(headless(sources())),
+    "locals with a vague name": lambda: len(vague_locals(sources())),
+    "reads of a core's fields by a shell": lambda: len(core_reads(sources())),
+    "banned phrases in docstrings and comments": lambda: len(banned(sources())),
+    "banned phrases in pages": lambda: len(banned(pages())),
+    "lines of fabric/": lambda: lines_of(sources()),
+}
+
+
+@pytest.mark.parametrize("count", LIMITS)
+def test_a_count_may_only_fall(count):
+    value = COUNTS[count]()
+    assert value <= LIMITS[count], (
+        f"{count}: {value}, and {LIMITS[count]} is the limit; `python tests/test_ratchets.py` lists them"
+    )
+
+
+def test_every_exception_is_needed():
+    sizes = {name.split(":")[1]: count for name, count in attributes(sources()).items()}
+    assert [name for name in FLAT_VALUES if sizes.get(name, 0) <= MAX_ATTRIBUTES] == []
+
+
+CLASS = "class A:\n    def __init__(self):\n"
+PLANTED = {
+    "two files define one class": (homonyms, {"a.py": "class A: ...", "b.py": "class A: ..."}),
+    "a class inherits too many attributes": (
+        large_classes,
+        {
+            "a.py": CLASS + "".join(f"        self.a{i} = 0\n" for i in range(15)),
+            "b.py": "from a import A\nclass B(A):\n" + "".join(f"    b{i}: int\n" for i in range(6)),
+        },
+    ),
+    "a parameter is a tuple of unlike things": (mixed_tuples, {"a.py": "def f(a: tuple[int, str]): ..."}),
+    "an alias hides the tuple": (mixed_tuples, {"a.py": "K = tuple[int, str]\ndef f(a: 'K | None'): ..."}),
+    "a docstring begins with who": (headless, {"a.py": '"""A page. Who reads it knows."""'}),
+    "a comment begins with what, after a line end": (headless, {"a.py": "# One thing.\n# What it is not."}),
+    "a local is called found": (vague_locals, {"a.py": "for found in (): pass"}),
+    "a parameter is called told": (vague_locals, {"a.py": "def f(told): ..."}),
+    "a shell reads its core": (
+        core_reads,
+        {"fabric/a.py": "def f(member: MemberCore): return member.round"},
+    ),
+    "a shell writes its core": (
+        core_reads,
+        {"fabric/a.py": "class A:\n def f(self):\n  self.x = LeaderCore()\n  self.x.config = 1"},
+    ),
+    "a docstring has a banned phrase": (banned, {"a.py": '"""It starts by itself."""'}),
+    "a page has a banned phrase": (banned, {"a.md": "This is no stop."}),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_count_notices_a_planted_fault(fault):
+    count, files = PLANTED[fault]
+    assert len(count(files)) == 1
+
+
+CLEAN = {
+    "fabric/a.py": '''"""What is it? The page is no longer here. It is nobody's."""
+class A(B):
+    x: int
+    def f(self, a: tuple[int, ...], b: tuple[int, int], core: LeaderCore):
+        self.x = core.handle(a)
+''',
+    "fabric/b.py": "class B: ...",
+}
+
+
+@pytest.mark.parametrize(
+    "count", [homonyms, large_classes, mixed_tuples, headless, vague_locals, core_reads, banned]
+)
+def test_a_count_passes_what_is_allowed(count):
+    assert not count(CLEAN)
+
+
+def main() -> None:
+    for count, measure in COUNTS.items():
+        print(f"{measure():7}  (limit {LIMITS[count]})  {count}")
+    classes = sum(isinstance(n, ast.ClassDef) for t in sources().values() for n in nodes(t))
+    places = sum(map(len, homonyms(sources()).values()))
+    words = sum(len(block.split()) for text in sources().values() for block in prose(text))
+    print(f"{100 * places / classes:7.1f}  % of {classes} classes share their name with one in another file")
+    print(f"{1000 * len(headless(sources())) / words:7.2f}  headless openers per 1,000 of {words} words")
+    print(f"{1000 * len(vague_locals(sources())) / lines_of(sources()):7.2f}  vague locals per 1,000 lines")
+    print("\nclasses over the limit:", large_classes(sources()))
+    for title, hits in (
+        ("homonyms", [f"{name}: {', '.join(sorted(where))}" for name, where in homonyms(sources()).items()]),
+        ("tuples of unlike things", mixed_tuples(sources())),
+        ("reads of cores", core_reads(sources())),
+        ("headless openers", headless(sources())),
+        ("vague locals", vague_locals(sources())),
+        ("banned phrases", banned(sources()) + banned(pages())),
+    ):
+        print(f"\n{title}:", *hits, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -66,3 +66,38 @@ class SharingWorld(World):
         for place, who in self.victims.items():
             if len(who) > 2:
                 raise Violation(f"{place} was given to {who}")
+
+
+class RackWorld(SharingWorld):
+    """Three racks of two replicas each. One rack dies in mid-step and comes back, then the next one; without
+    other faults. Two replicas can read each shard, and a shard that nobody can read is skipped."""
+
+    def __init__(self, seed: int, redundancy: int = 2) -> None:
+        super().__init__(seed, Sharing(readers=redundancy, on_loss="shrink"), faultless=True)
+        for number, rack in enumerate(self.clockwork.random.sample("abc", 3)):
+            self.clockwork.at(3.0 + 4.0 * number, lambda rack=rack: self._kill(rack))
+
+    def choose(self) -> Settings:
+        settings = super().choose()
+        policy = replace(settings.leader.policy, min_replicas=1, start_replicas=6)
+        return replace(
+            settings,
+            replicas=6,
+            min_replicas=1,
+            micro_batches=max(6, settings.micro_batches),
+            sharing=replace(settings.sharing, data_slots=6),
+            leader=replace(settings.leader, policy=policy),
+            member=replace(settings.member, min_replicas=1),
+            racks={f"r{n}": "aabbcc"[n] for n in range(6)},
+        )
+
+    def _kill(self, rack: str) -> None:
+        names = [name for name in self.settings.racks if self.settings.racks[name] == rack]
+        if sum(self.kill_trainer(name, 1.0 + n / 2) for n, name in enumerate(names)) == len(names):
+            self.clockwork.counts["a rack died"] += 1
+
+    def run(self) -> None:
+        """No part of a step is left out while any two racks live."""
+        super().run()
+        if self.checks.skipped:
+            raise Violation(f"with a rack away {sorted(self.checks.skipped)[:3]} were skipped")

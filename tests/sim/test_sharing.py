@@ -4,9 +4,10 @@ of a committed gradient is explained by the record, and a micro-batch that kille
 
 import pytest
 from sim.noticing import find
-from sim.sharing import SharingWorld
+from sim.sharing import RackWorld, SharingWorld
 
 from fabric.model import Member, Sharing
+from fabric.protocol.leader import joins
 from fabric.protocol.member import rounds
 from fabric.protocol.rules import assignment, decide
 from fabric.protocol.rules.assignment import cut, readers_of
@@ -137,3 +138,21 @@ def test_a_job_that_is_to_stop_at_a_loss_stops_with_a_sentence_or_leaves_nothing
         assert "no member can read shard" in world.store.record.failed, seed
         stopped += 1
     assert stopped
+
+
+def test_the_death_of_a_rack_loses_no_shard():
+    died = 0
+    for seed in range(30):
+        world = RackWorld(seed)
+        world.run()
+        died += world.clockwork.counts["a rack died"]
+    assert died > 60
+
+
+def choose_data_slots_without_the_racks(patch):
+    seated = assignment.seated
+    patch.setattr(joins, "seated", lambda roster, remembered, sharing: seated(roster, remembered))
+
+
+def test_a_leader_that_ignores_racks_is_noticed():
+    find(choose_data_slots_without_the_racks, lambda seed: RackWorld(seed).run(), 10)

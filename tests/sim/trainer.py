@@ -85,6 +85,7 @@ class Trainer(Process):
             spare=host == world.settings.spare,
             durable=world.listed(),
             ended=world.hosts[host].ended,
+            rack=world.settings.racks.get(host, ""),
         )
         state = MemberState(0, 0, self.main.digest)
         self.core = MemberCore(

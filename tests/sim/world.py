@@ -52,6 +52,7 @@ class Settings:
     nan_every: int = 0  # every so many steps the sum is not finite, and the update is skipped
     shares: tuple[int, ...] = ()  # of each replica, in their order; empty: all the same
     spare: str = ""  # the replica that asks to be one
+    racks: dict[str, str] = field(default_factory=dict)  # of the replicas that name one
     busy_every: int = 0  # every so many steps the user's code announces that it takes long
 
 

@@ -142,11 +142,11 @@ def test_a_job_that_is_to_stop_at_a_loss_stops_with_a_sentence_or_leaves_nothing
 
 def test_the_death_of_a_rack_loses_no_shard():
     died = 0
-    for seed in range(30):
+    for seed in range(12):
         world = RackWorld(seed)
         world.run()
         died += world.clockwork.counts["a rack died"]
-    assert died > 60
+    assert died > 30
 
 
 def choose_data_slots_without_the_racks(patch):

@@ -15,7 +15,7 @@ from common import begin, describe, finish, interleave, paired, say, table
 
 from fabric.ckpt_server.state.snapshot import CpuCopier
 from fabric.ckpt_server.state.training_state import Describer
-from fabric.client.state.mutation_guard import Unchanged
+from fabric.client.state.mutation_guard import MutationGuard
 from fabric.runtime.config import Settings
 
 GB = 2**30
@@ -68,12 +68,12 @@ def main() -> None:
         """What the main thread does: begin, and look at the end whether anything was written meanwhile."""
         began = time.perf_counter()
         view = state.capture(0)
-        unchanged, reading = Unchanged(view), copier.digest(view)
+        guard, reading = MutationGuard(view), copier.digest(view)
         begun = time.perf_counter()
         reading.blocks.wait()
         asked = time.perf_counter()
         reading.help()
-        if unchanged.settle() or not reading.digests().digest:
+        if guard.check() or not reading.digests().digest:
             raise SystemExit("digest.py: the state was changed")
         under_way.append(asked - began)
         return begun - began + time.perf_counter() - asked

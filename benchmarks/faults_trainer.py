@@ -66,7 +66,12 @@ def main():
             compute(mode)
             step.backward(model(float(batch[0]) / 6000))
             batches.append((began, time.monotonic()))
-        line = {"step": step.number, "end": time.monotonic(), "live": step.live, "batches": batches}
+        line = {
+            "step": step.number,
+            "end": time.monotonic(),
+            "contributed": step.contributed,
+            "batches": batches,
+        }
         line |= {"mode": mode, "members": len(session.members), "pid": os.getpid()}
         os.write(log, json.dumps(line).encode() + b"\n")
         optimizer.step()

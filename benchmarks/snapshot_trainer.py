@@ -110,7 +110,7 @@ class SnapshotTrainer:
         for batch in step:
             step.backward(self._model(batch[0] / 1000))
             self.compute()
-        if not step.live:
+        if not step.contributed:
             raise SystemExit("snapshot_trainer.py: a step was not computed here")
         self.gaps.append(time.perf_counter() - self._ended)
         self.digested.append(step.number % self.session.settings.digest_every == 0)

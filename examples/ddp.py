@@ -20,7 +20,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     session = fabric.client.attach(model, optimizer)
-    fabric.client.loop.ddp(model, session)
+    fabric.client.ddp(model, session)
     data = session.loader(Samples(), global_batch_size=24, micro_batch_size=6)
     for step in session.steps(data, until=STEPS):
         for x, y in step:  # all but the last micro-batch run under no_sync

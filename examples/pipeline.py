@@ -49,7 +49,7 @@ def train(dataset: torch.utils.data.Dataset, steps: int) -> None:
                 losses: list[torch.Tensor] = []
                 schedule.step(target=y, losses=losses)
                 session.metrics(loss=sum(loss.item() for loss in losses))
-            step.took(weight=len(x))  # what the gradients that the schedule added stand for
+            step.add_weight(weight=len(x))  # what the gradients that the schedule added stand for
         if rank == 0:
             print(f"loss {step.number} {step.metrics['loss'] / 16:.9g}", flush=True)
         clip_over_stages(parameters, 0.5)

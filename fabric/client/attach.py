@@ -17,28 +17,28 @@ from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard.relayout import Layout
 from fabric.ckpt_server.state.snapshot import Copier, CpuCopier, CudaCopier, CudaLane
 from fabric.ckpt_server.state.training_state import Describer, check_serialisable
-from fabric.client.control.engine import Parts
-from fabric.client.control.lighthouse_link import LeaderLink
+from fabric.client.control.engine import EngineParts
+from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
-from fabric.client.gradients.exchange_thread import Exchange
-from fabric.client.gradients.gradient_backend import device_of, place_gradients
+from fabric.client.gradients.exchange_thread import ExchangeThread
+from fabric.client.gradients.gradient_backend import choose_backend, device_of
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.loop.model_watch import ModelWatch, refuse_optimizers
 from fabric.client.loop.session import Session
 from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.unshared_schedulers import UNSHARED, UnsharedWatch
-from fabric.client.process.crash_marker import Mark
-from fabric.client.process.excepthook import tell_uncaught_mistakes
+from fabric.client.process.crash_marker import CrashMarker
+from fabric.client.process.excepthook import install_excepthook
 from fabric.client.process.journal import Journal
-from fabric.client.process.process_identity import Place
+from fabric.client.process.process_identity import ProcessIdentity
 from fabric.client.process.rank_group import RankGroup
 from fabric.client.process.worker import Worker
-from fabric.client.state.durable_policy import Durable
-from fabric.client.state.fetch_thread import Transfer
+from fabric.client.state.durable_policy import DurableCheckpoints
+from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshot_policy import SnapshotPolicy, policy_of
 from fabric.client.state.snapshots import Snapshots
-from fabric.client.state.state_loader import Ladder
+from fabric.client.state.state_loader import StateLoader
 from fabric.errors import ConfigError, FabricError, ServerLost
 from fabric.ftar.buckets import FlatGradients
 from fabric.protocol.rules.adaptive_timeout import Budget
@@ -103,7 +103,7 @@ def attach(
     the process with one sentence
     and exit code 1; with FABRIC_DISABLE=1 a session without any service is returned.
     """
-    tell_uncaught_mistakes()
+    install_excepthook()
     try:
         choices = Choices(buffers, snapshots, unshared, step)
         return _attach(model, optimizer, dict(state or {}), choices, arguments)
@@ -156,11 +156,11 @@ def _attach(
     parts = _parts(found, place, handle, (gradients, averaged), (describer, policy), (journal, points))
     session = Session(found, place, describer, gradients, parts, ModelWatch(model, parameters, watch))
     session.begin_at(choices.step)
-    session.let_look_in()
+    session.start_debug_endpoint()
     return session
 
 
-def _server(found: Settings, place: Place) -> ServerHandle:
+def _server(found: Settings, place: ProcessIdentity) -> ServerHandle:
     """This process's checkpoint server: one that lives still, or a new one."""
     return ServerHandle.start_or_attach(
         job=found.job,
@@ -185,21 +185,21 @@ def _server_port(ports: str) -> str:
 
 def _parts(
     found: Settings,
-    place: Place,
+    place: ProcessIdentity,
     handle: ServerHandle,
     model_parts: tuple[FlatGradients, AveragedBuffers],
     state: tuple[Describer, SnapshotPolicy],
     records: tuple[Journal, Failpoints],
-) -> Parts:
+) -> EngineParts:
     token, rank = TokenFile(found.token_file), place.rank
     describer, policy = state
     journal, points = records
     gradients, averaged = model_parts
-    mark = Mark(handle)
+    crash_marker = CrashMarker(handle)
     time_budget = Budget(found.exchange_s, found.user_code_s)
 
-    crash = _crash(found.replica, mark)
-    plane, placement = place_gradients(found, gradients, lambda step: points.hit("ring", step))
+    crash = _crash(found.replica, crash_marker)
+    plane, backend = choose_backend(found, gradients, lambda step: points.hit("ring", step))
     where = device_of(gradients.parameters)
 
     def recover() -> None:
@@ -207,73 +207,82 @@ def _parts(
         with contextlib.suppress(FabricError):
             if handle.ensure():
                 slots.reset()
-                mark.renew()
+                crash_marker.renew()
 
     who = (found.job, found.replica)
     own_rank = rank if place.group else None
     snapshots = Snapshots(
         handle, describer, _copier(where), policy, who, where.type == "cuda", recover, own_rank
     )
-    snapshots.durable = durable = Durable(found, journal, place)
+    snapshots.durable = durable = DurableCheckpoints(found, journal, place)
     plane.set_bounds(time_budget.exchange_s, time_budget.entry_s)
     slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
     identity = ListenerIdentity(found.job, found.replica, rank=rank)
     peers = Peers(identity, place.incarnation, token, plane, time_budget.link_s)
-    ladder = _ladder(found, place, snapshots, durable, Layout(describer.objects))
-    return Parts(
+    state_loader = _state_loader(found, place, snapshots, durable, Layout(describer.objects))
+    return EngineParts(
         handle=handle,
         plane=plane,
         peers=peers,
-        leader=LeaderLink(found),
+        leader=LighthouseLink(found),
         slots=slots,
-        exchange=Exchange(
-            plane, gradients, slots, points, crash, placement, found.on_nan != "pass", found.retain_gradients
+        exchange=ExchangeThread(
+            plane,
+            gradients,
+            slots,
+            points,
+            crash,
+            backend,
+            found.on_nan != "propagate",
+            found.retain_gradients,
         ),
-        placement=placement,
-        transfer=Transfer(ladder, gradients.nbytes, points, crash),
-        keeper=Worker("fabric-keeper", crash),
+        backend=backend,
+        fetch_thread=FetchThread(state_loader, gradients.nbytes, points, crash),
+        snapshot_worker=Worker("fabric-snapshots", crash),
         recover=recover,
         journal=journal,
         points=points,
         snapshots=snapshots,
-        mark=mark,
+        crash_marker=crash_marker,
         buffers=averaged,
         durable=durable,
     )
 
 
-def _ladder(found: Settings, place: Place, snapshots: Snapshots, durable: Durable, layout: Layout) -> Ladder:
+def _state_loader(
+    found: Settings, place: ProcessIdentity, snapshots: Snapshots, durable: DurableCheckpoints, layout: Layout
+) -> StateLoader:
     tokens = TokenFile(found.token_file)
     tls, size = found.tls.client_context(), place.group.size if place.group is not None else 1
 
     def make_fetcher(rank: int = place.rank) -> StateFetcher:
         return StateFetcher(tokens, rank=rank, ssl_context=tls)
 
-    return Ladder(snapshots, durable, layout, (place.rank, size), make_fetcher)
+    return StateLoader(snapshots, durable, layout, (place.rank, size), make_fetcher)
 
 
 def _copier(where: torch.device) -> Copier:
     return CudaCopier(CudaLane(where)) if where.type == "cuda" else CpuCopier()
 
 
-def _crash(replica: str, mark: Mark) -> Callable[[BaseException], None]:
+def _crash(replica: str, crash_marker: CrashMarker) -> Callable[[BaseException], None]:
     """What is done about a defect in one of the threads."""
 
     def crash(error: BaseException) -> None:
         """Say so and end: the launcher starts this replica anew."""
         sys.stderr.write(f"fabric: {replica}: internal error: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
-        mark.clear()
+        crash_marker.clear()
         os._exit(75)
 
     return crash
 
 
-def _take_place(found: Settings, group: RankGroup | None) -> Place:
+def _take_place(found: Settings, group: RankGroup | None) -> ProcessIdentity:
     """Claim this rank's folder; ranks of one replica have one incarnation between them."""
     incarnation, before = _claim(found.of_rank(group.rank if group is not None else 0).home)
     if group is None:
-        return Place(incarnation, before)
+        return ProcessIdentity(incarnation, before)
     who = {"replica": found.replica, "job": found.job, "incarnation": incarnation, "before": before}
     said = group.gather(who)
     for rank, one in enumerate(said):
@@ -285,7 +294,7 @@ def _take_place(found: Settings, group: RankGroup | None) -> Place:
     newest = max(one["incarnation"] for one in said)
     _remember(_claims[-1], newest)  # the next process may have fewer ranks, and must be newer all the same
     # Rank 0 decides: when its earlier process has ended, nobody commits any more for the replica.
-    return Place(newest, tuple(said[0]["before"]), group)
+    return ProcessIdentity(newest, tuple(said[0]["before"]), group)
 
 
 def _shared_state(

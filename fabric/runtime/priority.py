@@ -56,7 +56,7 @@ class LowPriorityRunner:
                 error.append(caught)
             self._count(*_ran_and_waited())
 
-        thread = threading.Thread(target=run, name="fabric-polite", daemon=True)
+        thread = threading.Thread(target=run, name="fabric-low-priority", daemon=True)
         thread.start()
         thread.join()
         if error:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed
 from server_support import options
 from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.client.process.debug_endpoint import Insight, flight, stacks
+from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 
 folder = Path(sys.argv[1])
 handle = ServerHandle.start_or_attach(**options(folder))
@@ -37,7 +37,7 @@ def state():
 def broken():
     raise ValueError("a defect")
 
-insight = Insight(folder, {"stacks": stacks, "flight": flight, "state": state, "broken": broken})
+insight = DebugEndpoint(folder, {"stacks": stacks, "flight": flight, "state": state, "broken": broken})
 
 def in_a_thread():
     threading.Event().wait()

@@ -21,13 +21,13 @@ from fabric.ckpt_server.state.snapshot import CpuCopier
 from fabric.ckpt_server.state.training_state import Describer
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.process.journal import Journal
-from fabric.client.process.process_identity import Place
+from fabric.client.process.process_identity import ProcessIdentity
 from fabric.client.process.worker import Worker
-from fabric.client.state.durable_policy import Durable
-from fabric.client.state.fetch_thread import Transfer
+from fabric.client.state.durable_policy import DurableCheckpoints
+from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshot_policy import EverySteps
 from fabric.client.state.snapshots import Snapshots
-from fabric.client.state.state_loader import Ladder
+from fabric.client.state.state_loader import StateLoader
 from fabric.errors import FabricError, ServerLost
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.model import DURABLE, SnapshotRef
@@ -52,16 +52,18 @@ class Fetching:
         self.snapshots = Snapshots(
             handle, describer, self.copier, EverySteps(1), ("job", "r0"), False, self.recover
         )
-        durable = Durable(
-            Settings(job="job", replica="r0", durable=storage), Journal(None, "r0", 1), Place(1, True)
+        durable = DurableCheckpoints(
+            Settings(job="job", replica="r0", durable=storage),
+            Journal(None, "r0", 1),
+            ProcessIdentity(1, True),
         )
         layout = Layout(objects(1))
 
         def make_fetcher(rank: int = 0) -> StateFetcher:
             return StateFetcher(timeout_s=20.0, rank=rank)
 
-        ladder = Ladder(self.snapshots, durable, layout, (0, 1), make_fetcher)
-        self.transfer = Transfer(ladder, 0, Failpoints(""), self.crashed)
+        ladder = StateLoader(self.snapshots, durable, layout, (0, 1), make_fetcher)
+        self.transfer = FetchThread(ladder, 0, Failpoints(""), self.crashed)
 
     def crashed(self, error: BaseException) -> None:
         raise error

@@ -84,7 +84,7 @@ class SyntheticRun:
     def _commit(
         self, replica: str, epoch: int, step: int, table: dict[str, list[int]], **flags: bool
     ) -> None:
-        fields: Entry = {"generation": 1, "epoch": epoch, "step": step, "live": True}
+        fields: Entry = {"generation": 1, "epoch": epoch, "step": step, "contributed": True}
         fields |= {"replay": False, "contributions": table, "weight": 12.0}
         fields["gradient_digest"] = _hash("gradient", step)
         fields["metrics"] = {"loss": 600 / (step + 1) + self.loss_offset, "tokens": 120.0}
@@ -113,7 +113,7 @@ class SyntheticRun:
             if ids:
                 self._contribute(replica, epoch, step, ids)
         for replica, ids in table.items():
-            self._commit(replica, epoch, step, table, live=bool(ids))
+            self._commit(replica, epoch, step, table, contributed=bool(ids))
 
     def _retried(self, step: int) -> None:
         self._contribute(VICTIM, 1, step, [2, 3])
@@ -137,7 +137,7 @@ class SyntheticRun:
     def _admit(self, step: int) -> None:
         for number in range(SERVE_STEP, step):
             table = {"r0": [0, 1, 2], "r2": [3, 4, 5]}
-            self._commit(VICTIM, 2, number, table, live=False, replay=True)
+            self._commit(VICTIM, 2, number, table, contributed=False, replay=True)
         for replica in REPLICAS:
             self._epoch(replica, 3, REPLICAS, forced=False)
         self._write(VICTIM, "joined", epoch=3, step=step, replayed=step - SERVE_STEP)

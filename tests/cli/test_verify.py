@@ -187,7 +187,7 @@ def test_a_living_process_goes_back_only_into_a_new_generation(generation: int, 
         ("start", {}),
         ("epoch", {"epoch": 1, "generation": 1, "forced": True}),
         ("resume", {"epoch": 1, "step": 0}),
-        ("commit", {"generation": 1, "epoch": 1, "step": 0, "replay": False, "live": True}),
+        ("commit", {"generation": 1, "epoch": 1, "step": 0, "replay": False, "contributed": True}),
         ("state", {"step": 1}),
         ("epoch", {"epoch": 2, "generation": generation, "forced": True}),
         ("resume", {"epoch": 2, "step": 0}),
@@ -206,7 +206,7 @@ def test_a_commit_of_an_older_epoch_was_decided_before_the_abort(aborted: int, i
         ("resume", {"epoch": 1, "step": 0}),
         ("abort", {"epoch": 1, "step": aborted}),
         ("epoch", {"epoch": 2, "generation": 1, "forced": True}),
-        ("commit", {"generation": 1, "epoch": 1, "step": 0, "replay": False, "live": True}),
+        ("commit", {"generation": 1, "epoch": 1, "step": 0, "replay": False, "contributed": True}),
         ("state", {"step": 1}),
     ]
     lines = [JournalLine(event, t, t, "r0", 1, t, fields) for t, (event, fields) in enumerate(events, 1)]

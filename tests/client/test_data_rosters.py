@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.client.data.loader import Loader, Plan, Slice
+from fabric.client.data.loader import Loader, SamplePlan, SampleSlice
 from fabric.client.data.sampler import StepSampler
 from fabric.model import EVERYTHING, Member, Sharing
 from fabric.protocol.rules.assignment import Work, cut, hand_round, lost_parts, share_out
@@ -47,7 +47,7 @@ class Replica:
 
 @dataclass
 class Job:
-    plan: Plan
+    plan: SamplePlan
     dataset: object
     sharing: Sharing
     workers: int
@@ -140,7 +140,7 @@ steps = st.tuples(st.sets(names, max_size=2), deaths, st.sampled_from([1, 1, 1, 
 def test_every_sample_of_a_step_is_computed_once_whoever_comes_and_goes(kind, size, script, workers):
     streams = kind != "indexed"
     dataset = {"indexed": list(range(size)), "stream": Positions(size), "seeking": Seeking(size)}[kind]
-    plan = Plan(0 if streams else size, GLOBAL, MICRO, seed=3, is_stream=streams)
+    plan = SamplePlan(0 if streams else size, GLOBAL, MICRO, seed=3, is_stream=streams)
     play(Job(plan, dataset, EVERYTHING, workers), script)
 
 
@@ -150,7 +150,7 @@ def test_every_sample_of_a_step_is_computed_once_whoever_comes_and_goes(kind, si
 def test_sharded_data_are_computed_at_most_once_and_only_where_they_can_be_read(
     policy, size, script, workers
 ):
-    plan = Plan(size, GLOBAL, MICRO, seed=3, shards=len(NAMES))
+    plan = SamplePlan(size, GLOBAL, MICRO, seed=3, shards=len(NAMES))
     play(Job(plan, list(range(size)), Sharing(policy, len(NAMES), 2), workers), script)
 
 
@@ -205,7 +205,7 @@ def test_what_the_seats_draw_ahead_counts_for_its_own_step_alone(ahead, script):
 
 
 def test_the_ranks_of_a_replica_cut_each_micro_batch_without_gap_or_overlap():
-    plan = Plan(20, GLOBAL, 2, seed=4)
-    loaders = [Loader(list(range(20)), plan, list, part=Slice(rank, 2)) for rank in range(2)]
+    plan = SamplePlan(20, GLOBAL, 2, seed=4)
+    loaders = [Loader(list(range(20)), plan, list, part=SampleSlice(rank, 2)) for rank in range(2)]
     for batch in range(MICRO_BATCHES):
         assert [x for loader in loaders for x in loader.fetch(3, batch)] == plan.samples(3, batch)

@@ -12,11 +12,11 @@ from protocol.makers import record_of
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard.relayout import Layout
 from fabric.client.process.journal import Journal
-from fabric.client.process.process_identity import Place
+from fabric.client.process.process_identity import ProcessIdentity
 from fabric.client.state import durable_policy as client_durable
-from fabric.client.state.durable_policy import Durable, StorageAway
-from fabric.client.state.fetch_thread import Transfer
-from fabric.client.state.state_loader import Ladder
+from fabric.client.state.durable_policy import DurableCheckpoints, StorageUnavailable
+from fabric.client.state.fetch_thread import FetchThread
+from fabric.client.state.state_loader import StateLoader
 from fabric.errors import StateError
 from fabric.model import DURABLE, SnapshotRef
 from fabric.protocol.messages import member_events as io
@@ -27,9 +27,9 @@ RECORD = record_of("a b c", epoch=1)
 NOBODY = "http://127.0.0.1:9"  # discard: nothing listens there
 
 
-def durable(url: str, replica: str = "a", group=None, **settings) -> Durable:
+def durable(url: str, replica: str = "a", group=None, **settings) -> DurableCheckpoints:
     found = Settings(job="job", replica=replica, durable=url, **settings)
-    return Durable(found, Journal(None, replica, 1), Place(1, True, group))
+    return DurableCheckpoints(found, Journal(None, replica, 1), ProcessIdentity(1, True, group))
 
 
 class TestWhoAndWhen:
@@ -99,7 +99,7 @@ class TestFinding:
         away = (
             "could not be listed: Not a directory, for 0 s, and no lighthouse says that a member of the job"
         )
-        with pytest.raises(StorageAway, match=away):
+        with pytest.raises(StorageUnavailable, match=away):
             durable(str(tmp_path) + "/job/deeper", contact_s=0.0).find()
 
 
@@ -128,7 +128,9 @@ class TestStorageThatDoesNotAnswer:
         Stuck.back.set()
 
     def test_nobody_is_kept_out_by_it_whose_peers_hold_the_state(self, monkeypatch, capfd):
-        monkeypatch.setattr(client_durable.peer_state_query, "hold_the_state", lambda _: Stuck.asked.is_set())
+        monkeypatch.setattr(
+            client_durable.peer_state_query, "peers_hold_state", lambda _: Stuck.asked.is_set()
+        )
         assert durable("stuck://x", contact_s=0.0).find() is None
         said = capfd.readouterr().err
         assert "stuck://x/job has not answered for 0 s: it is left for later, for others hold" in said
@@ -141,7 +143,7 @@ class TestStorageThatDoesNotAnswer:
             return False
 
         times: list[int] = []
-        monkeypatch.setattr(client_durable.peer_state_query, "hold_the_state", held)
+        monkeypatch.setattr(client_durable.peer_state_query, "peers_hold_state", held)
         assert durable("stuck://x", contact_s=0.0).find() == () and len(times) >= 5
         said = capfd.readouterr().err
         assert (
@@ -172,8 +174,8 @@ class TestLadder:
         def make_fetcher(rank: int = 0) -> StateFetcher:
             return StateFetcher(timeout_s=5.0, rank=rank)
 
-        ladder = Ladder(slots, durable(url), Layout(objects(1)), (0, 1), make_fetcher)
-        transfer = Transfer(ladder, 0, Failpoints(""), heard.append)
+        ladder = StateLoader(slots, durable(url), Layout(objects(1)), (0, 1), make_fetcher)
+        transfer = FetchThread(ladder, 0, Failpoints(""), heard.append)
         transfer.fetch_state(io.FetchState(state, urls), heard.append)
         transfer._worker.close(within_s=60.0)
         transfer.close()

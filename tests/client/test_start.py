@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from fabric.client.attach import _claim
 from fabric.client.loop import start
-from fabric.client.process.process_identity import Place
+from fabric.client.process.process_identity import ProcessIdentity
 from fabric.runtime.config import Settings
 
 CLAIM = """
@@ -59,6 +59,6 @@ def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
     durable = SimpleNamespace(find=lambda: ())
     parts = SimpleNamespace(exchange=SimpleNamespace(retain=True), handle=handle, durable=durable)
     settings = Settings(job="job", replica="r0")
-    start.begin(engine, parts, settings, Place(9, (8, 7)), start.Work(1, "", "", ""))
+    start.begin(engine, parts, settings, ProcessIdentity(9, (8, 7)), start.TrainingSetup(1, "", "", ""))
     (member,) = begun
     assert member.contact.last == 5e6 and member.identity.predecessors == (8, 7)

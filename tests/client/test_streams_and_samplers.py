@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from fabric.ckpt_server.state.training_state import Describer
 from fabric.cli.audit.sample_order import DataOrder
-from fabric.client.data.iterable_stream import Stream
-from fabric.client.data.loader import Options, Plan, data_slot_of, make_loader, parse_options
+from fabric.client.data.iterable_stream import IterableStream
+from fabric.client.data.loader import LoaderOptions, SamplePlan, data_slot_of, make_loader, parse_options
 from fabric.client.data.sampler import SoloSampler, StepSampler
 from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
 from fabric.client.gradients.learning_rate import PresenceFactor
@@ -39,7 +39,7 @@ class Seeking(Counting):
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 20), min_size=1, max_size=6), st.booleans())
 def test_a_stream_gives_what_lies_at_a_position_whatever_was_asked_before(size, steps, seeks):
-    stream = Stream(Seeking(size) if seeks else Counting(size))
+    stream = IterableStream(Seeking(size) if seeks else Counting(size))
     for step in steps:
         positions = [step * 4 + i for i in (2, 0, 3)]
         assert stream.read(step * 4, positions) == [p % size for p in positions]
@@ -47,7 +47,7 @@ def test_a_stream_gives_what_lies_at_a_position_whatever_was_asked_before(size, 
 
 def test_a_stream_is_read_once_while_steps_follow_each_other():
     dataset = Counting(1000)
-    stream = Stream(dataset)
+    stream = IterableStream(dataset)
     for step in range(10):
         for part in ([2, 3], [0, 1]):
             stream.read(max(0, step - 1) * 4, [step * 4 + i for i in part])
@@ -56,22 +56,22 @@ def test_a_stream_is_read_once_while_steps_follow_each_other():
 
 def test_a_stream_that_can_seek_reads_nothing_to_get_there():
     dataset = Seeking(1000)
-    assert Stream(dataset).read(800, [801, 800]) == [801, 800]
+    assert IterableStream(dataset).read(800, [801, 800]) == [801, 800]
     assert dataset.read == 2
 
 
 def test_an_empty_stream_and_one_that_ends_are_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="gives no sample"):
-        Stream(Counting(0)).read(0, [0])
+        IterableStream(Counting(0)).read(0, [0])
     dataset = Counting(3)
     dataset.iterate_from = lambda position: iter([1])
     with pytest.raises(FabricError, match="must go on for ever"):
-        Stream(dataset).read(0, [0, 1])
+        IterableStream(dataset).read(0, [0, 1])
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 6), st.integers(4, 30))
 def test_shards_cut_a_step_as_the_verifier_has_it(shards, micro, step, size):
-    plan = Plan(size, micro * 8, micro, 5, shards=shards)
+    plan = SamplePlan(size, micro * 8, micro, 5, shards=shards)
     order = DataOrder(plan.describe())
     for i in range(8):
         samples = plan.samples(step, i)
@@ -82,7 +82,7 @@ def test_shards_cut_a_step_as_the_verifier_has_it(shards, micro, step, size):
 
 
 def test_each_seat_reads_its_own_shard_and_those_of_the_layout_after_it():
-    loader = make_loader(list(range(30)), (12, 2, 0), list, 0, Options(redundancy=2), ("r0", 3, ""))
+    loader = make_loader(list(range(30)), (12, 2, 0), list, 0, LoaderOptions(redundancy=2), ("r0", 3, ""))
     assert loader.shards == [(0, 10), (10, 20)]
 
 

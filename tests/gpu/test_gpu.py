@@ -71,22 +71,22 @@ def test_memory_that_cannot_be_registered_leaves_no_error_behind():
 
 
 def test_gradients_of_a_model_on_the_gpu_by_way_of_the_flat_buffer():
-    from fabric.client.gradients.gradient_backend import OnDevice
+    from fabric.client.gradients.gradient_backend import DeviceBackend
 
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 70).cuda()
     gradients = FlatGradients(list(model.named_parameters()))
     device = CudaDevice()
-    placement = OnDevice(device, gradients.nbytes)
+    backend = DeviceBackend(device, gradients.nbytes)
     slot = torch.zeros(gradients.nbytes, dtype=torch.uint8)
     model(torch.ones(5, 300, device="cuda")).square().sum().backward()
     before = [p.grad.clone() for _, p in gradients.parameters]
-    placement.computed()
-    with placement.round(slot) as flat:
-        placement.run(lambda: gradients.gather(flat))
-        placement.bring(slot, 0, slot.numel())
+    backend.mark_ready()
+    with backend.round(slot) as flat:
+        backend.run(lambda: gradients.gather(flat))
+        backend.copy_to_slot(slot, 0, slot.numel())
     assert gradients.lanes(slot)[0].device.type == "cpu"
-    placement.scatter(gradients, slot, 2.0)
+    backend.scatter(gradients, slot, 2.0)
     assert all(torch.equal(p.grad, b / 2) for (_, p), b in zip(gradients.parameters, before, strict=True))
     device.close()
 

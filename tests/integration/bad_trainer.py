@@ -91,7 +91,7 @@ class SlowLoading(torch.optim.lr_scheduler.LambdaLR):
 def a_slow_replay() -> None:
     """As long as it only replays, its update takes two of the others' steps, however fast those are."""
     train(
-        after_update=lambda step, model: None if step.live else let_r0_get_ahead(2),
+        after_update=lambda step, model: None if step.contributed else let_r0_get_ahead(2),
         scheduler_class=SlowLoading,
     )
 

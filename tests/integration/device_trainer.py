@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tiny_trainer
 
-from fabric.client.gradients.gradient_backend import on_device
+from fabric.client.gradients.gradient_backend import device_backend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ftar.simulated_device import SimulatedDevice
@@ -18,7 +18,7 @@ from ftar.simulated_device import SimulatedDevice
 def main() -> None:
     device = SimulatedDevice(immediate=True)
     # The one place where the client chooses: parameters on a CUDA device go the same way with CudaDevice.
-    sys.modules["fabric.client.attach"].place_gradients = lambda found, gradients, on_piece: on_device(
+    sys.modules["fabric.client.attach"].choose_backend = lambda found, gradients, on_piece: device_backend(
         device, found, gradients, on_piece
     )
     print("gradients on SimulatedDevice", flush=True)

@@ -208,7 +208,7 @@ def resumed() -> None:
         leave_time(session, until - step.number, 0.01)
         for x, y in step:
             step.backward(torch.nn.functional.mse_loss(model(x), y))
-        print(f"step {step.number} {step.live} {len(session.members)} {session.is_writer}", flush=True)
+        print(f"step {step.number} {step.contributed} {len(session.members)} {session.is_writer}", flush=True)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -254,7 +254,7 @@ def with_scheduler_outside(**more: object) -> None:
 
 def ddp_of_a_plain_model() -> None:
     model, optimizer, scheduler = build(64)
-    fabric.client.loop.ddp(model, fabric.client.attach(model, optimizer, state={"scheduler": scheduler}))
+    fabric.client.ddp(model, fabric.client.attach(model, optimizer, state={"scheduler": scheduler}))
 
 
 ODDITIES: dict[str, Callable[[], None]] = {

@@ -19,7 +19,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import fabric.client
-from fabric.client.gradients.exchange_thread import Exchange
+from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.ftar.buckets import FlatGradients
 
 BUCKET_BYTES = 1000
@@ -31,7 +31,7 @@ reduced, first = threading.Event(), threading.Event()
 
 def watch_the_exchange() -> None:
     """``reduced`` is set when a bucket's reduction has ended, well or not."""
-    reduce = Exchange._reduce
+    reduce = ExchangeThread._reduce
 
     def watched(self, *arguments):
         try:
@@ -39,7 +39,7 @@ def watch_the_exchange() -> None:
         finally:
             reduced.set()
 
-    Exchange._reduce = watched
+    ExchangeThread._reduce = watched
 
 
 def wrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -62,7 +62,7 @@ def main() -> None:
     model = wrapped(inner) if how == "ddp" else inner
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
     if how == "ddp":
-        fabric.client.loop.ddp(model, session)
+        fabric.client.ddp(model, session)
 
     def in_the_midst(*_: object) -> None:
         """The last layer's gradient is final, the first one's is not begun."""

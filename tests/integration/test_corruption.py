@@ -30,7 +30,7 @@ def test_the_minority_is_named_evicted_and_healed(zygote, tmp_path):
         assert "disagree on the digest of state step 7" in broken, "the one corruption, and nothing after it"
         assert len({job.events(r, "state")[-1]["digest"] for r in ("r0", "r1", "r2")}) == 1
         assert [e["step"] for e in job.events("r1", "installed")], "its state was fetched anew"
-        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 7], "it works again"
+        assert [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 7], "it works again"
 
 
 def test_two_that_disagree_stop_with_a_clear_sentence(zygote, tmp_path):

@@ -40,7 +40,7 @@ def commits(job, replica):
 
 
 def joined_again(job, replica, after):
-    return [e for e in job.events(replica, "commit") if e["live"] and e["step"] > after]
+    return [e for e in job.events(replica, "commit") if e["contributed"] and e["step"] > after]
 
 
 def report(job, replica):
@@ -90,9 +90,9 @@ def test_buffers_are_averaged_and_equal_everywhere(zygote, tmp_path, point):
 
 
 def poison_of(step, micro_batch):
-    from fabric.client.data.loader import Plan
+    from fabric.client.data.loader import SamplePlan
 
-    return str(Plan(100, 24, 2, 3).samples(step, micro_batch)[0])
+    return str(SamplePlan(100, 24, 2, 3).samples(step, micro_batch)[0])
 
 
 # Sample indices come again in later passes over the data, so the job ends before the second one (step 4).
@@ -230,9 +230,9 @@ def undisturbed(shards):
     """The parameters (sums of absolute values) after the same steps in one process, without fabric."""
     from tiny_trainer import Samples, build
 
-    from fabric.client.data.loader import Plan
+    from fabric.client.data.loader import SamplePlan
 
-    plan, samples = Plan(98, 28, 2, 3, shards=shards), Samples(98)
+    plan, samples = SamplePlan(98, 28, 2, 3, shards=shards), Samples(98)
     model, optimizer, scheduler = build(64)
     model.eval()
     for step in range(STEPS):

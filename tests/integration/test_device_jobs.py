@@ -6,7 +6,13 @@ from ftar.simulated_device import SimulatedDevice
 from job import Job
 from test_failures import finish_and_check
 
-from fabric.client.gradients.gradient_backend import OnDevice, OnHost, device_of, on_device, place_gradients
+from fabric.client.gradients.gradient_backend import (
+    DeviceBackend,
+    HostBackend,
+    choose_backend,
+    device_backend,
+    device_of,
+)
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.device.device_ring import DeviceRing
@@ -22,7 +28,7 @@ def test_a_job_on_a_device_loses_a_member_in_the_ring_and_ends_bitwise_equal(zyg
         job.start_all({"r1": "ring@12=kill"})
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()
-        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 12]
+        assert [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 12]
         assert job.logs().count("gradients on SimulatedDevice") == 4, job.logs()
 
 
@@ -39,7 +45,7 @@ def fill(gradients: FlatGradients, value: float) -> None:
 def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
     """Backward, copies and the update are all on the device's time, in any order that events allow."""
     device, gradients = SimulatedDevice(), one_layer()
-    placement = OnDevice(device, gradients.nbytes)
+    backend = DeviceBackend(device, gradients.nbytes)
     slot = torch.zeros(gradients.nbytes, dtype=torch.uint8)
     fill(gradients, 0.0)
     for step in range(1, 4):
@@ -50,14 +56,14 @@ def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
                 parameter.grad.fill_(float(step))
 
         device.compute().run(backward)
-        placement.computed()
-        with placement.round(slot) as flat:
-            placement.run(lambda flat=flat: gradients.gather(flat))
-            placement.run(lambda flat=flat: gradients.buckets[0].view(flat).mul_(10))  # the reduction
-            placement.bring(slot, 0, slot.numel())
+        backend.mark_ready()
+        with backend.round(slot) as flat:
+            backend.run(lambda flat=flat: gradients.gather(flat))
+            backend.run(lambda flat=flat: gradients.buckets[0].view(flat).mul_(10))  # the reduction
+            backend.copy_to_slot(slot, 0, slot.numel())
         assert (gradients.buckets[0].view(slot) == 10 * step).all()
         slot_before = slot.clone()
-        placement.scatter(gradients, slot, 5.0)
+        backend.scatter(gradients, slot, 5.0)
         device.compute().record().wait()
         assert all((p.grad == 2 * step).all() for _, p in gradients.parameters)
         assert torch.equal(slot, slot_before)
@@ -66,22 +72,22 @@ def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
 
 def test_a_fetched_gradient_comes_up_from_host_memory_and_an_aborted_round_is_forgotten():
     device, gradients = SimulatedDevice(), one_layer()
-    placement = OnDevice(device, gradients.nbytes)
+    backend = DeviceBackend(device, gradients.nbytes)
     slot, fetched = (torch.zeros(gradients.nbytes, dtype=torch.uint8) for _ in range(2))
     gradients.buckets[0].view(fetched).fill_(6.0)
     fill(gradients, 1.0)
-    placement.computed()
-    with placement.round(slot) as flat:
-        placement.run(lambda: gradients.gather(flat))
-        placement.bring(slot, 0, slot.numel())
-    placement.scatter(gradients, fetched, 2.0)
+    backend.mark_ready()
+    with backend.round(slot) as flat:
+        backend.run(lambda: gradients.gather(flat))
+        backend.copy_to_slot(slot, 0, slot.numel())
+    backend.scatter(gradients, fetched, 2.0)
     device.compute().record().wait()
     assert all((p.grad == 3).all() for _, p in gradients.parameters)
     # The slot of a round that was held is still good when a later one was aborted.
-    with pytest.raises(KeyboardInterrupt), placement.round(fetched) as flat:
-        placement.run(lambda: flat.fill_(77))
+    with pytest.raises(KeyboardInterrupt), backend.round(fetched) as flat:
+        backend.run(lambda: flat.fill_(77))
         raise KeyboardInterrupt
-    placement.scatter(gradients, slot, 1.0)
+    backend.scatter(gradients, slot, 1.0)
     device.compute().record().wait()
     assert all((p.grad == 1).all() for _, p in gradients.parameters)
     device.close()
@@ -90,16 +96,16 @@ def test_a_fetched_gradient_comes_up_from_host_memory_and_an_aborted_round_is_fo
 def test_the_place_is_chosen_by_the_parameters():
     gradients = one_layer()
     found = settings({}, job="j", replica="r0", lighthouse=("http://127.0.0.1:1",))
-    plane, placement = place_gradients(found, gradients, lambda step: None)
-    assert isinstance(plane, CpuRing) and isinstance(placement, OnHost)
+    plane, backend = choose_backend(found, gradients, lambda step: None)
+    assert isinstance(plane, CpuRing) and isinstance(backend, HostBackend)
     plane.close()
     device = SimulatedDevice()
-    plane, placement = on_device(device, found, gradients, lambda step: None)
-    assert isinstance(plane, DeviceRing) and isinstance(placement, OnDevice)
+    plane, backend = device_backend(device, found, gradients, lambda step: None)
+    assert isinstance(plane, DeviceRing) and isinstance(backend, DeviceBackend)
     plane.close()
     device.close()
     with pytest.raises(ConfigError, match="parameters are on the CPU"):
-        place_gradients(
+        choose_backend(
             settings({}, replica="r0", lighthouse=("http://127.0.0.1:1",), data_plane="nccl"),
             gradients,
             print,

@@ -62,7 +62,7 @@ def test_kill_at(zygote, tmp_path, point):
         job.start_all({"r1": f"{point}@12=kill"})
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()
-        rejoined = [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 12]
+        rejoined = [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 12]
         assert rejoined, "the killed replica never contributed again"
 
 
@@ -82,7 +82,7 @@ def test_stop_at(zygote, tmp_path, point):
         os.kill(job.pids["r1"], signal.SIGCONT)
         finish_and_check(job)
         assert job.starts["r1"] == 1
-        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 14]
+        assert [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 14]
 
 
 @pytest.mark.parametrize("point", ["fetch", "install", "replay", "switch", "first-round", "snapshot"])

@@ -21,7 +21,7 @@ def test_a_newcomer_that_replays_too_slowly_enters_by_the_fallback(zygote, tmp_p
         assert "r1 joins while the others wait for its state, at most 60 s: its gap of " in told["why"]
         assert "has not shrunk for 10 steps" in told["why"]
         [awaited] = job.events("r1", "blocking-join")
-        live = [e["step"] for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
+        live = [e["step"] for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 8]
         assert live == list(range(awaited["step"] + 1, STEPS)), (
             "it works from the step after the one it entered in"
         )
@@ -38,7 +38,7 @@ def test_without_bitwise_equality_one_setting_turns_digests_and_replay_off(zygot
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
         [told] = [e for e in job.told("epoch") if "while the others wait for its state" in e["why"]]
         assert told["why"].endswith("its settings turn replay off")
-        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
+        assert [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 8]
         assert not [e for e in job.events("r1", "commit") if e["replay"]]
         assert not job.told("evicting")[1:], "nobody but the killed one"
 

@@ -82,7 +82,7 @@ def check(job: RankJob, scheme: str) -> None:
     for i in range(job.replicas):
         for rank in range(job.ranks):
             joined = events(job, f"r{i}", rank, "join")
-            assert [(e["step"], e["relaid"]) for e in joined] == [(6, True)], job.logs()
+            assert [(e["step"], e["resharded"]) for e in joined] == [(6, True)], job.logs()
             assert all(url.startswith(scheme) for url in joined[0]["sources"]), joined
         said = (job.folder / f"r{i}.0.log").read_text().splitlines()
         losses = [(int(n), float(v)) for _, n, v in (x.split() for x in said if x.startswith("loss "))]

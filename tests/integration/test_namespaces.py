@@ -29,7 +29,7 @@ def links(job: Job, replica: str) -> tuple[str, str]:
 
 
 def last_step(job: Job, replica: str) -> int:
-    return max((e["step"] for e in job.events(replica, "commit") if e["live"]), default=-1)
+    return max((e["step"] for e in job.events(replica, "commit") if e["contributed"]), default=-1)
 
 
 def goes_on_without_r2(job: Job) -> None:

@@ -45,7 +45,7 @@ def test_all_stop(zygote, tmp_path):
 
 
 def test_by_default_it_passes(zygote, tmp_path):
-    with job_of(zygote, tmp_path, "pass") as job:
+    with job_of(zygote, tmp_path, "propagate") as job:
         start(job)
         finish_and_check(job, 20)
         assert not job.events("r0", "skipped")
@@ -59,7 +59,7 @@ def test_another_word_is_refused(zygote, tmp_path):
         job.start("r0")
         job.finish()
         assert job.codes == {"r0": 1}
-        assert 'FABRIC_ON_NAN is "ignore": it must be "pass"' in (job.folder / "r0.log").read_text()
+        assert 'FABRIC_ON_NAN is "ignore": it must be "propagate"' in (job.folder / "r0.log").read_text()
 
 
 # --- other input that cannot be kept equal ----------------------------------------------------------------

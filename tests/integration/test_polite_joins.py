@@ -30,12 +30,12 @@ def test_a_newcomer_replays_politely_and_then_steps_as_ever(zygote, tmp_path):
             if not joined:
                 return []
             commits = [e for e in job.events("r1", "commit") if e["step"] > 6]
-            return [e["step"] for e in commits if (e["replay"] if replayed else e["live"])]
+            return [e["step"] for e in commits if (e["replay"] if replayed else e["contributed"])]
 
         job.wait_for(lambda: len(steps(replayed=False)) > 2, "steps that r1 makes with the other one")
         threads = said(job, "r1", "ran")
         assert steps(replayed=True)
-        assert {threads[step] for step in steps(replayed=True)} == {"0 fabric-polite MainThread"}
+        assert {threads[step] for step in steps(replayed=True)} == {"0 fabric-low-priority MainThread"}
         own = {threads[step].split(maxsplit=1)[1] for step in steps(replayed=False)[:2]}
         assert own == {"MainThread MainThread"}
         ours, theirs = states(job, "r0"), states(job, "r1")

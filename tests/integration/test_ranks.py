@@ -38,7 +38,7 @@ def test_a_rank_is_killed_and_its_replica_joins_again(zygote, tmp_path, way, ran
         job.finish(deadline_s=120)
         assert set(job.codes.values()) == {0}, job.logs()
         assert job.starts == {"r0": 1, "r1": 2}, job.logs()
-        again = [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 8]
+        again = [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 8]
         assert again, f"the killed replica never contributed again\n{job.logs()}"
         job.check_lanes(STEPS)
         alone = losses_alone(example("fsdp2").build(), STEPS, GLOBAL_BATCH, clip=0.5)

@@ -33,7 +33,9 @@ def test_a_spare_takes_the_place_of_a_member_that_is_killed_and_the_killed_one_s
         job.kill("r1")
         job.wait_for(lambda: job.ended("r1") is not None, "the death")
         (tmp_path / "go-on").touch()
-        job.wait_for(lambda: any(e["live"] for e in job.events("r2", "commit")), "the spare's part in a step")
+        job.wait_for(
+            lambda: any(e["contributed"] for e in job.events("r2", "commit")), "the spare's part in a step"
+        )
         assert job.events("r2", "epoch")[-1]["roster"] == ["r0", "r2"]
         job.finish()
         assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()

@@ -25,7 +25,9 @@ def test_who_stays_away_too_long_is_evicted_and_comes_back(zygote, tmp_path):
         assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
         told = [e for e in job.told("evicting") if e["about"] == "r1"]
         assert "it was in user code while the others waited for" in told[0]["why"]
-        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 10], "it works again"
+        assert [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 10], (
+            "it works again"
+        )
 
 
 def test_a_stuck_control_thread_is_left_out_and_comes_back(zygote, tmp_path):
@@ -43,7 +45,9 @@ def test_a_stuck_control_thread_is_left_out_and_comes_back(zygote, tmp_path):
         back.touch()
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 1, "r2": 2}
-        assert [e for e in job.events("r1", "commit") if e["live"] and e["step"] > 10], "it works again"
+        assert [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 10], (
+            "it works again"
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=["Ctrl-C", "sys.exit"])

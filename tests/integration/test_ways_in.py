@@ -27,7 +27,7 @@ def run(zygote, folder: Path, trainer: str, steps: int = 40, **environment: str)
         assert job.codes == {"r0": 0, "r1": 0}, job.logs()
         assert job.starts == {"r0": 1, "r1": 2}, job.logs()
         assert len(set(finals(job).values())) == 1, "the replicas ended with different states"
-        joined = [e for e in job.events("r1", "commit") if e["live"] and e["step"] > KILLED_AT]
+        joined = [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > KILLED_AT]
         assert joined, f"the killed replica never contributed again\n{job.logs()}"
         assert [e["step"] for e in job.events("r0", "commit")] == list(range(steps))
     return job

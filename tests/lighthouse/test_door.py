@@ -12,7 +12,7 @@ from in_process import Clock, lighthouse_on
 from lighthouse_support import LighthouseProcess, WireMember, close_all, eventually, start_job
 from protocol.makers import record_of
 
-from fabric.client.control.lighthouse_link import LeaderLink
+from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.lighthouse.connections.admission_queue import MOST_WAITING, Door
 from fabric.lighthouse.jobs.epoch_notice import notice_of
 from fabric.lighthouse.jobs.term_context import Surroundings
@@ -115,7 +115,7 @@ async def test_a_trainer_that_is_sent_away_comes_back_to_the_same_lighthouse():
     await site.start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     refused: list[str] = []
-    link = LeaderLink(Settings(job="job", replica="r0", lighthouse=(url,), contact_s=0.0))
+    link = LighthouseLink(Settings(job="job", replica="r0", lighthouse=(url,), contact_s=0.0))
     async with asyncio.timeout(60):
         await link.run(lambda _: None, refused.append)
     await runner.cleanup()

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from fabric.client.control import lighthouse_link
-from fabric.client.control.lighthouse_link import LeaderLink
+from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
 
@@ -75,7 +75,7 @@ async def linked(*found: Stub, **more: object) -> AsyncIterator[tuple[list[str],
     refused: list[str] = []
     events: list[io.Event] = []
     settings = Settings(job="j", replica="r0", lighthouse=tuple(s.url for s in found), **more)  # type: ignore[arg-type]
-    task = asyncio.create_task(LeaderLink(settings).run(events.append, refused.append))
+    task = asyncio.create_task(LighthouseLink(settings).run(events.append, refused.append))
     try:
         yield refused, events
     finally:

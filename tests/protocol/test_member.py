@@ -97,7 +97,7 @@ def test_a_step_from_the_share_to_the_update():
     assert not trainer.found(io.Publish)
     trainer.peer("b", vote(FIRST, 0))
     (apply,) = trainer.found(io.Apply)
-    assert (apply.step, apply.live, apply.prepared.weight) == (0, True, 4.0)
+    assert (apply.step, apply.contributed, apply.prepared.weight) == (0, True, 4.0)
     assert trainer.found(io.Publish), "published when committed"
     assert trainer.core.state.step == 1
     trainer.do(io.Ready(1, "d1"))
@@ -387,7 +387,7 @@ def test_a_newcomer_replays_published_steps():
     assert (fetch.step, fetch.urls) == (5, ("http://a", "http://b"))
     trainer.do(io.GradientFetched(5, "g5"))
     (apply,) = trainer.found(io.Apply)
-    assert (apply.step, apply.prepared, apply.live) == (5, None, False)
+    assert (apply.step, apply.prepared, apply.contributed) == (5, None, False)
     assert not trainer.found(io.FetchGradient), "the buffer is still read by the main thread"
     trainer.do(io.Ready(6, "d6"))
     assert [f.step for f in trainer.found(io.FetchGradient)] == [6]

@@ -11,7 +11,7 @@ from yarl import URL
 
 from fabric.ckpt_server.server.trainer_status import PulseSender
 from fabric.client.control import lighthouse_link
-from fabric.client.control.lighthouse_link import LeaderLink
+from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.errors import Unreachable
 from fabric.runtime.config import Settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
@@ -140,7 +140,7 @@ async def test_a_trainer_shows_no_token_to_a_host_that_nobody_named(tmp_path, mo
     file.touch(mode=0o600)
     file.write_text("secret\n")
     async with sends_away() as (url, reached, seen_twice):
-        link = LeaderLink(Settings(job="j", replica="r0", lighthouse=(url,), token_file=file))
+        link = LighthouseLink(Settings(job="j", replica="r0", lighthouse=(url,), token_file=file))
         task = asyncio.create_task(link.run(lambda _: None, lambda _: None))
         await seen_twice.wait()
         task.cancel()

@@ -9,7 +9,7 @@ from aiohttp import web
 from authority import Authority
 
 from fabric.client.control import lighthouse_link
-from fabric.client.control.lighthouse_link import LeaderLink
+from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.errors import Unreachable
 from fabric.runtime.config import Settings
 from fabric.runtime.http.dial_errors import describe, permanent_cause
@@ -74,7 +74,9 @@ def heard_by_a_trainer(service: Tls, scheme: str, tls: Tls, contact_s: float) ->
 async def refusal(urls: list[str], tls: Tls, contact_s: float) -> str:
     refused: list[str] = []
     files = {f"tls_{name}": path for name, path in tls.files.items()}
-    link = LeaderLink(Settings(job="j", replica="r0", lighthouse=tuple(urls), contact_s=contact_s, **files))
+    link = LighthouseLink(
+        Settings(job="j", replica="r0", lighthouse=tuple(urls), contact_s=contact_s, **files)
+    )
     async with asyncio.timeout(60):
         await link.run(lambda _: None, refused.append)
     return refused[0]

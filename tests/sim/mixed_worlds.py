@@ -44,7 +44,7 @@ class MixedWorld(World):
             member=replace(
                 settings.member,
                 digest_every=random.choice((1, 3, 10)),
-                on_nan="skip" if skips else "pass",
+                on_nan="skip" if skips else "propagate",
             ),
             nan_every=4 if skips else 0,
             shares=tuple(random.choice((1, 1, 2, 3)) for _ in range(replicas)),

@@ -103,7 +103,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "generation": _is_count,
         "epoch": _is_count,
         "step": _is_count,
-        "live": _is_flag,
+        "contributed": _is_flag,
         "replay": _is_flag,
         "contributions": _is_counts_by_name,
         "weight": _is_number,

@@ -110,8 +110,8 @@ def _commit(state: ReplicaWalk, line: JournalLine) -> list[str]:
         broken.append(f"commits step {step} where step {state.next_step} had to follow")
     if generation < state.generation:
         broken.append(f"commits step {step} in generation {generation} after {state.generation}")
-    if line.flag("replay") and line.flag("live"):
-        broken.append(f"calls the commit of step {step} both live and a replay")
+    if line.flag("replay") and line.flag("contributed"):
+        broken.append(f"calls the commit of step {step} both contributed and a replay")
     if line.flag("replay"):
         state.replayed += 1
         if not state.joining:

@@ -18,18 +18,18 @@ from typing import Any, get_args
 import uvloop
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.client.control.lighthouse_link import LeaderLink
+from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.gradients.averaged_buffers import AveragedBuffers
-from fabric.client.gradients.bucket_stream import Stream
-from fabric.client.gradients.exchange_thread import Exchange
-from fabric.client.gradients.gradient_backend import Placement
+from fabric.client.gradients.bucket_stream import BucketReadiness
+from fabric.client.gradients.exchange_thread import ExchangeThread
+from fabric.client.gradients.gradient_backend import GradientBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
-from fabric.client.process.crash_marker import Mark
+from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.journal import Journal
 from fabric.client.process.worker import Worker
-from fabric.client.state.durable_policy import Durable
-from fabric.client.state.fetch_thread import Transfer
+from fabric.client.state.durable_policy import DurableCheckpoints
+from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError
 from fabric.ftar.plane import DataPlane
@@ -43,7 +43,7 @@ from fabric.runtime.driver import Core, Driver
 from fabric.runtime.failpoints import Failpoints
 
 # Effects that are orders to the trainer's main thread.
-Order = (
+MainThreadOrder = (
     io.Compute
     | io.Apply
     | io.Install
@@ -56,31 +56,31 @@ Order = (
 # Notes that a person reads at once, and what the line says before their reason.
 _SAID = {"kept out": " waits", "loops differ": ""}
 Event = io.Event | RankEvent
-_ORDERS = get_args(Order)
+_ORDERS = get_args(MainThreadOrder)
 # What a step without faults orders, which needs nothing of the loop's: done by the thread that had the event.
 _ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io.Apply, io.TellDigest))
 
 
 @dataclass(slots=True)
-class Parts:
+class EngineParts:
     """What the engine drives."""
 
     handle: ServerHandle
     plane: DataPlane
     peers: Peers
-    leader: LeaderLink
+    leader: LighthouseLink
     slots: GradientSlots
-    exchange: Exchange
-    placement: Placement
-    transfer: Transfer
-    keeper: Worker
+    exchange: ExchangeThread
+    backend: GradientBackend
+    fetch_thread: FetchThread
+    snapshot_worker: Worker
     recover: Callable[[], None]
     journal: Journal
     points: Failpoints
     snapshots: Snapshots
-    mark: Mark
+    crash_marker: CrashMarker
     buffers: AveragedBuffers
-    durable: Durable
+    durable: DurableCheckpoints
 
 
 class _Informed:
@@ -99,8 +99,8 @@ class Engine:
     """Runs from ``listen`` until ``close``; ``post`` and ``orders`` are the main thread's side of it. This is
     the engine of a replica of one process; ``ranks`` has those of the ranks of a larger one."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    def __init__(self, parts: EngineParts) -> None:
+        self.orders: queue.SimpleQueue[MainThreadOrder] = queue.SimpleQueue()
         self.member: MemberCore | None = None
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,12 +120,12 @@ class Engine:
             io.StartExchange: self._start_exchange,
             io.AbortExchange: self._abort_exchange,
             io.Publish: self._publish,
-            io.FetchState: lambda e: parts.transfer.fetch_state(e, self._answer_to_this()),
-            io.FetchGradient: lambda e: parts.transfer.fetch_gradient(e, self._answer_to_this()),
-            io.CancelFetch: lambda _: parts.transfer.cancel(),
+            io.FetchState: lambda e: parts.fetch_thread.fetch_state(e, self._answer_to_this()),
+            io.FetchGradient: lambda e: parts.fetch_thread.fetch_gradient(e, self._answer_to_this()),
+            io.CancelFetch: lambda _: parts.fetch_thread.cancel(),
             io.RetainGradients: self._listen,
             io.WriteJournal: self._note,
-            NameSnapshot: lambda e: parts.keeper.submit(lambda: parts.snapshots.name(e, self.post)),
+            NameSnapshot: lambda e: parts.snapshot_worker.submit(lambda: parts.snapshots.name(e, self.post)),
         }
 
     # --- what is known ----------------------------------------------------------------------------
@@ -218,14 +218,14 @@ class Engine:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout=5.0)
-        self._parts.transfer.close()
+        self._parts.fetch_thread.close()
         self._parts.exchange.close()
-        self._parts.keeper.close(within_s=2.0)
+        self._parts.snapshot_worker.close(within_s=2.0)
 
     def crash(self, error: BaseException) -> None:
         """A defect in the core or a thread: this process must start anew."""
         reason = f"internal error in {type(error).__name__}: {error}"
-        self._parts.mark.clear()
+        self._parts.crash_marker.clear()
         self._parts.journal.write("stop", code=75, reason=reason)
         self.orders.put(io.Stop(75, reason))
 
@@ -358,7 +358,7 @@ class Engine:
         self._parts.exchange.start(effect, self.stream() if effect.streaming else None, self.post)
 
     # The gradient that is being computed and handed over bucket by bucket: set by the session.
-    stream: Callable[[], Stream | None] = staticmethod(lambda: None)
+    stream: Callable[[], BucketReadiness | None] = staticmethod(lambda: None)
 
     def _abort_exchange(self, effect: io.AbortExchange) -> None:
         self._parts.plane.abort(effect.epoch, effect.why)
@@ -372,7 +372,7 @@ class Engine:
         except FabricError:
             done = False
         if not done:
-            parts.keeper.submit(lambda: self._publish_now(effect))
+            parts.snapshot_worker.submit(lambda: self._publish_now(effect))
 
     def _publish_now(self, effect: io.Publish) -> None:
         parts = self._parts

@@ -31,7 +31,7 @@ _LEADER_KINDS = LeaderMessage.__args__
 _MAX_MESSAGE_BYTES = wire.MAX_BYTES
 
 
-class LeaderLink:
+class LighthouseLink:
     """Feeds LeaderConnected, FromLeader and LeaderLost; ``send`` while away is dropped on purpose: the
     core says again what matters when a session opens."""
 

@@ -14,7 +14,7 @@ import threading
 from dataclasses import replace
 from typing import Any, get_args
 
-from fabric.client.control.engine import Engine, Parts
+from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_links import FollowerLink, HeadLinks
 from fabric.client.process.rank_group import RESTART, RankGroup
 from fabric.model import Record
@@ -37,7 +37,7 @@ _STUCK_S = 5.0
 class RankEngine(Engine):
     """What the engines of all ranks share: the end that comes from another rank."""
 
-    def __init__(self, parts: Parts, group: RankGroup) -> None:
+    def __init__(self, parts: EngineParts, group: RankGroup) -> None:
         super().__init__(parts)
         self._group = group
         self._ordered: io.Stop | None = None
@@ -85,7 +85,7 @@ class RankEngine(Engine):
 class HeadEngine(RankEngine):
     """Rank 0. ``groups`` is set before ``begin``: which part of a micro-batch each rank computes."""
 
-    def __init__(self, parts: Parts, group: RankGroup, incarnation: int) -> None:
+    def __init__(self, parts: EngineParts, group: RankGroup, incarnation: int) -> None:
         super().__init__(parts, group)
         self.groups: tuple[int, ...] = ()
         self._links = HeadLinks(group.size, incarnation)
@@ -138,7 +138,7 @@ class HeadEngine(RankEngine):
 class FollowerEngine(RankEngine):
     """A rank from 1 on; ``join`` instead of ``begin``."""
 
-    def __init__(self, parts: Parts, group: RankGroup) -> None:
+    def __init__(self, parts: EngineParts, group: RankGroup) -> None:
         super().__init__(parts, group)
         self._follower = FollowerRank(group.rank)
         self._link = FollowerLink()

@@ -16,7 +16,7 @@ from typing import Any
 from fabric.errors import ConfigError, FabricError
 
 
-class Stream:
+class IterableStream:
     """Samples of an iterable data set by position; asks forward only, else it begins anew."""
 
     def __init__(self, dataset: Any) -> None:

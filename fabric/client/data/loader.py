@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fabric.client.data.iterable_stream import Stream
+from fabric.client.data.iterable_stream import IterableStream
 from fabric.errors import ConfigError, FabricError
 from fabric.model import EVERYTHING, Record, Sharing
 from fabric.protocol.rules.assignment import cut
@@ -53,7 +53,7 @@ def sample_indices(dataset_size: int, seed: int, start: int, count: int, shard: 
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SamplePlan:
     """How a data set is cut into steps and micro-batches. ``dataset_size`` 0: a stream. ``shards`` 0: all
     replicas can read everything."""
 
@@ -127,7 +127,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LoaderOptions:
     """How the batch is shared out, as given to ``session.loader``.
 
     ``policy``: "constant" or "shrink". ``redundancy``: on how many replicas each part of the data can be
@@ -168,13 +168,13 @@ class Options:
         return Sharing(self.policy, replicas, self.redundancy, self.on_poison, self.on_loss)
 
 
-def parse_options(given: dict[str, Any]) -> Options:
+def parse_options(given: dict[str, Any]) -> LoaderOptions:
     """What ``session.loader`` was given besides the sizes. Raises ConfigError for what it does not know."""
-    known = [f.name for f in fields(Options)]
+    known = [f.name for f in fields(LoaderOptions)]
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise ConfigError(f"session.loader knows no {unknown[0]}: known are {', '.join(known)}")
-    return Options(**given)
+    return LoaderOptions(**given)
 
 
 def describe_sharing(sharing: Sharing) -> dict[str, Any]:
@@ -200,14 +200,14 @@ def data_slot_of(replica: str, replicas: int, given: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class SampleSlice:
     """Slice ``index`` of ``count`` equal ones of each micro-batch's samples."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
-    def of(cls, mesh: Any) -> "Slice":
+    def of(cls, mesh: Any) -> "SampleSlice":
         """This rank's, where ``mesh`` (a DeviceMesh of one dimension) shares the samples out; None: all of
         them. Raises ConfigError."""
         if mesh is None:
@@ -219,7 +219,7 @@ class Slice:
             )
         return cls(mesh.get_local_rank(), mesh.size())
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: SamplePlan) -> None:
         """Raises ConfigError where micro-batches cannot be cut so."""
         if plan.micro_batch_size % self.count:
             raise ConfigError(
@@ -248,22 +248,22 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        plan: Plan,
+        plan: SamplePlan,
         collate: Callable[[Sequence[Any]], Any],
         num_workers: int = 0,
         sharing: Sharing = EVERYTHING,
         data_slot: int = -1,
         scale_lr: bool = False,
-        part: Slice | None = None,
+        part: SampleSlice | None = None,
     ) -> None:
         self.plan = plan
-        self.slice = part or Slice()
+        self.slice = part or SampleSlice()
         self.slice.check(plan)
         self.sharing = sharing
         self.data_slot = data_slot
         self.scale_lr = scale_lr
         self._dataset = dataset
-        self._stream = Stream(dataset) if plan.is_stream else None
+        self._stream = IterableStream(dataset) if plan.is_stream else None
         self._collate = collate
         self._ahead: dict[tuple[int, int], Future[Any]] = {}
         self._pool = ThreadPoolExecutor(num_workers, "fabric-loader") if num_workers > 0 else None
@@ -347,9 +347,9 @@ def make_loader(
     sizes: tuple[int, int, int],
     collate_fn: Callable[[Sequence[Any]], Any] | None,
     num_workers: int,
-    options: Options,
+    options: LoaderOptions,
     who: tuple[str, int, str],
-    part: Slice | None = None,
+    part: SampleSlice | None = None,
 ) -> Loader:
     """``sizes`` are global batch, micro-batch and seed; ``who`` is the replica, how many the job starts with,
     and the replica's rack; ``part`` is this rank's slice of a micro-batch. Raises ConfigError for what does
@@ -361,7 +361,7 @@ def make_loader(
     if streams and options.redundancy:
         raise ConfigError("redundancy is for data sets with len() and an index, not for iterable ones")
     shards = replicas if options.redundancy else 0
-    plan = Plan(0 if streams else len(dataset), *sizes, shards=shards, is_stream=streams)
+    plan = SamplePlan(0 if streams else len(dataset), *sizes, shards=shards, is_stream=streams)
     data_slot = -1
     if options.redundancy and (options.data_slot is not None or not rack):
         data_slot = data_slot_of(replica, replicas, options.data_slot)

@@ -17,7 +17,7 @@ from fabric.errors import RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
 
 
-class Stream:
+class BucketReadiness:
     """Which buckets of one order are final; the main thread says so, the exchange thread waits for it."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Overlap:
     def __init__(
         self, gradients: FlatGradients, announce: Callable[[int, float], None], wanted: bool = True
     ) -> None:
-        self.stream: Stream | None = None
+        self.stream: BucketReadiness | None = None
         # Entered around each micro-batch but the last: DDP's no_sync.
         self.without_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self._parameters = [parameter for _, parameter in gradients.parameters]
@@ -113,7 +113,7 @@ class Overlap:
             yield
 
     def _begin(self, step: int) -> None:
-        self.stream = Stream()
+        self.stream = BucketReadiness()
         self._missing = {}
         for bucket in self._buckets.values():
             self._missing[bucket.begin] = len(bucket.parameters)

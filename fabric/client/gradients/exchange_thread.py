@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 import xxhash
 
-from fabric.client.gradients.bucket_stream import Stream
-from fabric.client.gradients.gradient_backend import OnHost, Placement
+from fabric.client.gradients.bucket_stream import BucketReadiness
+from fabric.client.gradients.gradient_backend import GradientBackend, HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.process.worker import Worker
 from fabric.errors import ConfigError, RoundAborted
@@ -20,7 +20,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
 
 
-class Exchange:
+class ExchangeThread:
     """Performs StartExchange; posts Exchanged or ExchangeFailed."""
 
     def __init__(
@@ -30,25 +30,27 @@ class Exchange:
         slots: GradientSlots,
         points: Failpoints,
         on_crash: Callable[[BaseException], None],
-        placement: Placement,
-        judges: bool = False,
+        backend: GradientBackend,
+        check_finite: bool = False,
         retain: bool = True,
     ) -> None:
-        """``judges``: look for values that are not finite in every sum. ``retain``: the local gradient
+        """``check_finite``: look for values that are not finite in every sum. ``retain``: the local gradient
         survives; on a device it always does."""
-        self.retain = retain or not isinstance(placement, OnHost)
-        self._placement = placement
-        self._judges = judges
+        self.retain = retain or not isinstance(backend, HostBackend)
+        self._backend = backend
+        self._check_finite = check_finite
         self._plane = plane
         self._gradients = gradients
         self._slots = slots
         self._points = points
         self._worker = Worker("fabric-exchange", on_crash)
-        self._newest: tuple[int, Stream | None] = (0, None)
+        self._newest: tuple[int, BucketReadiness | None] = (0, None)
         self.seconds = 0.0
         self.waiting_s: dict[str, float] = {}
 
-    def start(self, order: io.StartExchange, stream: Stream | None, post: Callable[[io.Event], None]) -> None:
+    def start(
+        self, order: io.StartExchange, stream: BucketReadiness | None, post: Callable[[io.Event], None]
+    ) -> None:
         """Queue one round; with a ``stream`` each bucket is taken when it is final."""
         self._newest = (order.fence.epoch, stream)
         self._worker.submit(lambda: self._run(order, stream, post))
@@ -59,12 +61,14 @@ class Exchange:
         if stream is not None and newest <= epoch:
             stream.abort(why)
 
-    def _run(self, order: io.StartExchange, stream: Stream | None, post: Callable[[io.Event], None]) -> None:
+    def _run(
+        self, order: io.StartExchange, stream: BucketReadiness | None, post: Callable[[io.Event], None]
+    ) -> None:
         epoch, step = order.fence.epoch, order.step
         self._points.hit("before-ring", step)
         try:
             buffer = self._slots.for_round(epoch, step).buffer
-            with self._placement.round(buffer) as flat:
+            with self._backend.round(buffer) as flat:
                 digest = self._exchange(order, stream, buffer, flat)
         except RoundAborted as error:
             lost = (error.about, str(error), error.waited_for, error.mismatch)
@@ -74,16 +78,16 @@ class Exchange:
             # A gradient of a form that cannot be summed: the user's mistake, met here and not in their loop.
             post(io.LoopRaised(str(error)))
             return
-        nonfinite = self._gradients.first_nonfinite(buffer) if self._judges else ""
+        nonfinite = self._gradients.first_nonfinite(buffer) if self._check_finite else ""
         mine = self._gradients.first_nonfinite_own() if nonfinite and order.weight > 0 else ""
         post(io.Exchanged(epoch, step, digest, nonfinite, mine))
 
     def _exchange(
-        self, order: io.StartExchange, stream: Stream | None, slot: torch.Tensor, flat: torch.Tensor
+        self, order: io.StartExchange, stream: BucketReadiness | None, slot: torch.Tensor, flat: torch.Tensor
     ) -> str:
         """Reduce all buckets in ``flat``, bring them into ``slot``; the digest of its bytes."""
         if order.weight == 0:
-            self._placement.run(flat.zero_)
+            self._backend.run(flat.zero_)
         raw, digest, digested = slot.numpy().data, xxhash.xxh3_128(), 0
         for bucket in self._gradients.buckets:
             if stream is not None:
@@ -93,7 +97,7 @@ class Exchange:
                 self._reduce(order, bucket, flat)
             finally:
                 self.seconds += time.monotonic() - started
-            self._placement.bring(slot, bucket.gap, bucket.end)
+            self._backend.copy_to_slot(slot, bucket.gap, bucket.end)
             if bucket.gap == digested:
                 # In the order of the bytes, and beside the others' work on the next bucket.
                 digest.update(raw[digested : bucket.end])
@@ -103,7 +107,7 @@ class Exchange:
 
     def _reduce(self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor) -> None:
         if order.weight > 0:
-            self._placement.run(lambda: self._gradients.gather_bucket(bucket, flat))
+            self._backend.run(lambda: self._gradients.gather_bucket(bucket, flat))
             if not self.retain:
                 for _, parameter in bucket.parameters:
                     parameter.grad = None

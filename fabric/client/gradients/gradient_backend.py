@@ -24,10 +24,10 @@ from fabric.ftar.plane import DataPlane
 from fabric.runtime.config import Settings
 
 
-class Placement(Protocol):
+class GradientBackend(Protocol):
     """What the exchange and the session ask of the place."""
 
-    def computed(self) -> None:
+    def mark_ready(self) -> None:
         """Main thread, or backward's: all work that makes the gradients which are handed over now, or that
         used the newest result, is enqueued. Called before every handover, of all gradients or one bucket."""
 
@@ -38,37 +38,37 @@ class Placement(Protocol):
     def run(self, work: Callable[[], object]) -> None:
         """Exchange thread, within a round: torch operations on gradients and the flat buffer."""
 
-    def bring(self, slot: torch.Tensor, begin: int, end: int) -> None:
+    def copy_to_slot(self, slot: torch.Tensor, begin: int, end: int) -> None:
         """Exchange thread, within a round: bytes [begin, end) of the result are in ``slot`` afterwards."""
 
     def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
         """Main thread: the gradient that lies in ``slot``, over ``weight``, into every ``.grad``."""
 
 
-class OnHost:
+class HostBackend:
     """Gradients in host memory are reduced in the slot itself."""
 
-    def computed(self) -> None:
-        """See ``Placement``."""
+    def mark_ready(self) -> None:
+        """See ``GradientBackend``."""
 
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
-        """See ``Placement``."""
+        """See ``GradientBackend``."""
         yield slot
 
     def run(self, work: Callable[[], object]) -> None:
-        """See ``Placement``."""
+        """See ``GradientBackend``."""
         work()
 
-    def bring(self, slot: torch.Tensor, begin: int, end: int) -> None:
-        """See ``Placement``."""
+    def copy_to_slot(self, slot: torch.Tensor, begin: int, end: int) -> None:
+        """See ``GradientBackend``."""
 
     def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
-        """See ``Placement``."""
+        """See ``GradientBackend``."""
         gradients.scatter(slot, weight)
 
 
-class OnDevice:
+class DeviceBackend:
     """Gradients of one device: ``nbytes`` of its memory hold them flat."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -80,13 +80,13 @@ class OnDevice:
         # Where what lies in the flat buffer was copied to: the same memory names the same round.
         self._copied_to = 0
 
-    def computed(self) -> None:
-        """See ``Placement``."""
+    def mark_ready(self) -> None:
+        """See ``GradientBackend``."""
         self._ready = self._device.compute().record()
 
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
-        """See ``Placement``."""
+        """See ``GradientBackend``."""
         self._copied_to = 0
         try:
             with self._device.on(self._stream):
@@ -97,19 +97,20 @@ class OnDevice:
             self._left = self._stream.record()
 
     def run(self, work: Callable[[], object]) -> None:
-        """See ``Placement``; behind the newest handover, so also where one bucket follows another."""
+        """See ``GradientBackend``; behind the newest handover, so also where one bucket follows another."""
         if self._ready is not None:
             self._stream.wait(self._ready)
         self._stream.run(work)
 
-    def bring(self, slot: torch.Tensor, begin: int, end: int) -> None:
-        """See ``Placement``."""
+    def copy_to_slot(self, slot: torch.Tensor, begin: int, end: int) -> None:
+        """See ``GradientBackend``."""
         target, source = slot[begin:end], self._flat[begin:end]
         self._stream.run(lambda: target.copy_(source, non_blocking=True))
         self._stream.record().wait()
 
     def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
-        """See ``Placement``. A gradient that was fetched, or of an older round, comes up from ``slot``."""
+        """See ``GradientBackend``. A gradient that was fetched, or of an older round, comes up from
+        ``slot``."""
         compute = self._device.compute()
         if self._left is not None:
             compute.wait(self._left)
@@ -133,9 +134,9 @@ def device_of(parameters: tuple[NamedParameter, ...]) -> torch.device:
     return where
 
 
-def place_gradients(
+def choose_backend(
     found: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
-) -> tuple[DataPlane, Placement]:
+) -> tuple[DataPlane, GradientBackend]:
     """The data plane for these gradients, and where they are. Raises ConfigError."""
     where = device_of(gradients.parameters)
     if where.type == "cpu":
@@ -144,20 +145,20 @@ def place_gradients(
                 "FABRIC_DATA_PLANE is nccl and the parameters are on the CPU: use a GPU, or auto"
             )
         shares = found.data_plane != "tcp"
-        return CpuRing(exchange_s=found.exchange_s, shared_memory=shares, on_piece=on_piece), OnHost()
+        return CpuRing(exchange_s=found.exchange_s, shared_memory=shares, on_piece=on_piece), HostBackend()
     device = CudaDevice(where)
     if found.data_plane == "nccl":
-        return GroupPlane(NcclFactory(device.device), device.owns, found.exchange_s), OnDevice(
+        return GroupPlane(NcclFactory(device.device), device.owns, found.exchange_s), DeviceBackend(
             device, gradients.nbytes
         )
-    return on_device(device, found, gradients, on_piece)
+    return device_backend(device, found, gradients, on_piece)
 
 
-def on_device(
+def device_backend(
     device: Device, found: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
-) -> tuple[DataPlane, Placement]:
+) -> tuple[DataPlane, GradientBackend]:
     """The device ring on ``device``, and the gradients there."""
     plane = DeviceRing(
         device, exchange_s=found.exchange_s, shares=found.data_plane != "tcp", on_piece=on_piece
     )
-    return plane, OnDevice(device, gradients.nbytes)
+    return plane, DeviceBackend(device, gradients.nbytes)

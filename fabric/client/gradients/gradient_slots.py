@@ -22,7 +22,7 @@ _LISTENING = 6, 32
 
 
 @dataclass(slots=True)
-class Slot:
+class GradientSlot:
     """One result buffer: the round it was reduced for, whether that was published (``labelled``: without a
     word to the server), and when it was used."""
 
@@ -47,8 +47,8 @@ class GradientSlots:
     plane: DataPlane
     limit_bytes: int = 2**30
     listening: bool = False
-    _slots: list[Slot] = field(default_factory=list)
-    _prepared: Slot | None = None
+    _slots: list[GradientSlot] = field(default_factory=list)
+    _prepared: GradientSlot | None = None
     _uses: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -60,7 +60,7 @@ class GradientSlots:
                 if len(self._slots) < _ALWAYS and all(slot.index != index for slot in self._slots):
                     self._slots.append(self._allocate(index))
 
-    def for_round(self, epoch: int, step: int) -> Slot:
+    def for_round(self, epoch: int, step: int) -> GradientSlot:
         """The slot that the round of ``step`` in ``epoch`` may overwrite."""
         with self._lock:
             slot = next((s for s in self._slots if s.step == step and not s.published), None)
@@ -80,7 +80,7 @@ class GradientSlots:
             if self._prepared is None and newest is not None and newest.published:
                 self._prepared = self._next()
 
-    def _next(self) -> Slot:
+    def _next(self) -> GradientSlot:
         if not self._is_full() and all(slot.used for slot in self._slots):
             used = {s.index for s in self._slots}
             slot = self._allocate(next(i for i in range(len(used) + 1) if i not in used))
@@ -99,14 +99,14 @@ class GradientSlots:
             slot = self._slots[oldest] = self._allocate(slot.index, slot.buffer)
         return slot
 
-    def _without_server(self, slot: Slot) -> Slot:
+    def _without_server(self, slot: GradientSlot) -> GradientSlot:
         """``slot``, not to be served. When a server is gone its memory stays mapped, and nobody serves it.
         One that hangs may go on, and serve what it was told lies there: so that stays as it is."""
         if not self.handle.hangs:
             slot.shared = False
             return slot
         self.plane.unregister(slot.buffer)
-        return Slot(slot.index, torch.zeros(self.nbytes, dtype=torch.uint8), shared=False)
+        return GradientSlot(slot.index, torch.zeros(self.nbytes, dtype=torch.uint8), shared=False)
 
     def _is_full(self) -> bool:
         """Whether the next slot is one that exists."""
@@ -118,7 +118,7 @@ class GradientSlots:
         """By use and not by step, for a cold start goes back to lower ones: first what was never used."""
         return min(range(len(self._slots)), key=lambda i: self._slots[i].used)
 
-    def _allocate(self, index: int, private: torch.Tensor | None = None) -> Slot:
+    def _allocate(self, index: int, private: torch.Tensor | None = None) -> GradientSlot:
         """A slot in the server's memory, or in ``private`` (made where None) while there is no server."""
         try:
             self.handle.use_labels()
@@ -127,12 +127,12 @@ class GradientSlots:
         except FabricError:
             if private is None:
                 private = torch.zeros(self.nbytes, dtype=torch.uint8)
-            return Slot(index, private, shared=False)
+            return GradientSlot(index, private, shared=False)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes]
         self.plane.register(self.handle.descriptor("gradient", index), buffer)
         if private is not None:
             self.plane.unregister(private)
-        return Slot(index, buffer)
+        return GradientSlot(index, buffer)
 
     def publish(self, generation: int, held: PreparedRound) -> None:
         """Serve the committed gradient that lies in the slot of its round; raises FabricError. Does nothing
@@ -174,11 +174,11 @@ class GradientSlots:
         finally:
             self._lock.release()
 
-    def _is_withdrawn(self, slot: Slot) -> bool:
+    def _is_withdrawn(self, slot: GradientSlot) -> bool:
         """Whether it may be written, without a word to the server: it never was, or only labelled."""
         return not slot.used or (slot.labelled and self.handle.unlabel_gradient(slot.index))
 
-    def _following(self, slot: Slot) -> Slot | None:
+    def _following(self, slot: GradientSlot) -> GradientSlot | None:
         """The slot of the next round, where it can and needs to be withdrawn when ``slot`` is published."""
         following = self._slots[self._oldest()]
         ahead = slot.used == self._uses and self._prepared is None and self._is_full()
@@ -209,12 +209,12 @@ class GradientSlots:
         assert slot is not None, f"no round of step {step} was reduced here"
         return slot.buffer
 
-    def _of(self, held: PreparedRound) -> Slot | None:
+    def _of(self, held: PreparedRound) -> GradientSlot | None:
         """The slot that its round was reduced into."""
         slot = self._newest(held.step)
         return slot if slot is not None and slot.epoch == held.epoch else None
 
-    def _newest(self, step: int) -> Slot | None:
+    def _newest(self, step: int) -> GradientSlot | None:
         """The slot that was last used for ``step``."""
         return max((s for s in tuple(self._slots) if s.step == step), key=lambda s: s.used, default=None)
 

@@ -22,7 +22,7 @@ def ddp(model: DistributedDataParallel, session: Session | SoloSession) -> None:
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
-            f"fabric.client.loop.ddp takes a model that is wrapped in DistributedDataParallel, and this is a "
+            f"fabric.client.ddp takes a model that is wrapped in DistributedDataParallel, and this is a "
             f"{type(model).__name__}: wrap it, or leave the call out, for a plain model needs none"
         )
     size = distributed.get_world_size(model.process_group)

@@ -17,8 +17,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from fabric.ckpt_server.state.training_state import Describer, restore, verify
-from fabric.client.gradients.gradient_backend import OnHost
-from fabric.client.loop.shutdown import Leaving
+from fabric.client.gradients.gradient_backend import HostBackend
+from fabric.client.loop.shutdown import Shutdown
 from fabric.errors import FabricError
 from fabric.ftar.buckets import FlatGradients
 from fabric.protocol.messages import member_events as io
@@ -27,7 +27,7 @@ from fabric.runtime.priority import run_low_priority
 _T = TypeVar("_T")
 
 
-class CatchingUp(Leaving):
+class Replay(Shutdown):
     """What a session does to get where the others are."""
 
     _state: Describer
@@ -41,15 +41,15 @@ class CatchingUp(Leaving):
 
     def digest(self) -> str:
         """xxh3_128 of the shared state as it is now; equal on all members after the same step."""
-        return self._yielding(self._state.capture(self._state_step).digest)
+        return self._run_yielding(self._state.capture(self._state_step).digest)
 
-    def _yielding(self, work: Callable[[], _T]) -> _T:
+    def _run_yielding(self, work: Callable[[], _T]) -> _T:
         """The result of ``work``, which is our own or torch's, done politely while I step with nobody."""
         return run_low_priority(work) if self._may_yield and (self._behind or not self.epoch) else work()
 
     @property
     def _may_yield(self) -> bool:
-        return self._place.group is None and isinstance(self._parts.placement, OnHost)
+        return self._place.group is None and isinstance(self._parts.backend, HostBackend)
 
     def _begin_replay(self) -> None:
         """The user's code is about to apply a published gradient."""
@@ -67,25 +67,25 @@ class CatchingUp(Leaving):
 
     def _install(self, order: io.Install) -> None:
         """Load the fetched state; only after all of it was verified, and verified again when loaded."""
-        arrived = self._parts.transfer.state
-        assert arrived is not None
+        fetched_state = self._parts.fetch_thread.state
+        assert fetched_state is not None
         # Of this rank's part; the order's is of the whole replica.
-        digest = arrived.fetched.manifest["digest"]
+        digest = fetched_state.fetched.manifest["digest"]
         self._parts.points.hit("install", order.step)
         self._drop_gradient()
         self._let_change()
         self._behind = True
         try:
-            restore(arrived.file, self._state.objects, self._yielding)
-            verify(self._state.objects, order.step, digest, self._yielding)
+            restore(fetched_state.file, self._state.objects, self._run_yielding)
+            verify(self._state.objects, order.step, digest, self._run_yielding)
         except FabricError as error:
             self._engine.post(io.InstallFailed(f"the state of step {order.step} does not fit: {error}"))
             return
         self._parts.buffers.begin()
         self._state_step = order.step
-        fetched = arrived.fetched
-        if not arrived.relaid:
-            self._parts.snapshots.serve(arrived.slot, fetched.manifest)
+        fetched = fetched_state.fetched
+        if not fetched_state.resharded:
+            self._parts.snapshots.serve(fetched_state.slot, fetched.manifest)
         self._replayed = 0
         self._parts.journal.write(
             "join",
@@ -95,7 +95,7 @@ class CatchingUp(Leaving):
             seconds=fetched.seconds,
             sources=dict(fetched.sources),
             compression=fetched.compression,
-            relaid=arrived.relaid,
+            resharded=fetched_state.resharded,
         )
         self._note_state(digest)
         self._engine.post(io.Installed(order.step, digest, last=order.step >= self._until))

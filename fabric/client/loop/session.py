@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 import torch
 
 from fabric.ckpt_server.state.training_state import Describer
-from fabric.client.control.engine import Parts
+from fabric.client.control.engine import EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.data.loader import (
     Loader,
-    Slice,
+    SampleSlice,
     data_slot_of,
     describe_sharing,
     make_loader,
@@ -31,21 +31,21 @@ from fabric.client.data.loader import (
 from fabric.client.data.randomness import seed_everything
 from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.bucket_stream import Overlap
-from fabric.client.gradients.gradient_backend import OnHost
+from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.client.gradients.nonfinite_metrics import finite, restored
 from fabric.client.loop.empty_steps import EmptySteps
 from fabric.client.loop.model_watch import ModelWatch
-from fabric.client.loop.replay import CatchingUp
-from fabric.client.loop.start import Work, begin, make_engine
+from fabric.client.loop.replay import Replay
+from fabric.client.loop.start import TrainingSetup, begin, make_engine
 from fabric.client.loop.step import Step
 from fabric.client.process import excepthook
 from fabric.client.process.error_text import name_samples
-from fabric.client.process.excepthook import before_showing
-from fabric.client.process.process_identity import Place
-from fabric.client.process.step_clock import Clock
-from fabric.client.process.wait_log import FIRST_S, Patience, waits_for
-from fabric.client.state.durable_policy import StorageAway, writer_of
+from fabric.client.process.excepthook import before_report
+from fabric.client.process.process_identity import ProcessIdentity
+from fabric.client.process.step_clock import StepClock
+from fabric.client.process.wait_log import FIRST_S, WaitLogger, describe_wait
+from fabric.client.state.durable_policy import StorageUnavailable, writer_of
 from fabric.client.state.small_entries import small_entries
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
@@ -59,16 +59,16 @@ from fabric.runtime.config import Settings, parse_replicas
 EXCHANGE_TOKENS = 64
 
 
-class Session(CatchingUp):
+class Session(Replay):
     """Made by ``fabric.client.attach``. Not thread-safe: call it from the training loop's thread."""
 
     def __init__(
         self,
         settings: Settings,
-        place: Place,
+        place: ProcessIdentity,
         describer: Describer,
         gradients: FlatGradients,
-        parts: Parts,
+        parts: EngineParts,
         watch: ModelWatch,
     ) -> None:
         self.settings = settings
@@ -78,7 +78,7 @@ class Session(CatchingUp):
         self._parts, self._snapshots = parts, parts.snapshots
         self._engine = make_engine(parts, place)
         if isinstance(self._engine, RankEngine):
-            before_showing(self._engine.await_explanation)
+            before_report(self._engine.await_explanation)
         self.overlap = Overlap(
             gradients,
             lambda step, weight: self._engine.post(io.Streaming(step, weight)),
@@ -87,12 +87,12 @@ class Session(CatchingUp):
             wanted=settings.retain_gradients
             and place.group is None
             and len(gradients.buckets) > 1
-            and (isinstance(parts.placement, OnHost) and not parts.buffers.stand_ins),
+            and (isinstance(parts.backend, HostBackend) and not parts.buffers.stand_ins),
         )
         self._state_step = 0
         self._empty = EmptySteps(settings.replica, describer.objects.values())
-        self._clock = Clock()
-        self._patience = Patience(settings.replica, self._waits_for, math.inf if place.rank else FIRST_S)
+        self._clock = StepClock()
+        self._wait_logger = WaitLogger(settings.replica, self._waits_for, math.inf if place.rank else FIRST_S)
         self._metrics: dict[str, float] = {}
         self._samples: dict[int, list[int]] = {}
         self._loader: Loader | None = None
@@ -144,12 +144,12 @@ class Session(CatchingUp):
         each micro-batch. ``mesh`` is the device mesh of one dimension over which this replica shards its data
         (FSDP2's): each of its ranks gets its slice of every micro-batch. Without one all ranks get all of
         it, as tensor and pipeline parallel ranks need. ``options`` are the fields of
-        ``fabric.client.data.loader.Options``. Raises ConfigError for what does not fit.
+        ``fabric.client.data.loader.LoaderOptions``. Raises ConfigError for what does not fit.
         """
         sizes = (global_batch_size, micro_batch_size, seed)
         who = (self.settings.replica, self._replicas, self.settings.rack)
         chosen = parse_options(options)
-        return make_loader(dataset, sizes, collate_fn, num_workers, chosen, who, Slice.of(mesh))
+        return make_loader(dataset, sizes, collate_fn, num_workers, chosen, who, SampleSlice.of(mesh))
 
     def sampler(
         self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
@@ -197,13 +197,13 @@ class Session(CatchingUp):
     def run_step(self, step: Step) -> Iterator[Any]:
         """The micro-batches of ``step``, own ones first, then inherited ones (for Step alone)."""
         assert self._loader is not None
-        order, mark = self._first_order, self._parts.mark
+        order, crash_marker = self._first_order, self._parts.crash_marker
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
                 self._at = (order.step, micro_batch)
-                mark.at(*self._at)
+                crash_marker.at(*self._at)
                 self._parts.points.hit("forward", order.step)
                 samples = self._loader.plan.samples(order.step, micro_batch)
                 self._samples[micro_batch] = samples
@@ -213,7 +213,7 @@ class Session(CatchingUp):
                 with self.overlap.micro_batch(last=left == 0):
                     yield batch
                 self._clock.work[micro_batch] = float(len(samples))
-            mark.clear()
+            crash_marker.clear()
             self._at = None
             self._loader.expect(order.step + 1, following)
             order = self._computed(order, step.take_weight())
@@ -238,7 +238,7 @@ class Session(CatchingUp):
         elif not self._engine.is_running and sampler is not None:
             sharing = Sharing("shrink", sampler.data_slots)
             self._start(sampler.describe(), {"loop": "exchange"}, sharing, sampler.data_slot)
-        fresh = sampler is None or sampler.take(self._state_step)
+        has_data = sampler is None or sampler.take(self._state_step)
         step = Step(self, self._state_step)
         for _, parameter in self._gradients.parameters:
             if parameter.grad is not None:
@@ -248,7 +248,7 @@ class Session(CatchingUp):
         while isinstance(order, io.Compute):
             # A gradient of weights that have been replaced meanwhile was dropped: then there is none to give.
             # Nor for one of data that were drawn for another step.
-            held = fresh and any(p.grad is not None for _, p in self._gradients.parameters)
+            held = has_data and any(p.grad is not None for _, p in self._gradients.parameters)
             if held and sampler is not None:
                 self._samples = {i: sampler.indices(order.step) for i in order.micro_batches}
             order = self._computed(order, weight if held and not contributed else 0.0)
@@ -282,10 +282,10 @@ class Session(CatchingUp):
             self._note_state(self._digest_when_due(wanted=True))
             if self._parts.durable.is_due(self._state_step, self._engine.current, last=True):
                 self._snapshot_by_policy(True, "")
-                self._parts.keeper.settle(within_s=60.0)
+                self._parts.snapshot_worker.settle(within_s=60.0)
             self._engine.post(io.Closing())
-            self._patience.begin()
-            while not isinstance(order := self._patience.get(self._engine.orders), io.Finish):
+            self._wait_logger.begin()
+            while not isinstance(order := self._wait_logger.get(self._engine.orders), io.Finish):
                 self._obey(order)
             self._finish(order)
         if self._loader is not None:
@@ -316,7 +316,7 @@ class Session(CatchingUp):
         self._watch.begin()
         self._micro_batches = int(data["micro_batches"])
         parts.buffers.begin()
-        excepthook.watchers.append(self._failed)
+        excepthook.on_uncaught.append(self._failed)
         parts.journal.write(
             "start",
             pid=os.getpid(),
@@ -332,13 +332,13 @@ class Session(CatchingUp):
         if not parts.handle.snapshots and self._place.group is None:
             # What a first start may begin from, should the replicas' initial states differ.
             self._snapshot(generation=0)
-        parts.keeper.submit(parts.slots.reserve)
+        parts.snapshot_worker.submit(parts.slots.reserve)
         part = self._loader.slice.index if self._loader is not None else self._place.rank
         alike = {**data, **more, "on_nan": settings.on_nan}
         layout, tensors = self._gradients.layout, self._gradients.described
         plane = parts.plane.kind
         said = " ".join(f"{name} {value}" for name, value in alike.items())
-        work = Work(
+        work = TrainingSetup(
             self._micro_batches,
             said,
             layout,
@@ -352,7 +352,7 @@ class Session(CatchingUp):
         )
         try:
             begin(self._engine, parts, settings, self._place, work)
-        except StorageAway as error:
+        except StorageUnavailable as error:
             self._leave(str(error), 75)
 
     def _ready(self) -> io.Ready:
@@ -364,7 +364,7 @@ class Session(CatchingUp):
         digest, copied = "" if later else self._digest_when_due(wanted), False
         if self._engine.generation > 0:
             durable = self._parts.durable.is_due(self._state_step, self._engine.current)
-            if durable or self._snapshots.is_due(self._state_step, self._parts.keeper.submit):
+            if durable or self._snapshots.is_due(self._state_step, self._parts.snapshot_worker.submit):
                 copied = self._snapshot_by_policy(durable, digest)
         if later:
             self._snapshots.begin_digest(self._state_step, copied)
@@ -394,15 +394,15 @@ class Session(CatchingUp):
         metrics = finite(self._metrics)
         self._metrics.clear()
         redo = self.overlap.end_order()
-        self._parts.placement.computed()
+        self._parts.backend.mark_ready()
         return self._wait(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
 
     def _wait(self, event: io.Event) -> io.Compute | io.Apply | io.Finish:
         """Post where I stand and obey until there is something for the user's loop."""
         self._engine.post(event)
-        self._patience.begin()
+        self._wait_logger.begin()
         while True:
-            order = self._patience.get(self._engine.orders)
+            order = self._wait_logger.get(self._engine.orders)
             self._clock.wait_s += self._clock.lap()
             if isinstance(order, io.Finish):
                 self._finish(order)
@@ -412,7 +412,7 @@ class Session(CatchingUp):
             self._obey(order)
 
     def _waits_for(self) -> str:
-        return waits_for(self._engine.describe(), self._parts.leader.waiting_for)
+        return describe_wait(self._engine.describe(), self._parts.leader.waiting_for)
 
     def _obey(self, order: io.Effect) -> None:
         if isinstance(order, io.Stop):
@@ -443,7 +443,7 @@ class Session(CatchingUp):
             self._too_late(order)
         assert isinstance(order, io.Apply)
         self._let_change()
-        transfer = self._parts.transfer
+        transfer = self._parts.fetch_thread
         if order.prepared is not None:
             held, buffer = order.prepared, self._parts.slots.find(order.step)
             self._note_joined(held)
@@ -460,8 +460,8 @@ class Session(CatchingUp):
             self._drop_gradient()
         else:
             weight = held.weight or 1.0  # of a sum that is zero
-            scatter = partial(self._parts.placement.scatter, self._gradients, buffer, weight)
-            self._yielding(scatter)
+            scatter = partial(self._parts.backend.scatter, self._gradients, buffer, weight)
+            self._run_yielding(scatter)
             if held.weight:
                 self._parts.buffers.commit(held.weight)
         if self._presence is not None:
@@ -469,7 +469,8 @@ class Session(CatchingUp):
         self._state_step = order.step + 1
         self._digest_wanted = order.digest
         self._samples.clear()
-        step.number, step.live, step.metrics, step.done = order.step, order.live, restored(held.metrics), True
+        step.number, step.contributed = order.step, order.contributed
+        step.metrics, step.done = restored(held.metrics), True
         self._clock.lap()
 
     def _snapshot_by_policy(self, durable: bool, digest: str) -> bool:
@@ -486,7 +487,7 @@ class Session(CatchingUp):
         generation = self._engine.generation if generation < 0 else generation
         self._parts.points.hit("snapshot", self._state_step)
         state = SnapshotRef(generation, self._state_step, digest)
-        self._snapshots.start(state, self._parts.keeper.submit, self._engine.post, durable)
+        self._snapshots.start(state, self._parts.snapshot_worker.submit, self._engine.post, durable)
 
     @property
     def _digests(self) -> bool:
@@ -498,7 +499,7 @@ class Session(CatchingUp):
     def _digests_beside(self, wanted: bool) -> bool:
         """Whether the digest is taken while forward and backward run: on the host, by who is no newcomer."""
         there = self._engine.generation > 0 and self.epoch > 0 and not self._behind
-        return wanted and self._digests and there and isinstance(self._parts.placement, OnHost)
+        return wanted and self._digests and there and isinstance(self._parts.backend, HostBackend)
 
     def _journal_commit(self, order: io.Apply, held: io.PreparedRound, replay: bool) -> None:
         clock = self._clock
@@ -508,8 +509,15 @@ class Session(CatchingUp):
             "optimizer_s": clock.optimizer_s,
             "wait_s": clock.wait_s,
         }
-        source = self._parts.transfer if replay else self._engine
-        self._parts.journal.commit(held, self._micro_batches, (source.generation, order.live, replay), times)
+        source = self._parts.fetch_thread if replay else self._engine
+        self._parts.journal.commit(
+            held,
+            self._micro_batches,
+            times,
+            generation=source.generation,
+            contributed=order.contributed,
+            replay=replay,
+        )
 
     def _finish(self, order: io.Finish) -> None:
         self._finished = True

@@ -8,39 +8,41 @@ import queue
 import sys
 from typing import NoReturn
 
-from fabric.client.control.engine import Engine, Parts
+from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.loop import job_end_note
 from fabric.client.process import excepthook
-from fabric.client.process.debug_endpoint import Insight, flight, stacks
+from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
-from fabric.client.process.process_identity import Place
+from fabric.client.process.process_identity import ProcessIdentity
 from fabric.errors import FabricError
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings
 
 
-class Leaving:
+class Shutdown:
     """What a session does last. ``_at`` is the (step, micro-batch) that the user's code is at."""
 
     settings: Settings
-    _place: Place
-    _parts: Parts
+    _place: ProcessIdentity
+    _parts: EngineParts
     _engine: Engine
     _samples: dict[int, list[int]]
     _at: tuple[int, int] | None = None
-    _insight: Insight | None = None
+    _debug_endpoint: DebugEndpoint | None = None
     _unheard: JobEnd | None = None  # the job's end, where no lighthouse has heard of it
     _pid = 0
 
-    def let_look_in(self) -> None:
+    def start_debug_endpoint(self) -> None:
         """Answer the checkpoint server's questions from now until the end."""
 
         def state() -> dict[str, object]:
             return {"at": list(self._at or ()), **self._engine.describe()}
 
-        self._insight = Insight(self.settings.home, {"stacks": stacks, "flight": flight, "state": state})
+        self._debug_endpoint = DebugEndpoint(
+            self.settings.home, {"stacks": stacks, "flight": flight, "state": state}
+        )
 
     @property
     def epoch(self) -> int:
@@ -58,7 +60,7 @@ class Leaving:
             os._exit(75)
         samples = self._samples.get(self._at[1], []) if self._at is not None else []
         why = describe(error, self._at, samples)
-        self._parts.mark.clear()
+        self._parts.crash_marker.clear()
         self._engine.post(io.LoopRaised(why))
         with contextlib.suppress(queue.Empty):
             while not isinstance(self._engine.orders.get(timeout=TELL_S), io.Stop):
@@ -88,18 +90,18 @@ class Leaving:
 
     def _end(self, finished: bool) -> None:
         """Detach; a server that is gone already needs no goodbye."""
-        if self._insight is not None:
-            self._insight.close()
+        if self._debug_endpoint is not None:
+            self._debug_endpoint.close()
         if finished:
             unheard = self._unheard
             linger_s = 5.0 if unheard is None else max(5.0, self.settings.orphan_s)
             with contextlib.suppress(FabricError):
                 self._parts.handle.finish(linger_s, unheard)
         else:
-            self._let_server_go()
+            self._release_server()
         atexit.unregister(self._ends)
-        if self._failed in excepthook.watchers:
-            excepthook.watchers.remove(self._failed)
+        if self._failed in excepthook.on_uncaught:
+            excepthook.on_uncaught.remove(self._failed)
         self._parts.handle.close()
         self._parts.journal.close()
 
@@ -115,12 +117,12 @@ class Leaving:
             self._engine.close()
             with contextlib.suppress(FabricError):
                 self._parts.handle.gone()
-        self._let_server_go()
+        self._release_server()
 
-    def _let_server_go(self) -> None:
+    def _release_server(self) -> None:
         """A process that ends before it was ever in the job leaves nothing that anybody could want; what its
         server holds is kept for a successor, or for the others, in every other case."""
-        self._parts.mark.clear()  # who ends in order did not die at a micro-batch
+        self._parts.crash_marker.clear()  # who ends in order did not die at a micro-batch
         newest, handle = self._engine.newest, self._parts.handle
         listed = newest is not None and newest.lists(self.settings.replica, self._place.incarnation)
         if not listed and not self.epoch and not handle.snapshots:

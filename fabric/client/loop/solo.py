@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fabric.ckpt_server.state.training_state import capture
-from fabric.client.data.loader import Loader, Slice, make_loader, parse_options
+from fabric.client.data.loader import Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import seed_everything
 from fabric.client.data.sampler import SoloSampler, StepSampler
 from fabric.client.process.rank_group import RankGroup
@@ -20,7 +20,7 @@ class SoloStep:
 
     def __init__(self, session: "SoloSession", number: int, data: Loader) -> None:
         self.number = number
-        self.live = True
+        self.contributed = True
         self.skipped = False
         self.metrics: dict[str, float] = {}
         self.done = False
@@ -43,10 +43,10 @@ class SoloStep:
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """As Step.backward."""
-        (loss * self.took(weight)).backward()  # type: ignore[no-untyped-call]
+        (loss * self.add_weight(weight)).backward()  # type: ignore[no-untyped-call]
 
-    def took(self, weight: float | None = None) -> float:
-        """As Step.took."""
+    def add_weight(self, weight: float | None = None) -> float:
+        """As Step.add_weight."""
         share = float(self._samples if weight is None else weight)
         self._weight += share
         return share
@@ -64,7 +64,7 @@ class SoloSession:
         self,
         parameters: Sequence[torch.nn.Parameter],
         objects: Mapping[str, object],
-        on_nan: str = "pass",
+        on_nan: str = "propagate",
         replicas: int = 1,
         group: RankGroup | None = None,
         step: int = 0,
@@ -96,7 +96,7 @@ class SoloSession:
         """As Session.loader; nobody is ever absent, so all of it is computed, whatever the policy."""
         sizes, who = (global_batch_size, micro_batch_size, seed), ("replica0", self._replicas, "")
         return make_loader(
-            dataset, sizes, collate_fn, num_workers, parse_options(options), who, Slice.of(mesh)
+            dataset, sizes, collate_fn, num_workers, parse_options(options), who, SampleSlice.of(mesh)
         )
 
     def sampler(
@@ -134,7 +134,7 @@ class SoloSession:
     def skips(self) -> bool:
         """As ``on_nan`` says of a gradient that is not finite: whether the step goes without its update."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self._on_nan == "pass" or all(bool(torch.isfinite(g).all()) for g in gradients):
+        if self._on_nan == "propagate" or all(bool(torch.isfinite(g).all()) for g in gradients):
             return False
         if self._on_nan == "stop":
             raise FabricError(f"the gradient of step {self.committed_step} is not finite, and on_nan is stop")
@@ -157,7 +157,8 @@ class SoloSession:
         if self._sampler is not None:
             self._sampler.take(self.committed_step)
         step = SoloStep.__new__(SoloStep)
-        step.number, step.live, step.metrics, step.done = self.committed_step, True, self.take_metrics(), True
+        step.number, step.contributed = self.committed_step, True
+        step.metrics, step.done = self.take_metrics(), True
         step.skipped = self.skips()
         self.committed_step += 1
         return step

@@ -6,10 +6,10 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from fabric.client.control.engine import Engine, Parts
+from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
 from fabric.client.loop import job_end_note
-from fabric.client.process.process_identity import Place
+from fabric.client.process.process_identity import ProcessIdentity
 from fabric.errors import ConfigError
 from fabric.model import EVERYTHING, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.member.core import MemberCore
@@ -21,7 +21,7 @@ from fabric.transport.greeting import Greeting
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TrainingSetup:
     """What this process brings: how its data is cut (``part``: which slice of a micro-batch is its own) and
     shared out, the layout of its parameters (``tensors``: the same for people), the digest of its initial
     state (empty: none was taken) and its ``step``, and how gradients are exchanged (see ``DataPlane``)."""
@@ -38,7 +38,7 @@ class Work:
     step: int = 0
 
 
-def make_engine(parts: Parts, place: Place) -> Engine:
+def make_engine(parts: EngineParts, place: ProcessIdentity) -> Engine:
     """The engine of this rank."""
     if place.group is None:
         return Engine(parts)
@@ -47,7 +47,9 @@ def make_engine(parts: Parts, place: Place) -> Engine:
     return FollowerEngine(parts, place.group)
 
 
-def begin(engine: Engine, parts: Parts, settings: Settings, place: Place, work: Work) -> None:
+def begin(
+    engine: Engine, parts: EngineParts, settings: Settings, place: ProcessIdentity, work: TrainingSetup
+) -> None:
     """Listen, and take part in the job from now on. Raises FabricError where that cannot be."""
     config = _config(settings, parts.exchange.retain)
     port = engine.listen(settings.bind, settings.ports)
@@ -110,14 +112,14 @@ def _config(settings: Settings, retain: bool) -> MemberConfig:
     )
 
 
-def _ckpt(parts: Parts, rank: int) -> str:
+def _ckpt(parts: EngineParts, rank: int) -> str:
     return parts.handle.url + (f"#{rank}" if rank else "")
 
 
 def _identity(
     settings: Settings,
-    place: Place,
-    work: Work,
+    place: ProcessIdentity,
+    work: TrainingSetup,
     address: RankAddress,
     layout: str,
     ranks: tuple[RankAddress, ...] = (),

@@ -15,14 +15,14 @@ class Step:
     """Iterate it to get micro-batches; when the iteration ends, ``.grad`` is the average over the job.
 
     ``number`` is the committed step this one leads from (after a recovery it may have moved on by the time
-    the iteration ends). ``live`` is false where this replica contributed nothing: a replayed step, or a
-    newcomer's first. ``metrics`` are the sums over the whole global batch, there when the iteration ended.
+    the iteration ends). ``contributed`` is false where this replica contributed nothing: a replayed step, or
+    a newcomer's first. ``metrics`` are the sums over the whole global batch, there when the iteration ended.
     ``skipped``: the average was not finite and ``on_nan`` is "skip", so every ``.grad`` is None.
     """
 
     def __init__(self, session: "Session", number: int) -> None:
         self.number = number
-        self.live = False
+        self.contributed = False
         self.skipped = False
         self.metrics: dict[str, float] = {}
         self.done = False
@@ -45,11 +45,11 @@ class Step:
         ``loss`` is a mean over the micro-batch; ``weight`` is what it stands for (default: its number of
         samples; for a mean over tokens give the number of tokens).
         """
-        share = self.took(weight)
+        share = self.add_weight(weight)
         with self._session.overlap.backward(self.number, self._weight):
             (loss * share).backward()  # type: ignore[no-untyped-call]
 
-    def took(self, weight: float | None = None) -> float:
+    def add_weight(self, weight: float | None = None) -> float:
         """Somebody else, such as a pipeline schedule, has added this micro-batch's gradient, scaled by
         ``weight`` (default: its number of samples), which is returned."""
         share = float(self._samples if weight is None else weight)

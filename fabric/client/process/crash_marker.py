@@ -9,7 +9,7 @@ from fabric.ckpt_server.server.crash_log import MARK_BYTES, encode_mark
 from fabric.errors import FabricError
 
 
-class Mark:
+class CrashMarker:
     """Eight bytes in the checkpoint server's memory, or nowhere while there is no server."""
 
     def __init__(self, handle: ServerHandle) -> None:
@@ -20,7 +20,7 @@ class Mark:
     def renew(self) -> None:
         """The server is another one: take the note to it."""
         try:
-            self._word = self._handle.allocate("mark", 0, MARK_BYTES).cast("Q")
+            self._word = self._handle.allocate("crash_marker", 0, MARK_BYTES).cast("Q")
         except FabricError:
             self._word = None
 

@@ -44,7 +44,7 @@ _dump_file: IO[bytes] | None = None
 Answers = Mapping[str, Callable[[], Mapping[str, object]]]
 
 
-class Insight:
+class DebugEndpoint:
     """Answers ``answers`` by name on ``run_dir``'s socket, from a daemon thread, until ``close``.
 
     Where the socket cannot be made this process is not looked into, and trains all the same.
@@ -63,7 +63,7 @@ class Insight:
             self._path.chmod(0o600)
             listener.listen(8)
             self._listener = listener
-            threading.Thread(target=self._run, args=(listener,), name="fabric-insight", daemon=True).start()
+            threading.Thread(target=self._run, args=(listener,), name="fabric-debug", daemon=True).start()
 
     def close(self) -> None:
         """Answer no more."""

@@ -14,19 +14,19 @@ from fabric.errors import FabricError, IllegalTransition
 
 _shown_before = sys.excepthook
 # What is done about an exception that nobody caught, once it has been shown.
-watchers: list[Callable[[BaseException], None]] = []
+on_uncaught: list[Callable[[BaseException], None]] = []
 
 
 # What may end this process with a better sentence than the error that reached the top.
 _waits: list[Callable[[], None]] = []
 
 
-def before_showing(wait: Callable[[], None]) -> None:
+def before_report(wait: Callable[[], None]) -> None:
     """Call ``wait`` before an error that is not ours is shown."""
     _waits.append(wait)
 
 
-def tell_uncaught_mistakes() -> None:
+def install_excepthook() -> None:
     """From now on an uncaught FabricError is one sentence; may be called again."""
     global _shown_before
     if sys.excepthook is not _show:
@@ -42,5 +42,5 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
             wait()
         _shown_before(kind, error, trace)
     sys.stderr.flush()
-    for watch in watchers:
+    for watch in on_uncaught:
         watch(error)

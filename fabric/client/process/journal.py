@@ -99,18 +99,27 @@ class Journal:
             self._torn = bool(line)
 
     def commit(
-        self, held: PreparedRound, micro_batches: int, how: tuple[int, bool, bool], times: Mapping[str, float]
+        self,
+        held: PreparedRound,
+        micro_batches: int,
+        times: Mapping[str, float],
+        *,
+        generation: int,
+        contributed: bool,
+        replay: bool,
     ) -> None:
-        """A step that this replica applied: of what it was made, what of its ``micro_batches`` was left out,
-        ``how`` (generation, live, replay), and where its time went (seconds)."""
-        generation, live, replay = how
+        """Write the ``commit`` line of a step that this replica applied.
+
+        ``micro_batches``: how many a step has; those without a contributor are journaled as skipped.
+        ``times``: seconds by phase. ``contributed``: this replica's gradient is in the average.
+        """
         counted = {i for _, ids in held.contributions for i in ids}
         self.write(
             "commit",
             generation=generation,
             epoch=held.epoch,
             step=held.step,
-            live=live,
+            contributed=contributed,
             replay=replay,
             skipped=[i for i in range(micro_batches) if i not in counted],
             contributions={name: list(ids) for name, ids in held.contributions},

@@ -6,7 +6,7 @@ from fabric.client.process.rank_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessIdentity:
     """Which process this is. ``predecessors``: those that ran on this host before, which have ended, newest
     first. ``group``: the ranks of this replica, None where it is one process."""
 

@@ -7,7 +7,7 @@ from fabric.model import StepTimes
 
 
 @dataclass(slots=True)
-class Clock:
+class StepClock:
     """The main thread's laps in seconds, those not yet reported; ``work`` is samples by micro-batch."""
 
     mark: float = field(default_factory=time.monotonic)

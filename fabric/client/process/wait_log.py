@@ -19,7 +19,7 @@ _LONGEST_S = 3600.0  # in one turn: a queue takes no infinite time
 T = TypeVar("T")
 
 
-class Patience:
+class WaitLogger:
     """How the main thread waits for orders. ``replica`` waits, ``describe`` says what for, if
     that is known."""
 
@@ -57,9 +57,9 @@ class Patience:
         return now + self._again_s
 
 
-def waits_for(told: Mapping[str, Any], said: str) -> str:
+def describe_wait(told: Mapping[str, Any], said: str) -> str:
     """What a trainer waits for, by what its engine tells (``Engine.describe``) and what the lighthouse
-    ``said`` last. Empty where nothing is known yet: ``LeaderLink`` says for which lighthouse it waits."""
+    ``said`` last. Empty where nothing is known yet: ``LighthouseLink`` says for which lighthouse it waits."""
     lighthouse, round_ = told["lighthouse"], told.get("round")
     if lighthouse["connected"] and said:
         return said

@@ -14,7 +14,7 @@ from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.durable.reader import Checkpoint, Listing, find_checkpoint, list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.client.process.journal import Journal
-from fabric.client.process.process_identity import Place
+from fabric.client.process.process_identity import ProcessIdentity
 from fabric.client.state import peer_state_query
 from fabric.errors import Refused, StateError
 from fabric.model import Record, SnapshotRef
@@ -26,7 +26,7 @@ _LOOK_AGAIN_S = 1.0
 _ANSWER_S = 10.0
 
 
-class StorageAway(StateError):
+class StorageUnavailable(StateError):
     """Storage cannot be listed, and the job cannot begin without it: this process is to be started again."""
 
 
@@ -34,7 +34,7 @@ class NoAnswer(StorageError):
     """Storage has neither answered nor failed."""
 
 
-class _Look:
+class _ListingThread:
     """One look at what storage holds, in a thread of its own: a mount whose server has vanished answers
     nobody, for ever, and no call to it can be broken off."""
 
@@ -58,10 +58,10 @@ class _Look:
             self._found.set_exception(error)
 
 
-class Durable:
+class DurableCheckpoints:
     """``settings.durable`` empty: there is none, and nothing is ever due. ``place`` is mine."""
 
-    def __init__(self, settings: Settings, journal: Journal, place: Place) -> None:
+    def __init__(self, settings: Settings, journal: Journal, place: ProcessIdentity) -> None:
         self._settings = settings
         self._journal = journal
         self._place = place
@@ -93,20 +93,20 @@ class Durable:
     def _listing(self, job: Storage) -> Listing | None:
         """What storage holds as soon as it can be listed; None where it cannot, and others hold the state."""
         limit_s, waits = self._settings.contact_s, False
-        deadline, look = time.monotonic() + limit_s, _Look(job, self._settings.job)
+        deadline, look = time.monotonic() + limit_s, _ListingThread(job, self._settings.job)
         while True:
             try:
                 return look.wait(_LOOK_AGAIN_S if waits else _ANSWER_S)
             except StorageError as error:
                 trouble, may_come = error, isinstance(error, NoAnswer)
-            held = peer_state_query.hold_the_state(self._settings)
+            held = peer_state_query.peers_hold_state(self._settings)
             if held:
                 self._say(f"{trouble}: it is left for later, for others hold the job's state")
                 return None
             why = "no member" if held is False else "no lighthouse says that a member"
             left_s = deadline - time.monotonic()
             if left_s <= 0 and not may_come:
-                raise StorageAway(
+                raise StorageUnavailable(
                     f"{trouble}, for {limit_s:g} s, and {why} of the job holds its state: mend the storage,"
                     " or correct FABRIC_DURABLE; this process ends with code 75, to be started again"
                 )
@@ -116,7 +116,7 @@ class Durable:
                 self._say(f"{trouble}: it is waited for{until}, for {why} holds the job's state")
             if not may_come:
                 time.sleep(min(_LOOK_AGAIN_S, max(left_s, 0.0)))
-                look = _Look(job, self._settings.job)
+                look = _ListingThread(job, self._settings.job)
 
     def _tell_unless_writable(self) -> None:
         """What the first checkpoint would meet later. No reason to refuse: memory of peers needs no storage,

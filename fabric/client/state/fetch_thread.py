@@ -7,7 +7,7 @@ import torch
 
 from fabric.ckpt_server.fetch.fetcher import GradientMeta
 from fabric.client.process.worker import Worker
-from fabric.client.state.state_loader import Arrived, Ladder, NoPlace, failed
+from fabric.client.state.state_loader import FetchedState, NoSlotMemory, StateLoader, fetch_failure
 from fabric.errors import FabricError, Gone
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
@@ -18,26 +18,26 @@ _WAIT_S = 20.0
 _PAUSE_S = 1.0
 
 
-class Transfer:
+class FetchThread:
     """Performs FetchState and FetchGradient; what arrived is in ``state`` and ``gradient``."""
 
     def __init__(
         self,
-        ladder: Ladder,
+        state_loader: StateLoader,
         gradient_bytes: int,
         points: Failpoints,
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        self._ladder = ladder
+        self._state_loader = state_loader
         # A cancelled fetcher is spent: its sockets are shut down for good.
-        self._fetcher = ladder.make_fetcher()
+        self._fetcher = state_loader.make_fetcher()
         self._gradient_bytes = gradient_bytes
         self._points = points
-        self._worker = Worker("fabric-transfer", on_crash, background=True)
+        self._worker = Worker("fabric-fetch", on_crash, background=True)
         self._wanted = 0
         self._closing = threading.Event()
         self.buffer: torch.Tensor | None = None
-        self.state: Arrived | None = None
+        self.state: FetchedState | None = None
         self.gradient: GradientMeta | None = None
         self.generation = 0  # of that gradient, whatever has been decided since
 
@@ -49,11 +49,11 @@ class Transfer:
         self._points.hit("fetch", order.state.step)
         self.state = None
         try:
-            self.state = self._ladder.climb(order, self._fetcher)
+            self.state = self._state_loader.load(order, self._fetcher)
         except FabricError as error:
-            if isinstance(error, NoPlace):
+            if isinstance(error, NoSlotMemory):
                 self._closing.wait(_PAUSE_S)
-            post(failed(order, error))
+            post(fetch_failure(order, error))
             return
         post(io.StateFetched(order.state.step, order.state.digest))
 
@@ -105,7 +105,7 @@ class Transfer:
     def cancel(self) -> None:
         """The gradient under way is no longer wanted."""
         self._wanted += 1
-        spent, self._fetcher = self._fetcher, self._ladder.make_fetcher()
+        spent, self._fetcher = self._fetcher, self._state_loader.make_fetcher()
         spent.cancel()
 
     def close(self) -> None:

@@ -22,15 +22,15 @@ MEANWHILE = (
 UNNAMED = f"a tensor was changed without torch's knowledge{MEANWHILE}"
 
 
-class Unchanged:
-    """The tensors of ``view`` as they are now; ``settle`` says what has become of them. From any thread."""
+class MutationGuard:
+    """The tensors of ``view`` as they are now; ``check`` says what has become of them. From any thread."""
 
     def __init__(self, view: StateView) -> None:
         self._watched = [(name, tensor, _version(tensor), _sample(tensor)) for name, tensor in view.tensors]
         self._lock = threading.Lock()
         self._refused = ""
 
-    def settle(self) -> str:
+    def check(self) -> str:
         """Why the reading is not of one state, naming the tensor, or empty. What it said first it says
         again: whoever calls it first has read the state, or is about to let it be changed."""
         with self._lock:

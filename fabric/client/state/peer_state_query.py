@@ -8,7 +8,7 @@ from fabric.runtime.config import Settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
 
-def hold_the_state(found: Settings) -> bool | None:
+def peers_hold_state(found: Settings) -> bool | None:
     """Whether a member of the job other than this replica lives and knows the state, or the job is over: then
     nobody needs storage to begin from. None where no lighthouse tells. Raises Unauthorized."""
     lighthouses = Lighthouses(found.lighthouse, found.job, found.token.decode(), found.tls)

@@ -16,10 +16,10 @@ from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.format.manifest import of_rank
 from fabric.ckpt_server.state.snapshot import Copier, build_manifest
 from fabric.ckpt_server.state.training_state import Describer, StateView
-from fabric.client.state.durable_policy import Durable
-from fabric.client.state.mutation_guard import UNNAMED, Unchanged
+from fabric.client.state.durable_policy import DurableCheckpoints
+from fabric.client.state.mutation_guard import UNNAMED, MutationGuard
 from fabric.client.state.snapshot_policy import SnapshotPolicy
-from fabric.client.state.state_digest import Digests, Taking
+from fabric.client.state.state_digest import Digests, PendingSnapshot
 from fabric.errors import FabricError, ServerLost, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.messages.member_events import Snapshotted
@@ -49,7 +49,7 @@ class Snapshots:
         recover: Callable[[], None],
         rank: int | None = None,
     ) -> None:
-        self.durable: Durable | None = None  # set where snapshots may become durable checkpoints
+        self.durable: DurableCheckpoints | None = None  # set where snapshots may become durable checkpoints
         self._handle = handle
         self._describer = describer
         self._copier = copier
@@ -60,7 +60,7 @@ class Snapshots:
         self._job, self._replica = who
         # What the server still holds from before stays as long as it can: the newest is overwritten last.
         self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
-        self._taking: Taking | None = None  # the last one that was begun
+        self._taking: PendingSnapshot | None = None  # the last one that was begun
         self._sized, self._nbytes = False, 0  # whether the optimizer's part is in the size of the state
         self._preparing = self._lacks = False  # memory is on its way; it could not be had
         self._digests = Digests(describer, copier)
@@ -117,7 +117,7 @@ class Snapshots:
         started, created = time.monotonic(), time.time()
         view = self._describer.capture(state.step)
         self._nbytes = view.nbytes
-        self._taking = taking = Taking(state, started, created, Unchanged(view))
+        self._taking = taking = PendingSnapshot(state, started, created, MutationGuard(view))
         begun = self._begin(view, taking) if self._on_device else None
         submit(lambda: self._take(view, taking, begun, post))
         if durable and self._rank is None:
@@ -137,7 +137,7 @@ class Snapshots:
             self._taking.copied.wait()
             self._taking.demand_unchanged()
 
-    def _begin(self, view: StateView, taking: Taking) -> int | FabricError:
+    def _begin(self, view: StateView, taking: PendingSnapshot) -> int | FabricError:
         """Start the copy; the slot that it goes to, or why there is none."""
         slot = -1
         try:
@@ -213,7 +213,7 @@ class Snapshots:
     def _take(
         self,
         view: StateView,
-        taking: Taking,
+        taking: PendingSnapshot,
         begun: int | FabricError | None,
         post: Callable[[Snapshotted], None],
     ) -> None:

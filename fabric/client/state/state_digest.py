@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fabric.ckpt_server.state.block_copy import Reading
 from fabric.ckpt_server.state.snapshot import Copier
 from fabric.ckpt_server.state.training_state import Describer
-from fabric.client.state.mutation_guard import Unchanged
+from fabric.client.state.mutation_guard import MutationGuard
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 
@@ -18,7 +18,7 @@ SLOT_S = 0.5
 
 
 @dataclass(slots=True)
-class Taking:
+class PendingSnapshot:
     """One snapshot under way: of which state (without a digest where that is not known yet), and when it was
     begun, in monotonic seconds and as Unix time. ``begun``: its copy goes on, or cannot be made; ``copied``:
     it is over; ``ended``: so is all that belongs to it. ``refused``: why it is of no one state; ``digest``:
@@ -27,7 +27,7 @@ class Taking:
     state: SnapshotRef
     started: float
     created: float
-    unchanged: Unchanged
+    unchanged: MutationGuard
     refused: str = ""
     digest: str = ""
     begun: threading.Event = field(default_factory=threading.Event)
@@ -60,7 +60,7 @@ class Taking:
 
     def settle(self) -> None:
         """At the copy's end, or when the trainer goes on to what may write, whichever is first."""
-        if why := self.unchanged.settle():
+        if why := self.unchanged.check():
             self.refused = why
 
     def demand_unchanged(self) -> None:
@@ -75,17 +75,17 @@ class Digests:
     def __init__(self, describer: Describer, copier: Copier) -> None:
         self._describer = describer
         self._copier = copier
-        self._reading: tuple[Reading, Unchanged] | None = None
-        self._taking: Taking | None = None
+        self._reading: tuple[Reading, MutationGuard] | None = None
+        self._taking: PendingSnapshot | None = None
         self._last = -1, ""  # of which step, and what it came to
 
-    def begin(self, step: int, taking: Taking | None) -> None:
+    def begin(self, step: int, taking: PendingSnapshot | None) -> None:
         """The state at ``step`` must not change until ``finish`` or ``take`` returns. ``taking``: a snapshot
         of it was begun just now, and brings the digest along."""
         self._last, self._taking = (step, ""), taking
         if taking is None:
             view = self._describer.capture(step)
-            self._reading = self._copier.digest(view), Unchanged(view)
+            self._reading = self._copier.digest(view), MutationGuard(view)
 
     def take(self, step: int) -> str:
         """What ``begin`` began, with the caller's help; empty where it did not, or the copy was not made.
@@ -106,5 +106,5 @@ class Digests:
         elif reading is not None:
             reading[0].help()
             self._last = self._last[0], reading[0].digests().digest
-            if why := reading[1].settle():
+            if why := reading[1].check():
                 raise StateError(why)

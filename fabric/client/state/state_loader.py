@@ -16,7 +16,7 @@ from fabric.ckpt_server.format.manifest import state_digest
 from fabric.ckpt_server.format.safetensors_file import read_preamble
 from fabric.ckpt_server.reshard.rank_files import Part, ServedPart, StoredPart
 from fabric.ckpt_server.reshard.relayout import Layout, Misfit, relay
-from fabric.client.state.durable_policy import Durable
+from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError, IntegrityError, StateError
 from fabric.model import DURABLE, SnapshotRef
@@ -26,30 +26,30 @@ from fabric.protocol.messages.rank_messages import by_rank
 OWN_MEMORY = "own memory"  # where a state came from that nobody had to send
 
 
-class NoPlace(StateError):
+class NoSlotMemory(StateError):
     """This host has no memory for a state: its own checkpoint server is lost, or refuses. The state itself,
     and those who hold it, may be well."""
 
 
 @dataclass(slots=True)
-class Arrived:
-    """A fetched state in one of my own slots, not yet loaded. ``relaid``: it was cut anew, so that under its
-    name others know another file."""
+class FetchedState:
+    """A fetched state in one of my own slots, not yet loaded. ``resharded``: it was cut anew, so that under
+    its name others know another file."""
 
     slot: int
     file: memoryview
     fetched: Fetched
-    relaid: bool = False
+    resharded: bool = False
 
 
-class Ladder:
+class StateLoader:
     """Of rank ``rank`` of ``size``; ``layout`` is how the live objects are placed. ``make_fetcher``
     takes a rank, mine where none is given."""
 
     def __init__(
         self,
         snapshots: Snapshots,
-        durable: Durable,
+        durable: DurableCheckpoints,
         layout: Layout,
         place: tuple[int, int],
         make_fetcher: Callable[..., StateFetcher],
@@ -60,10 +60,10 @@ class Ladder:
         self._rank, self._size = place
         self.make_fetcher = make_fetcher
 
-    def climb(self, order: io.FetchState, fetcher: StateFetcher) -> Arrived:
+    def load(self, order: io.FetchState, fetcher: StateFetcher) -> FetchedState:
         """The state, verified, in a slot of mine; ``fetcher`` is for my own rank's servers.
 
-        Raises FabricError with every rung's reason; ``failed`` is what that means.
+        Raises FabricError with every rung's reason; ``fetch_failure`` is what that means.
         """
         arrived = self._from_own_memory(order, fetcher)
         if arrived is not None:
@@ -73,7 +73,7 @@ class Ladder:
         if served:
             try:
                 return self._from_others(order, served, fetcher)
-            except (Misfit, NoPlace):
+            except (Misfit, NoSlotMemory):
                 raise
             except FabricError as error:
                 if DURABLE not in order.urls:
@@ -81,14 +81,14 @@ class Ladder:
                 reasons.append(str(error))
         try:
             return self._from_storage(order)
-        except (Misfit, NoPlace):
+        except (Misfit, NoSlotMemory):
             raise
         except StateError as error:
             raise StateError("; ".join([*reasons, str(error)])) from error
 
     # --- rungs -------------------------------------------------------------------------------------
 
-    def _from_own_memory(self, order: io.FetchState, fetcher: StateFetcher) -> Arrived | None:
+    def _from_own_memory(self, order: io.FetchState, fetcher: StateFetcher) -> FetchedState | None:
         """Where this host's own checkpoint server has kept it as I need it, verified; else None."""
         state = order.state
         slot, began = self._snapshots.held(state), time.monotonic()
@@ -106,16 +106,16 @@ class Ladder:
         except FabricError:
             return None
         seconds, nbytes = time.monotonic() - began, len(file)
-        return Arrived(slot, file, Fetched(nbytes, seconds, {OWN_MEMORY: nbytes}, manifest))
+        return FetchedState(slot, file, Fetched(nbytes, seconds, {OWN_MEMORY: nbytes}, manifest))
 
     def _from_others(
         self, order: io.FetchState, served: Mapping[int, Sequence[str]], fetcher: StateFetcher
-    ) -> Arrived:
+    ) -> FetchedState:
         ranks = 1 + max(served)
         if ranks == self._size == 1:  # the ordinary way, at once: no layouts to compare
             target = _Target(self._snapshots)
             fetched = fetcher.fetch_state(served[0], order.state, target.allocate)
-            return Arrived(target.slot, target.file, fetched)
+            return FetchedState(target.slot, target.file, fetched)
         parts: list[Part] = [
             ServedPart(
                 rank,
@@ -127,14 +127,14 @@ class Ladder:
         ]
         return self._take(order, parts)
 
-    def _from_storage(self, order: io.FetchState) -> Arrived:
+    def _from_storage(self, order: io.FetchState) -> FetchedState:
         checkpoint = self._durable.find_state(order.state)
         with ExitStack() as stack:
             return self._take(order, [StoredPart(r, checkpoint, stack) for r in range(checkpoint.ranks)])
 
     # --- as it was, or cut anew ----------------------------------------------------------------------
 
-    def _take(self, order: io.FetchState, parts: list[Part]) -> Arrived:
+    def _take(self, order: io.FetchState, parts: list[Part]) -> FetchedState:
         """My part of the state as it is where that fits, else my slices of all parts."""
         began = time.monotonic()
         if len(parts) == self._size:
@@ -143,11 +143,11 @@ class Ladder:
             if mine.ranks == self._size and self._layout.fits(header):
                 target = _Target(self._snapshots)
                 mine.complete(target.allocate)
-                return _arrived(target, mine.manifest, parts, began)
+                return _fetched_state(target, mine.manifest, parts, began)
         target = _Target(self._snapshots, beside=order.state)
         who = self._snapshots.who
         manifest = relay(parts, order.state, self._layout, target.allocate, rank=self._rank, who=who)
-        return _arrived(target, manifest, parts, began, relaid=True)
+        return _fetched_state(target, manifest, parts, began, resharded=True)
 
 
 class _Target:
@@ -164,14 +164,14 @@ class _Target:
         try:
             self.slot, memory = self._snapshots.target(nbytes, self._beside)
         except FabricError as error:
-            raise NoPlace(str(error)) from error
+            raise NoSlotMemory(str(error)) from error
         self.file = memory[:nbytes]
         return self.file
 
 
-def _arrived(
-    target: _Target, manifest: dict[str, Any], parts: list[Part], began: float, relaid: bool = False
-) -> Arrived:
+def _fetched_state(
+    target: _Target, manifest: dict[str, Any], parts: list[Part], began: float, resharded: bool = False
+) -> FetchedState:
     sources: dict[str, int] = {}
     for part in parts:
         for url, nbytes in part.sources.items():
@@ -179,12 +179,12 @@ def _arrived(
     compression = next((part.compression for part in parts if part.compression), "")
     seconds = time.monotonic() - began
     fetched = Fetched(sum(sources.values()), seconds, sources, manifest, compression=compression)
-    return Arrived(target.slot, target.file, fetched, relaid)
+    return FetchedState(target.slot, target.file, fetched, resharded)
 
 
-def failed(order: io.FetchState, error: FabricError) -> io.FetchFailed:
+def fetch_failure(order: io.FetchState, error: FabricError) -> io.FetchFailed:
     """What the member is told. From durable storage, or whole and wrong: asking again gives the same. What
     does not fit here does not fit wherever it is read. After trouble of this host's own the state is good."""
-    own = isinstance(error, NoPlace)
+    own = isinstance(error, NoSlotMemory)
     unusable = not own and (DURABLE in order.urls or isinstance(error, IntegrityError))
     return io.FetchFailed(str(error), unusable, misfit=isinstance(error, Misfit))

@@ -230,7 +230,7 @@ class MemberCatchUp(MemberBase):
             self.state = MemberState(
                 self.state.generation, self.state.step + 1, "", fetch.gradient.gradient_digest
             )
-            self._emit(io.Apply(fetch.gradient.step, None, live=False, digest=True))
+            self._emit(io.Apply(fetch.gradient.step, None, contributed=False, digest=True))
             fetch.gradient = None
             self.waiting = False
 

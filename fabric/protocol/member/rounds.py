@@ -350,7 +350,7 @@ class Rounds(MemberCatchUp):
         self.waiting = False
         self._emit(io.Publish(self.state.generation, prepared))
         wanted = bool(every) and (first_of_epoch or following % every == 0)
-        self._emit(io.Apply(prepared.step, prepared, live=bool(mine), digest=wanted))
+        self._emit(io.Apply(prepared.step, prepared, contributed=bool(mine), digest=wanted))
 
     def _judge_nonfinite(self, prepared: io.PreparedRound) -> bool:
         """The sum is the same on all members, and so is what they make of it: whether that is to stop."""
@@ -360,7 +360,7 @@ class Rounds(MemberCatchUp):
         if self.config.on_nan != "stop":
             self._emit(io.WriteJournal("skipped", self._epoch(), prepared.step, why))
             return False
-        why += '; look at its data and loss, or set on_nan to "skip" or "pass"'
+        why += '; look at its data and loss, or set on_nan to "skip" or "propagate"'
         self._emit(io.SendLeader(m.LoopFailed(self._fence(), prepared.step, why)))
         self._stop(1, why)
         return True

@@ -79,7 +79,7 @@ class MemberConfig:
     replay: bool = True
     exchange_s: float = 60.0
     user_code_s: float = 1800.0
-    on_nan: str = "pass"
+    on_nan: str = "propagate"
 
 
 @dataclass(slots=True)

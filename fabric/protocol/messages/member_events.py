@@ -349,13 +349,13 @@ class Apply:
     """Step ``step`` is committed: let the user's update code run on its averaged gradient; ends in Ready.
 
     ``prepared`` is the reduced round in my memory, or None for a published gradient that was fetched.
-    ``digest`` asks for the digest of the state after the update. ``live`` is false where I contributed
+    ``digest`` asks for the digest of the state after the update. ``contributed`` is false where I contributed
     nothing.
     """
 
     step: int
     prepared: PreparedRound | None
-    live: bool
+    contributed: bool
     digest: bool
 
 

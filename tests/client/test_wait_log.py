@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from fabric.client.process import wait_log
-from fabric.client.process.wait_log import Patience, waits_for
+from fabric.client.process.wait_log import WaitLogger, describe_wait
 
 TOLD = {
     "step": 7,
@@ -42,7 +42,7 @@ def lines():
 
 def test_who_waits_says_for_whom_and_goes_on_with_the_order(lines):
     orders = queue.SimpleQueue()
-    waiting = Patience("r0", lambda: "r2 in step 7", first_s=0.01)
+    waiting = WaitLogger("r0", lambda: "r2 in step 7", first_s=0.01)
     giver = threading.Thread(target=lambda: lines.said.acquire() and orders.put("go on"))
     giver.start()
     waiting.begin()
@@ -53,7 +53,7 @@ def test_who_waits_says_for_whom_and_goes_on_with_the_order(lines):
 
 
 def test_it_is_said_again_at_growing_intervals(lines):
-    waiting = Patience("r0", lambda: "r2")
+    waiting = WaitLogger("r0", lambda: "r2")
     told = [(5, 60), (65, 120), (185, 240), (425, 480), (905, 600), (1505, 600), (5000, 60)]
     for now, again_s in told:
         waiting._say(now)
@@ -64,7 +64,7 @@ def test_it_is_said_again_at_growing_intervals(lines):
 def test_many_waits_that_are_all_long_are_not_told_one_by_one(lines):
     """Somebody is slow in every step: one line, not one per step."""
     orders = queue.SimpleQueue()
-    waiting = Patience("r0", lambda: "r2", first_s=0.0)
+    waiting = WaitLogger("r0", lambda: "r2", first_s=0.0)
     for number in range(20):
         orders.put(number)
         waiting.begin()
@@ -81,7 +81,7 @@ def test_many_waits_that_are_all_long_are_not_told_one_by_one(lines):
 
 def test_where_nothing_is_known_nothing_is_said_until_something_is(lines):
     orders, known = queue.SimpleQueue(), iter(["", "", "r2"])
-    waiting = Patience("r0", lambda: next(known), first_s=0.001)
+    waiting = WaitLogger("r0", lambda: next(known), first_s=0.001)
     giver = threading.Thread(target=lambda: lines.said.acquire() and orders.put("go on"))
     giver.start()
     waiting.begin()
@@ -114,4 +114,4 @@ def test_where_nothing_is_known_nothing_is_said_until_something_is(lines):
     ],
 )
 def test_what_is_said(more, said, expected):
-    assert waits_for({**TOLD, **more}, said) == expected
+    assert describe_wait({**TOLD, **more}, said) == expected

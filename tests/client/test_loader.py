@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.client.data.loader import Loader, Plan, sample_indices
+from fabric.client.data.loader import Loader, SamplePlan, sample_indices
 from fabric.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_passes_and_seeds_differ():
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
 def test_micro_batches_cut_a_step_without_gap_or_overlap(size, micro, times, step):
-    plan = Plan(size, micro * times, micro, seed=1)
+    plan = SamplePlan(size, micro * times, micro, seed=1)
     parts = [plan.samples(step, i) for i in range(plan.micro_batches)]
     assert [i for part in parts for i in part] == sample_indices(size, 1, step * micro * times, micro * times)
 
@@ -43,12 +43,12 @@ def test_micro_batches_cut_a_step_without_gap_or_overlap(size, micro, times, ste
 )
 def test_sizes_that_do_not_fit_are_refused_in_a_sentence(arguments, words):
     with pytest.raises(ConfigError, match=words):
-        Plan(*arguments)
+        SamplePlan(*arguments)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_read_ahead_gives_the_same_batches(workers):
-    plan = Plan(20, 8, 2, seed=4)
+    plan = SamplePlan(20, 8, 2, seed=4)
     loader = Loader(list(range(20)), plan, list, workers)
     loader.read_ahead(3, range(4))
     assert [loader.fetch(3, i) for i in (2, 0, 1, 3)] == [plan.samples(3, i) for i in (2, 0, 1, 3)]
@@ -60,4 +60,4 @@ def test_read_ahead_gives_the_same_batches(workers):
 
 def test_plans_with_another_order_are_described_otherwise():
     plans = [(10, 4, 2, 0), (11, 4, 2, 0), (10, 8, 2, 0), (10, 4, 1, 0), (10, 4, 2, 1), (10, 4, 2, 0, 2)]
-    assert len({str(Plan(*p).describe()) for p in plans}) == len(plans)
+    assert len({str(SamplePlan(*p).describe()) for p in plans}) == len(plans)

@@ -1,7 +1,7 @@
 """Every combination of what the rungs of the ladder do, and what the member is told of it.
 
 The rungs are this host's own memory, one to three other sources, and durable storage. The sources and the
-server's memory are stand-ins; ``Ladder``, ``Transfer`` and ``failed`` are the shipping code.
+server's memory are stand-ins; ``StateLoader``, ``FetchThread`` and ``fetch_failure`` are the shipping code.
 """
 
 import itertools
@@ -14,8 +14,8 @@ import torch
 from fabric.ckpt_server.fetch.fetcher import Fetched
 from fabric.ckpt_server.format.digest import file_digest
 from fabric.client.state import fetch_thread as module
-from fabric.client.state.fetch_thread import Transfer
-from fabric.client.state.state_loader import Ladder
+from fabric.client.state.fetch_thread import FetchThread
+from fabric.client.state.state_loader import StateLoader
 from fabric.errors import Gone, IntegrityError, ServerLost, StateError
 from fabric.model import DURABLE, SnapshotRef
 from fabric.protocol.messages import member_events as io
@@ -81,7 +81,7 @@ class Host:
 
 @dataclass
 class Storage:
-    """As ``Durable``: it finds nothing; a state that is read from it has tests of its own."""
+    """As ``DurableCheckpoints``: it finds nothing; a state that is read from it has tests of its own."""
 
     asked: int = 0
 
@@ -90,13 +90,13 @@ class Storage:
         raise StateError("storage holds no such checkpoint")
 
 
-def fetch(host: Host, storage: Storage, monkeypatch, durable: bool) -> tuple[object, Transfer]:
+def fetch(host: Host, storage: Storage, monkeypatch, durable: bool) -> tuple[object, FetchThread]:
     """What the member is told, by the transfer thread's own code."""
     monkeypatch.setattr(module, "_PAUSE_S", 0.0)
     monkeypatch.setattr(module, "Worker", lambda *_, **__: SimpleNamespace(submit=lambda job: job()))
-    ladder = Ladder(host, storage, SimpleNamespace(), (0, 1), lambda *_: host)
+    ladder = StateLoader(host, storage, SimpleNamespace(), (0, 1), lambda *_: host)
     points = SimpleNamespace(hit=lambda *_: None)
-    transfer, told = Transfer(ladder, 8, points, pytest.fail), []
+    transfer, told = FetchThread(ladder, 8, points, pytest.fail), []
     urls = (*host.sources, *((DURABLE,) if durable else ()))
     transfer.fetch_state(io.FetchState(SnapshotRef(1, 7, DIGEST), urls), told.append)
     assert len(told) == 1, "the member is told exactly once"
@@ -169,7 +169,7 @@ def test_a_gradient_that_was_cancelled_before_its_turn_is_never_asked_for(monkey
 
     fetcher = SimpleNamespace(fetch_gradient=fetch_gradient, cancel=lambda: None)
     ladder = SimpleNamespace(make_fetcher=lambda: fetcher)
-    transfer = Transfer(ladder, 8, SimpleNamespace(hit=lambda *_: None), pytest.fail)
+    transfer = FetchThread(ladder, 8, SimpleNamespace(hit=lambda *_: None), pytest.fail)
     transfer.fetch_gradient(io.FetchGradient(1, 3, ("http://a",)), told.append)
     transfer.cancel()
     transfer.fetch_gradient(io.FetchGradient(1, 4, ("http://b",)), told.append)

@@ -1,13 +1,10 @@
 """``attach``: from a model and its optimizer to a session; what can be refused is refused here, by name."""
 
 import contextlib
-import fcntl
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,21 +12,23 @@ import torch
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard.relayout import Layout
-from fabric.ckpt_server.state.snapshot import Copier, CpuCopier, CudaCopier, CudaLane
+from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaLane
 from fabric.ckpt_server.state.training_state import Describer, check_serialisable
 from fabric.client.control.engine import EngineParts
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
 from fabric.client.gradients.exchange_thread import ExchangeThread
-from fabric.client.gradients.gradient_backend import choose_backend, device_of
+from fabric.client.gradients.gradient_backend import GradientBackend, choose_backend, device_of
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.loop.model_watch import ModelWatch, refuse_optimizers
 from fabric.client.loop.session import Session
+from fabric.client.loop.shared_state import Optimizers, optimizers_by_name, shared_state
 from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.unshared_schedulers import UNSHARED, UnsharedWatch
 from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.excepthook import install_excepthook
+from fabric.client.process.incarnation_lock import claim_identity
 from fabric.client.process.journal import Journal
 from fabric.client.process.process_identity import ProcessIdentity
 from fabric.client.process.rank_group import RankGroup
@@ -41,20 +40,18 @@ from fabric.client.state.snapshots import Snapshots
 from fabric.client.state.state_loader import StateLoader
 from fabric.errors import ConfigError, FabricError, ServerLost
 from fabric.ftar.buckets import FlatGradients
+from fabric.ftar.plane import DataPlane
 from fabric.protocol.rules.adaptive_timeout import Budget
-from fabric.runtime import logs
-from fabric.runtime.config import Settings, parse_replicas, settings
+from fabric.runtime import config, logs
+from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
-from fabric.runtime.private_folder import make_private, open_private
 from fabric.transport.tcp import ListenerIdentity
 
 MAX_STEP = 1 << 60
 # What may become of buffers that forward changes.
 BUFFERS = ("refuse", "average", "ignore")
-
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,61 +117,71 @@ def _attach(
     choices: Choices,
     arguments: Mapping[str, Any],
 ) -> "Session | SoloSession":
-    buffers = choices.buffers
-    found = settings(**arguments)
-    refuse_optimizers(_by_name(optimizer).values())
+    chosen = config.settings(**arguments)
+    optimizers = optimizers_by_name(optimizer)
+    refuse_optimizers(optimizers.values())
     group = RankGroup.find()
-    objects = _shared_state(model, optimizer, state, buffers)
+    objects = shared_state(model, optimizers, state, choices.buffers)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
-    watch = UnsharedWatch(_by_name(optimizer).values(), state, ignored=choices.unshared == "ignore")
+    watch = UnsharedWatch(optimizers.values(), state, ignored=choices.unshared == "ignore")
     watch.check()
-    if found.disable:
-        replicas = parse_replicas(found.replicas)[1]
-        return SoloSession([p for _, p in parameters], objects, found.on_nan, replicas, group, choices.step)
+    if chosen.disable:
+        replicas = parse_replicas(chosen.replicas)[1]
+        return SoloSession([p for _, p in parameters], objects, chosen.on_nan, replicas, group, choices.step)
     check_serialisable(objects)
-    averaged = AveragedBuffers(model, changing_buffers(model) if buffers == "average" else [])
-    gradients = FlatGradients([*parameters, *averaged.stand_ins])
-    place = _take_place(found, group)
-    found = found.of_rank(place.rank)
-    incarnation = place.incarnation
-    logs.set_up("trainer", found.log, whole_process=False)
-    logs.describe(
-        job=found.job,
-        replica=found.replica,
-        incarnation=incarnation,
-        rank=place.rank or None,
-        epoch=None,
-        incident_id="",
+    averaged = AveragedBuffers(model, changing_buffers(model) if choices.buffers == "average" else [])
+    process = claim_identity(chosen, group)
+    chosen = chosen.of_rank(process.rank)
+    _set_up_logs(chosen, process)
+    trainer = _Trainer(
+        settings=chosen,
+        process=process,
+        handle=_server(chosen, process),
+        gradients=FlatGradients([*parameters, *averaged.stand_ins]),
+        buffers=averaged,
+        describer=Describer(objects, averaged.standing),
+        policy=choices.snapshots or policy_of(chosen),
+        journal=Journal(chosen.journal, chosen.replica, process.incarnation),
+        failpoints=Failpoints(chosen.points),
     )
-    points = Failpoints(found.points)
-    journal = Journal(found.journal, found.replica, incarnation)
-    handle = _server(found, place)
-    policy = choices.snapshots or policy_of(found)
-    describer = Describer(objects, averaged.standing)
-    parts = _parts(found, place, handle, (gradients, averaged), (describer, policy), (journal, points))
-    session = Session(found, place, describer, gradients, parts, ModelWatch(model, parameters, watch))
+    model_watch = ModelWatch(model, parameters, watch)
+    session = Session(
+        chosen, process, trainer.describer, trainer.gradients, trainer.make_parts(), model_watch
+    )
     session.begin_at(choices.step)
     session.start_debug_endpoint()
     return session
 
 
-def _server(found: Settings, place: ProcessIdentity) -> ServerHandle:
-    """This process's checkpoint server: one that lives still, or a new one."""
+def _set_up_logs(settings: Settings, process: ProcessIdentity) -> None:
+    logs.set_up("trainer", settings.log, whole_process=False)
+    logs.describe(
+        job=settings.job,
+        replica=settings.replica,
+        incarnation=process.incarnation,
+        rank=process.rank or None,
+        epoch=None,
+        incident_id="",
+    )
+
+
+def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
+    """Attach to the checkpoint server that an earlier process of this replica left, or start one."""
     return ServerHandle.start_or_attach(
-        job=found.job,
-        replica=found.replica,
-        incarnation=place.incarnation,
-        run_dir=found.home,
-        bind=found.bind,
-        port=_server_port(found.ports),
-        advertise=found.advertise,
-        token_file=found.token_file,
-        lighthouse=found.lighthouse,
-        orphan_s=found.orphan_s,
-        rank=place.rank,
-        tls=found.tls,
+        job=settings.job,
+        replica=settings.replica,
+        incarnation=process.incarnation,
+        run_dir=settings.home,
+        bind=settings.bind,
+        port=_server_port(settings.ports),
+        advertise=settings.advertise,
+        token_file=settings.token_file,
+        lighthouse=settings.lighthouse,
+        orphan_s=settings.orphan_s,
+        rank=process.rank,
+        tls=settings.tls,
     )
 
 
@@ -183,217 +190,117 @@ def _server_port(ports: str) -> str:
     return ports if len(parse_ports(ports)) > 1 else "0"
 
 
-def _parts(
-    found: Settings,
-    place: ProcessIdentity,
-    handle: ServerHandle,
-    model_parts: tuple[FlatGradients, AveragedBuffers],
-    state: tuple[Describer, SnapshotPolicy],
-    records: tuple[Journal, Failpoints],
-) -> EngineParts:
-    token, rank = TokenFile(found.token_file), place.rank
-    describer, policy = state
-    journal, points = records
-    gradients, averaged = model_parts
-    crash_marker = CrashMarker(handle)
-    time_budget = Budget(found.exchange_s, found.user_code_s)
+@dataclass(frozen=True, slots=True)
+class _Trainer:
+    """Makes the engine's parts of what ``attach`` got."""
 
-    crash = _crash(found.replica, crash_marker)
-    plane, backend = choose_backend(found, gradients, lambda step: points.hit("ring", step))
-    where = device_of(gradients.parameters)
+    settings: Settings
+    process: ProcessIdentity
+    handle: ServerHandle
+    gradients: FlatGradients
+    buffers: AveragedBuffers
+    describer: Describer
+    policy: SnapshotPolicy
+    journal: Journal
+    failpoints: Failpoints
 
-    def recover() -> None:
-        """The checkpoint server is gone: start another one, with new memory for the rounds to come."""
-        with contextlib.suppress(FabricError):
-            if handle.ensure():
-                slots.reset()
-                crash_marker.renew()
+    def make_parts(self) -> EngineParts:
+        """Make the parts and connect them."""
+        settings, handle, gradients = self.settings, self.handle, self.gradients
+        crash_marker = CrashMarker(handle)
+        crash = _crash(settings.replica, crash_marker)
+        budget = Budget(settings.exchange_s, settings.user_code_s)
+        plane, backend = choose_backend(settings, gradients, lambda step: self.failpoints.hit("ring", step))
+        plane.set_bounds(budget.exchange_s, budget.entry_s)
+        slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
 
-    who = (found.job, found.replica)
-    own_rank = rank if place.group else None
-    snapshots = Snapshots(
-        handle, describer, _copier(where), policy, who, where.type == "cuda", recover, own_rank
-    )
-    snapshots.durable = durable = DurableCheckpoints(found, journal, place)
-    plane.set_bounds(time_budget.exchange_s, time_budget.entry_s)
-    slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
-    identity = ListenerIdentity(found.job, found.replica, rank=rank)
-    peers = Peers(identity, place.incarnation, token, plane, time_budget.link_s)
-    state_loader = _state_loader(found, place, snapshots, durable, Layout(describer.objects))
-    return EngineParts(
-        handle=handle,
-        plane=plane,
-        peers=peers,
-        leader=LighthouseLink(found),
-        slots=slots,
-        exchange=ExchangeThread(
+        def recover() -> None:
+            """The checkpoint server is gone: start another one, with new memory for the rounds to come."""
+            with contextlib.suppress(FabricError):
+                if handle.ensure():
+                    slots.reset()
+                    crash_marker.renew()
+
+        durable = DurableCheckpoints(settings, self.journal, self.process)
+        snapshots = self._snapshots(recover, durable)
+        loader = self._state_loader(snapshots, durable)
+        return EngineParts(
+            handle=handle,
+            plane=plane,
+            peers=self._peers(plane, budget.link_s),
+            leader=LighthouseLink(settings),
+            slots=slots,
+            exchange=self._exchange_thread(plane, slots, backend, crash),
+            backend=backend,
+            fetch_thread=FetchThread(loader, gradients.nbytes, self.failpoints, crash),
+            snapshot_worker=Worker("fabric-snapshots", crash),
+            recover=recover,
+            journal=self.journal,
+            points=self.failpoints,
+            snapshots=snapshots,
+            crash_marker=crash_marker,
+            buffers=self.buffers,
+            durable=durable,
+        )
+
+    def _peers(self, plane: DataPlane, link_s: float) -> Peers:
+        settings, process = self.settings, self.process
+        identity = ListenerIdentity(settings.job, settings.replica, rank=process.rank)
+        return Peers(identity, process.incarnation, TokenFile(settings.token_file), plane, link_s)
+
+    def _exchange_thread(
+        self,
+        plane: DataPlane,
+        slots: GradientSlots,
+        backend: GradientBackend,
+        crash: Callable[[BaseException], None],
+    ) -> ExchangeThread:
+        return ExchangeThread(
             plane,
-            gradients,
+            self.gradients,
             slots,
-            points,
+            self.failpoints,
             crash,
             backend,
-            found.on_nan != "propagate",
-            found.retain_gradients,
-        ),
-        backend=backend,
-        fetch_thread=FetchThread(state_loader, gradients.nbytes, points, crash),
-        snapshot_worker=Worker("fabric-snapshots", crash),
-        recover=recover,
-        journal=journal,
-        points=points,
-        snapshots=snapshots,
-        crash_marker=crash_marker,
-        buffers=averaged,
-        durable=durable,
-    )
+            check_finite=self.settings.on_nan != "propagate",
+            retain=self.settings.retain_gradients,
+        )
 
+    def _snapshots(self, recover: Callable[[], None], durable: DurableCheckpoints) -> Snapshots:
+        device, process = device_of(self.gradients.parameters), self.process
+        on_device = device.type == "cuda"
+        snapshots = Snapshots(
+            self.handle,
+            self.describer,
+            CudaCopier(CudaLane(device)) if on_device else CpuCopier(),
+            self.policy,
+            (self.settings.job, self.settings.replica),
+            on_device,
+            recover,
+            process.rank if process.group is not None else None,
+        )
+        snapshots.durable = durable
+        return snapshots
 
-def _state_loader(
-    found: Settings, place: ProcessIdentity, snapshots: Snapshots, durable: DurableCheckpoints, layout: Layout
-) -> StateLoader:
-    tokens = TokenFile(found.token_file)
-    tls, size = found.tls.client_context(), place.group.size if place.group is not None else 1
+    def _state_loader(self, snapshots: Snapshots, durable: DurableCheckpoints) -> StateLoader:
+        tokens, tls = TokenFile(self.settings.token_file), self.settings.tls.client_context()
+        own_rank = self.process.rank
 
-    def make_fetcher(rank: int = place.rank) -> StateFetcher:
-        return StateFetcher(tokens, rank=rank, ssl_context=tls)
+        def make_fetcher(rank: int = own_rank) -> StateFetcher:
+            return StateFetcher(tokens, rank=rank, ssl_context=tls)
 
-    return StateLoader(snapshots, durable, layout, (place.rank, size), make_fetcher)
-
-
-def _copier(where: torch.device) -> Copier:
-    return CudaCopier(CudaLane(where)) if where.type == "cuda" else CpuCopier()
+        layout = Layout(self.describer.objects)
+        return StateLoader(snapshots, durable, layout, (own_rank, self.process.size), make_fetcher)
 
 
 def _crash(replica: str, crash_marker: CrashMarker) -> Callable[[BaseException], None]:
-    """What is done about a defect in one of the threads."""
+    """Make the handler of a defect in one of the threads."""
 
     def crash(error: BaseException) -> None:
-        """Say so and end: the launcher starts this replica anew."""
+        """Report the defect and end this process: its launcher starts the replica again."""
         sys.stderr.write(f"fabric: {replica}: internal error: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
         crash_marker.clear()
         os._exit(75)
 
     return crash
-
-
-def _take_place(found: Settings, group: RankGroup | None) -> ProcessIdentity:
-    """Claim this rank's folder; ranks of one replica have one incarnation between them."""
-    incarnation, before = _claim(found.of_rank(group.rank if group is not None else 0).home)
-    if group is None:
-        return ProcessIdentity(incarnation, before)
-    who = {"replica": found.replica, "job": found.job, "incarnation": incarnation, "before": before}
-    said = group.gather(who)
-    for rank, one in enumerate(said):
-        if (one["replica"], one["job"]) != (said[0]["replica"], said[0]["job"]):
-            raise ConfigError(
-                f"rank {rank} says it is {one['replica']!r} and rank 0 says {said[0]['replica']!r}: give all "
-                "ranks of a replica the same FABRIC_REPLICA and FABRIC_JOB"
-            )
-    newest = max(one["incarnation"] for one in said)
-    _remember(_claims[-1], newest)  # the next process may have fewer ranks, and must be newer all the same
-    # Rank 0 decides: when its earlier process has ended, nobody commits any more for the replica.
-    return ProcessIdentity(newest, tuple(said[0]["before"]), group)
-
-
-def _shared_state(
-    model: torch.nn.Module, optimizer: Optimizers, state: dict[str, Any], buffers: str
-) -> dict[str, object]:
-    optimizers = _by_name(optimizer)
-    for name, value in state.items():
-        if name == "model" or name in optimizers:
-            raise ConfigError(f'state has the name "{name}", which is taken: use another one')
-        if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
-            raise ConfigError(
-                f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict: wrap it"
-            )
-    changing = changing_buffers(model)
-    if changing and buffers == "refuse":
-        raise ConfigError(
-            f"forward changes the buffer {changing[0]!r} differently on every replica: pass "
-            'buffers="average" to share their average, buffers="ignore" to keep them local, or use a layer '
-            "without running statistics"
-        )
-    local = changing if buffers == "ignore" else []
-    shared: object = WithoutBuffers(model, local) if local else model
-    for value in state.values():
-        if isinstance(value, torch.amp.GradScaler):
-            # It makes its state when it first scales a loss; a newcomer unscales before that.
-            value.scale(torch.zeros((), device=next(model.parameters()).device))
-    return {"model": shared, **optimizers, **state}
-
-
-def _by_name(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
-    """The names that the optimizers have in the shared state."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return {"optimizer": optimizer}
-    named = optimizer if isinstance(optimizer, Mapping) else dict(enumerate(optimizer))
-    wrong = next((x for x in named.values() if not isinstance(x, torch.optim.Optimizer)), None)
-    if not named or wrong is not None:
-        raise ConfigError(
-            f"attach takes an optimizer, or several of them in a sequence or by name, not "
-            f"{'none' if wrong is None else 'a ' + type(wrong).__name__}"
-        )
-    return {f"optimizer.{name}": value for name, value in named.items()}
-
-
-class WithoutBuffers:
-    """A module's state without the buffers that stay local."""
-
-    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
-        self._model = model
-        self._names = frozenset(names)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The module's own, less the local buffers."""
-        return {k: v for k, v in self._model.state_dict().items() if k not in self._names}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load everything else; the local buffers stay as they are."""
-        own = {k: v for k, v in self._model.state_dict().items() if k in self._names}
-        self._model.load_state_dict({**state, **own})
-
-
-_claims: list[int] = []  # the lock lives as long as the process: nobody closes these descriptors
-
-
-def _claim(home: Path) -> tuple[int, tuple[int, ...]]:
-    """Take this replica's place on this host: the incarnation, and those that ran here before, newest first.
-
-    The lock is a POSIX record lock: it ends with the process and is not inherited by forked workers. So
-    whoever ran here before has ended. Of processes on other hosts the file knows nothing.
-    """
-    path = home / "trainer.lock"
-    try:
-        make_private(home)
-        descriptor = open_private(path, os.O_CREAT | os.O_RDWR)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {home} cannot be used ({error.strerror}): name one of this user in FABRIC_RUN_DIR"
-        ) from error
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise ConfigError(
-            f"another living process has this replica id on this host ({path} is locked): give every "
-            "replica its own FABRIC_REPLICA, or end that process first"
-        ) from None
-    _claims.append(descriptor)
-    text = os.pread(descriptor, _NUMBER_BYTES * (1 + _REMEMBERED), 0).decode("ascii", "replace")
-    before = tuple(int(word) for word in text.split() if word.isdigit())[:_REMEMBERED]
-    incarnation = max(int(time.time() * 1000), max(before, default=0) + 1)
-    history = "".join(f"{number}\n".ljust(_NUMBER_BYTES) for number in (incarnation, *before))
-    os.pwrite(descriptor, history.encode(), 0)
-    return incarnation, before
-
-
-# The lock file holds the newest incarnation first, each in as many bytes. One that was ended before it had a
-# session is followed by others, so the leader may know an older one only.
-_NUMBER_BYTES = 32
-_REMEMBERED = 16
-
-
-def _remember(descriptor: int, incarnation: int) -> None:
-    os.pwrite(descriptor, f"{incarnation}\n".encode().ljust(_NUMBER_BYTES), 0)

@@ -13,7 +13,7 @@ from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.server.debug_probe import Insight, Silent
 from fabric.ckpt_server.server.trainer_watch import Trainer
 from fabric.ckpt_server.wire.channel_protocol import SOCKET_NAME
-from fabric.client.attach import _claim
+from fabric.client.process.incarnation_lock import claim
 from fabric.errors import ConfigError
 from fabric.runtime.config import Settings
 
@@ -76,7 +76,7 @@ def test_a_trainer_does_not_use_a_folder_that_another_user_made_first(shared, at
     attacker(home, SOCKET_NAME)
     assert home.stat().st_uid == NOBODY
     with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}"):
-        _claim(home)
+        claim(home)
 
 
 def test_a_server_of_another_user_in_this_users_folder_is_told_nothing(shared, attacker):

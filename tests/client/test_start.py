@@ -6,16 +6,16 @@ import sys
 import time
 from types import SimpleNamespace
 
-from fabric.client.attach import _claim
 from fabric.client.loop import start
+from fabric.client.process.incarnation_lock import claim
 from fabric.client.process.process_identity import ProcessIdentity
 from fabric.runtime.config import Settings
 
 CLAIM = """
 import json, sys
 from pathlib import Path
-from fabric.client.attach import _claim
-print(json.dumps(_claim(Path(sys.argv[1]))))
+from fabric.client.process.incarnation_lock import claim
+print(json.dumps(claim(Path(sys.argv[1]))))
 """
 
 
@@ -33,7 +33,7 @@ def test_a_host_names_the_processes_that_ran_on_it_and_no_others(tmp_path):
     assert before == ()
     second, before = claimed_elsewhere(a)
     assert before == (first,)
-    alive, before = _claim(b)
+    alive, before = claim(b)
     assert before == () and alive > second
     newest, before = claimed_elsewhere(a)
     assert before == (second, first) and newest > alive
@@ -41,13 +41,13 @@ def test_a_host_names_the_processes_that_ran_on_it_and_no_others(tmp_path):
 
 def test_the_lock_file_of_an_older_version_names_its_newest_process(tmp_path):
     (tmp_path / "trainer.lock").write_bytes(b"7000\n".ljust(24))
-    incarnation, before = _claim(tmp_path)
+    incarnation, before = claim(tmp_path)
     assert before == (7000,) and incarnation > 7000
 
 
 def test_the_lock_file_remembers_so_many_processes_and_no_more(tmp_path):
     (tmp_path / "trainer.lock").write_bytes(b"".join(f"{n}\n".encode().ljust(32) for n in range(90, 60, -1)))
-    _, before = _claim(tmp_path)
+    _, before = claim(tmp_path)
     assert before == tuple(range(90, 74, -1))
 
 

@@ -138,13 +138,11 @@ class Session(Replay):
         mesh: Any = None,
         **options: Any,
     ) -> Loader:
-        """The job's data: every step is a fixed list of micro-batches, whoever computes them.
+        """Make the job's loader: every step is a fixed list of micro-batches. Raises ConfigError.
 
-        ``dataset`` is map-style (``len`` and integer index) or iterable, ``seed`` also seeds the draws in
-        each micro-batch. ``mesh`` is the device mesh of one dimension over which this replica shards its data
-        (FSDP2's): each of its ranks gets its slice of every micro-batch. Without one all ranks get all of
-        it, as tensor and pipeline parallel ranks need. ``options`` are the fields of
-        ``fabric.client.data.loader.LoaderOptions``. Raises ConfigError for what does not fit.
+        ``dataset`` has ``len`` and an index, or is iterable. ``seed`` also seeds each micro-batch's draws.
+        ``mesh``: the one-dimensional device mesh whose ranks each get a slice of every micro-batch (FSDP2);
+        without one all ranks get all samples. ``options``: see ``fabric.client.data.loader.LoaderOptions``.
         """
         sizes = (global_batch_size, micro_batch_size, seed)
         who = (self.settings.replica, self._replicas, self.settings.rack)
@@ -154,11 +152,10 @@ class Session(Replay):
     def sampler(
         self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
     ) -> StepSampler:
-        """The indices of this replica's part of every step, for the DataLoader of a loop that we do not own.
+        """Make the sampler of this replica's part of every step, for the DataLoader of a foreign loop.
 
-        The loop takes ``global_batch_size / replicas`` of them, then calls ``exchange``. ``data_slot``:
-        which part
-        (default: the number at the end of the replica's id). Raises ConfigError.
+        The loop takes ``global_batch_size / replicas`` indices, then calls ``exchange``. ``data_slot``: which
+        part, by default the number at the end of the replica's id. Raises ConfigError.
         """
         number = data_slot_of(self.settings.replica, self._replicas, data_slot)
         self._sampler = StepSampler(
@@ -502,13 +499,7 @@ class Session(Replay):
         return wanted and self._digests and there and isinstance(self._parts.backend, HostBackend)
 
     def _journal_commit(self, order: io.Apply, held: io.PreparedRound, replay: bool) -> None:
-        clock = self._clock
-        times = {
-            "compute_s": clock.compute_s,
-            "exchange_s": self._parts.exchange.seconds,
-            "optimizer_s": clock.optimizer_s,
-            "wait_s": clock.wait_s,
-        }
+        times = self._clock.by_phase(self._parts.exchange.seconds)
         source = self._parts.fetch_thread if replay else self._engine
         self._parts.journal.commit(
             held,

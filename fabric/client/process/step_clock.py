@@ -22,6 +22,15 @@ class StepClock:
         seconds, self.mark = now - self.mark, now
         return seconds
 
+    def by_phase(self, exchange_s: float) -> dict[str, float]:
+        """Return the seconds not yet reported, by phase, for the journal."""
+        return {
+            "compute_s": self.compute_s,
+            "exchange_s": exchange_s,
+            "optimizer_s": self.optimizer_s,
+            "wait_s": self.wait_s,
+        }
+
     def times(self, exchange_s: float, waiting_s: dict[str, float]) -> StepTimes:
         """What the lighthouse is told of the step; the counting begins anew."""
         times = StepTimes(

@@ -1,0 +1,72 @@
+"""The shared state of a job: model, optimizers and what ``state=`` names, equal on all replicas."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fabric.client.gradients.averaged_buffers import changing_buffers
+from fabric.errors import ConfigError
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+
+
+def shared_state(
+    model: torch.nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    state: Mapping[str, Any],
+    buffers: str,
+) -> dict[str, object]:
+    """Return the objects of the shared state by name. Raises ConfigError for one that cannot be shared."""
+    for name, value in state.items():
+        if name == "model" or name in optimizers:
+            raise ConfigError(f'state has the name "{name}", which is taken: use another one')
+        if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
+            raise ConfigError(
+                f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict: wrap it"
+            )
+    changing = changing_buffers(model)
+    if changing and buffers == "refuse":
+        raise ConfigError(
+            f"forward changes the buffer {changing[0]!r} differently on every replica: pass "
+            'buffers="average" to share their average, buffers="ignore" to keep them local, or use a layer '
+            "without running statistics"
+        )
+    local = changing if buffers == "ignore" else []
+    shared: object = WithoutBuffers(model, local) if local else model
+    for value in state.values():
+        if isinstance(value, torch.amp.GradScaler):
+            # A scaler makes its state when it first scales a loss. A joining replica unscales before that.
+            value.scale(torch.zeros((), device=next(model.parameters()).device))
+    return {"model": shared, **optimizers, **state}
+
+
+def optimizers_by_name(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers by their names in the shared state. Raises ConfigError."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {"optimizer": optimizer}
+    named = optimizer if isinstance(optimizer, Mapping) else dict(enumerate(optimizer))
+    wrong = next((x for x in named.values() if not isinstance(x, torch.optim.Optimizer)), None)
+    if not named or wrong is not None:
+        raise ConfigError(
+            f"attach takes an optimizer, or several of them in a sequence or by name, not "
+            f"{'none' if wrong is None else 'a ' + type(wrong).__name__}"
+        )
+    return {f"optimizer.{name}": value for name, value in named.items()}
+
+
+class WithoutBuffers:
+    """A module's state without the buffers that stay local."""
+
+    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
+        self._model = model
+        self._names = frozenset(names)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the module's own state, less the local buffers."""
+        return {k: v for k, v in self._model.state_dict().items() if k not in self._names}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load everything else; the local buffers stay as they are."""
+        own = {k: v for k, v in self._model.state_dict().items() if k in self._names}
+        self._model.load_state_dict({**state, **own})

@@ -1,0 +1,81 @@
+"""The lock on a replica's folder on this host, and the incarnation number that its holder gets."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from fabric.client.process.process_identity import ProcessIdentity
+from fabric.client.process.rank_group import RankGroup
+from fabric.errors import ConfigError
+from fabric.runtime.config import Settings
+from fabric.runtime.private_folder import make_private, open_private
+
+# The lock file holds incarnations, newest first, each in a field of this many bytes.
+_NUMBER_BYTES = 32
+# A process may end before its session opens. So the leader may know an older incarnation than the newest.
+_REMEMBERED = 16
+
+# The kernel releases the lock when the process ends, so these descriptors stay open.
+_claims: list[int] = []
+
+
+def claim_identity(settings: Settings, group: RankGroup | None) -> ProcessIdentity:
+    """Claim this rank's folder; all ranks of a replica share one incarnation. Raises ConfigError."""
+    incarnation, predecessors = claim(settings.of_rank(group.rank if group is not None else 0).home)
+    if group is None:
+        return ProcessIdentity(incarnation, predecessors)
+    claims = group.gather(
+        {
+            "replica": settings.replica,
+            "job": settings.job,
+            "incarnation": incarnation,
+            "before": predecessors,
+        }
+    )
+    for rank, other in enumerate(claims):
+        if (other["replica"], other["job"]) != (claims[0]["replica"], claims[0]["job"]):
+            raise ConfigError(
+                f"rank {rank} says it is {other['replica']!r} and rank 0 says {claims[0]['replica']!r}: give "
+                "all ranks of a replica the same FABRIC_REPLICA and FABRIC_JOB"
+            )
+    newest = max(other["incarnation"] for other in claims)
+    # The next process may have fewer ranks, and its incarnation must still be newer.
+    _write_newest(_claims[-1], newest)
+    # Rank 0 commits for the replica: once its earlier process has ended, no commit can come from there.
+    return ProcessIdentity(newest, tuple(claims[0]["before"]), group)
+
+
+def claim(home: Path) -> tuple[int, tuple[int, ...]]:
+    """Lock this replica's folder; return the new incarnation and the earlier ones here, newest first.
+
+    The lock is a POSIX record lock: it ends with the process, and forked workers do not inherit it. So every
+    earlier process on this host has ended. The file knows nothing of processes on other hosts.
+    """
+    path = home / "trainer.lock"
+    try:
+        make_private(home)
+        descriptor = open_private(path, os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {home} cannot be used ({error.strerror}): name one of this user in FABRIC_RUN_DIR"
+        ) from error
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"another living process has this replica id on this host ({path} is locked): give every "
+            "replica its own FABRIC_REPLICA, or end that process first"
+        ) from None
+    _claims.append(descriptor)
+    text = os.pread(descriptor, _NUMBER_BYTES * (1 + _REMEMBERED), 0).decode("ascii", "replace")
+    before = tuple(int(word) for word in text.split() if word.isdigit())[:_REMEMBERED]
+    incarnation = max(int(time.time() * 1000), max(before, default=0) + 1)
+    history = "".join(f"{number}\n".ljust(_NUMBER_BYTES) for number in (incarnation, *before))
+    os.pwrite(descriptor, history.encode(), 0)
+    return incarnation, before
+
+
+def _write_newest(descriptor: int, incarnation: int) -> None:
+    os.pwrite(descriptor, f"{incarnation}\n".encode().ljust(_NUMBER_BYTES), 0)

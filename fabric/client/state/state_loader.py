@@ -160,7 +160,7 @@ class _Target:
         self.file = memoryview(b"")
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Raises NoPlace."""
+        """Raises NoSlotMemory."""
         try:
             self.slot, memory = self._snapshots.target(nbytes, self._beside)
         except FabricError as error:

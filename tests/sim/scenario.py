@@ -263,7 +263,7 @@ def told(value: object) -> str:
     if isinstance(value, member_events.Compute):
         return f"Compute step={value.step} {told(value.micro_batches)}"
     if isinstance(value, member_events.Apply):
-        return f"Apply step={value.step}" + ("" if value.live else " (without a part of its own)")
+        return f"Apply step={value.step}" + ("" if value.contributed else " (without a part of its own)")
     if isinstance(value, tuple | list | frozenset | set):
         return "[" + " ".join(told(x) for x in value) + "]"
     if not dataclasses.is_dataclass(value) or isinstance(value, type):

@@ -45,7 +45,7 @@ class Settings:
     journal: Path | None = None  # file that gets one JSON line per event
     disable: bool = False  # plain training, without any service
     reproducible: bool = True  # equal gradients give bitwise equal states; off: no digests, no replay
-    on_nan: str = "propagate"  # average that is not finite: "propagate" it, "stop" the job, or "skip" the update
+    on_nan: str = "propagate"  # average that is not finite: "propagate", "stop" the job, "skip" the update
     contact_s: float = 60.0  # time to find a lighthouse at the start
     exchange_s: float = 60.0  # time budget of a round once all are in it; its other deadlines follow
     user_code_s: float = 1800.0  # how long the others wait for a member in user code

@@ -1,6 +1,7 @@
 """README and docs agree with the tree, the settings and the commands that they describe."""
 
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -218,3 +219,79 @@ def test_the_table_and_the_import_contract_agree():
         for other in re.findall(r"\w+", imports):
             if part in level and other in level:
                 assert level[other] > level[part], f"{word} is said to import {other}"
+
+
+# --- rooms ------------------------------------------------------------------------------------------------
+
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+# Package -> its layers, the top one first; each is a set of rooms.
+LAYERS = {
+    contract["containers"][0].removeprefix("fabric."): [
+        set(re.findall(r"\w+", layer)) for layer in contract["layers"]
+    ]
+    for contract in CONTRACTS
+    if contract["type"] == "layers" and contract["containers"] != ["fabric"]
+}
+WITHOUT_TORCH = {
+    module
+    for contract in CONTRACTS
+    if contract["type"] == "forbidden" and "torch" in contract["forbidden_modules"]
+    for module in contract["source_modules"]
+}
+# The commands lie flat beside the rooms of cli/, one file each: `fabric --help` is their table.
+FLAT = {"cli"}
+
+
+def rooms() -> dict[str, tuple[str, str]]:
+    """``package/room`` -> whether it imports torch, and what it may import, from docs/architecture.md."""
+    return {
+        room.strip("`").removesuffix(".py").rstrip("/"): (torch, imports)
+        for room, _, torch, imports in rows("docs/architecture.md", "Rooms")
+    }
+
+
+def rooms_of_the_tree() -> set[str]:
+    folders = {
+        f"{path.parent.name}/{path.name}"
+        for path in (ROOT / "fabric").glob("*/*/")
+        if path.name not in NOT_A_PART and list(path.glob("*.py"))
+    }
+    files = {
+        f"{package}/{room}"
+        for package, layers in LAYERS.items()
+        if package not in FLAT
+        for room in set().union(*layers)
+    }
+    return folders | files
+
+
+def test_the_room_table_names_every_room():
+    assert set(rooms()) == rooms_of_the_tree()
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_room_may_import_what_its_contract_allows(room):
+    package, word = room.split("/")
+    layers = LAYERS.get(package, [])
+    level = next((i for i, layer in enumerate(layers) if word in layer), len(layers))
+    below = set().union(*layers[level + 1 :])
+    listed = {other.split("/")[1] for other in rooms() if other.startswith(f"{package}/")}
+    assert set(re.findall(r"\w+", rooms()[room][1])) == below & listed
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_room_says_whether_it_imports_torch(room):
+    package, word = room.split("/")
+    is_held = bool({f"fabric.{package}", f"fabric.{package}.{word}"} & WITHOUT_TORCH)
+    assert rooms()[room][0] == ("no" if is_held else "yes")
+
+
+def test_the_picture_shows_every_room():
+    section = (ROOT / "docs/architecture.md").read_text().split("## Rooms\n", 1)[1]
+    picture = section.split("```mermaid", 1)[1].split("```", 1)[0]
+    drawn = {
+        f"{package}/{room}"
+        for package, cell in re.findall(r'(\w+)_rooms\["([^"]+)"\]', picture)
+        for room in re.findall(r"\w+", cell)
+    }
+    assert drawn == {room for room in rooms() if room.split("/")[0] in LAYERS and "__" not in room}

@@ -131,6 +131,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
         f"durable checkpoints of {replica} fail: {why}"
         for replica, why in job.get("durable_failing", {}).items()
     ]
+    lines += _shards(job.get("data_shards"))
     lines += _orders(job, record)
     lines += _trouble(job, rows)
     lines += _goodput(ledger)
@@ -149,6 +150,30 @@ def recoverable(state: dict[str, Any] | None) -> str:
     said += [f"{age_s:.1f} s old"] if age_s is not None else []
     said += [f"{counted(behind, 'step')} behind"] if behind is not None else []
     return ", ".join(said)
+
+
+def _shards(state: dict[str, Any] | None) -> list[str]:
+    """Who reads and computes which shards, where only some replicas can read each."""
+    if state is None:
+        return []
+    lines = [
+        f"data shards: {state['shards']}, redundancy {state['redundancy']}, stack depth {state['depth']}, "
+        f"on_loss={state['on_loss']}"
+    ]
+    for member in state["members"][:_LONG]:
+        rack = f" in rack {member['rack']}" if member["rack"] else ""
+        computed = _numbers(member["computes"]) or "none"
+        lines.append(
+            f"  {member['replica']}{rack} reads {_numbers(member['reads']) or 'none'}, computes {computed}"
+        )
+    more = len(state["members"]) - _LONG
+    lines += [f"  and {counted(more, 'more member')}: see --json"] if more > 0 else []
+    lines += [f"shard {_numbers(state['lost'])}: no member can read it"] if state["lost"] else []
+    return lines + ([state["warning"]] if state["warning"] else [])
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return ", ".join(str(value) for value in values)
 
 
 def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:

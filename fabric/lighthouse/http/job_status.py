@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fabric.lighthouse.diagnosis.server_states import silence
+from fabric.lighthouse.diagnosis.shard_readers import shard_readers
 from fabric.lighthouse.diagnosis.status_text import time_of_day, waiting_for
 from fabric.lighthouse.history.recoverable import recoverable
 from fabric.lighthouse.jobs.job import Job
@@ -53,6 +54,7 @@ def job_view(job: Job) -> dict[str, Any]:
             {"replica": name, "rank": rank, "incarnation": pulse.incarnation, **_pulse_view(pulse, now)}
             for name, rank, pulse in _servers(view)
         ],
+        "data_shards": shard_readers(record),
         "recoverable": recoverable(view, now),
         "durable": _durable(view),
         "durable_failing": job.servers.failing,

@@ -1,0 +1,76 @@
+"""Which member reads and computes which shards of data that only some replicas can read, and which shards are
+down to their last reader."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from fabric.model import Member, Record, Sharing
+from fabric.protocol.rules.assignment import readers_of
+from fabric.protocol.rules.spare import settle, stack_of
+
+# What follows when no member can read a shard, by ``Sharing.on_loss``.
+_LOSSES = {
+    "wait": "the job waits for a replica that can read it",
+    "shrink": "its part of each step is skipped",
+    "stop": "the job stops",
+}
+_NAMED = 4  # so many shards are named in a sentence, the rest counted
+
+
+def shard_readers(record: Record | None) -> dict[str, Any] | None:
+    """The state of SPARe's layout in this epoch as JSON values; None where every replica can read all data.
+
+    ``redundancy``: how many data slots read each shard. ``depth``: how many parts the busiest member
+    computes. ``last_reader``: the replica by shard number where one member is left that reads it. ``lost``: the shards
+    that no member can read. ``warning``: a sentence, empty while every shard has two readers or as many as
+    the layout gives it.
+    """
+    if record is None or not record.sharing.readers:
+        return None
+    sharing, on_data_slot = record.sharing, {m.data_slot: m for m in record.roster}
+    readers = {
+        shard: [on_data_slot[slot].replica for slot in readers_of(shard, sharing) if slot in on_data_slot]
+        for shard in range(sharing.data_slots)
+    }
+    members = [_member_view(member, sharing, on_data_slot) for member in record.roster]
+    last_reader = {str(shard): names[0] for shard, names in readers.items() if len(names) == 1}
+    return {
+        "redundancy": sharing.readers,
+        "shards": sharing.data_slots,
+        "on_loss": sharing.on_loss,
+        "depth": max((len(view["computes"]) for view in members), default=0),
+        "members": members,
+        "last_reader": last_reader,
+        "lost": [shard for shard, names in readers.items() if not names],
+        "warning": _warning(last_reader, sharing) if sharing.readers > 1 else "",
+    }
+
+
+def _member_view(member: Member, sharing: Sharing, present: Iterable[int]) -> dict[str, Any]:
+    """What ``member`` reads, and what it computes while the members on ``present`` data slots are there."""
+    slot, owner = member.data_slot, list(range(sharing.data_slots))
+    if sharing.policy == "constant":
+        seated = frozenset(x for x in present if 0 <= x < sharing.data_slots)
+        owner = list(settle(sharing.data_slots, sharing.readers, seated).owner)
+    has_shard = 0 <= slot < sharing.data_slots
+    return {
+        "replica": member.replica,
+        "data_slot": slot,
+        "rack": member.rack,
+        "reads": sorted(stack_of(slot, sharing.data_slots, sharing.readers)) if has_shard else [],
+        "computes": [shard for shard, computed_on in enumerate(owner) if computed_on == slot],
+    }
+
+
+def _warning(last_reader: dict[str, str], sharing: Sharing) -> str:
+    if not last_reader:
+        return ""
+    more = len(last_reader) - _NAMED
+    named = ", ".join(f"{shard} ({replica})" for shard, replica in [*last_reader.items()][:_NAMED])
+    shards = f"shard {named} has" if len(last_reader) == 1 else f"shards {named} have"
+    if more > 0:
+        shards = f"shards {named} and {more} more have"
+    return (
+        f"{shards} one reader left: when it dies, {_LOSSES[sharing.on_loss]}; bring back a replica that "
+        "reads the same data"
+    )

@@ -21,9 +21,9 @@ def shard_readers(record: Record | None) -> dict[str, Any] | None:
     """The state of SPARe's layout in this epoch as JSON values; None where every replica can read all data.
 
     ``redundancy``: how many data slots read each shard. ``depth``: how many parts the busiest member
-    computes. ``last_reader``: the replica by shard number where one member is left that reads it. ``lost``: the shards
-    that no member can read. ``warning``: a sentence, empty while every shard has two readers or as many as
-    the layout gives it.
+    computes. ``last_reader``: the replica by shard number, where one member is left that reads the shard.
+    ``lost``: the shards that no member can read. ``warning``: a sentence on the shards with one reader left,
+    empty where there are none or the redundancy is 1.
     """
     if record is None or not record.sharing.readers:
         return None

@@ -26,7 +26,7 @@ from collections import Counter
 
 import uvloop
 
-from fabric.model import Record
+from fabric.model import PROTOCOL_VERSION, Record
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta, wire
 
@@ -256,7 +256,7 @@ class MemberConnection(asyncio.Protocol):
         self.step += self.running > 0
         self.sent = time.monotonic()
         beat = (
-            f'{{"kind":"Heartbeat","version":1,"number":{self.beats},"epoch":{self.epoch},"generation":{generation},'
+            f'{{"kind":"Heartbeat","version":{PROTOCOL_VERSION},"number":{self.beats},"epoch":{self.epoch},"generation":{generation},'
             f'"step":{self.step},"digest":"","phase":"run","waiting_for":[],"busy":"","times":null,"busy_s":0.0}}'
         )
         self.write(beat.encode())

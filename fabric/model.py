@@ -7,8 +7,9 @@ from functools import cached_property
 from operator import attrgetter
 
 # Version of every message and of the stored record. A reader accepts its own version and the one
-# before, and ignores fields it does not know; a writer only ever adds optional fields.
-PROTOCOL_VERSION = 1
+# before, and ignores fields it does not know; a writer only ever adds optional fields. Version 3 renamed
+# messages and fields, which no reader of version 1 could tell from missing ones: so there is no version 2.
+PROTOCOL_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, order=True)

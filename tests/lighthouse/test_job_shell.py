@@ -242,7 +242,7 @@ async def test_in_a_job_of_many_a_death_is_told_answered_and_decided_and_beats_a
     assert job.core.record.epoch == 2 and len(job.sessions) == len(members)
     lines = [x for x in job.events.after(0) if x.kind == "evicting"]
     assert [x.about for x in lines] == [lost.replica]
-    await members[3].socket.send_str('{"kind":"Report","version":1}')
+    await members[3].socket.send_str('{"kind":"Report","version":3}')
     code, reason = await members[3].close_reason()
     assert code == MALFORMED and "Report" in reason, "what had to wait for its turn is checked as well"
     await close_all(members)

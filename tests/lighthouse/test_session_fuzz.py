@@ -232,7 +232,7 @@ def test_what_is_wrong_is_named_with_a_remedy(world, path, frame, code, words):
 
 
 def test_a_member_that_turns_to_noise_is_named_in_the_refusal_and_may_come_back(own_world):
-    wrong = ("text", b'{"kind": "Heartbeat", "version": 1, "number": "seven"}')
+    wrong = ("text", b'{"kind": "Heartbeat", "version": 3, "number": "seven"}')
     code, reason, said = own_world.attack("session", [INTRODUCTION, wrong])
     assert code == 1008 and "Heartbeat.number must be an integer" in reason
     assert [x for x in said if isinstance(x, m.Rejected)]

@@ -176,7 +176,7 @@ BAD_FIRST = [
     "not json",
     "[]",
     "{}",
-    json.dumps({"kind": "OpenSession", "version": 1}),
+    json.dumps({"kind": "OpenSession", "version": 3}),
     json.dumps({"kind": "OpenSession", "version": 99}),
     wire.encode(m.Running(Fence("s", 1, 1), 0)).decode(),
     wire.encode(m.HeartbeatAck(1)).decode(),
@@ -220,7 +220,7 @@ async def test_a_malformed_first_message_is_refused_with_a_sentence(lighthouse, 
 
 async def test_malformed_messages_disturb_nobody_else(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=3, job=job)
-    await members[2].socket.send_str('{"kind": "Heartbeat", "version": 1, "number": "x"}')
+    await members[2].socket.send_str('{"kind": "Heartbeat", "version": 3, "number": "x"}')
     assert "Heartbeat.number" in (await members[2].next(m.Rejected)).reason
     assert (await members[2].close_reason())[0] == MALFORMED
     binary = await connect(http, lighthouse.url, job, "session")

@@ -1,6 +1,6 @@
 """Messages as bytes: one JSON object per message, decoded strictly by the dataclasses themselves.
 
-``{"kind": "CommitVote", "version": 1, ...fields}``. A codec is derived once from each class's annotations:
+``{"kind": "CommitVote", "version": 3, ...fields}``. A codec is derived once from each class's annotations:
 unknown fields are ignored, a missing field takes its default, anything else raises ProtocolError with the
 path of the offending field. Non-finite numbers never pass. The same codec serves the stored record, which
 is compressed when it is long: a value of a store is bounded, and a roster of thousands is repetitive. Long

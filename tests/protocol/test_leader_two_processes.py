@@ -28,6 +28,19 @@ def for_a_minute(names="a b"):
     return lighthouse
 
 
+def that_runs_at_step_5(names, start_wait_s):
+    """A leader elected while all members of epoch 1 step; each of them stands at step 5."""
+    members = names.split()
+    lighthouse = Lighthouse(record_of(names, epoch=1), start_replicas=len(members), start_wait_s=start_wait_s)
+    for name in members:
+        lighthouse.open(name, generation=1, step=5, epoch=1)
+        lighthouse.pulse(name)
+        lighthouse.beat(name, 5)
+    runs(lighthouse, names, 5)
+    lighthouse.wait(5.0)
+    return lighthouse
+
+
 def elsewhere(name, incarnation=2, *snapshots):
     """The pulse of a server on another host."""
     return lio.TrainerStatusSeen(
@@ -119,13 +132,7 @@ def test_a_newer_process_is_taken_where_the_first_ones_server_is_silent():
 
 def killed(snapshots, servers_speak=True):
     """Both trainers have died, seen by their servers."""
-    lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2, start_wait_s=60.0)
-    for name in "ab":
-        lighthouse.open(name, generation=1, step=5, epoch=1)
-        lighthouse.pulse(name)
-        lighthouse.beat(name, 5)
-    runs(lighthouse, "a b", 5)
-    lighthouse.wait(5.0)
+    lighthouse = that_runs_at_step_5("a b", start_wait_s=60.0)
     for name in "ab":
         lighthouse.do(lio.SessionClosed(name, 1))
         lighthouse.pulse(name, "gone", snapshots=snapshots.get(name, ()))
@@ -284,13 +291,7 @@ def test_the_next_leader_knows_the_longest_autonomy_of_members_that_it_has_not_h
 
 
 def test_a_job_that_has_run_does_not_wait_long_for_its_full_roster():
-    lighthouse = Lighthouse(record_of("a b c d", epoch=1), start_replicas=4, start_wait_s=120.0)
-    for name in "abcd":
-        lighthouse.open(name, generation=1, step=5, epoch=1)
-        lighthouse.pulse(name)
-        lighthouse.beat(name, 5)
-    runs(lighthouse, "a b c d", 5)
-    lighthouse.wait(5.0)
+    lighthouse = that_runs_at_step_5("a b c d", start_wait_s=120.0)
     for name in "abcd":
         lighthouse.do(lio.SessionClosed(name, 1))
         lighthouse.pulse(name, "gone", snapshots=[SnapshotRef(1, 5, "s5")])

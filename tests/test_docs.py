@@ -13,9 +13,7 @@ from fabric.runtime.config import Settings
 
 ROOT = Path(__file__).parent.parent
 NOTES = ROOT / "benchmarks" / "notes"
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *NOTES.glob("*.md")]
-)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *NOTES.glob("*.md")])
 # Not for users: test points, see fabric/runtime/failpoints.py.
 NOT_DOCUMENTED = {
     "FABRIC_TEST_POINTS",
@@ -181,6 +179,14 @@ def test_make_targets_exist():
     for page in PAGES:
         for target in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), flags=re.MULTILINE):
             assert target in targets, f"{name(page)} shows make {target}"
+
+
+def test_commands_for_contributors_name_files_that_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    lines = [line.partition("#")[0].split() for line in re.findall(r"^\.venv/bin/(.*)$", page, flags=re.M)]
+    assert len(lines) > 5
+    for program, script, *_ in lines:
+        assert program in ("pytest", "python") and (ROOT / script).is_file(), script
 
 
 # --- folders --------------------------------------------------------------------------------------------

@@ -65,9 +65,13 @@ def nodes(text: str) -> tuple[ast.AST, ...]:
 
 
 def pages() -> dict[str, str]:
-    """The pages that say what holds; the archive of decisions is frozen, the notes are history."""
+    """The pages that say what holds; CONTRIBUTING.md lists the phrases, the other pages left out are history."""
     paths = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "design").glob("*.md")]
-    return {str(p.relative_to(ROOT)): p.read_text() for p in paths if p.name != "CHANGELOG.md"}
+    return {
+        str(p.relative_to(ROOT)): p.read_text()
+        for p in paths
+        if p.name not in ("CHANGELOG.md", "CONTRIBUTING.md")
+    }
 
 
 # --- shape ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ CALM_LOOKS = 8
 MOST_LOOKS = 240
 
 
-class Due:
+class CollectionSchedule:
     """Which generation to collect now, look by look. The middle one is collected while it is small: what has
     come with it is old by then."""
 
@@ -40,7 +40,7 @@ class Due:
 
 async def collect_when_calm(is_calm: Callable[[], bool]) -> None:
     """For ever: what is due, when it has been calm for two seconds, or has been due for a minute."""
-    due = Due()
+    due = CollectionSchedule()
     while True:
         await asyncio.sleep(LOOK_S)
         generation = due.look(is_calm(), gc.get_count())

@@ -19,16 +19,16 @@ from pathlib import Path
 
 from fabric.errors import ConfigError, FabricError, StoreUnavailable
 from fabric.lighthouse.connections.validation import MOST_REPLICAS, check_name
-from fabric.lighthouse.diagnosis.allowed_hosts import Hosts
-from fabric.lighthouse.diagnosis.rank_probe import Access
-from fabric.lighthouse.election.election import Candidate, Election, Hooks, Term
+from fabric.lighthouse.diagnosis.allowed_hosts import AllowedHosts
+from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
+from fabric.lighthouse.election.election import Candidate, Election, ElectionHooks, Term
 from fabric.lighthouse.election.store_probe import WriteProbe
-from fabric.lighthouse.election.store_thread import Commit, Writer
+from fabric.lighthouse.election.store_thread import Commit, StoreThread
 from fabric.lighthouse.gc_tuning import collect_when_calm
-from fabric.lighthouse.http.routes import Parts, StoreProbe, make_app
+from fabric.lighthouse.http.routes import LighthouseParts, StoreProbe, make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs.jobs import Jobs, Quotas
-from fabric.lighthouse.telemetry.metrics import Metrics
+from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
 from fabric.lighthouse.telemetry.traces import Traces
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.runtime.config import supervisor
@@ -103,7 +103,7 @@ async def run(settings: LighthouseSettings) -> None:
 def check_settings(settings: LighthouseSettings) -> None:
     """Raises FabricError for settings that cannot be used."""
     check_name("namespace", settings.namespace)
-    Hosts.parse(settings.ckpt_networks)
+    AllowedHosts.parse(settings.ckpt_networks)
     if not 1 <= settings.lease_s <= 3600:
         raise ConfigError(f"the lease is {settings.lease_s:g} s: give 1 to 3600 seconds")
     liveness, policy = settings.leader.liveness, settings.leader.policy
@@ -176,14 +176,14 @@ async def _serve(
 
 def _assemble(
     store: Store, settings: LighthouseSettings, tasks: Tasks, tokens: Tokens, commit: Commit | None
-) -> tuple[Parts, asyncio.Event]:
+) -> tuple[LighthouseParts, asyncio.Event]:
     """The parts, and an event that is set when requests can be answered for the first time."""
-    metrics = Metrics()
+    metrics = LighthouseMetrics()
 
-    hosts = Hosts.parse(settings.ckpt_networks)
+    hosts = AllowedHosts.parse(settings.ckpt_networks)
 
-    def access_to(job: str, with_own: bool) -> Access:
-        return Access(tokens.shown_to_servers(job, with_own=with_own), settings.tls, hosts)
+    def access_to(job: str, is_trusted: bool) -> ProbeAccess:
+        return ProbeAccess(tokens.shown_to_servers(job, is_trusted=is_trusted), settings.tls, hosts)
 
     jobs = Jobs(
         store, settings.namespace, settings.leader, metrics, tasks, access_to, settings.quotas, commit
@@ -201,12 +201,12 @@ def _assemble(
     def followed(_: Candidate) -> None:
         settled.set()
 
-    hooks = Hooks(elected=elected, lost=jobs.end, followed=followed, written=metrics.election_write)
+    hooks = ElectionHooks(elected=elected, lost=jobs.end, followed=followed, written=metrics.election_write)
     lease_store = _handle(settings)
     election = Election(store, settings.namespace, settings.lease_s, hooks, lease_store=lease_store)
     writes = WriteProbe(store, f"{election.prefix}probe")
     tasks.start("write probe", writes.watch())
-    parts = Parts(election, jobs, metrics, StoreProbe(store, election.prefix), writes=writes)
+    parts = LighthouseParts(election, jobs, metrics, StoreProbe(store, election.prefix), writes=writes)
     metrics.observe(lambda: parts.leads, jobs.gauges)
     metrics.watch_writes(lambda: not writes.refusal)
     return parts, settled
@@ -221,7 +221,7 @@ def _writer(settings: LighthouseSettings, stack: AsyncExitStack) -> Commit | Non
     handle = _handle(settings)
     if handle is None:
         return None
-    writer = Writer(handle)
+    writer = StoreThread(handle)
     stack.push_async_callback(writer.close)
     return writer.commit
 

@@ -5,13 +5,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from fabric.errors import StoreError
-from fabric.lighthouse.connections.admission_queue import Door
-from fabric.lighthouse.election.election import Candidate, Election, Hooks, boot_time
+from fabric.lighthouse.connections.admission_queue import AdmissionQueue
+from fabric.lighthouse.election.election import Candidate, Election, ElectionHooks, boot_time
 from fabric.lighthouse.election.store_probe import WriteProbe
-from fabric.lighthouse.http.routes import Parts, StoreProbe, make_app
+from fabric.lighthouse.http.routes import LighthouseParts, StoreProbe, make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs.jobs import Jobs
-from fabric.lighthouse.telemetry.metrics import Metrics
+from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.runtime.http.http_service import serve
@@ -81,7 +81,7 @@ class Instance:
     """One lighthouse. ``deaths``: tasks of it that ended by an exception, which is always a defect."""
 
     url: str
-    parts: Parts
+    parts: LighthouseParts
     store: Store
     deaths: list[BaseException] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -104,13 +104,13 @@ async def lighthouse_on(
     lease_store: Store | None = None,
     clock: Callable[[], float] = boot_time,
     liveness: LivenessConfig = PATIENT,
-    door: Door | None = None,
+    admissions: AdmissionQueue | None = None,
     tokens: Tokens | None = None,
 ) -> AsyncIterator[Instance]:
     """Start one on ``store``; at the end nothing of it may have died unnoticed."""
     deaths: list[BaseException] = []
     tasks = Tasks(lambda name, error: deaths.append(error))
-    metrics = Metrics()
+    metrics = LighthouseMetrics()
     await store.connect()
     jobs = Jobs(store, "ns", LeaderConfig(liveness=liveness), metrics, tasks)
     lost: list[str] = []
@@ -120,11 +120,11 @@ async def lighthouse_on(
         lost.append(reason)
         jobs.end(reason)
 
-    hooks = Hooks(jobs.begin, end, followed.append, metrics.election_write)
+    hooks = ElectionHooks(jobs.begin, end, followed.append, metrics.election_write)
     election = Election(store, "ns", lease_s, hooks, lease_store=lease_store, clock=clock)
     writes = WriteProbe(store, f"{election.prefix}probe")
     probe = StoreProbe(store, election.prefix, every_s=0.0)
-    parts = Parts(election, jobs, metrics, probe, door or Door(), writes)
+    parts = LighthouseParts(election, jobs, metrics, probe, admissions or AdmissionQueue(), writes)
     metrics.observe(lambda: parts.leads, jobs.gauges)
     app = make_app(parts, tokens)
     runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.5, cancel_abandoned=True)

@@ -9,11 +9,11 @@ import selectors
 from dataclasses import dataclass, field
 
 from fabric.errors import FabricError, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.connections.connection import Connection
-from fabric.lighthouse.election.election import Election, Hooks, Term
+from fabric.lighthouse.connections.connection import MemberConnection
+from fabric.lighthouse.election.election import Election, ElectionHooks, Term
 from fabric.lighthouse.jobs.job_store import record_key
 from fabric.lighthouse.jobs.jobs import Jobs
-from fabric.lighthouse.telemetry.metrics import Metrics
+from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
 from fabric.model import Policy, Record
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.leader.liveness import LivenessConfig
@@ -126,7 +126,7 @@ class FaultyStore(MemoryStore):
 
 
 class _Socket:
-    """Both ends of a connection: what ``Connection`` writes goes to the member."""
+    """Both ends of a connection: what ``MemberConnection`` writes goes to the member."""
 
     def __init__(self, member: "Member", lighthouse: "Lighthouse") -> None:
         self._member, self._lighthouse = member, lighthouse
@@ -172,7 +172,7 @@ class Member:
 
     async def _speak(self, lighthouse: "Lighthouse") -> None:
         socket = _Socket(self, lighthouse)
-        connection = Connection(socket, socket)
+        connection = MemberConnection(socket, socket)
         self._inbox = []
         job = lighthouse.jobs.find_or_make("job")
         if not job.open(connection, self._session(), Policy(start_replicas=len(REPLICAS))):
@@ -226,7 +226,7 @@ class Lighthouse:
         self.name = name
         self.store = FaultyStore(world, name)
         self.tasks = Tasks(lambda task, error: world.violations.append(f"{task} died: {error!r}"))
-        metrics = Metrics()
+        metrics = LighthouseMetrics()
 
         def elected(term: Term) -> None:
             world.terms.append(name)
@@ -234,7 +234,7 @@ class Lighthouse:
 
         config = LeaderConfig(liveness=LivenessConfig(silence_s=4.0))
         self.jobs = Jobs(self.store, "ns", config, metrics, self.tasks)
-        hooks = Hooks(elected, self.jobs.end, lambda _: None, metrics.election_write)
+        hooks = ElectionHooks(elected, self.jobs.end, lambda _: None, metrics.election_write)
         clock = asyncio.get_running_loop().time
         self.election = Election(self.store, "ns", LEASE_S, hooks, clock=clock)
 

@@ -12,9 +12,9 @@ from fabric.lighthouse.diagnosis.verdict import (
     STOPPED,
     UNKNOWN,
     VERDICTS,
-    Case,
-    Seen,
-    judge,
+    RankProbe,
+    Symptoms,
+    diagnose,
 )
 from fabric.model import Fence
 from fabric.protocol.messages.network import Aborted
@@ -26,7 +26,7 @@ AT = ("/job/train.py:12 forward", "/job/train.py:40 main")
 
 
 def case(condemned=None, aborted=None, **processes):
-    return Case(condemned or {}, aborted or {}, NAMES, {**RUN, **processes})
+    return Symptoms(condemned or {}, aborted or {}, NAMES, {**RUN, **processes})
 
 
 def aborted(about="", waiting_for=(), stalled=False, mismatch=False, why="the round ended"):
@@ -62,43 +62,49 @@ CIRCLE = {
         (
             "b",
             case({"b": "stopped"}),
-            [Seen("b", process="stopped", pid=9)],
+            [RankProbe("b", process="stopped", pid=9)],
             STOPPED,
             "process 9 of b is stop",
         ),
-        ("b", case({"b": "stopped"}, b="stopped"), [Seen("b", problem="no answer")], STOPPED, "kernel says"),
+        (
+            "b",
+            case({"b": "stopped"}, b="stopped"),
+            [RankProbe("b", problem="no answer")],
+            STOPPED,
+            "kernel says",
+        ),
         (
             "b",
             case({"b": "gone"}, b="gone"),
-            [Seen("b", process="gone")],
+            [RankProbe("b", process="gone")],
             ABSENT,
             "the process of b has ended",
         ),
         (
             "b",
             case({"b": "silent"}, b="silent"),
-            [Seen("b", problem="none")],
+            [RankProbe("b", problem="none")],
             ABSENT,
             "nothing is heard of b",
         ),
         (
             "b",
             case({"b": "in user code"}),
-            [Seen("b", process="running", how="interpreter", main=AT)],
+            [RankProbe("b", process="running", how="interpreter", main=AT)],
             ABSENT,
             "b runs, and has not come: its main thread is at /job/train.py:12 forward",
         ),
         (
             "b",
             case({"b": "in user code"}),
-            [Seen("b", process="running", how="signal", main=AT)],
+            [RankProbe("b", process="running", how="signal", main=AT)],
             ABSENT,
             "holds the interpreter's lock: its main thread is at /job/train.py:12",
         ),
         (
             "b",
             case(aborted={"a": aborted("b", ["b"], True), "c": aborted("b", ["b"], True)}),
-            [Seen("b", process="running", how="interpreter", main=AT)],
+            [RankProbe("b", process="running", how="interpreter", main=AT)],
             ABSENT,
             "b runs, and has not come",
         ),
@@ -107,8 +113,8 @@ CIRCLE = {
             "b",
             case({"b": "in user code"}),
             [
-                Seen("b", 0, "running", flight=[op(1, done=True), op(2)]),
-                Seen("b", 1, "running", flight=[op(1, done=True), op(2, sizes=((8,),))]),
+                RankProbe("b", 0, "running", flight=[op(1, done=True), op(2)]),
+                RankProbe("b", 1, "running", flight=[op(1, done=True), op(2, sizes=((8,),))]),
             ],
             MISMATCH,
             "b is in all_reduce of [[4]] (number 2) where b rank 1 is in all_reduce of [[8]]",
@@ -117,8 +123,8 @@ CIRCLE = {
             "b",
             case({"b": "in user code"}),
             [
-                Seen("b", 0, "running", flight=[op(1, done=True), op(2)], main=AT),
-                Seen("b", 1, "running", flight=[op(1, done=True)], main=AT),
+                RankProbe("b", 0, "running", flight=[op(1, done=True), op(2)], main=AT),
+                RankProbe("b", 1, "running", flight=[op(1, done=True)], main=AT),
             ],
             ABSENT,
             "b rank 1 has not come to all_reduce of [[4]] (number 2), in which b waits: its main",
@@ -133,7 +139,7 @@ CIRCLE = {
         (
             "a b c",
             case(aborted={"a": aborted("b", ["b"], True), "c": aborted("b", ["b"], True)}),
-            [Seen("b", process="running", says={"round": {"contributed": True}}, main=AT)],
+            [RankProbe("b", process="running", says={"round": {"contributed": True}}, main=AT)],
             SLOW_LINK,
             "bytes are late on the way from b to a, b to c",
         ),
@@ -141,14 +147,14 @@ CIRCLE = {
         (
             "a b",
             case({"b": "it and a cannot reach each other"}, {"a": cut("b"), "c": aborted("b", ["b"])}),
-            [Seen("b", process="running", how="interpreter", main=("patience.py:41 wait",))],
+            [RankProbe("b", process="running", how="interpreter", main=("patience.py:41 wait",))],
             CUT_LINK,
             "every process runs, and nothing gets through between a and b",
         ),
         (
             "b",
             case({"b": "its host has been silent"}, {"a": cut("b")}, b="silent"),
-            [Seen("b", problem="none")],
+            [RankProbe("b", problem="none")],
             ABSENT,
             "nothing is heard of b",
         ),
@@ -158,7 +164,7 @@ CIRCLE = {
     ],
 )
 def test_verdicts(about, known, seen, verdict, says):
-    found = judge(known, seen)
+    found = diagnose(known, seen)
     assert found.verdict == verdict and verdict in VERDICTS
     assert found.about == tuple(about.split())
     assert says in found.why
@@ -171,21 +177,23 @@ def test_what_has_ended_well_is_no_mismatch_and_uneven_operations_may_differ():
         (op(1, "gloo:all_to_all"), op(1, "gloo:all_to_all", sizes=((8,),))),
         (op(1, is_p2p=True), op(1, "gloo:send", is_p2p=True)),
     ):
-        seen = [Seen("b", 0, "running", flight=[one]), Seen("b", 1, "running", flight=[other])]
-        assert judge(known, seen).verdict != MISMATCH
+        seen = [RankProbe("b", 0, "running", flight=[one]), RankProbe("b", 1, "running", flight=[other])]
+        assert diagnose(known, seen).verdict != MISMATCH
 
 
 def test_a_dead_end_of_a_link_is_no_slow_link():
-    assert judge(case(aborted={"a": aborted("b")}, b="gone"), []).verdict == ABSENT
-    assert judge(case(aborted={"a": aborted("b")}, b="silent"), []).verdict == ABSENT
+    assert diagnose(case(aborted={"a": aborted("b")}, b="gone"), []).verdict == ABSENT
+    assert diagnose(case(aborted={"a": aborted("b")}, b="silent"), []).verdict == ABSENT
 
 
 def test_whatever_was_seen_little_is_kept():
     flight = [op(i, sizes=((4,) * 1000,)) for i in range(200)]
     says = {"phase": "x" * 10_000, "step": "no step", "ring_waits_for": ["?"] * 1000}
     loud = [
-        Seen("b", i, "running", 1, says, "signal", ("f" * 10_000,) * 50, "k" * 9999, flight, "p" * 99_999)
+        RankProbe(
+            "b", i, "running", 1, says, "signal", ("f" * 10_000,) * 50, "k" * 9999, flight, "p" * 99_999
+        )
         for i in range(16)
     ]
-    body = json.dumps(judge(case({"b": "w" * 100_000}), loud).to_json())
+    body = json.dumps(diagnose(case({"b": "w" * 100_000}), loud).to_json())
     assert len(body) < 48_000

@@ -12,7 +12,7 @@ from in_process import Clock, TroubledStore, lighthouse_on
 from lighthouse_support import close_all, eventually, get, start_job
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.connections.connection import NOT_THE_LEADER, Connection
+from fabric.lighthouse.connections.connection import NOT_THE_LEADER, MemberConnection
 from fabric.lighthouse.election.election import boot_time
 from fabric.lighthouse.jobs.job_store import record_key
 from fabric.protocol.messages import leader_events as io
@@ -365,8 +365,8 @@ async def test_the_lease_is_given_back_before_many_sessions_are_closed(herd_http
             closed_before.append(len(closed))
             await super().revoke(lease_id)
 
-    end = Connection.end
-    monkeypatch.setattr(Connection, "end", lambda me, *why: (closed.append(me), end(me, *why))[1])
+    end = MemberConnection.end
+    monkeypatch.setattr(MemberConnection, "end", lambda me, *why: (closed.append(me), end(me, *why))[1])
     async with lighthouse_on(Noting(MemorySpace()), lease_s=3600) as instance:
         await eventually(leads(instance), "it to lead")
         members = await start_job(herd_http, instance.url, 100)

@@ -6,7 +6,7 @@ from in_process import TroubledStore, lighthouse_on
 from lighthouse_support import WireMember, WirePulse, close_all, eventually, get, start_job
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.connections.connection import DEFECT, MALFORMED, Connection, Frames
+from fabric.lighthouse.connections.connection import DEFECT, MALFORMED, FrameCache, MemberConnection
 from fabric.lighthouse.http.job_status import job_view
 from fabric.model import SnapshotRef
 from fabric.protocol.leader.core import MANY
@@ -117,7 +117,7 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
     deaf.pause_reading()
     job = instance.jobs.by_name["job"]
     connection = job.sessions["r1"]
-    reply = Frames().of(m.Rejected("x" * 100_000), packs=False)
+    reply = FrameCache().of(m.Rejected("x" * 100_000), accepts_compression=False)
     # More than the sockets' buffers take, sent as fast as the core would; nothing here waits.
     for _ in range(400):
         connection.send(reply)
@@ -180,7 +180,7 @@ async def test_the_server_of_a_refused_second_process_hides_nobody(instance, htt
     second = await WireMember(http, instance.url, "r0", incarnation=2).open()
     await second.next(m.Rejected)
     job = instance.jobs.by_name["job"]
-    own, others, again = (Connection(web.WebSocketResponse(), None) for _ in range(3))
+    own, others, again = (MemberConnection(web.WebSocketResponse(), None) for _ in range(3))
     job.pulse(own, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
     for number, trainer in enumerate(("running", "gone", "gone")):
         job.pulse(others, m.TrainerStatus("r0", 2, trainer, number, "http://others"))

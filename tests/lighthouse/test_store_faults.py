@@ -11,7 +11,7 @@ from lighthouse.store_script import KINDS, RECORD, REPLICAS, Fault, LeapingLoop,
 
 from fabric.lighthouse.election import election
 from fabric.lighthouse.jobs import job, jobs
-from fabric.lighthouse.jobs.term_context import Surroundings
+from fabric.lighthouse.jobs.term_context import TermContext
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def play(monkeypatch):
 
     def played(fault: Fault) -> World:
         with closing(LeapingLoop()) as loop:
-            monkeypatch.setattr(jobs, "Surroundings", partial(Surroundings, clock=loop.time))
+            monkeypatch.setattr(jobs, "TermContext", partial(TermContext, clock=loop.time))
             monkeypatch.setattr(job, "time", SimpleNamespace(time=lambda: 1.7e9 + loop.time()))
             return loop.run_until_complete(run(fault))
 

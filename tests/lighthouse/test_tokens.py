@@ -125,10 +125,10 @@ async def test_the_lighthouses_own_token_is_shown_to_no_checkpoint_server_of_a_t
     """It opens every job. A tenant whose file was deleted was shown it at the address that it had named."""
     tokens = Tokens("own", folder)
     await tokens.refresh()
-    assert tokens.shown_to_servers("gpt", with_own=False) == "of-gpt"
+    assert tokens.shown_to_servers("gpt", is_trusted=False) == "of-gpt"
     (folder / "gpt").unlink()
     await tokens.refresh()
-    assert tokens.shown_to_servers("gpt", with_own=False) is None
-    assert tokens.shown_to_servers("gpt", with_own=True) == "own", "its member has it already"
-    assert Tokens("own").shown_to_servers("gpt", with_own=False) == "own", "everybody has it already"
-    assert Tokens(None).shown_to_servers("gpt", with_own=False) is None
+    assert tokens.shown_to_servers("gpt", is_trusted=False) is None
+    assert tokens.shown_to_servers("gpt", is_trusted=True) == "own", "its member has it already"
+    assert Tokens("own").shown_to_servers("gpt", is_trusted=False) == "own", "everybody has it already"
+    assert Tokens(None).shown_to_servers("gpt", is_trusted=False) is None

@@ -8,19 +8,19 @@ import threading
 import pytest
 
 from fabric.errors import ConfigError
-from fabric.lighthouse.history.recovery import Recovery, Return
+from fabric.lighthouse.history.recovery import RecoveryRecord, ReplicaReturn
 from fabric.lighthouse.telemetry.traces import Traces, phases, trace_id
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 
-RECOVERY = Recovery(
+RECOVERY = RecoveryRecord(
     7,
     "death",
     "r1: its process is gone",
     12,
     100.0,
     epoch=2,
-    lost={"r1": Return(103.0, 104.0, 105.5)},
+    lost={"r1": ReplicaReturn(103.0, 104.0, 105.5)},
     epoch_committed=100.01,
     links_up=100.02,
     step_committed=100.5,
@@ -89,7 +89,7 @@ def test_what_is_not_over_is_not_sent():
     collector = Collector()
     try:
         traces = Traces(collector.url)
-        traces.recovery("gpt", Recovery(7, "death", "", 12, 100.0, diagnosis={}))
+        traces.recovery("gpt", RecoveryRecord(7, "death", "", 12, 100.0, diagnosis={}))
         traces.close()
         assert not collector.spans
     finally:
@@ -97,7 +97,7 @@ def test_what_is_not_over_is_not_sent():
 
 
 def test_phases_follow_one_another_even_where_clocks_do_not():
-    odd = Recovery(1, "abort", "", 1, 10.0, epoch_committed=9.0, step_committed=11.0)
+    odd = RecoveryRecord(1, "abort", "", 1, 10.0, epoch_committed=9.0, step_committed=11.0)
     assert phases(odd) == [("epoch committed", 10.0, 10.0), ("first step committed", 10.0, 11.0)]
 
 

@@ -19,10 +19,9 @@ from fabric.ckpt_server.server.durable_jobs import Dispatch
 from fabric.ckpt_server.server.metrics import Metrics as CkptMetrics
 from fabric.ckpt_server.server.slots import Memory
 from fabric.cli.main import cli
-from fabric.lighthouse.history.recovery import Recovery
+from fabric.lighthouse.history.recovery import RecoveryRecord
 from fabric.lighthouse.http.routes import OPEN_PATHS
-from fabric.lighthouse.telemetry.metrics import JobGauges
-from fabric.lighthouse.telemetry.metrics import Metrics as LighthouseMetrics
+from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
 from fabric.runtime.config import Settings, parse_replicas
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
@@ -444,7 +443,7 @@ def known_metrics() -> set[str]:
     lighthouse = LighthouseMetrics()
     gauges = JobGauges("job", 1, 1, 1, 1, 1, 1.0, ledger={"training": 1.0})
     lighthouse.observe(lambda: True, lambda: [gauges])
-    phases = Recovery(1, "death", "", 1, 1.0, epoch_committed=1.1, links_up=1.2, step_committed=1.3)
+    phases = RecoveryRecord(1, "death", "", 1, 1.0, epoch_committed=1.1, links_up=1.2, step_committed=1.3)
     lighthouse.recovery("job", phases)
     lighthouse.event("job", "epoch")
     lighthouse.evicted("job", 1)

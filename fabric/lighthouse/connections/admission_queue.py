@@ -1,11 +1,10 @@
-"""Connections are let in a few at a time: thousands come back at once after a fail-over.
+"""Admits connections a few at a time: after a fail-over thousands come back at once.
 
-Letting one in costs a dozen times what a beat costs. So those who knock stand in line, and a few are let
-in per turn of the loop: between them go the beats of those who are inside, and what is told to them. Where
-these make a turn long, more are let in.
-Who would stand in line for longer than its patience lasts is sent away before anything is done for it, with
-the time to come back, which grows with the number of those sent away, so that they come back spread out.
-While anybody is made to wait, those who decide who is dead are told so: who has not come may stand here.
+To admit a connection costs a dozen times what a heartbeat costs. So connections wait in a queue, and every
+turn of the loop admits a few; heartbeats and answers travel between the turns. A long turn admits more.
+A connection that would wait longer than its patience is refused at once, with the time after which to come
+back. That time grows with the number of refusals, which spreads the returns.
+While connections wait, the cores hear so: a member that has not come back may stand in this queue.
 """
 
 import asyncio
@@ -13,73 +12,74 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-# As many as are let in within the time that a member waits for its connection.
+# As many as the queue admits within the time that a member waits for its connection.
 MOST_WAITING = 1000
 _PER_TURN = 8
-# And more where a turn takes long, for those inside would have all the time: as many as PER_S says, up to
-# this.
+# A long turn admits as many as PER_S says, up to this; otherwise members inside would take all the time.
 _MOST_PER_TURN = 50
-# What a core that is busy with beats lets in, roughly; it only spreads those who come back.
+# What a core that is busy with heartbeats admits, roughly; the number only spreads the returns.
 PER_S = 500
 _AGAIN_S = (1, 30)
-# Who stands in line is let in, or gives up and comes again, within so many seconds.
-_LINE_S = 3.0
-# What is said of a crowd is said again when it has to last so much longer.
+# Within so many seconds a waiting connection is admitted, or gives up and comes again.
+_QUEUE_S = 3.0
+# An overload is reported again when it has to last so much longer.
 _LONGER_S = 0.5
 
 
-class Door:
-    """One for all jobs of a lighthouse. ``on_crowd`` is told for how many seconds from now on somebody may be
-    waiting to get in, whenever that has become longer. ``per_s``: how many are let in, roughly."""
+class AdmissionQueue:
+    """One queue for all jobs of a lighthouse. Whenever the overload lasts longer than reported,
+    ``on_overload`` hears for how many seconds from now connections may wait. ``per_s``: the rate of
+    admission, roughly."""
 
     def __init__(
         self,
         most_waiting: int = MOST_WAITING,
-        on_crowd: Callable[[float], None] = lambda _: None,
+        on_overload: Callable[[float], None] = lambda _: None,
         per_s: float = PER_S,
     ) -> None:
-        self.on_crowd = on_crowd
+        self.on_overload = on_overload
         self._most_waiting = most_waiting
         self._per_s = per_s
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._sent_away = 0  # since the line was last empty
-        self._told_until = 0.0
-        self._turn_at = 0.0  # when the last ones were let in
+        self._refused = 0  # since the queue was last empty
+        self._reported_until = 0.0
+        self._turn_at = 0.0  # when the queue last admitted
 
-    async def enter(self) -> int:
-        """Wait for the turn; returns 0, or after how many seconds to come back: the line is too long."""
+    async def admit(self) -> int:
+        """Wait for admission and return 0; from a full queue return at once after how many seconds to come
+        back."""
         if len(self._waiting) >= self._most_waiting:
-            self._sent_away += 1
-            seconds = math.ceil((self._most_waiting + self._sent_away) / self._per_s)
+            self._refused += 1
+            seconds = math.ceil((self._most_waiting + self._refused) / self._per_s)
             seconds = min(max(seconds, _AGAIN_S[0]), _AGAIN_S[1])
-            self._tell(seconds + _LINE_S)
+            self._report(seconds + _QUEUE_S)
             return seconds
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         self._waiting.append(turn)
         if len(self._waiting) == 1:
             self._turn_at = loop.time()
-            loop.call_soon(self._let_in)
+            loop.call_soon(self._admit_next)
         await turn
         return 0
 
-    def _let_in(self) -> None:
+    def _admit_next(self) -> None:
         loop = asyncio.get_running_loop()
         took_s, self._turn_at = loop.time() - self._turn_at, loop.time()
         left = max(_PER_TURN, min(int(took_s * self._per_s), _MOST_PER_TURN))
         while self._waiting and left:
             turn = self._waiting.popleft()
-            if not turn.done():  # else it has gone away meanwhile
+            if not turn.done():  # a connection that went away has cancelled it
                 turn.set_result(None)
                 left -= 1
         if self._waiting:
-            loop.call_soon(self._let_in)
-            self._tell(_LINE_S)
+            loop.call_soon(self._admit_next)
+            self._report(_QUEUE_S)
         else:
-            self._sent_away = 0
+            self._refused = 0
 
-    def _tell(self, seconds: float) -> None:
+    def _report(self, seconds: float) -> None:
         until = asyncio.get_running_loop().time() + seconds
-        if until > self._told_until + _LONGER_S:
-            self._told_until = until
-            self.on_crowd(seconds + _LONGER_S)
+        if until > self._reported_until + _LONGER_S:
+            self._reported_until = until
+            self.on_overload(seconds + _LONGER_S)

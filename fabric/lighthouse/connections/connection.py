@@ -44,26 +44,26 @@ _PER_TURN = 200
 _PAUSE_S = 0.001
 
 
-class Frames:
+class FrameCache:
     """Messages as the bytes that travel, those that go to many made once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, bool], tuple[LeaderMessage, bytes]] = {}
 
-    def of(self, message: LeaderMessage, packs: bool) -> bytes:
-        """The whole frame; compressed where it is long and the receiver ``packs``."""
+    def of(self, message: LeaderMessage, accepts_compression: bool) -> bytes:
+        """The whole frame; compressed where it is long and the receiver ``accepts_compression``."""
         if type(message) is HeartbeatAck:
             return _frame(_TEXT, wire.encode(message))  # for one alone
         # The message is kept with its frame, so that nothing else can have its id.
-        known = self._made.get((id(message), packs))
+        known = self._made.get((id(message), accepts_compression))
         if known is not None:
             return known[1]
         plain = wire.encode(message)
-        data = wire.packed(plain) if packs else plain
+        data = wire.packed(plain) if accepts_compression else plain
         frame = _frame(_TEXT if data is plain else _BINARY, data)
         if len(self._made) >= _FRAMES:
             self._made.clear()
-        self._made[id(message), packs] = message, frame
+        self._made[id(message), accepts_compression] = message, frame
         return frame
 
 
@@ -82,16 +82,16 @@ def _frame(kind: int, data: bytes) -> bytes:
     return struct.pack(">BBQ", kind, 127, size) + data
 
 
-class Connection:
-    """``send`` frames, and finish with ``end``. ``packs``: the member understands compressed messages."""
+class MemberConnection:
+    """The WebSocket of one process. ``send`` frames, and finish with ``end``."""
 
     def __init__(self, socket: web.WebSocketResponse, transport: asyncio.Transport | None) -> None:
         self.replica = ""
         self.incarnation = -1
         self.rank = -1  # of a checkpoint server's connection
-        self.packs = False
+        self.accepts_compression = False  # the member understands compressed messages
         self.address = ""  # from where the other side has connected
-        self.with_own = False  # whether it showed the lighthouse's own token
+        self.is_trusted = False  # whether it showed the lighthouse's own token
         self.is_ending = False
         self._socket = socket
         self._transport = transport
@@ -143,7 +143,7 @@ class Connection:
             self._transport.abort()
 
 
-class Turns:
+class WorkQueue:
     """Work that may wait, done in order and so much of it per turn of the loop: what thousands are told, and
     what they answer, comes at once, and neither lease nor beats must wait for all of it. ``per_turn``: how
     many pieces."""
@@ -179,15 +179,15 @@ class Turns:
                 self._take_turn(written / _PER_S_BYTES)
 
 
-class Pacer:
+class SendPacer:
     """Sends large frames in turns, and others at once. A change of the epoch is small: 10,000 are told of it
     in a tenth of a second, and in turns each would stand behind the beats and answers of those before it.
     Small frames may overtake; the protocol bears what comes in another order."""
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._turns = WorkQueue()
 
-    def send(self, connection: Connection, frame: bytes) -> None:
+    def send(self, connection: MemberConnection, frame: bytes) -> None:
         """Send it now, or in its turn where it is large."""
         if len(frame) >= _LARGE_BYTES:
             self._turns.add(partial(connection.send, frame), len(frame))

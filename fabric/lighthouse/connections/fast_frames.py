@@ -15,7 +15,7 @@ _MASKED = 0x80
 _TWO_BYTES, _EIGHT_BYTES = _MASKED + 126, _MASKED + 127
 
 
-class UsualFrames(asyncio.Protocol):
+class FastFrames(asyncio.Protocol):
     """The protocol of a connection from its upgrade on; ``library`` is the one that it had. ``on_text`` is
     given every usual text, until it says False: then the library reads on."""
 

@@ -15,18 +15,18 @@ from fabric.errors import ConfigError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-class NotThere(OSError):
+class HostNotAllowed(OSError):
     """A name leads to no address that may be asked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
+class AllowedHosts:
     """``networks`` may be asked whatever a process has connected from."""
 
     networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> "Hosts":
+    def parse(cls, text: str) -> "AllowedHosts":
         """Of networks and addresses that are separated by commas. Raises ConfigError."""
         try:
             return cls(tuple(ipaddress.ip_network(part.strip()) for part in text.split(",") if part.strip()))
@@ -51,7 +51,7 @@ class ConfinedResolver(AbstractResolver):
     """Resolves names to addresses that may be asked, and to no others: what was checked is what is
     dialled."""
 
-    def __init__(self, hosts: Hosts, sources: Iterable[str]) -> None:
+    def __init__(self, hosts: AllowedHosts, sources: Iterable[str]) -> None:
         self._hosts = hosts
         self._sources = tuple(sources)
         self._names = ThreadedResolver()
@@ -63,7 +63,7 @@ class ConfinedResolver(AbstractResolver):
         found = await self._names.resolve(host, port, family)
         may = [x for x in found if await asyncio.to_thread(self._hosts.allow, x["host"], self._sources)]
         if not may:
-            raise NotThere(host)
+            raise HostNotAllowed(host)
         return may
 
     async def close(self) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fabric.lighthouse.diagnosis import rank_probe
-from fabric.lighthouse.diagnosis.peer_addresses import Whereabouts
-from fabric.lighthouse.diagnosis.rank_probe import Access, Where
-from fabric.lighthouse.diagnosis.verdict import UNKNOWN, Case, Diagnosis, judge
-from fabric.lighthouse.history.recovery import Recovery
+from fabric.lighthouse.diagnosis.peer_addresses import PeerAddresses
+from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess, ProbeTarget
+from fabric.lighthouse.diagnosis.verdict import UNKNOWN, Diagnosis, Symptoms, diagnose
+from fabric.lighthouse.history.recovery import RecoveryRecord
 from fabric.model import Record
 from fabric.protocol.leader.view import EpochView, LeaderView
 from fabric.runtime.logs import fields
@@ -36,14 +36,14 @@ Tell = Callable[[str, str, str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class FailureSnapshot:
     """The leader's core and its epoch as they were when it began; the epoch's object stays as it was left."""
 
     view: LeaderView
     record: Record
     epoch: EpochView
 
-    def case(self, waited_for: str = "") -> Case:
+    def case(self, waited_for: str = "") -> Symptoms:
         """What is known of it by now. Of thousands only those are looked at whom somebody names."""
         condemned, aborted = dict(self.epoch.pending_evictions), dict(self.epoch.aborted)
         if waited_for and waited_for not in condemned:
@@ -55,7 +55,7 @@ class Scene:
         }
         members = [x for x in self.record.roster if x.replica in named]
         processes = {x.replica: self._process(x.replica, x.incarnation) for x in members}
-        return Case(condemned, aborted, self.record.names, processes)
+        return Symptoms(condemned, aborted, self.record.names, processes)
 
     def _process(self, replica: str, incarnation: int) -> str:
         liveness = self.view.liveness
@@ -67,33 +67,36 @@ class Scene:
             return "unknown"
         return pulse.trainer if pulse.connected else "silent"
 
-    def places(self, names: tuple[str, ...], whereabouts: Whereabouts) -> list[Where]:
+    def places(self, names: tuple[str, ...], addresses: PeerAddresses) -> list[ProbeTarget]:
         """Every rank of these replicas, as many as are asked at most."""
         found = []
         for name in names:
             member = self.record.member(name)
             for rank, url in enumerate(self.view.liveness.server_urls(member) if member is not None else ()):
                 if url:
-                    hosts, with_own = whereabouts.addresses(name, rank), whereabouts.has_shown_own(name)
-                    found.append(Where(name, rank, url, hosts, with_own))
+                    hosts, is_trusted = (
+                        addresses.of(name, rank),
+                        addresses.is_trusted(name),
+                    )
+                    found.append(ProbeTarget(name, rank, url, hosts, is_trusted))
         return found[: rank_probe.MAX_RANKS]
 
 
-class Explainer:
+class DiagnosisTask:
     """One job's. ``observe`` after every event of its core; ``keep`` is called with a record that has got
     its diagnosis, ``tell`` with an event (kind, about, why, cause). ``access`` says at the moment of asking
     what is shown to checkpoint servers, given whether their member showed the lighthouse's own token."""
 
     def __init__(
         self,
-        access: Callable[[bool], Access],
-        whereabouts: Whereabouts,
+        access: Callable[[bool], ProbeAccess],
+        peer_addresses: PeerAddresses,
         tasks: Tasks,
         tell: Tell,
-        keep: Callable[[Recovery], None],
+        keep: Callable[[RecoveryRecord], None],
     ) -> None:
         self._access = access
-        self._whereabouts = whereabouts
+        self._peer_addresses = peer_addresses
         self._tasks = tasks
         self._tell = tell
         self._keep = keep
@@ -102,7 +105,7 @@ class Explainer:
         self._stalls: set[tuple[str, int]] = set()
         self._looked = 0.0
 
-    def observe(self, view: LeaderView, changed: list[Recovery], now: float) -> None:
+    def observe(self, view: LeaderView, changed: list[RecoveryRecord], now: float) -> None:
         """``changed``: records that are new or have changed. ``now``: the core's clock, seconds."""
         record = view.record
         if record is None or record.complete:
@@ -112,7 +115,7 @@ class Explainer:
                 continue
             self._begun = {*sorted(self._begun)[-200:], recovery.id}
             if not recovery.epoch_committed:
-                self._start(Scene(view, record, view.epoch), recovery)
+                self._start(FailureSnapshot(view, record, view.epoch), recovery)
         if now - self._looked >= _LOOK_S:
             self._looked = now
             self._look_for_stalls(view, record, now)
@@ -132,16 +135,18 @@ class Explainer:
             if now - since < min(STALLED_S, view.patience_s(peer) / 2) or (name, step) in self._stalls:
                 continue
             self._stalls.add((name, step))
-            self._start(Scene(view, record, view.epoch), None, name)
+            self._start(FailureSnapshot(view, record, view.epoch), None, name)
         self._stalls &= standing
 
-    def _start(self, scene: Scene, recovery: Recovery | None, waited_for: str = "") -> None:
+    def _start(self, scene: FailureSnapshot, recovery: RecoveryRecord | None, waited_for: str = "") -> None:
         if self._running >= MOST_AT_ONCE:
             return
         self._running += 1
         self._tasks.start(f"explain {scene.view.job}", self._explain(scene, recovery, waited_for))
 
-    async def _explain(self, scene: Scene, recovery: Recovery | None, waited_for: str) -> None:
+    async def _explain(
+        self, scene: FailureSnapshot, recovery: RecoveryRecord | None, waited_for: str
+    ) -> None:
         try:
             found = await self._find_out(scene, waited_for)
         except Exception as error:
@@ -161,12 +166,12 @@ class Explainer:
         kind = "diagnosis" if recovery is not None else "stalled"
         self._tell(kind, about, f"{found.verdict}{whom}: {found.why}", incident_id)
 
-    async def _find_out(self, scene: Scene, waited_for: str) -> Diagnosis:
+    async def _find_out(self, scene: FailureSnapshot, waited_for: str) -> Diagnosis:
         begun = time.monotonic()
         if not scene.epoch.pending_evictions and not waited_for:
             await asyncio.sleep(_COMPANIONS_S)
         case = scene.case(waited_for)
-        seen = await rank_probe.ask(scene.places(case.concerned(), self._whereabouts), self._access)
+        seen = await rank_probe.ask(scene.places(case.concerned(), self._peer_addresses), self._access)
         # Who aborted or was condemned meanwhile, and whose process has turned out to be gone, counts too.
-        found = judge(scene.case(waited_for), seen)
+        found = diagnose(scene.case(waited_for), seen)
         return replace(found, t=time.time(), seconds=time.monotonic() - begun)

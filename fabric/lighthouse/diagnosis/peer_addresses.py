@@ -17,13 +17,13 @@ from fabric.runtime.http.token_file import is_same
 class _Source:
     session: str = ""
     pulse: str = ""
-    has_shown_own: bool = False
+    is_trusted: bool = False
     incarnation: int = -1
     secret: str = ""
 
 
 @dataclass(slots=True)
-class Whereabouts:
+class PeerAddresses:
     """By replica and rank. A session speaks for every rank of its replica, a pulse for one."""
 
     _sources: dict[tuple[str, int], _Source] = field(default_factory=dict)
@@ -41,22 +41,22 @@ class Whereabouts:
             " replica name of your own"
         )
 
-    def session(self, session: OpenSession, address: str, *, with_own: bool) -> None:
-        """A session was opened; ``with_own``: it showed the lighthouse's own token."""
+    def session(self, session: OpenSession, address: str, *, is_trusted: bool) -> None:
+        """A session was opened; ``is_trusted``: it showed the lighthouse's own token."""
         source = self._sources.setdefault((session.replica, 0), _Source())
-        source.session, source.has_shown_own = address, with_own
+        source.session, source.is_trusted = address, is_trusted
         source.incarnation, source.secret = session.incarnation, session.secret
 
     def pulse(self, replica: str, rank: int, address: str) -> None:
         """A checkpoint server has spoken for a rank."""
         self._sources.setdefault((replica, rank), _Source()).pulse = address
 
-    def addresses(self, replica: str, rank: int) -> frozenset[str]:
+    def of(self, replica: str, rank: int) -> frozenset[str]:
         """From where the rank's processes have connected."""
         first, own = self._sources.get((replica, 0)), self._sources.get((replica, rank))
         return frozenset(filter(None, (first.session if first else "", own.pulse if own else "")))
 
-    def has_shown_own(self, replica: str) -> bool:
+    def is_trusted(self, replica: str) -> bool:
         """Whether the replica's newest session showed the lighthouse's own token."""
         source = self._sources.get((replica, 0))
-        return source is not None and source.has_shown_own
+        return source is not None and source.is_trusted

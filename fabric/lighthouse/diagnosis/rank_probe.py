@@ -3,7 +3,7 @@ waits for.
 
 What a server answers is another process's word: bounded in size, and every field is taken for what it is. A
 rank that does not answer in time is told of as such. It is asked only where it has connected from, see
-``whereabouts``, or in a network that the lighthouse was given (``Access.hosts``).
+``peer_addresses``, or in a network that the lighthouse was given (``ProbeAccess.hosts``).
 """
 
 import asyncio
@@ -16,8 +16,13 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from fabric.lighthouse.diagnosis.allowed_hosts import ConfinedResolver, Hosts, NotThere, is_address
-from fabric.lighthouse.diagnosis.verdict import Seen
+from fabric.lighthouse.diagnosis.allowed_hosts import (
+    AllowedHosts,
+    ConfinedResolver,
+    HostNotAllowed,
+    is_address,
+)
+from fabric.lighthouse.diagnosis.verdict import RankProbe
 from fabric.runtime.http.tls import Tls
 
 # A trainer that holds the interpreter's lock is asked for a second, then its stacks are had by a signal.
@@ -40,40 +45,40 @@ NOT_WHERE_IT_CAME_FROM = (
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class ProbeTarget:
     """One rank, and the base URL of its checkpoint server by its own word; ``hosts``: from where its
-    processes have connected; ``with_own``: whether it showed the lighthouse's own token."""
+    processes have connected; ``is_trusted``: whether it showed the lighthouse's own token."""
 
     replica: str
     rank: int
     url: str
     hosts: frozenset[str] = frozenset()
-    with_own: bool = False
+    is_trusted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ProbeAccess:
     """What checkpoint servers want to see: the job's token, and certificates where TLS is configured.
     ``hosts``: where they may be besides the addresses that they have connected from."""
 
     token: str | None = None
     tls: Tls = field(default_factory=Tls)
-    hosts: Hosts = field(default_factory=Hosts)
+    hosts: AllowedHosts = field(default_factory=AllowedHosts)
 
 
 async def ask(
-    places: Sequence[Where], access_to: Callable[[bool], Access], ask_s: float = ASK_S
-) -> list[Seen]:
+    places: Sequence[ProbeTarget], access_to: Callable[[bool], ProbeAccess], ask_s: float = ASK_S
+) -> list[RankProbe]:
     """Every rank as it is now; at most MAX_RANKS of them, in ``ask_s`` seconds. ``access_to`` is called now
     with whether a member showed the lighthouse's own token, for tokens come and go."""
     return list(
         await asyncio.gather(
-            *(_rank(place, access_to(place.with_own), ask_s) for place in places[:MAX_RANKS])
+            *(_rank(place, access_to(place.is_trusted), ask_s) for place in places[:MAX_RANKS])
         )
     )
 
 
-async def _rank(where: Where, access: Access, ask_s: float) -> Seen:
+async def _rank(where: ProbeTarget, access: ProbeAccess, ask_s: float) -> RankProbe:
     base = where.url.partition("#")[0].rstrip("/")
     headers = {} if access.token is None else {"Authorization": f"Bearer {access.token}"}
     connector = aiohttp.TCPConnector(
@@ -93,7 +98,7 @@ async def _rank(where: Where, access: Access, ask_s: float) -> Seen:
     silent = trainer.get("silent")
     if not problems and isinstance(silent, str) and silent:
         problems = [silent]
-    return Seen(
+    return RankProbe(
         replica=where.replica,
         rank=where.rank,
         process=str(trainer.get("state", "unknown"))[:20],
@@ -108,14 +113,14 @@ async def _rank(where: Where, access: Access, ask_s: float) -> Seen:
 
 
 async def _get(
-    client: aiohttp.ClientSession, url: str, where: Where, hosts: Hosts, ask_s: float
+    client: aiohttp.ClientSession, url: str, where: ProbeTarget, hosts: AllowedHosts, ask_s: float
 ) -> Mapping[str, Any]:
     """The JSON object that is there; under ``error`` why there is none."""
     try:
         host = URL(url).host or ""
         # The library asks no resolver about what is an address already.
         if is_address(host) and not hosts.allow(host, where.hosts):
-            raise NotThere(host)
+            raise HostNotAllowed(host)
         async with asyncio.timeout(ask_s), client.get(url, allow_redirects=False) as answer:
             data = await answer.content.read(MAX_ANSWER_BYTES + 1)
             while len(data) <= MAX_ANSWER_BYTES and not answer.content.at_eof():
@@ -126,7 +131,7 @@ async def _get(
     except TimeoutError:
         return {"error": f"its checkpoint server did not answer within {ask_s:g} s"}
     except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
-        if isinstance(error, NotThere) or isinstance(getattr(error, "os_error", None), NotThere):
+        if isinstance(error, HostNotAllowed) or isinstance(getattr(error, "os_error", None), HostNotAllowed):
             return {"error": NOT_WHERE_IT_CAME_FROM.format(host=URL(url).host)}
         return {"error": f"its checkpoint server gave no answer ({type(error).__name__})"}
     return (

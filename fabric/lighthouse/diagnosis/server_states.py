@@ -14,7 +14,7 @@ SILENT_S = 5.0
 
 
 @dataclass(slots=True)
-class PulseSource:
+class HeardStatus:
     """What the core heard last of a replica's pulses over one connection, and when."""
 
     pulse: TrainerStatus

@@ -87,14 +87,14 @@ def waiting_for(view: LeaderView, now: float) -> str:
     return _waiting_in_epoch(view, record, now)
 
 
-class Waits:
+class WaitSentence:
     """What the members of one job are told, with the answers to their beats, that it waits for."""
 
     def __init__(self) -> None:
         self._text = ""
         self._looked = -math.inf
 
-    def told_with(self, message: LeaderMessage, view: LeaderView, now: float) -> LeaderMessage:
+    def attach(self, message: LeaderMessage, view: LeaderView, now: float) -> LeaderMessage:
         """``message`` with that, where it answers a beat and the job waits."""
         if not isinstance(message, HeartbeatAck):
             return message

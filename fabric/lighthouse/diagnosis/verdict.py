@@ -31,7 +31,7 @@ _UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Symptoms:
     """What the leader knew: who was condemned and why, who aborted and how, the roster, and of each of those
     that these name what was last said of its process (``running``, ``stopped``, ``gone``, or ``silent``:
     nothing is heard)."""
@@ -59,7 +59,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RankProbe:
     """One rank as its checkpoint server showed it. ``process``: the kernel's word of it; ``says``: its own
     (None: it did not answer); ``main``: the main thread's stack, innermost first, found out by ``how``;
     ``kernel``: what its main thread sleeps in; ``flight``: torch's recorded collectives; ``problem``: why
@@ -119,7 +119,7 @@ class Diagnosis:
     why: str
     t: float = 0.0
     seconds: float = 0.0
-    seen: tuple[Seen, ...] = field(default=())
+    seen: tuple[RankProbe, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -132,7 +132,7 @@ class Diagnosis:
         }
 
 
-def judge(case: Case, seen: Sequence[Seen]) -> Diagnosis:
+def diagnose(case: Symptoms, seen: Sequence[RankProbe]) -> Diagnosis:
     """The first verdict that what was seen supports, the most certain ones first."""
     for rule in (
         _stopped,
@@ -156,7 +156,7 @@ def judge(case: Case, seen: Sequence[Seen]) -> Diagnosis:
 Finding = tuple[str, tuple[str, ...], str]
 
 
-def _stopped(case: Case, seen: Sequence[Seen]) -> Finding | None:
+def _stopped(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     for one in seen:
         if one.process == "stopped":
             why = f"process {one.pid} of {one.name} is stopped (SIGSTOP, or a debugger)"
@@ -167,7 +167,7 @@ def _stopped(case: Case, seen: Sequence[Seen]) -> Finding | None:
     return None
 
 
-def _mismatched(case: Case, seen: Sequence[Seen]) -> Finding | None:
+def _mismatched(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     for name, aborted in sorted(case.aborted.items()):
         if aborted.mismatch:
             return MISMATCH, tuple(dict.fromkeys(n for n in (name, aborted.about) if n)), aborted.why
@@ -184,7 +184,7 @@ def _mismatched(case: Case, seen: Sequence[Seen]) -> Finding | None:
     return None
 
 
-def _gone(case: Case, seen: Sequence[Seen]) -> Finding | None:
+def _gone(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     gone = [name for name in case.concerned() if case.processes.get(name) == "gone"]
     gone += [one.replica for one in seen if one.process == "gone" and one.replica not in gone]
     if gone:
@@ -192,7 +192,7 @@ def _gone(case: Case, seen: Sequence[Seen]) -> Finding | None:
     return None
 
 
-def _cut_link(case: Case, seen: Sequence[Seen]) -> Finding | None:
+def _cut_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     """Members said to which others nothing gets through, and those are not dead or silent themselves."""
     pairs = {
         (min(name, other), max(name, other))
@@ -207,7 +207,7 @@ def _cut_link(case: Case, seen: Sequence[Seen]) -> Finding | None:
     return CUT_LINK, ends, f"every process runs, and nothing gets through between {links}"
 
 
-def _behind_in_collectives(case: Case, seen: Sequence[Seen]) -> Finding | None:
+def _behind_in_collectives(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     """A rank that has not come to a collective in which another rank of its replica waits."""
     for first, second in [*_pairs(seen), *((b, a) for a, b in _pairs(seen))]:
         there = {_key(entry) for entry in second.flight}
@@ -218,7 +218,7 @@ def _behind_in_collectives(case: Case, seen: Sequence[Seen]) -> Finding | None:
     return None
 
 
-def _slow_link(case: Case, seen: Sequence[Seen]) -> Finding | None:
+def _slow_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     """All who are concerned run, nobody is without an excuse, and bytes did not come."""
     if case.condemned:
         return None
@@ -237,7 +237,7 @@ def _slow_link(case: Case, seen: Sequence[Seen]) -> Finding | None:
     return SLOW_LINK, tuple(sorted(ends)), why
 
 
-def _did_not_come(case: Case, seen: Sequence[Seen]) -> Finding | None:
+def _did_not_come(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     """It runs, and the others wait for it: what its main thread does says why."""
     absent = [
         one for one in seen if one.replica in (*case.stuck(), *case.condemned) and one.process == "running"
@@ -251,22 +251,22 @@ def _did_not_come(case: Case, seen: Sequence[Seen]) -> Finding | None:
     return None
 
 
-def _silent(case: Case, seen: Sequence[Seen]) -> Finding | None:
+def _silent(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     silent = [name for name in case.concerned() if case.processes.get(name) == "silent"]
     if silent:
         return ABSENT, tuple(silent), f"nothing is heard of {', '.join(silent)}, nor of its checkpoint server"
     return None
 
 
-def _at(one: Seen) -> str:
+def _at(one: RankProbe) -> str:
     if one.main:
         return f": its main thread is at {one.main[0][-_FRAME_CHARACTERS:]}"
     return f": its main thread sleeps in {one.kernel}" if one.kernel else ""
 
 
-def _pairs(seen: Sequence[Seen]) -> Iterable[tuple[Seen, Seen]]:
+def _pairs(seen: Sequence[RankProbe]) -> Iterable[tuple[RankProbe, RankProbe]]:
     """Ranks of one replica that have recorded collectives, each with the next."""
-    by_replica: dict[str, list[Seen]] = {}
+    by_replica: dict[str, list[RankProbe]] = {}
     for one in seen:
         by_replica.setdefault(one.replica, []).append(one)
     for ranks in by_replica.values():

@@ -98,7 +98,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Hooks:
+class ElectionHooks:
     """Called at once and in order. ``elected``: this process leads; ``lost``: it does no longer, and why;
     ``followed``: another process leads; ``written``: how an attempt to become the leader came out."""
 
@@ -117,7 +117,7 @@ class Election:
         store: Store,
         namespace: str,
         lease_s: float,
-        hooks: Hooks,
+        hooks: ElectionHooks,
         *,
         lease_store: Store | None = None,
         clock: Clock = boot_time,

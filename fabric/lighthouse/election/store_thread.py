@@ -16,7 +16,7 @@ from fabric.store import Compare, Operation, Store
 Commit = Callable[[Sequence[Compare], Sequence[Operation]], Awaitable[int | None]]
 
 
-class Writer:
+class StoreThread:
     """``store``: a handle that nobody else uses; it is connected with the first write."""
 
     def __init__(self, store: Store) -> None:

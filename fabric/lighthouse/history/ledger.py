@@ -30,7 +30,7 @@ _KEPT = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class JobSample:
     """A job at one moment. ``is_on``: it has begun, and is neither complete nor failed. ``step``: -1 while a
     new leader has heard no member."""
 
@@ -43,7 +43,7 @@ class Look:
 
 
 @dataclass(slots=True)
-class Ledger:
+class TimeLedger:
     """``observe`` now and then, with monotonic seconds; ``seconds`` by state is what has been counted."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
@@ -55,7 +55,7 @@ class Ledger:
     _begun: float = 0.0
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
-    def observe(self, look: Look, now: float) -> None:
+    def observe(self, look: JobSample, now: float) -> None:
         """Count what is certain by now."""
         if not look.is_on:
             if self.state:
@@ -80,12 +80,12 @@ class Ledger:
             self._count(STALLED, now)
         self._step = max(self._step, look.step)
 
-    def _stands_still(self, look: Look, now: float) -> bool:
+    def _stands_still(self, look: JobSample, now: float) -> bool:
         if look.step < 0:  # nobody is back to tell of steps
             return now - self._begun > UNKNOWN_STALL_S
         return now - self._stepped > self.stall_s
 
-    def _on_step(self, look: Look, now: float) -> None:
+    def _on_step(self, look: JobSample, now: float) -> None:
         if self.state in (TRAINING, DEGRADED):
             step_s = (now - self._stepped) / (look.step - self._step)
             if step_s > self.stall_s:
@@ -159,5 +159,5 @@ class Ledger:
                 self._usual.extend([usual_s] * _KNOWN)
 
 
-def _steady(look: Look) -> str:
+def _steady(look: JobSample) -> str:
     return TRAINING if look.members >= look.wanted else DEGRADED

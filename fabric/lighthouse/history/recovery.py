@@ -25,7 +25,7 @@ _LOOK_S = 0.05
 
 
 @dataclass(slots=True)
-class Return:
+class ReplicaReturn:
     """A lost replica on its way back: its new process's session (or that the lost one goes on and knows that
     it is outside), its state, its first round. 0.0: not yet."""
 
@@ -35,7 +35,7 @@ class Return:
 
 
 @dataclass(slots=True)
-class Recovery:
+class RecoveryRecord:
     """``id`` is that of the event that began it. ``kind``: death, abort or cold start. ``lost``: the replicas
     that it cost, ``incarnations`` which process of each. ``step``: the newest one known then, or the one that
     the others went on from where that was news. Times are 0.0 until they come. ``steps_lost`` and
@@ -52,7 +52,7 @@ class Recovery:
     detected: float
     generation: int = 0
     epoch: int = 0
-    lost: dict[str, Return] = field(default_factory=dict)
+    lost: dict[str, ReplicaReturn] = field(default_factory=dict)
     incarnations: dict[str, int] = field(default_factory=dict)
     epoch_committed: float = 0.0
     links_up: float = 0.0
@@ -78,19 +78,20 @@ class Recovery:
         return body
 
 
-_FIELDS = tuple(f.name for f in fields(Recovery))
+_FIELDS = tuple(f.name for f in fields(RecoveryRecord))
 
 
-def from_json(body: Any) -> Recovery:
+def from_json(body: Any) -> RecoveryRecord:
     """The inverse of ``to_json``; fields of a later release are left out. Raises ProtocolError for what no
     lighthouse wrote."""
     try:
         lost = {
-            str(name): Return(**{k: float(v) for k, v in back.items()}) for name, back in body["lost"].items()
+            str(name): ReplicaReturn(**{k: float(v) for k, v in back.items()})
+            for name, back in body["lost"].items()
         }
         incarnations = {str(name): int(number) for name, number in body.get("incarnations", {}).items()}
         known = {name: value for name, value in body.items() if name in _FIELDS}
-        recovery = Recovery(**{**known, "lost": lost, "incarnations": incarnations})
+        recovery = RecoveryRecord(**{**known, "lost": lost, "incarnations": incarnations})
         if not isinstance(recovery.diagnosis, dict | None):
             raise TypeError("its diagnosis is no object")
         recovery.unnamed = {str(name): int(number) for name, number in recovery.unnamed.items()}
@@ -104,8 +105,10 @@ class Recoveries:
     """Those of one job, oldest first. ``observe`` after every event of its core."""
 
     def __init__(self) -> None:
-        self.kept: list[Recovery] = []
-        self._pending: list[Recovery] = []  # those of ``kept`` that are open: looked at after every event
+        self.kept: list[RecoveryRecord] = []
+        self._pending: list[
+            RecoveryRecord
+        ] = []  # those of ``kept`` that are open: looked at after every event
         self._record: Record | None = None
         self._looked = 0.0
 
@@ -114,7 +117,7 @@ class Recoveries:
         """Whether a failure waits for the next committed step."""
         return any(not recovery.step_committed for recovery in self._pending)
 
-    def restore(self, stored: list[Recovery]) -> None:
+    def restore(self, stored: list[RecoveryRecord]) -> None:
         """What an earlier leader wrote; those that are open go on here."""
         new = {recovery.id for recovery in self.kept}
         older = [recovery for recovery in stored if recovery.id not in new]
@@ -125,10 +128,10 @@ class Recoveries:
         """A term begins with this record: it is no news."""
         self._record = record
 
-    def observe(self, view: LeaderView, event: int, now: float) -> list[Recovery]:
+    def observe(self, view: LeaderView, event: int, now: float) -> list[RecoveryRecord]:
         """Look at the core as it is; returns what changed. ``event``: id of the newest one told."""
         record = view.record
-        changed: dict[int, Recovery] = {}
+        changed: dict[int, RecoveryRecord] = {}
         if record is not None and record is not self._record:
             for recovery in self._on_record(view, record, event, now):
                 changed[recovery.id] = recovery
@@ -149,12 +152,12 @@ class Recoveries:
             self._pending = [recovery for recovery in self.kept if recovery.is_open]
         return list(changed.values())
 
-    def _unanswered(self) -> Recovery | None:
+    def _unanswered(self) -> RecoveryRecord | None:
         """The newest one, while no epoch has answered it."""
         newest = self.kept[-1] if self.kept else None
         return newest if newest is not None and not newest.epoch_committed else None
 
-    def _open(self, view: LeaderView, event: int, now: float) -> Recovery:
+    def _open(self, view: LeaderView, event: int, now: float) -> RecoveryRecord:
         condemned = view.epoch.pending_evictions
         reasons = condemned or {name: aborted.why for name, aborted in view.epoch.aborted.items()}
         why = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
@@ -162,11 +165,11 @@ class Recoveries:
             "death" if condemned else "abort",
             incident_id_of(view.record.epoch + 1 if view.record else 1),
         )
-        recovery = Recovery(event, kind, why[:1000], view.top_step(), now, incident_id=name)
+        recovery = RecoveryRecord(event, kind, why[:1000], view.top_step(), now, incident_id=name)
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 
-    def _on_record(self, view: LeaderView, record: Record, event: int, now: float) -> list[Recovery]:
+    def _on_record(self, view: LeaderView, record: Record, event: int, now: float) -> list[RecoveryRecord]:
         before = self._record
         if before is None or not record.is_forced or before.epoch == record.epoch:
             return []
@@ -195,20 +198,20 @@ class Recoveries:
             recovery.step = record.base.step
         return [recovery]
 
-    def _open_late(self, view: LeaderView, record: Record, event: int, now: float) -> Recovery:
+    def _open_late(self, view: LeaderView, record: Record, event: int, now: float) -> RecoveryRecord:
         """Condemned and evicted within one event: the epoch is the first that is seen of it."""
-        recovery = Recovery(
+        recovery = RecoveryRecord(
             event, "abort", record.reason[:1000], view.top_step(), now, incident_id=record.incident_id
         )
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 
-    def _supersede(self, replica: str, recovery: Recovery) -> None:
+    def _supersede(self, replica: str, recovery: RecoveryRecord) -> None:
         """Lost again: the older records wait for it no longer."""
         for older in self.kept:
             if older is not recovery and replica in older.lost and not older.lost[replica].joined:
                 del older.lost[replica]
-        recovery.lost[replica] = Return()
+        recovery.lost[replica] = ReplicaReturn()
 
 
 def _has_failed(epoch: EpochView) -> bool:
@@ -223,7 +226,7 @@ def _is_by_order(before: Record, record: Record) -> bool:
     return members == others
 
 
-def _fill(recovery: Recovery, view: LeaderView, now: float, top: Callable[[], int]) -> bool:
+def _fill(recovery: RecoveryRecord, view: LeaderView, now: float, top: Callable[[], int]) -> bool:
     """Note what has come true since; whether anything has. ``top``: the job's newest step."""
     record = view.record
     if record is None or not recovery.epoch_committed:
@@ -240,7 +243,7 @@ def _fill(recovery: Recovery, view: LeaderView, now: float, top: Callable[[], in
     return changed
 
 
-def _note_resume(recovery: Recovery, view: LeaderView) -> bool:
+def _note_resume(recovery: RecoveryRecord, view: LeaderView) -> bool:
     """The step that the others go on from: a leader that has just begun knew none when the failure came."""
     decision = view.epoch.decision
     if recovery.step_committed or decision is None or decision.step <= recovery.step:
@@ -249,7 +252,7 @@ def _note_resume(recovery: Recovery, view: LeaderView) -> bool:
     return True
 
 
-def _has_stepped(recovery: Recovery, view: LeaderView, record: Record, top: Callable[[], int]) -> bool:
+def _has_stepped(recovery: RecoveryRecord, view: LeaderView, record: Record, top: Callable[[], int]) -> bool:
     """Whether a step was committed since: before the decision, what a member tells of is an older one."""
     is_decided = not record.is_forced or view.epoch.decision is not None
     return record.complete or (is_decided and top() > recovery.step)
@@ -260,7 +263,12 @@ def _everybody_runs(view: LeaderView, record: Record) -> bool:
 
 
 def _fill_return(
-    recovery: Recovery, replica: str, view: LeaderView, record: Record, now: float, top: Callable[[], int]
+    recovery: RecoveryRecord,
+    replica: str,
+    view: LeaderView,
+    record: Record,
+    now: float,
+    top: Callable[[], int],
 ) -> bool:
     back, peer = recovery.lost[replica], view.peers.get(replica)
     if back.joined or peer is None or not peer.connected:

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from fabric.errors import ProtocolError, Unauthorized
 from fabric.lighthouse.http.login_limit import LoginTries, TooManyTries
-from fabric.lighthouse.http.status_cache import Looks
+from fabric.lighthouse.http.status_cache import StatusCache
 from fabric.lighthouse.http.tokens import Scope, Tokens
 from fabric.lighthouse.jobs.job import Job
 from fabric.runtime.http.browser_guard import is_own_page
@@ -133,7 +133,7 @@ def _login(tokens: Tokens) -> Handler:
 
 
 async def stream(
-    request: web.Request, job: Job, looks: Looks, leads: Callable[[], bool]
+    request: web.Request, job: Job, looks: StatusCache, leads: Callable[[], bool]
 ) -> web.StreamResponse:
     """Server-sent events about one job: ``job`` (its view, with ages that
     go on), ``events`` and ``recoveries`` as
@@ -145,7 +145,7 @@ async def stream(
     return response
 
 
-async def _news(job: Job, looks: Looks, leads: Callable[[], bool]) -> AsyncIterator[tuple[str, str]]:
+async def _news(job: Job, looks: StatusCache, leads: Callable[[], bool]) -> AsyncIterator[tuple[str, str]]:
     last_event, told, said = 0, {"job": "", "recoveries": ""}, time.monotonic()
     while leads() and job.is_running:
         events = job.events.after(last_event)

@@ -15,13 +15,13 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from fabric.errors import StoreError
-from fabric.lighthouse.connections.admission_queue import Door
+from fabric.lighthouse.connections.admission_queue import AdmissionQueue
 from fabric.lighthouse.election.election import Election
 from fabric.lighthouse.election.store_probe import WriteProbe
 from fabric.lighthouse.http import dashboard, websockets
 from fabric.lighthouse.http.job_status import job_line, job_view
 from fabric.lighthouse.http.operator_routes import add_commands, find_job
-from fabric.lighthouse.http.status_cache import Looks
+from fabric.lighthouse.http.status_cache import StatusCache
 from fabric.lighthouse.http.tokens import Tokens, is_in_scope, token_required
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
@@ -72,18 +72,18 @@ class StoreProbe:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LighthouseParts:
     """What the routes answer from."""
 
     election: Election
     jobs: Jobs
-    metrics: metrics.Metrics
+    metrics: metrics.LighthouseMetrics
     probe: StoreProbe
-    door: Door = field(default_factory=Door)
+    admissions: AdmissionQueue = field(default_factory=AdmissionQueue)
     writes: WriteProbe | None = None
 
     def __post_init__(self) -> None:
-        self.door.on_crowd = self.jobs.crowd
+        self.admissions.on_overload = self.jobs.overloaded
 
     @property
     def leads(self) -> bool:
@@ -96,7 +96,7 @@ class Parts:
         return self.leads and self.jobs.loaded.is_set()
 
 
-def make_app(parts: Parts, tokens: Tokens | None, names: Iterable[str] = ()) -> web.Application:
+def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str] = ()) -> web.Application:
     """The application, with everything but OPEN_PATHS behind ``tokens`` (None: open). ``names``: the hosts
     that it is known by besides loopback."""
     tokens = tokens or Tokens(None)
@@ -109,7 +109,7 @@ def make_app(parts: Parts, tokens: Tokens | None, names: Iterable[str] = ()) -> 
         ],
         client_max_size=MAX_BODY_BYTES,
     )
-    routes = Routes(parts)
+    routes = LighthouseRoutes(parts)
     add = app.router.add_get
     app.on_response_prepare.append(_keep_no_answer)
     add("/livez", routes.alive)
@@ -134,7 +134,7 @@ async def _keep_no_answer(request: web.Request, response: web.StreamResponse) ->
         response.headers.setdefault("Cache-Control", "no-store")
 
 
-def _leader_only(parts: Parts) -> Middleware:
+def _leader_only(parts: LighthouseParts) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in OPEN_PATHS or parts.serves:
@@ -154,12 +154,12 @@ def _leader_only(parts: Parts) -> Middleware:
     return check
 
 
-class Routes:
+class LighthouseRoutes:
     """One handler per path."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: LighthouseParts) -> None:
         self._parts = parts
-        self._looks = Looks()
+        self._looks = StatusCache()
 
     async def alive(self, request: web.Request) -> web.Response:
         """200 while the process answers, whatever the store does: a restart would not mend the store."""
@@ -260,7 +260,7 @@ class Routes:
 
     async def _come_again(self) -> web.Response | None:
         """None when it is this one's turn to be let in."""
-        seconds = await self._parts.door.enter()
+        seconds = await self._parts.admissions.admit()
         if not seconds:
             return None
         sentence = (

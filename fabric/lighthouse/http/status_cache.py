@@ -19,7 +19,7 @@ _ROWS_PER_S = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CachedStatus:
     """A job's view and its newest recoveries as JSON, and when they were computed."""
 
     view: str
@@ -27,21 +27,21 @@ class Look:
     at: float
 
 
-class Looks:
+class StatusCache:
     """The newest look at each job that somebody looks at."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._newest: WeakKeyDictionary[Job, Look] = WeakKeyDictionary()
+        self._newest: WeakKeyDictionary[Job, CachedStatus] = WeakKeyDictionary()
 
     def period_s(self, job: Job) -> float:
         """How long a look at this job counts, in seconds."""
         return max(_LOOK_S, len(job.view.peers) / _ROWS_PER_S)
 
-    def look(self, job: Job) -> Look:
+    def look(self, job: Job) -> CachedStatus:
         """The job as it is now, or was less than ``period_s`` ago."""
         found, now = self._newest.get(job), self._clock()
         if found is None or now - found.at >= self.period_s(job):
             recoveries = json.dumps([recovery.to_json() for recovery in job.recoveries.kept[-50:]])
-            found = self._newest[job] = Look(json.dumps(job_view(job)), recoveries, now)
+            found = self._newest[job] = CachedStatus(json.dumps(job_view(job)), recoveries, now)
         return found

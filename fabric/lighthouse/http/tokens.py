@@ -33,16 +33,16 @@ Scope = frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _TokenEntry:
     stamp: tuple[int, int, int]
     tokens: tuple[str, ...]  # empty where the file cannot be used
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _FolderScan:
     """The folder as one look found it; ``blind`` says what could not be seen, empty where all was."""
 
-    known: dict[str, _Known]
+    known: dict[str, _TokenEntry]
     blind: str = ""
 
 
@@ -52,9 +52,9 @@ class Tokens:
     def __init__(self, own: TokenFile | str | None, folder: Path | None = None) -> None:
         self._own = TokenFile.of(own)
         self._folder = folder
-        self._look = _Look({}, "has not been read yet") if folder is not None else _Look({})
+        self._look = _FolderScan({}, "has not been read yet") if folder is not None else _FolderScan({})
         self._looked = float("-inf")
-        self._looking: asyncio.Future[_Look] | None = None
+        self._looking: asyncio.Future[_FolderScan] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -83,13 +83,13 @@ class Tokens:
         known = self._look.known.get(job)
         return known.tokens if known is not None else ()
 
-    def shown_to_servers(self, job: str, *, with_own: bool) -> str | None:
+    def shown_to_servers(self, job: str, *, is_trusted: bool) -> str | None:
         """What opens the checkpoint servers of ``job``: its own token. The lighthouse's opens every job, so
         it is shown only where no job has its own, or to members that showed it themselves
-        (``with_own``)."""
+        (``is_trusted``)."""
         if keys := self.keys(job):
             return keys[0]
-        return (self._own.shown() or None) if self._folder is None or with_own else None
+        return (self._own.shown() or None) if self._folder is None or is_trusted else None
 
     async def refresh(self) -> None:
         """Look at the folder again where the last look is over a second ago; waits for that HANG_S at
@@ -106,13 +106,13 @@ class Tokens:
         await asyncio.wait({self._looking}, timeout=HANG_S)
         await asyncio.sleep(0)  # what is done is taken in the next turn
         if self._looking is not None:
-            self._see(_Look(self._look.known, _HANGS))
+            self._see(_FolderScan(self._look.known, _HANGS))
 
-    def _take(self, looking: "asyncio.Future[_Look]") -> None:
+    def _take(self, looking: "asyncio.Future[_FolderScan]") -> None:
         self._looking, self._looked = None, time.monotonic()
         self._see(looking.result())
 
-    def _see(self, look: _Look) -> None:
+    def _see(self, look: _FolderScan) -> None:
         before, self._look = self._look.blind, look
         if look.blind and look.blind != before:
             log.error("the folder of job tokens %s %s", self._folder, look.blind)
@@ -122,13 +122,13 @@ _HANGS = f"does not answer within {HANG_S:g} s"
 
 
 def _in_thread(
-    work: Callable[[Path, dict[str, _Known]], _Look], folder: Path, known: dict[str, _Known]
-) -> "asyncio.Future[_Look]":
+    work: Callable[[Path, dict[str, _TokenEntry]], _FolderScan], folder: Path, known: dict[str, _TokenEntry]
+) -> "asyncio.Future[_FolderScan]":
     """In a thread that nothing waits for at the end, also where it hangs."""
     loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[_Look] = loop.create_future()
+    outcome: asyncio.Future[_FolderScan] = loop.create_future()
 
-    def tell(look: _Look) -> None:
+    def tell(look: _FolderScan) -> None:
         if not outcome.done():
             outcome.set_result(look)
 
@@ -140,16 +140,16 @@ def _in_thread(
     try:
         threading.Thread(target=run, name="fabric-tokens", daemon=True).start()
     except RuntimeError as error:
-        outcome.set_result(_Look(known, f"cannot be read ({error})"))
+        outcome.set_result(_FolderScan(known, f"cannot be read ({error})"))
     return outcome
 
 
-def _look_at(folder: Path, before: dict[str, _Known]) -> _Look:
+def _look_at(folder: Path, before: dict[str, _TokenEntry]) -> _FolderScan:
     try:
         files = sorted(folder.iterdir())
     except OSError as error:
-        return _Look(before, f"cannot be read ({error.strerror})")
-    found: dict[str, _Known] = {}
+        return _FolderScan(before, f"cannot be read ({error.strerror})")
+    found: dict[str, _TokenEntry] = {}
     blind = ""
     for file in files:
         try:
@@ -166,18 +166,18 @@ def _look_at(folder: Path, before: dict[str, _Known]) -> _Look:
             blind = f"has a file {file.name} that cannot be read ({error.strerror})"
             if file.name in before:
                 found[file.name] = before[file.name]
-    return _Look(found, blind)
+    return _FolderScan(found, blind)
 
 
-def _read(file: Path, stamp: tuple[int, int, int]) -> _Known:
+def _read(file: Path, stamp: tuple[int, int, int]) -> _TokenEntry:
     """Raises OSError where the file cannot be read now; one that holds no token counts as none."""
     try:
-        return _Known(stamp, read_tokens(file))
+        return _TokenEntry(stamp, read_tokens(file))
     except ConfigError as error:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from error
         log.warning("%s", error)
-        return _Known(stamp, ())
+        return _TokenEntry(stamp, ())
 
 
 def token_required(

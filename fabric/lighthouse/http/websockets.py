@@ -14,8 +14,8 @@ from functools import partial
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from fabric.errors import FabricError, ProtocolError, StoreUnavailable
-from fabric.lighthouse.connections.connection import MALFORMED, NOT_THE_LEADER, Connection, Frames
-from fabric.lighthouse.connections.fast_frames import UsualFrames
+from fabric.lighthouse.connections.connection import MALFORMED, NOT_THE_LEADER, FrameCache, MemberConnection
+from fabric.lighthouse.connections.fast_frames import FastFrames
 from fabric.lighthouse.connections.validation import (
     MAX_PULSE_BYTES,
     decode_member,
@@ -48,7 +48,7 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     jobs.find(name)
     policy = parse_policy(request.query.get("replicas", ""), jobs.start_wait_s)
     socket, connection = await _accept(request, wire.MAX_BYTES)
-    place = _Place(jobs, name)
+    place = JobLookup(jobs, name)
 
     def hear(text: str) -> bool:
         message = decode_member(text) if place.job else decode_session(text)
@@ -62,7 +62,7 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     take = _guarded(place, connection, hear)
 
     def on_text(text: str) -> bool:
-        if place.job is not None and place.job.puts_off(text, partial(take, text)):
+        if place.job is not None and place.job.defer(text, partial(take, text)):
             return True
         return take(text)
 
@@ -70,7 +70,7 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     if transport is not None:
         library = transport.get_protocol()
         assert isinstance(library, asyncio.Protocol)
-        transport.set_protocol(UsualFrames(library, on_text))
+        transport.set_protocol(FastFrames(library, on_text))
     await _serve(place, socket, connection, on_text, lambda job: job.closed(connection))
     return socket
 
@@ -80,7 +80,7 @@ async def pulse(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     name = request.match_info["job"]
     jobs.find(name)
     socket, connection = await _accept(request, MAX_PULSE_BYTES, silence_s=PULSE_SILENCE_S)
-    place = _Place(jobs, name)
+    place = JobLookup(jobs, name)
 
     def on_text(text: str) -> bool:
         beat = decode_pulse(text)
@@ -97,7 +97,7 @@ async def pulse(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     return socket
 
 
-class _Place:
+class JobLookup:
     """A connection's job: found, or made, with the first message that can be understood."""
 
     def __init__(self, jobs: Jobs, name: str) -> None:
@@ -120,7 +120,7 @@ class _Place:
             self._jobs.release(self.job)
 
 
-class _Socket(web.WebSocketResponse):
+class _ExplainingSocket(web.WebSocketResponse):
     """A WebSocket that says why it is closed, also where the frames themselves are at fault."""
 
     def __init__(self, most_bytes: int, silence_s: float | None) -> None:
@@ -139,8 +139,8 @@ class _Socket(web.WebSocketResponse):
 
 async def _accept(
     request: web.Request, most_bytes: int, silence_s: float | None = None
-) -> tuple[web.WebSocketResponse, Connection]:
-    socket = _Socket(most_bytes, silence_s)
+) -> tuple[web.WebSocketResponse, MemberConnection]:
+    socket = _ExplainingSocket(most_bytes, silence_s)
     if not socket.can_prepare(request):
         raise ProtocolError("this is a WebSocket: connect to it as one")
     try:
@@ -153,12 +153,14 @@ async def _accept(
     if raw is not None:
         for option in _KEEP_ALIVE:
             raw.setsockopt(*option)
-    connection = Connection(socket, transport)
-    connection.address, connection.with_own = request.remote or "", opened_with_own(request)
+    connection = MemberConnection(socket, transport)
+    connection.address, connection.is_trusted = request.remote or "", opened_with_own(request)
     return socket, connection
 
 
-def _guarded(place: _Place, connection: Connection, on_text: Callable[[str], bool]) -> Callable[[str], bool]:
+def _guarded(
+    place: JobLookup, connection: MemberConnection, on_text: Callable[[str], bool]
+) -> Callable[[str], bool]:
     """``on_text``, where what it raises ends the connection with a sentence; False then."""
 
     def take(text: str) -> bool:
@@ -171,19 +173,19 @@ def _guarded(place: _Place, connection: Connection, on_text: Callable[[str], boo
     return take
 
 
-def _end_of(place: _Place, connection: Connection, error: FabricError) -> None:
+def _end_of(place: JobLookup, connection: MemberConnection, error: FabricError) -> None:
     if isinstance(error, StoreUnavailable):
         connection.end(NOT_THE_LEADER, str(error))
         return
     log.warning("job %s: a connection of %s is closed: %s", place.name, connection.replica or "?", error)
-    connection.send(Frames().of(Rejected(str(error)), packs=False))
+    connection.send(FrameCache().of(Rejected(str(error)), accepts_compression=False))
     connection.end(MALFORMED, str(error))
 
 
 async def _serve(
-    place: _Place,
+    place: JobLookup,
     socket: web.WebSocketResponse,
-    connection: Connection,
+    connection: MemberConnection,
     take: Callable[[str], bool],
     on_end: Callable[[Job], None],
 ) -> None:
@@ -200,7 +202,7 @@ async def _serve(
 
 
 async def _read(
-    place: _Place, socket: web.WebSocketResponse, connection: Connection, take: Callable[[str], bool]
+    place: JobLookup, socket: web.WebSocketResponse, connection: MemberConnection, take: Callable[[str], bool]
 ) -> None:
     """What the library reads: of a session only from the first frame on that is not usual."""
     wait_s: float | None = FIRST_MESSAGE_S

@@ -18,19 +18,25 @@ from typing import Any
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
-from fabric.lighthouse.connections.connection import Connection, Frames, Pacer, Turns, text_frame
-from fabric.lighthouse.diagnosis.diagnosis_task import Explainer
-from fabric.lighthouse.diagnosis.peer_addresses import Whereabouts
-from fabric.lighthouse.diagnosis.server_states import CheckpointServers, PulseSource
-from fabric.lighthouse.diagnosis.status_text import Waits, no_room, numbers, others, policy_kept
-from fabric.lighthouse.history.ledger import Ledger, Look
+from fabric.lighthouse.connections.connection import (
+    FrameCache,
+    MemberConnection,
+    SendPacer,
+    WorkQueue,
+    text_frame,
+)
+from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
+from fabric.lighthouse.diagnosis.peer_addresses import PeerAddresses
+from fabric.lighthouse.diagnosis.server_states import CheckpointServers, HeardStatus
+from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
+from fabric.lighthouse.history.ledger import JobSample, TimeLedger
 from fabric.lighthouse.history.recoverable import recoverable
-from fabric.lighthouse.history.recovery import NAMED, Recoveries, Recovery
+from fabric.lighthouse.history.recovery import NAMED, Recoveries, RecoveryRecord
 from fabric.lighthouse.jobs.epoch_notice import notice_of
 from fabric.lighthouse.jobs.job_events import EventLog
 from fabric.lighthouse.jobs.job_store import Deposed, StoredRecord
 from fabric.lighthouse.jobs.retention import Retention
-from fabric.lighthouse.jobs.term_context import Surroundings, entropy
+from fabric.lighthouse.jobs.term_context import TermContext, entropy
 from fabric.lighthouse.telemetry.metrics import JobGauges
 from fabric.model import Policy, Record
 from fabric.protocol.leader.core import MANY, LeaderCore
@@ -66,44 +72,46 @@ class Job:
     def __init__(
         self,
         name: str,
-        around: Surroundings,
+        context: TermContext,
         stored: StoredRecord,
         events: EventLog,
         recoveries: Recoveries,
     ) -> None:
         self.name = name
-        self.ledger = Ledger()
+        self.ledger = TimeLedger()
         self.ledger_is_known = True  # False while what an earlier leader stored has not been read
-        self._looked = self._stored_ledger = around.clock()
+        self._looked = self._stored_ledger = context.clock()
         self.events = events
         self.recoveries = recoveries
         self.servers = CheckpointServers()
-        self.core = LeaderCore(name, around.config, entropy(), around.clock())
-        self.sessions: dict[str, Connection] = {}
+        self.core = LeaderCore(name, context.config, entropy(), context.clock())
+        self.sessions: dict[str, MemberConnection] = {}
         # By replica and rank for each connection: a second process of an id, which is refused, has one too.
-        self.pulses: dict[Connection, dict[tuple[str, int], PulseSource]] = {}
-        self._around = around
+        self.pulses: dict[MemberConnection, dict[tuple[str, int], HeardStatus]] = {}
+        self._context = context
         self._stored = stored
         self._driver: Driver[io.Event, io.Effect] | None = None
-        self._opening: Connection | None = None
+        self._opening: MemberConnection | None = None
         self._failures = 0
-        self._retention = Retention(time.time(), around.clock())
+        self._retention = Retention(time.time(), context.clock())
         self._changed = asyncio.Event()  # the record has; a new one is made every time
         self._record: Record | None = None
-        self._frames = Frames()
-        self._pacer = Pacer()
-        self._answers = Turns()
+        self._frames = FrameCache()
+        self._pacer = SendPacer()
+        self._answers = WorkQueue()
         self._noted = 0.0
-        self._waits = Waits()
-        self._unkept: dict[int, Recovery] = {}
-        self.whereabouts = Whereabouts()
-        access = partial(around.access_to, name)
-        self._explainer = Explainer(access, self.whereabouts, around.tasks, self._note_cause, self._keep)
+        self._waits = WaitSentence()
+        self._unkept: dict[int, RecoveryRecord] = {}
+        self.peer_addresses = PeerAddresses()
+        access = partial(context.access_to, name)
+        self._explainer = DiagnosisTask(
+            access, self.peer_addresses, context.tasks, self._note_cause, self._keep
+        )
 
     @property
     def now(self) -> float:
         """The core's clock, monotonic seconds."""
-        return self._around.clock()
+        return self._context.clock()
 
     @property
     def view(self) -> LeaderView:
@@ -118,7 +126,7 @@ class Job:
     @property
     def max_replicas(self) -> int:
         """As many as this lighthouse lets a job have."""
-        return self._around.max_replicas
+        return self._context.max_replicas
 
     @property
     def is_idle(self) -> bool:
@@ -165,7 +173,7 @@ class Job:
             durable_failing=len(self.servers.failing),
         )
 
-    def look_at_ledger(self) -> Ledger:
+    def look_at_ledger(self) -> TimeLedger:
         """Where the job's time went, up to now."""
         view, record = self.view, self.view.record
         is_on = record is not None and not record.complete and not record.failed
@@ -175,7 +183,7 @@ class Job:
         # A new leader has heard nobody yet: what the record says is where the generation began.
         step = -1 if view.highest_step is None else view.highest_step
         generation = record.generation if record is not None else 0
-        look = Look(is_on, step, members, wanted, self.recoveries.is_recovering, generation)
+        look = JobSample(is_on, step, members, wanted, self.recoveries.is_recovering, generation)
         self.ledger.observe(look, self.now)
         self.servers.look(view, self.now, self._note)
         if self.is_running and self.ledger_is_known:
@@ -187,9 +195,9 @@ class Job:
         self._record = record
         self.recoveries.begin(record)
         self._driver = Driver(
-            self.core, self._perform, tick=io.LeaderTick(), on_crash=self._remake, clock=self._around.clock
+            self.core, self._perform, tick=io.LeaderTick(), on_crash=self._remake, clock=self._context.clock
         )
-        self._feed(io.Elected(self._around.term.store_id, record, time.time()))
+        self._feed(io.Elected(self._context.term.store_id, record, time.time()))
 
     def close(self, code: int, reason: str) -> None:
         """Feed nothing more, and close every connection with ``code``: of thousands a few per turn, so that a
@@ -201,7 +209,7 @@ class Job:
         connections = [*self.sessions.values(), *self.pulses]
         self.sessions.clear()
         self.pulses.clear()
-        ends = Turns(_ENDS_PER_TURN)
+        ends = WorkQueue(_ENDS_PER_TURN)
         for connection in connections:
             ends.add(partial(connection.end, code, reason))
 
@@ -209,15 +217,15 @@ class Job:
 
     _tensors: tuple[str, ...] = ()
 
-    def open(self, connection: Connection, session: m.OpenSession, policy: Policy) -> bool:
+    def open(self, connection: MemberConnection, session: m.OpenSession, policy: Policy) -> bool:
         """Begin (or say again) a session; False when the core refused it, and it is being closed."""
         record = self.view.record
-        allowed, needed = self._around.max_replicas, policy.min_replicas if record is None else 0
+        allowed, needed = self._context.max_replicas, policy.min_replicas if record is None else 0
         count = others(session.replica, self.sessions, record, allowed)
         reason = no_room(self.name, session.replica, count, needed, allowed)
-        if reason := reason or self.whereabouts.stranger(session):
+        if reason := reason or self.peer_addresses.stranger(session):
             self._note("session refused", session.replica, reason)
-            connection.send(self._frames.of(m.Rejected(reason), connection.packs))
+            connection.send(self._frames.of(m.Rejected(reason), connection.accepts_compression))
             connection.end(codes.REFUSED, reason)
             return False
         start, most = min(policy.start_replicas, allowed), min(policy.max_replicas, allowed)
@@ -232,7 +240,7 @@ class Job:
             session = replace(session, tensors=self._tensors)  # thousands of sessions share one list
         self._tensors = session.tensors
         connection.replica, connection.incarnation = session.replica, session.incarnation
-        connection.packs = bool(session.roster)
+        connection.accepts_compression = bool(session.roster)
         self._opening = connection
         self._feed(io.SessionOpened(session, policy if is_first else None))
         self._opening = None
@@ -245,37 +253,37 @@ class Job:
             return False
         older = self.sessions.get(session.replica)
         self.sessions[session.replica] = connection
-        self.whereabouts.session(session, connection.address, with_own=connection.with_own)
+        self.peer_addresses.session(session, connection.address, is_trusted=connection.is_trusted)
         if older is not None and older is not connection:
             older.end(codes.REPLACED, "replaced by a newer session of the same replica")
         return True
 
-    def crowd(self, seconds: float) -> None:
+    def overloaded(self, seconds: float) -> None:
         """So many connect to this lighthouse that some have to wait, for so many seconds yet."""
         self._feed(io.AcceptQueueFull(seconds))
 
-    def hear(self, connection: Connection, message: m.MemberMessage) -> None:
+    def hear(self, connection: MemberConnection, message: m.MemberMessage) -> None:
         """One message of an open session; what a replaced one still says is dropped."""
         if self.sessions.get(connection.replica) is connection:
             self._feed(io.FromMember(connection.replica, connection.incarnation, message))
 
-    def puts_off(self, text: str, work: Callable[[], object]) -> bool:
+    def defer(self, text: str, work: Callable[[], object]) -> bool:
         """Whether ``work`` on it waits for its turn: what thousands answer at once, between their beats."""
-        if is_put_off := self._is_many and text.startswith(_ANSWERS):
+        if is_deferred := self._is_many and text.startswith(_ANSWERS):
             self._answers.add(work)
-        return is_put_off
+        return is_deferred
 
     @property
     def _is_many(self) -> bool:
         return len(self.sessions) >= MANY
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: MemberConnection) -> None:
         """The socket has ended, by whatever cause."""
         if self.sessions.get(connection.replica) is connection:
             del self.sessions[connection.replica]
             self._feed(io.SessionClosed(connection.replica, connection.incarnation))
 
-    def pulse(self, connection: Connection, pulse: m.TrainerStatus) -> None:
+    def pulse(self, connection: MemberConnection, pulse: m.TrainerStatus) -> None:
         """One beat; many that say the same are told at ``PULSE_S``; that states age says nothing new."""
         if connection not in self.pulses:
             self.pulses[connection] = {}
@@ -289,11 +297,11 @@ class Job:
             and replace(known.pulse, number=pulse.number, ages_s=pulse.ages_s) == pulse
         ):
             return
-        heard[key] = PulseSource(pulse, now)
-        self.whereabouts.pulse(pulse.replica, pulse.rank, connection.address)
+        heard[key] = HeardStatus(pulse, now)
+        self.peer_addresses.pulse(pulse.replica, pulse.rank, connection.address)
         self._feed(io.TrainerStatusSeen(pulse))
 
-    def pulse_closed(self, connection: Connection) -> None:
+    def pulse_closed(self, connection: MemberConnection) -> None:
         """The connection of a checkpoint server has ended; it may have another one already."""
         for (replica, rank), source in self.pulses.pop(connection, {}).items():
             others = (heard.get((replica, rank)) for heard in self.pulses.values())
@@ -346,11 +354,11 @@ class Job:
         if isinstance(effect, io.SendMember):
             self._send(effect)
         elif isinstance(effect, io.WriteRecord):
-            self._around.tasks.start(f"write {self.name}", self._write(effect.record, self._driver))
+            self._context.tasks.start(f"write {self.name}", self._write(effect.record, self._driver))
         elif isinstance(effect, io.ReadRecord):
-            self._around.tasks.start(f"read {self.name}", self._read(self._driver))
+            self._context.tasks.start(f"read {self.name}", self._read(self._driver))
         elif isinstance(effect, io.StepDown):
-            self._around.term.resign(f"job {self.name}: {effect.reason}")
+            self._context.term.resign(f"job {self.name}: {effect.reason}")
         else:
             self._note(effect.kind, effect.about, effect.why, effect.epoch, effect.incident_id)
             if effect.kind in ("evicting", "aborted"):
@@ -358,12 +366,12 @@ class Job:
                 asyncio.get_running_loop().call_soon(self._note_recoveries)
 
     def _send(self, effect: io.SendMember) -> None:
-        if not self._around.term.holds():
+        if not self._context.term.holds():
             return
-        message = self._waits.told_with(effect.message, self.view, self.now)
+        message = self._waits.attach(effect.message, self.view, self.now)
         for connection in (self._opening, self.sessions.get(effect.replica)):
             if connection is not None and connection.is_of(effect.replica, effect.incarnation):
-                self._pacer.send(connection, self._frames.of(message, connection.packs))
+                self._pacer.send(connection, self._frames.of(message, connection.accepts_compression))
                 if isinstance(effect.message, m.Rejected) and not effect.message.retry:
                     connection.end(codes.REFUSED, effect.message.reason)
                 return
@@ -371,7 +379,7 @@ class Job:
     async def _write(self, record: Record, asker: object) -> None:
         why = ""
         failed = io.WriteFailed(record.nonce, definite=True)
-        if not self._around.term.holds():
+        if not self._context.term.holds():
             return
         try:
             if not await self._stored.write(record):
@@ -394,13 +402,13 @@ class Job:
 
     async def _read_stubbornly(self, asker: object) -> Record | None:
         """The record, asking until there is an answer or nobody waits for it any more."""
-        while self._driver is asker and not self._around.term.is_over:
+        while self._driver is asker and not self._context.term.is_over:
             if self._failures:
                 await asyncio.sleep(min(_RETRY_S[0] * 2 ** (self._failures - 1), _RETRY_S[1]))
             try:
                 return await self._stored.read()
             except (Deposed, ProtocolError) as error:
-                self._around.term.resign(f"job {self.name}: {error}")
+                self._context.term.resign(f"job {self.name}: {error}")
             except StoreError as error:
                 self._failures = min(self._failures + 1, 10)
                 log.warning("job %s: its record cannot be read: %s", self.name, error)
@@ -416,7 +424,7 @@ class Job:
             return
         changed = self.recoveries.observe(self.view, self.events.newest, time.time())
         for recovery in changed:
-            self._around.metrics.recovery(self.name, recovery)
+            self._context.metrics.recovery(self.name, recovery)
             self._keep(recovery)
         if changed:
             self.look_at_ledger()  # a recovery may be over before the next look
@@ -429,7 +437,7 @@ class Job:
         if self.now - self._stored_ledger >= waits_s:
             self._stored_ledger = self.now
             saved = self.ledger.saved(time.time())
-            self._around.tasks.start(f"keep the ledger of {self.name}", self._write_ledger(saved))
+            self._context.tasks.start(f"keep the ledger of {self.name}", self._write_ledger(saved))
 
     async def _write_ledger(self, saved: dict[str, Any]) -> None:
         try:
@@ -437,14 +445,14 @@ class Job:
         except StoreError as error:
             log.warning("job %s: its ledger is not in the store: %s", self.name, error)
 
-    def _keep(self, recovery: Recovery) -> None:
+    def _keep(self, recovery: RecoveryRecord) -> None:
         """Into the store, in a moment; when it is complete, to whoever collects traces."""
-        if self._around.traces is not None:
-            self._around.traces.recovery(self.name, recovery)
+        if self._context.traces is not None:
+            self._context.traces.recovery(self.name, recovery)
         idle = not self._unkept
         self._unkept[recovery.id] = recovery
         if idle:
-            self._around.tasks.start(f"keep recoveries of {self.name}", self._keep_recoveries())
+            self._context.tasks.start(f"keep recoveries of {self.name}", self._keep_recoveries())
 
     async def _keep_recoveries(self) -> None:
         """Into the store, one after the other; what changes meanwhile is written once more. They are for
@@ -470,7 +478,7 @@ class Job:
         if epoch is None:
             epoch = view.record.epoch if view.record else 0
         event = self.events.add(kind, epoch, about, why, incident_id)
-        self._around.metrics.event(self.name, kind)
+        self._context.metrics.event(self.name, kind)
         peer = view.peers.get(about)
         incarnation = peer.incarnation if peer is not None else None
         where = {"job": self.name, "replica": about, "incarnation": incarnation, "epoch": epoch}
@@ -483,18 +491,18 @@ class Job:
             return
         left = [x for x in before.roster if not now.lists(x.replica, x.incarnation) and not x.leaving]
         if left:
-            self._around.metrics.evicted(self.name, len(left))
+            self._context.metrics.evicted(self.name, len(left))
 
     def _remake(self, error: BaseException) -> None:
         log.error("job %s: a defect in its leader; it is made anew", self.name, exc_info=error)
         self._note("defect", "", f"{type(error).__name__}: {error}")
         self.close(codes.DEFECT, "the lighthouse met a defect of its own: connect again")
-        self._around.tasks.start(f"remake {self.name}", self._begin_again())
+        self._context.tasks.start(f"remake {self.name}", self._begin_again())
 
     async def _begin_again(self) -> None:
         await asyncio.sleep(_REMAKE_S)
         self._failures = 0
         record = await self._read_stubbornly(None)
-        if self._driver is None and self._around.term.in_force():
-            self.core = LeaderCore(self.name, self._around.config, entropy(), self._around.clock())
+        if self._driver is None and self._context.term.in_force():
+            self.core = LeaderCore(self.name, self._context.config, entropy(), self._context.clock())
             self.begin(record)

@@ -19,7 +19,7 @@ _MAX_WHY = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class JobEvent:
     """``t`` is Unix time in seconds, ``about`` a replica or empty, ``why`` a sentence, ``incident_id`` the
     id of
     what it belongs to, which replicas and checkpoint servers log too (empty: to nothing)."""
@@ -43,16 +43,16 @@ class EventLog:
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = boot_time,
     ) -> None:
-        self._kept: deque[Event] = deque(maxlen=capacity)
+        self._kept: deque[JobEvent] = deque(maxlen=capacity)
         self._clock, self._steady = clock, steady
         self._ahead_s = clock() - steady()
         self._last = 0
         self._changed = asyncio.Event()
         self._round = 0
 
-    def add(self, kind: str, epoch: int, about: str, why: str, incident_id: str = "") -> Event:
+    def add(self, kind: str, epoch: int, about: str, why: str, incident_id: str = "") -> JobEvent:
         self._last = max(self._last + 1, round((self._steady() + self._ahead_s) * 1e6))
-        event = Event(self._last, self._clock(), kind, epoch, about, why[:_MAX_WHY], incident_id)
+        event = JobEvent(self._last, self._clock(), kind, epoch, about, why[:_MAX_WHY], incident_id)
         self._kept.append(event)
         self._wake()
         return event
@@ -62,13 +62,13 @@ class EventLog:
         """Id of the newest event, 0 before the first."""
         return self._last
 
-    def after(self, last: int) -> list[Event]:
+    def after(self, last: int) -> list[JobEvent]:
         """The kept events with a greater id, oldest first."""
         newer = list(takewhile(lambda event: event.id > last, reversed(self._kept)))
         newer.reverse()
         return newer
 
-    async def follow(self, last: int) -> AsyncGenerator[list[Event], None]:
+    async def follow(self, last: int) -> AsyncGenerator[list[JobEvent], None]:
         """Batches of events after ``last``, waiting for more each time. Ends with ``end_followers``."""
         begun = self._round
         while True:

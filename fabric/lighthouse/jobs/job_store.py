@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from fabric.errors import StoreError, StoreIndefinite
 from fabric.lighthouse.election.election import Term
 from fabric.lighthouse.election.store_thread import Commit
-from fabric.lighthouse.history.recovery import CAPACITY, Recovery
-from fabric.lighthouse.telemetry.metrics import Metrics
+from fabric.lighthouse.history.recovery import CAPACITY, RecoveryRecord
+from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
 from fabric.model import Record
 from fabric.protocol.messages import wire
 from fabric.store import Compare, Delete, Operation, Put, Store
@@ -57,7 +57,7 @@ class StoredRecord:
         job: str,
         term: Term,
         revision: int,
-        metrics: Metrics,
+        metrics: LighthouseMetrics,
     ) -> None:
         self._store = store
         self._commit = commit
@@ -87,7 +87,7 @@ class StoredRecord:
         self._revision = revision
         return True
 
-    async def keep(self, recovery: Recovery, known: list[int]) -> None:
+    async def keep(self, recovery: RecoveryRecord, known: list[int]) -> None:
         """Write a recovery record, and remove the one that fell out of ``known`` (ascending ids) last. Raises
         as ``Store.commit`` does; a deposed leader's is refused and forgotten."""
         folder = self._recoveries

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from fabric.errors import ProtocolError, Refused, StoreError, StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
 from fabric.lighthouse.connections.validation import MAX_REPLICAS, check_name
-from fabric.lighthouse.diagnosis.rank_probe import Access
+from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
 from fabric.lighthouse.election.election import Term
 from fabric.lighthouse.election.store_thread import Commit
 from fabric.lighthouse.history.recovery import Recoveries, from_json
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.job_events import EventLog
 from fabric.lighthouse.jobs.job_store import StoredRecord, job_of, ledger_of, records_prefix, recoveries_of
-from fabric.lighthouse.jobs.term_context import Surroundings
-from fabric.lighthouse.telemetry.metrics import JobGauges, Metrics
+from fabric.lighthouse.jobs.term_context import TermContext
+from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
 from fabric.lighthouse.telemetry.traces import Traces
 from fabric.model import Record, counted
 from fabric.protocol.leader.core import LeaderConfig
@@ -55,9 +55,9 @@ class Jobs:
         store: Store,
         namespace: str,
         config: LeaderConfig,
-        metrics: Metrics,
+        metrics: LighthouseMetrics,
         tasks: Tasks,
-        access_to: Callable[[str, bool], Access] = lambda _job, _with_own: Access(),
+        access_to: Callable[[str, bool], ProbeAccess] = lambda _job, _with_own: ProbeAccess(),
         quotas: Quotas = Quotas(),
         commit: Commit | None = None,
     ) -> None:
@@ -73,13 +73,13 @@ class Jobs:
         self._tasks = tasks
         self._access_to = access_to
         self.traces: Traces | None = None
-        self._around: Surroundings | None = None
+        self._context: TermContext | None = None
         self._logs: dict[str, EventLog] = {}
         self._recoveries: dict[str, Recoveries] = {}
 
     def begin(self, term: Term) -> None:
         """This process leads: read every record and lead its job."""
-        self._around = Surroundings(
+        self._context = TermContext(
             term,
             self._config,
             self._metrics,
@@ -88,12 +88,12 @@ class Jobs:
             max_replicas=self._quotas.replicas,
             traces=self.traces,
         )
-        self._tasks.start("load the jobs", self._load(self._around))
-        self._tasks.start("forget old jobs", self._forget_old(self._around))
+        self._tasks.start("load the jobs", self._load(self._context))
+        self._tasks.start("forget old jobs", self._forget_old(self._context))
 
     def end(self, reason: str) -> None:
         """This process leads no longer: nothing more is decided here."""
-        self._around = None
+        self._context = None
         self.loaded.clear()
         for job in self.by_name.values():
             job.close(codes.NOT_THE_LEADER, f"not the leader: {reason}")
@@ -105,7 +105,7 @@ class Jobs:
     @property
     def leads(self) -> bool:
         """Whether the lease is in force; a term whose lease may have ended is over from now on."""
-        return self._around is not None and self._around.term.holds()
+        return self._context is not None and self._context.term.holds()
 
     def find(self, name: str) -> Job | None:
         """The job of that name; raises ProtocolError for what is no name, Refused when its record in the
@@ -121,14 +121,14 @@ class Jobs:
         job = self.find(name)
         if job is not None:
             return job
-        if self._around is None or not self.loaded.is_set():
+        if self._context is None or not self.loaded.is_set():
             raise StoreUnavailable("this lighthouse does not lead now: connect again")
         if sum(not job.is_complete for job in self.by_name.values()) >= self._quotas.jobs:
             raise Refused(
                 f"job {name} is not taken: this lighthouse leads {counted(self._quotas.jobs, 'job')}, as "
                 "many as it may; wait until one is complete, or have --max-jobs raised"
             )
-        return self._make(self._around, name, None, 0)
+        return self._make(self._context, name, None, 0)
 
     def release(self, job: Job) -> None:
         """Forget a job of which nothing is stored and to which nobody speaks any more."""
@@ -138,10 +138,10 @@ class Jobs:
             self._logs.pop(job.name).end_followers()
             self._recoveries.pop(job.name)
 
-    def crowd(self, seconds: float) -> None:
+    def overloaded(self, seconds: float) -> None:
         """So many connect that some have to wait, for so many seconds yet: whose, nobody knows before."""
         for job in self.by_name.values():
-            job.crowd(seconds)
+            job.overloaded(seconds)
 
     @property
     def are_calm(self) -> bool:
@@ -157,9 +157,9 @@ class Jobs:
         """Every job, as it is now."""
         return (job.gauges for job in self.by_name.values())
 
-    async def _load(self, around: Surroundings) -> None:
-        entries = await self._list(around)
-        if self._around is not around:
+    async def _load(self, context: TermContext) -> None:
+        entries = await self._list(context)
+        if self._context is not context:
             return
         for entry in entries:
             name = job_of(self._namespace, entry.key)
@@ -170,12 +170,12 @@ class Jobs:
                 self.unreadable[name] = f"the key {entry.key} holds no record that can be read: {error}"
                 log.error("job %s is not led: %s", name, self.unreadable[name])
             else:
-                self._make(around, name, record, entry.mod_revision)
+                self._make(context, name, record, entry.mod_revision)
         self.loaded.set()
 
-    async def _list(self, around: Surroundings) -> list[KeyValue]:
+    async def _list(self, context: TermContext) -> list[KeyValue]:
         """All records, asking until the store answers or the term is over."""
-        while not around.term.is_over:
+        while not context.term.is_over:
             try:
                 found, _ = await self._store.list(records_prefix(self._namespace))
             except StoreError as error:
@@ -187,13 +187,13 @@ class Jobs:
 
     # --- jobs that are over ----------------------------------------------------------------------------
 
-    async def _forget_old(self, around: Surroundings) -> None:
+    async def _forget_old(self, context: TermContext) -> None:
         """Delete what the store has of jobs that were complete ``retain_s`` ago and that nobody speaks to."""
         retain_s = self._quotas.retain_s
-        while not around.term.is_over:
+        while not context.term.is_over:
             await asyncio.sleep(min(_LOOK_S, max(retain_s / 10, 0.05)))
             for job in [x for x in self.by_name.values() if x.is_over_since(retain_s, time.time())]:
-                if self._around is around and await self._forget(job):
+                if self._context is context and await self._forget(job):
                     log.info("job %s: complete for %g s, and forgotten now", job.name, retain_s)
 
     async def _forget(self, job: Job) -> bool:
@@ -231,16 +231,16 @@ class Jobs:
             log.warning("job %s: its ledger begins anew: %s", name, error)
         job.ledger_is_known = True
 
-    def _make(self, around: Surroundings, name: str, record: Record | None, revision: int) -> Job:
+    def _make(self, context: TermContext, name: str, record: Record | None, revision: int) -> Job:
         stored = StoredRecord(
-            self._store, self._commit, self._namespace, name, around.term, revision, self._metrics
+            self._store, self._commit, self._namespace, name, context.term, revision, self._metrics
         )
         events = self._logs.setdefault(name, EventLog())
         recoveries = self._recoveries.setdefault(name, Recoveries())
         if record is not None and not recoveries.kept:
             self._tasks.start(f"recoveries of {name}", self._load_recoveries(name, recoveries))
         # Always from the store: while another one led, it went on there.
-        job = self.by_name[name] = Job(name, around, stored, events, recoveries)
+        job = self.by_name[name] = Job(name, context, stored, events, recoveries)
         job.begin(record)
         if record is not None:
             job.ledger_is_known = False

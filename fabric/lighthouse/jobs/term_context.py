@@ -7,23 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fabric.lighthouse.connections.validation import MAX_REPLICAS
-from fabric.lighthouse.diagnosis.rank_probe import Access
+from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
 from fabric.lighthouse.election.election import Term
-from fabric.lighthouse.telemetry.metrics import Metrics
+from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
 from fabric.lighthouse.telemetry.traces import Traces
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.runtime.tasks import Tasks
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class TermContext:
     """What the jobs of one term share."""
 
     term: Term
     config: LeaderConfig
-    metrics: Metrics
+    metrics: LighthouseMetrics
     tasks: Tasks
-    access_to: Callable[[str, bool], Access] = lambda _job, _with_own: Access()
+    access_to: Callable[[str, bool], ProbeAccess] = lambda _job, _with_own: ProbeAccess()
     traces: Traces | None = None
     clock: Callable[[], float] = time.monotonic
     max_replicas: int = MAX_REPLICAS

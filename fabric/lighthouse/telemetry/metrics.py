@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fabric.lighthouse.history.recovery import Recovery
+from fabric.lighthouse.history.recovery import RecoveryRecord
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,7 +41,7 @@ class JobGauges:
     durable_failing: int = 0
 
 
-class Metrics:
+class LighthouseMetrics:
     """Counts, also the ``connections``; ``render`` gives the text for a scrape."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Metrics:
     def evicted(self, job: str, count: int) -> None:
         self._evictions.labels(job).inc(count)
 
-    def recovery(self, job: str, recovery: Recovery) -> None:
+    def recovery(self, job: str, recovery: RecoveryRecord) -> None:
         """Each phase is counted once, when it is first told."""
         phases = {
             "epoch_committed": recovery.epoch_committed,

@@ -10,7 +10,7 @@ from collections import deque
 from typing import Any
 
 from fabric.errors import ConfigError
-from fabric.lighthouse.history.recovery import CAPACITY, Recovery
+from fabric.lighthouse.history.recovery import CAPACITY, RecoveryRecord
 
 _NS = 1_000_000_000
 
@@ -41,7 +41,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("fabric.lighthouse")
         self._sent: deque[tuple[str, int]] = deque(maxlen=16 * CAPACITY)
 
-    def recovery(self, job: str, recovery: Recovery) -> None:
+    def recovery(self, job: str, recovery: RecoveryRecord) -> None:
         """Send it once, when it is complete and has been explained."""
         if recovery.is_open or recovery.diagnosis is None or (job, recovery.id) in self._sent:
             return
@@ -90,7 +90,7 @@ def trace_id(job: str, recovery: int) -> int:
     return _number(f"{job} {recovery}", 16)
 
 
-def phases(recovery: Recovery) -> list[tuple[str, float, float]]:
+def phases(recovery: RecoveryRecord) -> list[tuple[str, float, float]]:
     """(name, begin, end) of each phase that has come, Unix seconds."""
     names = ("epoch committed", "links up", "first step committed")
     found, begin = [], recovery.detected
@@ -109,7 +109,7 @@ def phases(recovery: Recovery) -> list[tuple[str, float, float]]:
     return found
 
 
-def attributes(job: str, recovery: Recovery) -> dict[str, Any]:
+def attributes(job: str, recovery: RecoveryRecord) -> dict[str, Any]:
     """What the trace as a whole is about; ``fabric.incident_id`` is in all logs."""
     diagnosis = recovery.diagnosis or {}
     return {

@@ -12,7 +12,14 @@ from protocol.test_leader import runs, started
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.diagnosis.verdict import Diagnosis
-from fabric.lighthouse.history.recovery import CAPACITY, NAMED, Recoveries, Recovery, Return, from_json
+from fabric.lighthouse.history.recovery import (
+    CAPACITY,
+    NAMED,
+    Recoveries,
+    RecoveryRecord,
+    ReplicaReturn,
+    from_json,
+)
 from fabric.lighthouse.jobs.job_store import recoveries_of
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
@@ -227,7 +234,9 @@ def test_a_death_that_a_peer_noticed_first_names_the_dead_first():
 
 def test_only_the_newest_are_kept_and_a_loss_is_waited_for_once():
     log = Recoveries()
-    log.restore([Recovery(i, "death", "", 1, 1.0, lost={"r0": Return()}) for i in range(CAPACITY + 5)])
+    log.restore(
+        [RecoveryRecord(i, "death", "", 1, 1.0, lost={"r0": ReplicaReturn()}) for i in range(CAPACITY + 5)]
+    )
     assert len(log.kept) == CAPACITY and log.kept[0].id == 5
     log._supersede("r0", log.kept[-1])
     assert [r.id for r in log.kept if "r0" in r.lost] == [CAPACITY + 4]
@@ -250,9 +259,11 @@ def test_members_that_stop_because_more_are_wanted_have_not_failed():
 def test_a_record_with_thousands_lost_names_some_and_counts_the_rest():
     """So it fits into a store, and a later leader goes on with those it knows."""
     names = [f"replica-{i:05d}" for i in range(30_000)]
-    recovery = Recovery(5, "death", "x" * 1000, 3, 1.5, incarnations=dict.fromkeys(names, 1763717000000))
+    recovery = RecoveryRecord(
+        5, "death", "x" * 1000, 3, 1.5, incarnations=dict.fromkeys(names, 1763717000000)
+    )
     recovery.lost = {
-        x: Return(1763717000.1, 1763717000.2, 1763717000.3 * (i % 2)) for i, x in enumerate(names)
+        x: ReplicaReturn(1763717000.1, 1763717000.2, 1763717000.3 * (i % 2)) for i, x in enumerate(names)
     }
     body = recovery.to_json()
     assert len(json.dumps(body)) < 64 * 1024 < MAX_VALUE_BYTES
@@ -274,8 +285,8 @@ async def test_a_failure_that_cost_thousands_is_in_the_store(http):
         await eventually(leads, "it to lead")
         members = await start_job(http, lighthouse.url)
         job = lighthouse.jobs.by_name["job"]
-        lost = {f"replica-{i:05d}": Return() for i in range(10_000)}
-        job._keep(Recovery(1, "death", "a rack", 1, 1.0, lost=lost))
+        lost = {f"replica-{i:05d}": ReplicaReturn() for i in range(10_000)}
+        job._keep(RecoveryRecord(1, "death", "a rack", 1, 1.0, lost=lost))
 
         async def kept() -> bool:
             return bool(space.find(recoveries_of("ns", "job"))[0])
@@ -288,7 +299,9 @@ async def test_a_failure_that_cost_thousands_is_in_the_store(http):
 
 
 def test_a_record_survives_the_store_and_nothing_else_is_taken_for_one():
-    recovery = Recovery(5, "death", "why", 3, 1.5, lost={"r1": Return(2.0, 3.0, 0.0)}, incarnations={"r1": 7})
+    recovery = RecoveryRecord(
+        5, "death", "why", 3, 1.5, lost={"r1": ReplicaReturn(2.0, 3.0, 0.0)}, incarnations={"r1": 7}
+    )
     assert from_json(json.loads(json.dumps(recovery.to_json()))) == recovery
     assert from_json({**recovery.to_json(), "of_a_later_release": 1}) == recovery
     older = {name: value for name, value in recovery.to_json().items() if name != "incarnations"}

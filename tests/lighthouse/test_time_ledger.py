@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from in_process import lighthouse_on
 from lighthouse_support import WireMember, close_all, eventually, headers, start_job
-from test_recovery import beat_step
+from test_recovery_records import beat_step
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.history.ledger import (
@@ -19,8 +19,8 @@ from fabric.lighthouse.history.ledger import (
     STATES,
     TRAINING,
     UNKNOWN_STALL_S,
-    Ledger,
-    Look,
+    JobSample,
+    TimeLedger,
 )
 from fabric.lighthouse.jobs.job_store import ledger_of
 from fabric.store import Put
@@ -31,8 +31,8 @@ class Watch:
     """A job that is looked at four times a second."""
 
     def __init__(self, ledger=None, now=100.0, step=0):
-        self.ledger, self.now = ledger or Ledger(), now
-        self.look = Look(True, step=step, members=3, wanted=3)
+        self.ledger, self.now = ledger or TimeLedger(), now
+        self.look = JobSample(True, step=step, members=3, wanted=3)
         self.ledger.observe(self.look, self.now)
         self.begun = now
 
@@ -80,9 +80,9 @@ def test_long_steps_are_no_stall_and_neither_is_the_first():
 
 
 def test_nothing_is_counted_before_the_start_and_after_the_end():
-    ledger = Ledger()
+    ledger = TimeLedger()
     for now in (0.0, 50.0):
-        ledger.observe(Look(False), now)
+        ledger.observe(JobSample(False), now)
     assert ledger.goodput is None and not sum(ledger.seconds.values())
     watch = Watch(ledger)
     watch.goes_on(10, step_s=1)
@@ -165,10 +165,10 @@ async def test_a_new_leader_that_has_heard_nobody_counts_no_step(http):
 
 
 def test_what_is_no_ledger_is_refused():
-    good = Ledger().saved(1.0)
+    good = TimeLedger().saved(1.0)
     for wrong in (None, [], {}, {**good, "t": 0}, {**good, "state": "fine"}, {**good, "seconds": {}}):
         with pytest.raises(ProtocolError):
-            Ledger().restore(wrong, 0.0, 1.0)
+            TimeLedger().restore(wrong, 0.0, 1.0)
 
 
 async def test_a_lighthouse_reads_the_ledger_and_shows_it_everywhere(http):
@@ -176,7 +176,11 @@ async def test_a_lighthouse_reads_the_ledger_and_shows_it_everywhere(http):
     async with lighthouse_on(MemoryStore(space)) as first:
         await eventually(leading(first), "the first to lead")
         await close_all(await start_job(http, first.url))
-    saved = {**Ledger().saved(1.0), "state": "", "seconds": {**dict.fromkeys(STATES, 0.0), TRAINING: 1000.0}}
+    saved = {
+        **TimeLedger().saved(1.0),
+        "state": "",
+        "seconds": {**dict.fromkeys(STATES, 0.0), TRAINING: 1000.0},
+    }
     store = MemoryStore(space)
     await store.connect()
     await store.commit([], [Put(ledger_of("ns", "job"), json.dumps(saved).encode())])

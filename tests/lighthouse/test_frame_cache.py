@@ -9,7 +9,7 @@ from aiohttp._websocket.reader import WebSocketDataQueue
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_websocket import WebSocketReader
 
-from fabric.lighthouse.connections.connection import _PER_S_BYTES, Frames, Pacer, Turns
+from fabric.lighthouse.connections.connection import _PER_S_BYTES, FrameCache, SendPacer, WorkQueue
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 
@@ -25,27 +25,27 @@ async def read(data):
 @pytest.mark.parametrize("size", [0, 50, 60, 125, 126, 65_400, 65_535, 65_536, 200_000])
 async def test_frames_of_every_length_are_read_again(size):
     message = m.Rejected("x" * size)
-    found = await read(Frames().of(message, packs=False))
+    found = await read(FrameCache().of(message, accepts_compression=False))
     assert found.type is WSMsgType.TEXT and wire.decode(found.data) == message
 
 
 async def test_a_long_message_is_packed_for_who_understands_that():
     message = m.Rejected("x" * 200_000)
-    frame = Frames().of(message, packs=True)
+    frame = FrameCache().of(message, accepts_compression=True)
     found = await read(frame)
     assert found.type is WSMsgType.BINARY and len(frame) < 2000
     assert wire.decode(found.data) == message
 
 
 def test_a_message_to_many_is_made_once_and_replies_do_not_push_it_out():
-    frames, message = Frames(), m.Rejected("to many")
-    first = frames.of(message, packs=True)
+    frames, message = FrameCache(), m.Rejected("to many")
+    first = frames.of(message, accepts_compression=True)
     for number in range(1000):
-        assert str(number).encode() in frames.of(m.HeartbeatAck(number), packs=True)
-    assert frames.of(message, packs=True) is first
+        assert str(number).encode() in frames.of(m.HeartbeatAck(number), accepts_compression=True)
+    assert frames.of(message, accepts_compression=True) is first
     for number in range(1000):
-        frames.of(m.Rejected(str(number)), packs=True)
-    assert frames.of(message, packs=True) == first and len(frames._made) < 100
+        frames.of(m.Rejected(str(number)), accepts_compression=True)
+    assert frames.of(message, accepts_compression=True) == first and len(frames._made) < 100
 
 
 async def test_large_frames_leave_turns_to_others_and_all_are_sent():
@@ -55,7 +55,7 @@ async def test_large_frames_leave_turns_to_others_and_all_are_sent():
             turns.append(turn)
 
     sent, turns, turn = [], [], 0
-    pacer, wires = Pacer(), [Wire() for _ in range(100)]
+    pacer, wires = SendPacer(), [Wire() for _ in range(100)]
     for wire_ in wires:
         pacer.send(wire_, bytes(1 << 20))
     pacer.send(wires[0], b"small")
@@ -78,7 +78,7 @@ def test_a_change_of_the_epoch_is_told_to_all_before_any_of_them_can_answer():
         def send(self, frame):
             sent.append(frame)
 
-    sent, pacer = [], Pacer()
+    sent, pacer = [], SendPacer()
     for frame in (b"change", b"resume"):
         for _ in range(12_000):
             pacer.send(Wire(), frame)
@@ -86,7 +86,7 @@ def test_a_change_of_the_epoch_is_told_to_all_before_any_of_them_can_answer():
 
 
 async def test_work_that_takes_turns_is_done_in_order_and_may_bring_more():
-    done, turns = [], Turns()
+    done, turns = [], WorkQueue()
 
     def work(number):
         done.append(number)
@@ -101,7 +101,7 @@ async def test_work_that_takes_turns_is_done_in_order_and_may_bring_more():
 
 
 async def test_a_piece_that_fails_is_told_of_and_costs_the_others_nothing():
-    done, told, turns = [], [], Turns()
+    done, told, turns = [], [], WorkQueue()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
     turns.add(lambda: done.append(1))
     turns.add(lambda: 1 // 0)

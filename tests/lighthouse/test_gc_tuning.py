@@ -6,10 +6,19 @@ import gc
 import pytest
 
 from fabric.lighthouse import gc_tuning
-from fabric.lighthouse.gc_tuning import CALM_LOOKS, MOST_LOOKS, THRESHOLDS, WHOLE, Due, collect_when_calm
+from fabric.lighthouse.gc_tuning import (
+    CALM_LOOKS,
+    MOST_LOOKS,
+    THRESHOLDS,
+    WHOLE,
+    CollectionSchedule,
+    collect_when_calm,
+)
 
 
-def first(due: Due, is_calm: bool, counts: tuple[int, int, int], looks: int) -> tuple[int, int] | None:
+def first(
+    due: CollectionSchedule, is_calm: bool, counts: tuple[int, int, int], looks: int
+) -> tuple[int, int] | None:
     """At which look something is collected first, from 1 on, and which generation."""
     for number in range(1, looks + 1):
         generation = due.look(is_calm, counts)
@@ -19,14 +28,14 @@ def first(due: Due, is_calm: bool, counts: tuple[int, int, int], looks: int) -> 
 
 
 def test_nothing_is_collected_that_is_not_due():
-    assert first(Due(), True, (49_000, 0, WHOLE - 1), 10 * MOST_LOOKS) is None
+    assert first(CollectionSchedule(), True, (49_000, 0, WHOLE - 1), 10 * MOST_LOOKS) is None
 
 
 @pytest.mark.parametrize(("counts", "generation"), [((0, 1, 0), 1), ((0, 0, WHOLE), 2), ((0, 3, WHOLE), 2)])
 def test_what_is_due_waits_until_it_is_calm_but_not_for_ever(counts, generation):
-    assert first(Due(), True, counts, MOST_LOOKS) == (CALM_LOOKS, generation)
-    assert first(Due(), False, counts, 2 * MOST_LOOKS) == (MOST_LOOKS, generation)
-    changing = Due()
+    assert first(CollectionSchedule(), True, counts, MOST_LOOKS) == (CALM_LOOKS, generation)
+    assert first(CollectionSchedule(), False, counts, 2 * MOST_LOOKS) == (MOST_LOOKS, generation)
+    changing = CollectionSchedule()
     assert first(changing, True, counts, CALM_LOOKS - 1) is None
     assert first(changing, False, counts, 1) is None, "a change begins"
     assert first(changing, True, counts, MOST_LOOKS) == (CALM_LOOKS, generation), "and it is calm again"

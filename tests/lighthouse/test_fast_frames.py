@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fabric.lighthouse.connections.fast_frames import UsualFrames
+from fabric.lighthouse.connections.fast_frames import FastFrames
 
 
 class Library:
@@ -38,7 +38,7 @@ def test_usual_texts_are_taken_in_order_however_they_are_cut(seed):
     texts = ["ü" * chance.choice((0, 1, 62, 63, 64, 200, 2000, 32_767)) + str(i) for i in range(10)]
     stream = b"".join(frame(x.encode(), mask=chance.randbytes(4)) for x in texts)
     found, library = [], Library()
-    usual = UsualFrames(library, lambda text: found.append(text) or True)
+    usual = FastFrames(library, lambda text: found.append(text) or True)
     while stream:
         size = chance.choice((1, 2, 7, 100, 5000, len(stream)))
         usual.data_received(stream[:size])
@@ -64,7 +64,7 @@ def test_usual_texts_are_taken_in_order_however_they_are_cut(seed):
 def test_from_the_first_other_frame_on_everything_is_the_librarys(other, cut):
     stream = frame(b"one") + frame(b"two") + other + frame(b"three")
     found, library = [], Library()
-    usual = UsualFrames(library, lambda text: found.append(text) or True)
+    usual = FastFrames(library, lambda text: found.append(text) or True)
     for at in range(0, len(stream), cut):
         usual.data_received(stream[at : at + cut])
     assert found == ["one", "two"] and library.data == other + frame(b"three")
@@ -72,7 +72,7 @@ def test_from_the_first_other_frame_on_everything_is_the_librarys(other, cut):
 
 def test_who_wants_no_more_leaves_the_rest_to_the_library():
     library = Library()
-    usual = UsualFrames(library, lambda _: False)
+    usual = FastFrames(library, lambda _: False)
     usual.data_received(frame(b"one") + frame(b"two"))
     usual.data_received(frame(b"three"))
     assert library.data == frame(b"two") + frame(b"three")
@@ -80,6 +80,6 @@ def test_who_wants_no_more_leaves_the_rest_to_the_library():
 
 def test_all_else_that_happens_to_the_connection_is_the_librarys():
     library = Library()
-    usual = UsualFrames(library, lambda _: True)
+    usual = FastFrames(library, lambda _: True)
     usual.pause_writing(), usual.resume_writing(), usual.eof_received(), usual.connection_lost(None)
     assert library.calls == ["pause_writing", "resume_writing", "eof_received", "connection_lost"]

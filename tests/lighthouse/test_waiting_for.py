@@ -1,110 +1,19 @@
-"""The small parts: the log of events, what may come in, and the sentence on what is waited for."""
+"""The sentence on what a leader waits for, through a job's life."""
 
-import asyncio
 import random
 import re
 from dataclasses import replace
 
 import pytest
 
-from fabric.errors import ConfigError, ProtocolError
 from fabric.lighthouse.connections.validation import (
-    MOST_REPLICAS,
-    check_name,
-    decode_member,
-    decode_pulse,
     parse_policy,
 )
 from fabric.lighthouse.diagnosis import status_text
 from fabric.lighthouse.diagnosis.status_text import waiting_for
-from fabric.lighthouse.jobs.job_events import EventLog
-from fabric.lighthouse.jobs.job_store import job_of, record_key
-from fabric.model import Fence, SnapshotRef
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages import wire
-
-
-class TestEventLog:
-    async def test_ids_grow_even_when_the_clock_does_not(self):
-        log = EventLog(clock=lambda: 5.0, steady=lambda: 1.0)
-        ids = [log.add("k", 1, "", "").id for _ in range(3)]
-        assert ids == [5_000_000, 5_000_001, 5_000_002]
-
-    async def test_the_newest_are_kept(self):
-        log = EventLog(capacity=3)
-        added = [log.add("k", i, "", "") for i in range(5)]
-        assert log.after(0) == added[2:]
-        assert log.after(added[3].id) == added[4:]
-        assert log.after(added[4].id) == []
-
-    async def test_a_follower_gets_what_is_there_what_comes_and_the_end(self):
-        log = EventLog()
-        first = log.add("a", 1, "", "")
-        follower = log.follow(0)
-        assert await anext(follower) == [first]
-        waiting = asyncio.ensure_future(anext(follower))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        second = log.add("b", 1, "", "")
-        assert await waiting == [second]
-        third = log.add("c", 1, "", "")
-        log.end_followers()
-        assert await anext(follower) == [third]
-        with pytest.raises(StopAsyncIteration):
-            await anext(follower)
-
-    async def test_reasons_are_bounded(self):
-        assert len(EventLog().add("k", 1, "", "x" * 10_000).why) == 2000
-
-
-class TestIncoming:
-    def test_policies(self):
-        assert parse_policy("3", 9.0).start_replicas == 3 and parse_policy("3", 9.0).min_replicas == 1
-        assert (
-            parse_policy("3", 9.0).max_replicas == MOST_REPLICAS
-            and parse_policy("3", 9.0).start_wait_s == 9.0
-        )
-        ranged = parse_policy("2:8", 9.0)
-        assert (ranged.min_replicas, ranged.start_replicas, ranged.max_replicas) == (2, 8, 8)
-        assert parse_policy("", 9.0).start_replicas == 1
-        assert parse_policy("50000", 9.0).max_replicas == 50_000
-        for bad in ("0", "0:1", "3:2", "a", "1:2:3", "-1"):
-            with pytest.raises(ConfigError):
-                parse_policy(bad, 9.0)
-
-    @pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "x" * 65, "a\n"])
-    def test_names(self, name):
-        with pytest.raises(ProtocolError):
-            check_name("job", name)
-
-    def test_only_what_members_say_is_taken(self):
-        fence = Fence("s", 1, 1)
-        for message in (
-            m.Complete(fence, 1),
-            m.CommitVote(fence, 1, 1, ""),
-            m.TrainerStatus("r", 1, "gone", 1),
-        ):
-            with pytest.raises(ProtocolError):
-                decode_member(wire.encode(message).decode())
-        assert decode_member(wire.encode(m.Running(fence, 1)).decode()) == m.Running(fence, 1)
-
-    @pytest.mark.parametrize("ages_s", [(1.0, 2.0), (-0.1,)])
-    def test_ages_of_snapshots_fit_them(self, ages_s):
-        pulse = m.TrainerStatus("r0", 1, "running", 1, "", (SnapshotRef(1, 5, "d"),))
-        for good in ((), (0.5,)):
-            assert decode_pulse(wire.encode(replace(pulse, ages_s=good)).decode()).ages_s == good
-        with pytest.raises(ProtocolError, match="ages_s"):
-            decode_pulse(wire.encode(replace(pulse, ages_s=ages_s)).decode())
-
-    def test_sentences_are_cut_and_printable(self):
-        aborted = decode_member(wire.encode(m.Aborted(Fence("s", 1, 1), 1, "a\nb" + "x" * 999)).decode())
-        assert aborted.why.startswith("a bx") and len(aborted.why) == 300
-
-    def test_the_job_is_found_in_the_key(self):
-        assert job_of("ns", record_key("ns", "gpt-2")) == "gpt-2"
-        assert job_of("ns", "/fabric/ns/jobs/gpt-2/other") == ""
 
 
 def session(replica: str, **others) -> m.OpenSession:
@@ -115,8 +24,6 @@ NAMES = ("r0", "r1", "r2")
 
 
 class TestWaiting:
-    """The sentence follows a leader through a job's life."""
-
     @pytest.fixture
     def core(self) -> LeaderCore:
         policy = parse_policy("2:3", 120.0)
@@ -185,15 +92,15 @@ class TestWaiting:
         assert waiting_for(core.view, 9.0) == "nothing: every member runs", "nobody waits for who is outside"
 
     def test_members_are_told_it_with_the_answers_to_their_beats(self, core):
-        waits, answer = status_text.Waits(), m.HeartbeatAck(4)
-        assert waits.told_with(answer, core.view, 0.0) == m.HeartbeatAck(4, waiting_for(core.view, 0.0))
+        waits, answer = status_text.WaitSentence(), m.HeartbeatAck(4)
+        assert waits.attach(answer, core.view, 0.0) == m.HeartbeatAck(4, waiting_for(core.view, 0.0))
         self.committed(core, self.opened(core, 1.0), 1.0)
         self.reported(core, 2.0)
-        assert "enter the first round" in waits.told_with(answer, core.view, 2.0).waiting_for
-        assert waits.told_with(m.Resume(core.record.fence, 1, ()), core.view, 2.0).reason == ""
+        assert "enter the first round" in waits.attach(answer, core.view, 2.0).waiting_for
+        assert waits.attach(m.Resume(core.record.fence, 1, ()), core.view, 2.0).reason == ""
         self.running(core, 2.1)
-        assert waits.told_with(answer, core.view, 2.5).waiting_for, "looked at once a second"
-        assert waits.told_with(answer, core.view, 3.1) is answer
+        assert waits.attach(answer, core.view, 2.5).waiting_for, "looked at once a second"
+        assert waits.attach(answer, core.view, 3.1) is answer
 
     def test_who_has_finished_waits_for_the_others(self, core):
         self.committed(core, self.opened(core, 1.0), 1.0)

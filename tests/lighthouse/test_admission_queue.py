@@ -13,9 +13,9 @@ from lighthouse_support import LighthouseProcess, WireMember, close_all, eventua
 from protocol.makers import record_of
 
 from fabric.client.control.lighthouse_link import LighthouseLink
-from fabric.lighthouse.connections.admission_queue import MOST_WAITING, Door
+from fabric.lighthouse.connections.admission_queue import MOST_WAITING, AdmissionQueue
 from fabric.lighthouse.jobs.epoch_notice import notice_of
-from fabric.lighthouse.jobs.term_context import Surroundings
+from fabric.lighthouse.jobs.term_context import TermContext
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.runtime.config import Settings
@@ -25,10 +25,10 @@ from fabric.store.memory import MemorySpace, MemoryStore
 
 
 async def test_who_knocks_is_let_in_in_order_and_others_have_their_turn_between():
-    door, entered, between = Door(), [], []
+    queue, entered, between = AdmissionQueue(), [], []
 
     async def knock(number: int) -> None:
-        assert await door.enter() == 0
+        assert await queue.admit() == 0
         entered.append(number)
 
     async def beats() -> None:
@@ -44,10 +44,10 @@ async def test_who_knocks_is_let_in_in_order_and_others_have_their_turn_between(
 
 
 async def test_where_those_inside_take_long_more_are_let_in_per_turn(monkeypatch):
-    door, loop, entered = Door(per_s=640), asyncio.get_running_loop(), []
+    queue, loop, entered = AdmissionQueue(per_s=640), asyncio.get_running_loop(), []
 
     async def knock() -> None:
-        assert await door.enter() == 0
+        assert await queue.admit() == 0
         entered.append(loop.time())
 
     # Numbers that are exact in binary, whatever time it is.
@@ -63,29 +63,29 @@ async def test_where_those_inside_take_long_more_are_let_in_per_turn(monkeypatch
 
 
 async def test_who_has_gone_away_takes_nobodys_turn():
-    door = Door()
-    waiting = [asyncio.ensure_future(door.enter()) for _ in range(20)]
+    queue = AdmissionQueue()
+    waiting = [asyncio.ensure_future(queue.admit()) for _ in range(20)]
     await asyncio.sleep(0)  # all of them stand in line
     for task in waiting[:19]:
         task.cancel()
     assert await waiting[19] == 0
-    assert await door.enter() == 0
+    assert await queue.admit() == 0
 
 
 async def test_who_would_wait_too_long_is_sent_away_and_the_more_the_longer():
-    door = Door()
-    waiting = [asyncio.ensure_future(door.enter()) for _ in range(MOST_WAITING)]
+    queue = AdmissionQueue()
+    waiting = [asyncio.ensure_future(queue.admit()) for _ in range(MOST_WAITING)]
     await asyncio.sleep(0)  # all of them stand in line
-    times = [await door.enter() for _ in range(9000)]
+    times = [await queue.admit() for _ in range(9000)]
     assert times[0] >= 1 and times == sorted(times)
     assert times[-1] >= 2 * times[0] and times[-1] <= 30
     assert await asyncio.gather(*waiting) == [0] * MOST_WAITING
-    assert await door.enter() == 0, "the line is empty again"
+    assert await queue.admit() == 0, "the line is empty again"
 
 
 async def test_a_member_that_is_sent_away_is_told_when_to_come_back(http):
-    crowded = Door(most_waiting=0)
-    async with lighthouse_on(MemoryStore(MemorySpace()), door=crowded) as instance:
+    crowded = AdmissionQueue(most_waiting=0)
+    async with lighthouse_on(MemoryStore(MemorySpace()), admissions=crowded) as instance:
 
         async def leads() -> bool:
             return instance.parts.serves
@@ -137,11 +137,11 @@ def test_a_large_job_is_pulsed_less_often():
 
 async def test_who_is_made_to_wait_is_told_of_and_for_how_long():
     told = []
-    door = Door(most_waiting=20, on_crowd=told.append, per_s=10)
-    assert await door.enter() == 0 and told == [], "one alone is no crowd"
-    waiting = [asyncio.ensure_future(door.enter()) for _ in range(20)]
+    queue = AdmissionQueue(most_waiting=20, on_overload=told.append, per_s=10)
+    assert await queue.admit() == 0 and told == [], "one alone is no crowd"
+    waiting = [asyncio.ensure_future(queue.admit()) for _ in range(20)]
     await asyncio.sleep(0)  # all of them stand in line
-    seconds = [await door.enter() for _ in range(100)]
+    seconds = [await queue.admit() for _ in range(100)]
     assert max(told) > seconds[-1] > seconds[0], "as long as the last one stays away, and then stands in line"
     assert len(told) <= 12, "not for each of them"
     assert await asyncio.gather(*waiting) == [0] * 20
@@ -153,15 +153,15 @@ HERD = 100
 async def test_of_a_herd_that_comes_back_to_another_leader_nobody_is_taken_for_dead(
     herd_http, tmp_path, monkeypatch
 ):
-    """100 real sessions, and a leader that is killed. The door of the next one is narrow: most are sent away.
+    """100 real sessions, and a leader that is killed. The next one has a short queue: most are sent away.
     Some are let in when they have given up, and are away for longer than a session may be."""
     url, clock = f"sqlite://{tmp_path}/store.db", Clock()
-    monkeypatch.setattr("fabric.lighthouse.jobs.jobs.Surroundings", partial(Surroundings, clock=clock))
+    monkeypatch.setattr("fabric.lighthouse.jobs.jobs.TermContext", partial(TermContext, clock=clock))
     arguments = ("--namespace", "ns", "--lease-s", "2", "--max-replicas", "1000")
     with LighthouseProcess(tmp_path, url, "first", arguments) as first:
         members = await start_job(herd_http, first.url, HERD)
         nonce = members[0].newest.nonce
-        async with lighthouse_on(open_store(url), door=Door(most_waiting=8)) as second:
+        async with lighthouse_on(open_store(url), admissions=AdmissionQueue(most_waiting=8)) as second:
             first.end(signal.SIGKILL)
 
             async def leads() -> bool:

@@ -10,9 +10,9 @@ from aiohttp import web
 
 from fabric.errors import ConfigError
 from fabric.lighthouse.diagnosis import rank_probe
-from fabric.lighthouse.diagnosis.allowed_hosts import Hosts
-from fabric.lighthouse.diagnosis.peer_addresses import Whereabouts
-from fabric.lighthouse.diagnosis.rank_probe import Access, Where, ask
+from fabric.lighthouse.diagnosis.allowed_hosts import AllowedHosts
+from fabric.lighthouse.diagnosis.peer_addresses import PeerAddresses
+from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess, ProbeTarget, ask
 from fabric.protocol.messages.network import OpenSession
 
 HERE = frozenset({"127.0.0.1"})
@@ -40,13 +40,13 @@ async def server(
         await runner.cleanup()
 
 
-def shown(token: str | None, hosts: Hosts = Hosts()):  # noqa: B008
-    return lambda _with_own: Access(token, hosts=hosts)
+def shown(token: str | None, hosts: AllowedHosts = AllowedHosts()):  # noqa: B008
+    return lambda _with_own: ProbeAccess(token, hosts=hosts)
 
 
 async def test_a_checkpoint_server_is_asked_where_its_process_has_connected_from():
     async with server() as (port, asked):
-        (seen,) = await ask([Where("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown("of-the-job"))
+        (seen,) = await ask([ProbeTarget("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown("of-the-job"))
         assert seen.pid == 7 and not seen.problem
         assert {token for _, token in asked} == {"Bearer of-the-job"}
         assert sorted(path.partition("?")[0] for path, _ in asked) == [
@@ -61,7 +61,7 @@ async def test_a_checkpoint_server_is_asked_where_its_process_has_connected_from
 async def test_nobody_else_is_asked_or_shown_the_token(host, came_from):
     """A tenant named any address of the lighthouse's network as its checkpoint server."""
     async with server() as (port, asked):
-        (seen,) = await ask([Where("r0", 0, f"http://{host}:{port}", came_from)], shown("of-the-job"))
+        (seen,) = await ask([ProbeTarget("r0", 0, f"http://{host}:{port}", came_from)], shown("of-the-job"))
         assert not asked
         assert f"at {host} is not where it has connected from" in seen.problem
         assert "--ckpt-networks" in seen.problem
@@ -69,20 +69,22 @@ async def test_nobody_else_is_asked_or_shown_the_token(host, came_from):
 
 async def test_networks_that_the_lighthouse_was_given_may_be_asked():
     async with server() as (port, asked):
-        hosts = Hosts.parse("10.0.0.0/8, 127.0.0.0/8")
-        (seen,) = await ask([Where("r0", 0, f"http://localhost:{port}", frozenset())], shown("t", hosts))
+        hosts = AllowedHosts.parse("10.0.0.0/8, 127.0.0.0/8")
+        (seen,) = await ask(
+            [ProbeTarget("r0", 0, f"http://localhost:{port}", frozenset())], shown("t", hosts)
+        )
         assert asked and seen.pid == 7
 
 
 def test_networks_are_checked():
-    assert Hosts.parse("").networks == ()
+    assert AllowedHosts.parse("").networks == ()
     for text in ("10.0.0.0/99", "everything", "10.0.0.1/8"):
         with pytest.raises(ConfigError, match="ckpt-networks"):
-            Hosts.parse(text)
+            AllowedHosts.parse(text)
 
 
 def test_who_came_over_loopback_may_be_at_any_address_of_this_host_and_nowhere_else():
-    hosts = Hosts()
+    hosts = AllowedHosts()
     assert hosts.allow("127.0.0.1", HERE) and hosts.allow("::1", HERE) and hosts.allow("127.0.0.1", ["::1"])
     assert hosts.allow("10.0.0.7", ["::ffff:10.0.0.7"]) and hosts.allow("::ffff:10.0.0.7", ["10.0.0.7"])
     assert not hosts.allow("192.0.2.1", HERE) and not hosts.allow("0.0.0.0", HERE)
@@ -94,13 +96,19 @@ def test_who_came_over_loopback_may_be_at_any_address_of_this_host_and_nowhere_e
 async def test_the_token_is_asked_for_at_the_moment_of_asking_and_per_member():
     asked_for: list[bool] = []
 
-    def access(with_own: bool) -> Access:
-        asked_for.append(with_own)
-        return Access("own" if with_own else None)
+    def access(is_trusted: bool) -> ProbeAccess:
+        asked_for.append(is_trusted)
+        return ProbeAccess("own" if is_trusted else None)
 
     async with server() as (port, asked):
         url = f"http://127.0.0.1:{port}"
-        await ask([Where("r0", 0, url, HERE), Where("r1", 0, url + "#1", HERE, with_own=True)], access)
+        await ask(
+            [
+                ProbeTarget("r0", 0, url, HERE),
+                ProbeTarget("r1", 0, url + "#1", HERE, is_trusted=True),
+            ],
+            access,
+        )
     assert asked_for == [False, True]
     assert sorted({token for _, token in asked}) == ["", "Bearer own"]
 
@@ -115,14 +123,14 @@ async def test_an_answer_is_bounded_in_bytes_and_in_what_is_kept_of_it(monkeypat
     body = b'{"trainer":{"state":"running","pid":7},"rest":[' + inner + b"]}"
     assert len(body) < rank_probe.MAX_ANSWER_BYTES == 256 * 1024
     async with server(body) as (port, _):
-        (seen,) = await ask([Where("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown(None))
+        (seen,) = await ask([ProbeTarget("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown(None))
     assert seen.pid == 7 and len(kept) == 3
     assert all(json.dumps(value).count("[") <= 20_000 for value in kept)
 
 
 async def test_a_longer_answer_is_not_read():
     async with server(b'{"x":"' + b"y" * rank_probe.MAX_ANSWER_BYTES + b'"}') as (port, _):
-        (seen,) = await ask([Where("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown(None))
+        (seen,) = await ask([ProbeTarget("r0", 0, f"http://127.0.0.1:{port}", HERE)], shown(None))
     assert f"more than {rank_probe.MAX_ANSWER_BYTES} bytes" in seen.problem
 
 
@@ -131,25 +139,25 @@ def session(replica: str, incarnation: int = 1, secret: str = "") -> OpenSession
 
 
 def test_whereabouts_are_those_of_the_newest_session_and_pulse():
-    found = Whereabouts()
-    assert found.addresses("r0", 0) == frozenset() and not found.has_shown_own("r0")
-    found.session(session("r0"), "10.0.0.1", with_own=True)
+    found = PeerAddresses()
+    assert found.of("r0", 0) == frozenset() and not found.is_trusted("r0")
+    found.session(session("r0"), "10.0.0.1", is_trusted=True)
     found.pulse("r0", 1, "10.0.0.2")
-    assert found.addresses("r0", 0) == {"10.0.0.1"} and found.addresses("r0", 1) == {"10.0.0.1", "10.0.0.2"}
-    assert found.has_shown_own("r0")
-    found.session(session("r0"), "10.0.0.3", with_own=False)
+    assert found.of("r0", 0) == {"10.0.0.1"} and found.of("r0", 1) == {"10.0.0.1", "10.0.0.2"}
+    assert found.is_trusted("r0")
+    found.session(session("r0"), "10.0.0.3", is_trusted=False)
     found.pulse("r0", 1, "10.0.0.4")
-    assert found.addresses("r0", 1) == {"10.0.0.3", "10.0.0.4"} and not found.has_shown_own("r0")
-    assert found.addresses("r1", 0) == frozenset()
+    assert found.of("r0", 1) == {"10.0.0.3", "10.0.0.4"} and not found.is_trusted("r0")
+    assert found.of("r1", 0) == frozenset()
 
 
 def test_a_process_is_known_by_its_secret():
-    found = Whereabouts()
+    found = PeerAddresses()
     assert not found.stranger(session("r0", 1, "mine"))
-    found.session(session("r0", 1, "mine"), "10.0.0.1", with_own=False)
+    found.session(session("r0", 1, "mine"), "10.0.0.1", is_trusted=False)
     assert not found.stranger(session("r0", 1, "mine"))
     for secret in ("", "other", "\udcff"):
         assert "another process speaks for r0" in found.stranger(session("r0", 1, secret))
     assert not found.stranger(session("r0", 2, "other")), "a later process; the core decides about that"
-    found.session(session("r1", 1), "10.0.0.1", with_own=False)
+    found.session(session("r1", 1), "10.0.0.1", is_trusted=False)
     assert not found.stranger(session("r1", 1, "any")), "an older version, which says none"

@@ -31,7 +31,7 @@ async def test_many_viewers_cost_one_computation_per_change(http, monkeypatch):
         return view(job)
 
     monkeypatch.setattr(status_cache, "job_view", counted)
-    monkeypatch.setattr(routes, "Looks", lambda: status_cache.Looks(clock))
+    monkeypatch.setattr(routes, "StatusCache", lambda: status_cache.StatusCache(clock))
     async with lighthouse_on(MemoryStore(MemorySpace()), lease_s=3600) as instance, AsyncExitStack() as stack:
 
         async def leads() -> bool:

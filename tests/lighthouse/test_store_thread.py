@@ -6,14 +6,14 @@ import pytest
 from etcd_process import running_etcd
 
 from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.election.store_thread import Writer
+from fabric.lighthouse.election.store_thread import StoreThread
 from fabric.store import Compare, Put, open_store
 from fabric.store.memory import MemorySpace, MemoryStore
 
 
 @pytest.fixture
 async def writer(tmp_path):
-    made = Writer(open_store(f"sqlite://{tmp_path}/store.db"))
+    made = StoreThread(open_store(f"sqlite://{tmp_path}/store.db"))
     yield made
     await made.close()
 
@@ -38,7 +38,7 @@ async def test_it_does_not_wait_for_the_loop():
             written.set()
             return revision
 
-    written, writer = threading.Event(), Writer(Watched(MemorySpace()))
+    written, writer = threading.Event(), StoreThread(Watched(MemorySpace()))
     writing = writer.commit([], [Put("/a", b"1")])
     writing.send(None)  # it is on its way, and this loop does not turn again before it is there
     assert written.wait(20)
@@ -53,7 +53,7 @@ async def test_a_store_that_cannot_be_reached_is_tried_again_with_the_next_write
                 raise troubles.pop()
             return await super().connect()
 
-    troubles, writer = [StoreUnavailable("unplugged")], Writer(Away(MemorySpace()))
+    troubles, writer = [StoreUnavailable("unplugged")], StoreThread(Away(MemorySpace()))
     with pytest.raises(StoreUnavailable, match="unplugged"):
         await writer.commit([], [Put("/a", b"1")])
     assert await writer.commit([], [Put("/a", b"1")]) is not None
@@ -62,7 +62,7 @@ async def test_a_store_that_cannot_be_reached_is_tried_again_with_the_next_write
 
 async def test_a_store_that_was_wiped_is_written_to_again(tmp_path):
     with running_etcd(tmp_path) as etcd:
-        writer = Writer(open_store(etcd.url))
+        writer = StoreThread(open_store(etcd.url))
         assert await writer.commit([], [Put("/a", b"1")]) is not None
         etcd.stop()
         etcd.data.rename(tmp_path / "wiped")
@@ -97,7 +97,7 @@ async def test_each_failure_reaches_the_caller_once_and_the_next_write_is_made(e
             raise error("as the test wants it")
 
     space = MemorySpace()
-    writer = Writer(Failing(space))
+    writer = StoreThread(Failing(space))
     with pytest.raises(error, match="as the test wants it"):
         await writer.commit([Compare("/a", create_revision=0)], [Put("/a", b"1")])
     assert (space.get("/a") is not None) == is_applied

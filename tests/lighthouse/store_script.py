@@ -184,14 +184,14 @@ class Member:
             self._inbox = []
             if self.dies and self.newest is not None:
                 job.hear(connection, m.CannotContinue(self.newest.fence, "its process ends"))
-                job.closed(connection)
+                job.session_closed(connection)
                 connection.forget()
             elif self.newest is not None:
                 beats, fence = beats + 1, self.newest.fence
                 beat = m.Heartbeat(beats, fence.epoch, fence.generation, self.newest.base.step, phase="run")
                 job.hear(connection, beat)
             await asyncio.sleep(_PERIOD_S)
-        job.closed(connection)
+        job.session_closed(connection)
 
     def _session(self) -> m.OpenSession:
         held = self.newest.fence if self.newest is not None else None

@@ -177,7 +177,7 @@ async def test_of_a_herd_that_comes_back_to_another_leader_nobody_is_taken_for_d
                 member.cut()
 
             async def seen() -> bool:
-                return len(job.sessions) == len(inside) - 4
+                return len(job.connections.sessions) == len(inside) - 4
 
             await eventually(seen, "that they have gone to be seen")
             clock.now += 4.0
@@ -186,7 +186,7 @@ async def test_of_a_herd_that_comes_back_to_another_leader_nobody_is_taken_for_d
                 away_s = await asyncio.gather(*map(knock, outside))
                 inside += [x for x, seconds in zip(outside, away_s, strict=True) if not seconds]
             record, kinds = job.core.record, [x.kind for x in job.events.after(0)]
-            assert (len(job.sessions), len(record.roster), record.nonce) == (HERD, HERD, nonce)
+            assert (len(job.connections.sessions), len(record.roster), record.nonce) == (HERD, HERD, nonce)
             assert "evicting" not in kinds and "epoch" not in kinds
             await close_all(inside)
 

@@ -190,7 +190,7 @@ async def test_whose_loop_was_stuck_past_its_lease_answers_no_beat(http):
         job = instance.jobs.by_name["job"]
         clock.now += 4000.0  # the loop has turned no more since, so no timer has told it
         answered = []
-        job._pacer.send = lambda connection, frame: answered.append(frame)
+        job.connections.pacer.send = lambda connection, frame: answered.append(frame)
         for number in range(3):
             await members[0].say(m.Heartbeat(number + 7, 1, 1, 0))
         code, reason = await members[0].close_reason()
@@ -208,7 +208,7 @@ async def test_a_tick_of_a_core_whose_lease_has_ended_tells_nobody_anything(http
         members = await start_job(http, instance.url)
         job = instance.jobs.by_name["job"]
         sent = []
-        job._pacer.send = lambda connection, frame: sent.append(frame)
+        job.connections.pacer.send = lambda connection, frame: sent.append(frame)
         clock.now += 4000.0
         job._perform(io.SendMember("r0", 1, m.HeartbeatAck(1)))
         assert not sent and not instance.parts.leads and not job.is_running

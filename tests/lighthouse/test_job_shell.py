@@ -116,7 +116,7 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
     deaf = members[1].socket._response.connection.transport
     deaf.pause_reading()
     job = instance.jobs.by_name["job"]
-    connection = job.sessions["r1"]
+    connection = job.connections.sessions["r1"]
     reply = FrameCache().of(m.Rejected("x" * 100_000), accepts_compression=False)
     # More than the sockets' buffers take, sent as fast as the core would; nothing here waits.
     for _ in range(400):
@@ -124,7 +124,7 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
     assert connection.is_ending
 
     async def is_away() -> bool:
-        return "r1" not in job.sessions
+        return "r1" not in job.connections.sessions
 
     await eventually(is_away, "the deaf one to be cut")
     await members[0].say(m.Heartbeat(9, 1, 1, 0))
@@ -161,12 +161,12 @@ async def test_an_unchanged_pulse_is_not_told_every_time(instance, http):
     told = []
     handle = job.core.handle
     job.core.handle = lambda event, now: told.append(event) or handle(event, now)
-    connection, held = job.sessions["r0"], SnapshotRef(1, 5, "d")
+    connection, held = job.connections.sessions["r0"], SnapshotRef(1, 5, "d")
     for number in range(100):
-        job.pulse(
+        job.trainer_status(
             connection, m.TrainerStatus("r0", 1, "running", number, snapshots=(held,), ages_s=(number / 20,))
         )
-    job.pulse(connection, m.TrainerStatus("r0", 1, "stopped", 100))
+    job.trainer_status(connection, m.TrainerStatus("r0", 1, "stopped", 100))
     beats = [event.pulse for event in told if hasattr(event, "pulse")]
     assert beats[0].number == 0 and beats[-1].trainer == "stopped" and len(beats) < 20
     await member.close()
@@ -181,17 +181,17 @@ async def test_the_server_of_a_refused_second_process_hides_nobody(instance, htt
     await second.next(m.Rejected)
     job = instance.jobs.by_name["job"]
     own, others, again = (MemberConnection(web.WebSocketResponse(), None) for _ in range(3))
-    job.pulse(own, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
+    job.trainer_status(own, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
     for number, trainer in enumerate(("running", "gone", "gone")):
-        job.pulse(others, m.TrainerStatus("r0", 2, trainer, number, "http://others"))
-    job.pulse_closed(others)
-    job.pulse(again, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
-    job.pulse_closed(own)  # its first connection, after the second has begun
+        job.trainer_status(others, m.TrainerStatus("r0", 2, trainer, number, "http://others"))
+    job.server_closed(others)
+    job.trainer_status(again, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
+    job.server_closed(own)  # its first connection, after the second has begun
     [server] = job_view(job)["checkpoint_servers"]
     assert (server["ckpt"], server["trainer"], server["connected"]) == ("http://own", "running", True)
     [joiner] = job_view(job)["joiners"]
     assert joiner["pulse"]["trainer"] == "running"
-    job.pulse_closed(again)
+    job.server_closed(again)
     assert not job_view(job)["checkpoint_servers"][0]["connected"]
     await member.close()
 
@@ -239,7 +239,7 @@ async def test_in_a_job_of_many_a_death_is_told_answered_and_decided_and_beats_a
         return len(job.core.epoch.running) == len(members)
 
     await eventually(all_run, "what all said to be heard")
-    assert job.core.record.epoch == 2 and len(job.sessions) == len(members)
+    assert job.core.record.epoch == 2 and len(job.connections.sessions) == len(members)
     lines = [x for x in job.events.after(0) if x.kind == "evicting"]
     assert [x.about for x in lines] == [lost.replica]
     await members[3].socket.send_str('{"kind":"Report","version":3}')

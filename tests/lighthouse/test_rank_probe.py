@@ -142,11 +142,11 @@ def test_whereabouts_are_those_of_the_newest_session_and_pulse():
     found = PeerAddresses()
     assert found.of("r0", 0) == frozenset() and not found.is_trusted("r0")
     found.session(session("r0"), "10.0.0.1", is_trusted=True)
-    found.pulse("r0", 1, "10.0.0.2")
+    found.status("r0", 1, "10.0.0.2")
     assert found.of("r0", 0) == {"10.0.0.1"} and found.of("r0", 1) == {"10.0.0.1", "10.0.0.2"}
     assert found.is_trusted("r0")
     found.session(session("r0"), "10.0.0.3", is_trusted=False)
-    found.pulse("r0", 1, "10.0.0.4")
+    found.status("r0", 1, "10.0.0.4")
     assert found.of("r0", 1) == {"10.0.0.3", "10.0.0.4"} and not found.is_trusted("r0")
     assert found.of("r1", 0) == frozenset()
 

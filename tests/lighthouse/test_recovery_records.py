@@ -195,7 +195,7 @@ async def test_records_outlive_the_lighthouse_that_wrote_them(http):
     async with lighthouse_on(MemoryStore(space)) as second:
 
         async def shown() -> bool:
-            return second.jobs.loaded.is_set() and bool(second.jobs.by_name["job"].recoveries.kept)
+            return second.jobs.loaded.is_set() and bool(second.jobs.by_name["job"].history.recoveries.kept)
 
         await eventually(shown, "the next leader to have read it")
         (record,) = await recoveries(http, second.url, "job")
@@ -286,7 +286,7 @@ async def test_a_failure_that_cost_thousands_is_in_the_store(http):
         members = await start_job(http, lighthouse.url)
         job = lighthouse.jobs.by_name["job"]
         lost = {f"replica-{i:05d}": ReplicaReturn() for i in range(10_000)}
-        job._keep(RecoveryRecord(1, "death", "a rack", 1, 1.0, lost=lost))
+        job.history.keep(RecoveryRecord(1, "death", "a rack", 1, 1.0, lost=lost))
 
         async def kept() -> bool:
             return bool(space.find(recoveries_of("ns", "job"))[0])

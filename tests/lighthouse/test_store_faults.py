@@ -10,7 +10,7 @@ import pytest
 from lighthouse.store_script import KINDS, RECORD, REPLICAS, Fault, LeapingLoop, World
 
 from fabric.lighthouse.election import election
-from fabric.lighthouse.jobs import job, jobs
+from fabric.lighthouse.jobs import job, job_history, jobs
 from fabric.lighthouse.jobs.term_context import TermContext
 
 
@@ -29,7 +29,8 @@ def play(monkeypatch):
     def played(fault: Fault) -> World:
         with closing(LeapingLoop()) as loop:
             monkeypatch.setattr(jobs, "TermContext", partial(TermContext, clock=loop.time))
-            monkeypatch.setattr(job, "time", SimpleNamespace(time=lambda: 1.7e9 + loop.time()))
+            for module in (job, job_history):
+                monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 1.7e9 + loop.time()))
             return loop.run_until_complete(run(fault))
 
     yield played

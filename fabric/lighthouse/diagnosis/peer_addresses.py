@@ -47,7 +47,7 @@ class PeerAddresses:
         source.session, source.is_trusted = address, is_trusted
         source.incarnation, source.secret = session.incarnation, session.secret
 
-    def pulse(self, replica: str, rank: int, address: str) -> None:
+    def status(self, replica: str, rank: int, address: str) -> None:
         """A checkpoint server has spoken for a rank."""
         self._sources.setdefault((replica, rank), _Source()).pulse = address
 

@@ -15,10 +15,10 @@ SILENT_S = 5.0
 
 @dataclass(slots=True)
 class HeardStatus:
-    """What the core heard last of a replica's pulses over one connection, and when."""
+    """The newest status of one rank over one connection, and when the core heard it."""
 
-    pulse: TrainerStatus
-    told: float
+    status: TrainerStatus
+    fed_at: float
 
 
 @dataclass(slots=True)

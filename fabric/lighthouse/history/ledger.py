@@ -43,7 +43,7 @@ class JobSample:
 
 
 @dataclass(slots=True)
-class TimeLedger:
+class GoodputLedger:
     """``observe`` now and then, with monotonic seconds; ``seconds`` by state is what has been counted."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))

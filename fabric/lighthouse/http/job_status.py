@@ -22,7 +22,7 @@ def job_line(job: Job) -> dict[str, Any]:
         "epoch": record.epoch if record else 0,
         "step": job.view.top_step(),
         "members": len(record.roster) if record else 0,
-        "sessions": len(job.sessions),
+        "sessions": len(job.connections.sessions),
         "complete": bool(record and record.complete),
         "paused": record.orders.paused if record else "",
         "failed": job.view.failed_reason,

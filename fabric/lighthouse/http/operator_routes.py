@@ -81,7 +81,7 @@ def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
             )
         _check(job, asked)
         job.operate(asked)
-        await job.kept(KEPT_WITHIN_S)
+        await job.overrides_stored(KEPT_WITHIN_S)
         view = job.view
         answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": view.overrides.paused}
         answer |= {"min": view.overrides.min_replicas, "max": view.overrides.max_replicas}

@@ -240,7 +240,7 @@ class LighthouseRoutes:
         job = self._job(request)
         if isinstance(job, web.Response):
             return job
-        text = "".join(json.dumps(recovery.to_json()) + "\n" for recovery in job.recoveries.kept)
+        text = "".join(json.dumps(recovery.to_json()) + "\n" for recovery in job.history.recoveries.kept)
         return web.Response(text=text, content_type="application/x-ndjson")
 
     async def live(self, request: web.Request) -> web.StreamResponse:

@@ -42,6 +42,6 @@ class StatusCache:
         """The job as it is now, or was less than ``period_s`` ago."""
         found, now = self._newest.get(job), self._clock()
         if found is None or now - found.at >= self.period_s(job):
-            recoveries = json.dumps([recovery.to_json() for recovery in job.recoveries.kept[-50:]])
+            recoveries = json.dumps([recovery.to_json() for recovery in job.history.recoveries.kept[-50:]])
             found = self._newest[job] = CachedStatus(json.dumps(job_view(job)), recoveries, now)
         return found

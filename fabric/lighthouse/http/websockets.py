@@ -71,7 +71,7 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
         library = transport.get_protocol()
         assert isinstance(library, asyncio.Protocol)
         transport.set_protocol(FastFrames(library, on_text))
-    await _serve(place, socket, connection, on_text, lambda job: job.closed(connection))
+    await _serve(place, socket, connection, on_text, lambda job: job.session_closed(connection))
     return socket
 
 
@@ -83,17 +83,17 @@ async def pulse(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     place = JobLookup(jobs, name)
 
     def on_text(text: str) -> bool:
-        beat = decode_pulse(text)
-        if connection.replica not in ("", beat.replica):
+        status = decode_pulse(text)
+        if connection.replica not in ("", status.replica):
             raise ProtocolError("a checkpoint server speaks for one replica: open another connection")
-        if connection.rank not in (-1, beat.rank):
+        if connection.rank not in (-1, status.rank):
             raise ProtocolError("a checkpoint server speaks for one rank: open another connection")
-        connection.replica, connection.rank = beat.replica, beat.rank
-        place.take().pulse(connection, beat)
+        connection.replica, connection.rank = status.replica, status.rank
+        place.take().trainer_status(connection, status)
         return True
 
     take = _guarded(place, connection, on_text)
-    await _serve(place, socket, connection, take, lambda job: job.pulse_closed(connection))
+    await _serve(place, socket, connection, take, lambda job: job.server_closed(connection))
     return socket
 
 

@@ -223,13 +223,13 @@ class Jobs:
         try:
             found = await self._store.get(ledger_of(self._namespace, name))
             if found is not None:
-                job.ledger.restore(json.loads(found.value), job.now, time.time())
+                job.history.ledger.restore(json.loads(found.value), job.now, time.time())
         except StoreError as error:
             log.warning("job %s: its ledger is not read, and not written in this term: %s", name, error)
             return
         except (ProtocolError, ValueError) as error:
             log.warning("job %s: its ledger begins anew: %s", name, error)
-        job.ledger_is_known = True
+        job.history.ledger_is_known = True
 
     def _make(self, context: TermContext, name: str, record: Record | None, revision: int) -> Job:
         stored = StoredRecord(
@@ -243,7 +243,7 @@ class Jobs:
         job = self.by_name[name] = Job(name, context, stored, events, recoveries)
         job.begin(record)
         if record is not None:
-            job.ledger_is_known = False
+            job.history.ledger_is_known = False
             job.look_at_ledger()
             self._tasks.start(f"ledger of {name}", self._load_ledger(name, job))
         return job

@@ -19,8 +19,8 @@ from fabric.lighthouse.history.ledger import (
     STATES,
     TRAINING,
     UNKNOWN_STALL_S,
+    GoodputLedger,
     JobSample,
-    TimeLedger,
 )
 from fabric.lighthouse.jobs.job_store import ledger_of
 from fabric.store import Put
@@ -31,7 +31,7 @@ class Watch:
     """A job that is looked at four times a second."""
 
     def __init__(self, ledger=None, now=100.0, step=0):
-        self.ledger, self.now = ledger or TimeLedger(), now
+        self.ledger, self.now = ledger or GoodputLedger(), now
         self.look = JobSample(True, step=step, members=3, wanted=3)
         self.ledger.observe(self.look, self.now)
         self.begun = now
@@ -80,7 +80,7 @@ def test_long_steps_are_no_stall_and_neither_is_the_first():
 
 
 def test_nothing_is_counted_before_the_start_and_after_the_end():
-    ledger = TimeLedger()
+    ledger = GoodputLedger()
     for now in (0.0, 50.0):
         ledger.observe(JobSample(False), now)
     assert ledger.goodput is None and not sum(ledger.seconds.values())
@@ -151,7 +151,7 @@ async def test_a_new_leader_that_has_heard_nobody_counts_no_step(http):
     async with lighthouse_on(MemoryStore(space)) as second:
 
         async def restored() -> bool:
-            return second.jobs.loaded.is_set() and second.jobs.by_name["job"].ledger_is_known
+            return second.jobs.loaded.is_set() and second.jobs.by_name["job"].history.ledger_is_known
 
         await eventually(restored, "the ledger to be read")
         job = second.jobs.by_name["job"]
@@ -165,10 +165,10 @@ async def test_a_new_leader_that_has_heard_nobody_counts_no_step(http):
 
 
 def test_what_is_no_ledger_is_refused():
-    good = TimeLedger().saved(1.0)
+    good = GoodputLedger().saved(1.0)
     for wrong in (None, [], {}, {**good, "t": 0}, {**good, "state": "fine"}, {**good, "seconds": {}}):
         with pytest.raises(ProtocolError):
-            TimeLedger().restore(wrong, 0.0, 1.0)
+            GoodputLedger().restore(wrong, 0.0, 1.0)
 
 
 async def test_a_lighthouse_reads_the_ledger_and_shows_it_everywhere(http):
@@ -177,7 +177,7 @@ async def test_a_lighthouse_reads_the_ledger_and_shows_it_everywhere(http):
         await eventually(leading(first), "the first to lead")
         await close_all(await start_job(http, first.url))
     saved = {
-        **TimeLedger().saved(1.0),
+        **GoodputLedger().saved(1.0),
         "state": "",
         "seconds": {**dict.fromkeys(STATES, 0.0), TRAINING: 1000.0},
     }
@@ -188,7 +188,7 @@ async def test_a_lighthouse_reads_the_ledger_and_shows_it_everywhere(http):
 
         async def restored() -> bool:
             jobs = second.jobs
-            return jobs.loaded.is_set() and jobs.by_name["job"].ledger.seconds[TRAINING] >= 1000
+            return jobs.loaded.is_set() and jobs.by_name["job"].history.ledger.seconds[TRAINING] >= 1000
 
         await eventually(restored, "the ledger to be read")
         async with http.get(f"{second.url}/v1/jobs/job", headers=headers()) as answer:

@@ -1,0 +1,112 @@
+"""A job's time ledger and recovery records, and their way into the store.
+
+Both are for people: no decision waits for them. What the store does not take stays in memory.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from fabric.errors import StoreError
+from fabric.lighthouse.history.ledger import GoodputLedger, JobSample
+from fabric.lighthouse.history.recovery import NAMED, Recoveries, RecoveryRecord
+from fabric.lighthouse.jobs.job_store import StoredRecord
+from fabric.lighthouse.jobs.term_context import TermContext
+from fabric.protocol.leader.view import LeaderView
+
+log = logging.getLogger(__name__)
+
+# Seconds between two samples of the ledger, more where sessions are many; and between two writes of it, fewer
+# when its state has changed.
+SAMPLE_S = 0.25
+_SESSIONS_PER_S = 4000
+LEDGER_S = 60.0
+_LEDGER_CHANGED_S = 5.0
+# Where members are many, recoveries are observed so often at most.
+_OBSERVE_S = 0.01
+_KEEP_LARGE_S = 1.0
+
+
+class JobHistory:
+    """The history of one job in one term."""
+
+    def __init__(self, job: str, context: TermContext, stored: StoredRecord, recoveries: Recoveries) -> None:
+        self.ledger = GoodputLedger()
+        self.ledger_is_known = True  # False while the job has not read what an earlier leader stored
+        self.recoveries = recoveries
+        self._job = job
+        self._context = context
+        self._stored = stored
+        self._sampled_at = self._ledger_stored_at = context.clock()
+        self._observed_at = 0.0
+        self._unkept: dict[int, RecoveryRecord] = {}
+
+    def is_sample_due(self, sessions: int, now: float) -> bool:
+        return now - self._sampled_at >= max(SAMPLE_S, sessions / _SESSIONS_PER_S)
+
+    def sample(self, view: LeaderView, now: float, *, keep: bool) -> GoodputLedger:
+        """Count where the job's time went, up to now; ``keep``: also store it when that is due."""
+        record = view.record
+        is_on = record is not None and not record.complete and not record.failed
+        members = len(record.roster) if record is not None else 0
+        before, self._sampled_at = self.ledger.state, now
+        # A new leader has heard no member yet; the record only says where the generation began.
+        step = -1 if view.highest_step is None else view.highest_step
+        generation = record.generation if record is not None else 0
+        wanted = view.policy.start_replicas
+        sample = JobSample(is_on, step, members, wanted, self.recoveries.is_recovering, generation)
+        self.ledger.observe(sample, now)
+        if keep and self.ledger_is_known:
+            self._keep_ledger(before, now)
+        return self.ledger
+
+    def is_observation_due(self, now: float) -> bool:
+        """Whether a job of many members should look at its recoveries again."""
+        return now - self._observed_at >= _OBSERVE_S
+
+    def observe(self, view: LeaderView, newest_event: int, now: float) -> list[RecoveryRecord]:
+        """Bring the recovery records up to date; return those that have changed."""
+        self._observed_at = now
+        changed = self.recoveries.observe(view, newest_event, time.time())
+        for recovery in changed:
+            self._context.metrics.recovery(self._job, recovery)
+            self.keep(recovery)
+        return changed
+
+    def keep(self, recovery: RecoveryRecord) -> None:
+        """Store this record in a moment, and send it as a trace when it is complete."""
+        if self._context.traces is not None:
+            self._context.traces.recovery(self._job, recovery)
+        is_idle = not self._unkept
+        self._unkept[recovery.id] = recovery
+        if is_idle:
+            self._context.tasks.start(f"keep recoveries of {self._job}", self._keep_recoveries())
+
+    async def _keep_recoveries(self) -> None:
+        """Store one record after the other; a record that changes meanwhile is written once more."""
+        while self._unkept:
+            recovery = self._unkept.pop(next(iter(self._unkept)))
+            try:
+                await self._stored.keep(recovery, [r.id for r in self.recoveries.kept])
+            except StoreError as error:
+                log.warning(
+                    "job %s: recovery record %d is not in the store: %s", self._job, recovery.id, error
+                )
+            if len(recovery.lost) > NAMED:
+                await asyncio.sleep(_KEEP_LARGE_S)  # it changes with each of thousands that comes back
+
+    def _keep_ledger(self, before: str, now: float) -> None:
+        """Store the ledger when its state changes, and now and then. A lost write costs nothing: the next one
+        contains it."""
+        waits_s = LEDGER_S if self.ledger.state == before else _LEDGER_CHANGED_S
+        if now - self._ledger_stored_at >= waits_s:
+            self._ledger_stored_at = now
+            saved = self.ledger.saved(time.time())
+            self._context.tasks.start(f"keep the ledger of {self._job}", self._write_ledger(saved))
+
+    async def _write_ledger(self, saved: dict[str, Any]) -> None:
+        try:
+            await self._stored.keep_ledger(saved)
+        except StoreError as error:
+            log.warning("job %s: its ledger is not in the store: %s", self._job, error)

@@ -31,19 +31,19 @@ class Refused(FabricError):
 
 
 class Unreachable(FabricError):
-    """Nobody answers at an address, or went silent before the link was made."""
+    """No process answers at an address, or it went silent before the link was made."""
 
 
 class Unconnected(Unreachable):
-    """Not even a connection came about: nothing gets through to that host, or nobody listens there."""
+    """No connection came about: packets do not reach that host, or no process listens there."""
 
 
 class RoundAborted(FabricError):
     """An exchange ended without a result; the local gradient is untouched and the round is redone.
 
-    ``about`` names the peer that it failed on, empty where nobody in particular is to blame. ``waited_for``
-    names the peer whose bytes were due when it ended, whoever ended it; empty where nothing was awaited.
-    ``mismatch``: the peer that it failed on takes part in something else.
+    ``about`` names the peer that the exchange failed on; empty where no single peer is to blame.
+    ``waited_for`` names the peer whose bytes were due at the end; empty where none were.
+    ``mismatch`` says that the peer takes part in another exchange.
     """
 
     def __init__(self, message: str, about: str = "", waited_for: str = "", mismatch: bool = False) -> None:
@@ -82,7 +82,7 @@ class IntegrityError(StateError):
 
 
 class Gone(StateError):
-    """A step or slot that was asked for is no longer held; the message lists what is."""
+    """A requested step or slot is no longer held; the message lists those that are."""
 
 
 class ServerLost(StateError):

@@ -8,8 +8,8 @@ as the gradients in it are final. Buckets follow from the parameters alone, so t
 members, whatever buckets others (DDP) have. The layout hash covers names, shapes, dtypes and order: members
 whose hashes differ must not sum.
 
-Of a DTensor (FSDP2, tensor parallel) it is this rank's shard that lies here: the same rank of every replica
-sums the same shards, so the hash covers how the tensor is sharded too.
+Of a DTensor (FSDP2, tensor parallel) the buffer holds this rank's shard. The same rank of every replica sums
+the same shards, so the hash also covers how the tensor is sharded.
 """
 
 import json
@@ -26,7 +26,7 @@ from fabric.ftar.ring_schedule import DTYPE_CODES
 
 ALIGNMENT_BYTES = 64
 BUCKET_BYTES = 16 * 2**20
-# A thousand parameters with long names; a lighthouse hears it once per session and keeps it once per job.
+# Enough for a thousand parameters with long names. A session sends it once; a lighthouse keeps one per job.
 _DESCRIPTION_CHARACTERS = 64 * 1024
 
 NamedParameter = tuple[str, torch.nn.Parameter]
@@ -34,8 +34,10 @@ NamedParameter = tuple[str, torch.nn.Parameter]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Bytes [begin, end) of the buffer hold ``dtype``; ``parameters`` lie there in this order. What lies
-    between ``gap`` and ``begin`` belongs to nobody and is zero."""
+    """Bytes [begin, end) of the buffer hold ``dtype``; ``parameters`` lie there in this order.
+
+    The bytes from ``gap`` to ``begin`` belong to no parameter and are zero.
+    """
 
     dtype: torch.dtype
     gap: int
@@ -44,7 +46,7 @@ class Bucket:
     parameters: tuple[NamedParameter, ...]
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The elements in ``buffer``, 1-D."""
+        """Return the bucket's elements in ``buffer``, 1-D."""
         return buffer[self.begin : self.end].view(self.dtype)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
@@ -78,7 +80,7 @@ class FlatGradients:
         self.layout = layout_hash(backwards)
         laid_out = _lay_out(backwards, bucket_bytes)
         self.nbytes = laid_out[-1].end if laid_out else 0
-        # A bucket is complete when its last parameter is, and that is the one that the model has first.
+        # A bucket is complete with its last parameter, which comes first in the model.
         finished = {id(parameter): at for at, (_, parameter) in enumerate(backwards)}
         self.buckets: tuple[Bucket, ...] = tuple(
             sorted(laid_out, key=lambda bucket: finished[id(bucket.parameters[-1][1])])
@@ -117,20 +119,21 @@ class FlatGradients:
 
     @torch.no_grad()
     def first_nonfinite(self, buffer: torch.Tensor) -> str:
-        """The model's first parameter with an infinity or NaN in ``buffer``, or empty: one pass."""
-        found: set[str] = set()
+        """Name the model's first parameter with an infinity or NaN in ``buffer``; empty for none."""
+        nonfinite: set[str] = set()
         for bucket in self.buckets:
-            # A sum is not finite where an element is not; the reverse is looked at tensor by tensor.
+            # An element that is not finite makes the sum not finite; a sum may also overflow: check each
+            # tensor.
             if math.isfinite(bucket.view(buffer).sum(dtype=_wide(bucket.dtype)).item()):
                 continue
             for (name, _), (view, _) in zip(bucket.parameters, bucket.views(buffer), strict=True):
                 if not bool(torch.isfinite(view).all()):
-                    found.add(name)
-        return next((name for name, _ in self.parameters if name in found), "")
+                    nonfinite.add(name)
+        return next((name for name, _ in self.parameters if name in nonfinite), "")
 
     @torch.no_grad()
     def first_nonfinite_own(self) -> str:
-        """The same of the parameters' own gradients, before they were summed with the others'."""
+        """Name the first parameter whose own gradient, before the sum, has an infinity or NaN."""
         for name, parameter in self.parameters:
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                 return name
@@ -190,7 +193,7 @@ def _row(name: str, tensor: torch.Tensor) -> list[object]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of ``tensor`` lies in this process, as a view of it."""
+    """Return the part of ``tensor`` that lies in this process, as a view of it."""
     if not hasattr(tensor, "device_mesh"):
         return tensor
     with torch.no_grad():

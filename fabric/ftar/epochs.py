@@ -1,8 +1,8 @@
-"""Which epochs a plane has links of, and how one of them ends: what all planes share.
+"""The epochs that a plane has links of, and how one of them ends: the common part of all planes.
 
-An epoch that failed stays failed: whoever aborted it and why is what every later call for it raises, until
-it is retired. Descriptors are closed only when no exchange uses them, since a closed number could be
-somebody else's by the next poll.
+An epoch that failed stays failed: every later call for it raises the first cause, until the epoch is retired.
+Descriptors are closed only when no exchange uses them: by the next poll a closed number could belong to
+another file.
 """
 
 import math
@@ -17,28 +17,28 @@ from typing import Generic, TypeVar
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.plane import Ring
 
-# Aborts of epochs whose links have not come yet are remembered, so many at most.
+# At most so many aborts of epochs whose links have not come yet are kept.
 _MAX_EARLY_ABORTS = 64
 
 
 @dataclass(slots=True)
 class Waiting:
-    """Whom the exchange waits for now and last, and for how long it has waited for each in this step."""
+    """The waits of one exchange."""
 
-    peer: str
-    seconds: dict[str, float]
-    last: str = ""
+    peer: str  # the peer that it waits for now, or empty
+    seconds: dict[str, float]  # by peer, how long it has waited so far
+    last: str = ""  # the peer that it waited for last
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How long a wait may last, in seconds: which of the two when, see ``exchange``."""
+    """How long a wait may last, in seconds."""
 
-    entry_s: float
-    exchange_s: float
+    entry_s: float  # until all members have entered the exchange
+    exchange_s: float  # from then on, since the last byte that counted
 
     def changed(self, exchange_s: float | None, entry_s: float | None) -> "Bounds":
-        """These, with what is given in place of its own. Raises ConfigError for what bounds nothing."""
+        """Return these bounds with the given ones replaced. Raises ConfigError for a bound out of range."""
         new = Bounds(
             self.entry_s if entry_s is None else entry_s,
             self.exchange_s if exchange_s is None else exchange_s,
@@ -49,7 +49,7 @@ class Bounds:
 
 
 class EpochLinks:
-    """What one epoch's exchanges go over. ``wake`` is an eventfd that is readable once it is aborted."""
+    """The links of one epoch. ``wake`` is an eventfd that is readable once the epoch is aborted."""
 
     def __init__(
         self, ring: Ring, next_socket: socket.socket | None, previous_socket: socket.socket | None
@@ -77,7 +77,7 @@ class EpochLinks:
             self._in_use = True
 
     def leave(self) -> None:
-        """The exchange is over; close now if that was asked for meanwhile."""
+        """End an exchange; close the descriptors if ``close`` was called meanwhile."""
         with self._lock:
             self._in_use = False
             if self._closing:
@@ -90,7 +90,7 @@ class EpochLinks:
             raise RoundAborted(why, about)
 
     def abort(self, why: str, about: str = "") -> None:
-        """Wake the exchange and tell the previous member; the first cause is the one that counts."""
+        """Wake the exchange and tell the previous member; only the first cause counts."""
         with self._lock:
             if self.cause is not None:
                 return
@@ -99,7 +99,7 @@ class EpochLinks:
             self.aborted(why, about)
 
     def aborted(self, why: str, about: str) -> None:
-        """What else an abort does, once; may not block."""
+        """Do the rest of an abort, once; may not block."""
 
     def close(self, why: str) -> None:
         """Abort, and close the sockets as soon as no exchange uses them; idempotent."""
@@ -125,7 +125,7 @@ Links = TypeVar("Links", bound=EpochLinks)
 
 
 class Epochs(Generic[Links]):
-    """Links by epoch, aborts that came before their links, and from where on epochs still count."""
+    """Links by epoch, early aborts, and the oldest epoch that still counts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -135,25 +135,26 @@ class Epochs(Generic[Links]):
         self._closed = False
 
     def add(self, links: Links) -> bool:
-        """Keep ``links``; False where they were closed instead, because their epoch is over.
+        """Keep ``links``; return False, and close them, where their epoch is over.
 
-        Raises IllegalTransition, and closes them, where their epoch has its links already.
+        Raises IllegalTransition, and closes them, where their epoch has links already.
         """
         epoch = links.ring.epoch
         with self._lock:
-            known = epoch in self._links
-            if not known and not self._closed and epoch >= self._retired_before:
+            has_links = epoch in self._links
+            if not has_links and not self._closed and epoch >= self._retired_before:
                 self._links[epoch] = links
                 if epoch in self._early_aborts:
                     links.abort(*self._early_aborts.pop(epoch))
                 return True
         links.close(f"epoch {epoch} is over")
-        if known:
+        if has_links:
             raise IllegalTransition(f"epoch {epoch} has its links already")
         return False
 
     def get(self, epoch: int) -> Links:
-        """The links of ``epoch``. Raises RoundAborted where it is over, IllegalTransition before it is."""
+        """Return the links of ``epoch``. Raises RoundAborted after its end, IllegalTransition before its
+        links."""
         with self._lock:
             links = self._links.get(epoch)
             if links is not None:
@@ -165,7 +166,7 @@ class Epochs(Generic[Links]):
         raise IllegalTransition(f"epoch {epoch} has no links yet: install them before its rounds")
 
     def abort(self, epoch: int, why: str, about: str) -> None:
-        """End ``epoch``, which may not have its links yet."""
+        """End ``epoch``, whose links may come later."""
         with self._lock:
             links = self._links.get(epoch)
             if links is None and epoch >= self._retired_before:
@@ -198,7 +199,7 @@ class Epochs(Generic[Links]):
 
 
 class ExchangeCounter:
-    """One exchange at a time, numbered within its step as its callers on all members number it."""
+    """Admits one exchange at a time, and numbers it within its step, alike on all members."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -212,7 +213,7 @@ class ExchangeCounter:
         self._lock.release()
 
     def number(self, epoch: int, step: int) -> int:
-        """How many exchanges of this step and epoch came before this one."""
+        """Count the exchanges of this step and epoch before this one."""
         last_epoch, last_step, last = self._newest
         exchange = last + 1 if (epoch, step) == (last_epoch, last_step) else 0
         self._newest = (epoch, step, exchange)
@@ -220,7 +221,7 @@ class ExchangeCounter:
 
 
 class EpochPlane(Generic[Links]):
-    """What the planes have in common of DataPlane: bounds, waits, and how an exchange of an epoch ends."""
+    """The part of DataPlane that all planes share: bounds, waits, and the end of an epoch's exchange."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds.changed(None, None)
@@ -256,7 +257,7 @@ class EpochPlane(Generic[Links]):
 
     @contextmanager
     def _entered(self, epoch: int) -> Iterator[Links]:
-        """The links of ``epoch`` for one exchange; however that fails, the epoch is aborted."""
+        """Yield the links of ``epoch`` for one exchange; any failure of it aborts the epoch."""
         with self._exchanges:
             links = self._epochs.get(epoch)
             self._waiting = waiting = Waiting("", {})
@@ -265,13 +266,13 @@ class EpochPlane(Generic[Links]):
                 yield links
             except RoundAborted as error:
                 error.waited_for = waiting.last
-                # The first cause wins: an abort that came while this one unwound is not overwritten.
+                # The first cause counts: an abort that came meanwhile stays.
                 links.abort(str(error), error.about)
                 raise
             except BaseException as error:
                 if isinstance(error, Exception):
-                    links.check()  # what goes wrong after an abort does so because of it: memory may be gone
-                # Half an exchange is on the links: nobody may go on with them.
+                    links.check()  # the abort is the cause of any later error: memory may be gone
+                # Half an exchange is on the links, so they must not be used again.
                 links.abort(f"an error here ended the exchange: {error!r}")
                 raise
             finally:

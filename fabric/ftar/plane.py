@@ -1,8 +1,8 @@
-"""What a data plane is: the one interface between the decisions about a round and the bytes of it.
+"""The interface of a data plane, between the decisions about a round and its bytes.
 
-A plane holds links for one or more epochs, made by somebody else outside of the step, and reduces one
-flat buffer at a time over the ring of one epoch. It decides nothing: it ends a round in exactly one of two
-ways, the reduction in the result or RoundAborted, and after the latter the epoch's links are not used again.
+A plane holds the links of one or more epochs, which its owner dials outside of the step. It reduces one flat
+buffer at a time over the ring of one epoch. It decides nothing: a round ends either with the reduction in the
+result or with RoundAborted. After an abort the epoch's links are not used again.
 """
 
 import socket
@@ -17,10 +17,10 @@ from fabric.ftar.reduce_ops import SUM, Reduction
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """My place and everybody, in ring order: each sends to the next name, the last to the first."""
+    """The members of an epoch in ring order: each sends to the next name, the last to the first."""
 
     epoch: int
-    position: int
+    position: int  # this member's index in ``names``
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -36,12 +36,12 @@ class Ring:
 
     @property
     def next(self) -> str:
-        """Whom I send to; myself in a ring of one."""
+        """The member to send to; this one in a ring of one."""
         return self.names[(self.position + 1) % self.world]
 
     @property
     def previous(self) -> str:
-        """Whom I receive from; myself in a ring of one."""
+        """The member to receive from; this one in a ring of one."""
         return self.names[self.position - 1]
 
 
@@ -50,7 +50,7 @@ class DataPlane(Protocol):
 
     @property
     def kind(self) -> str:
-        """What all members of a job must have in common: ``host``, ``device`` or ``nccl``."""
+        """The kind that all members of a job must have in common: ``host``, ``device`` or ``nccl``."""
 
     @property
     def shares_memory(self) -> bool:
@@ -65,19 +65,27 @@ class DataPlane(Protocol):
         """Seconds waited for each peer in the newest exchange."""
 
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
-        """Change how long an exchange may be silent once all are in it, and how long members may be late for
-        it; from any thread, for exchanges that begin later. Raises ConfigError."""
+        """Change the bounds of later exchanges, from any thread. Raises ConfigError.
+
+        ``exchange_s`` bounds the silence of an exchange once all members are in it, ``entry_s`` how late
+        they may enter.
+        """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """``nbytes`` bytes (1-D uint8) of memory of the kind that this plane reduces without a copy, until
-        ``unregister``. Other memory can be reduced too. Raises ConfigError where there is none left."""
+        """Allocate ``nbytes`` (1-D uint8) that this plane reduces without a copy, until ``unregister``.
+
+        Other memory can be reduced too. Raises ConfigError where none is left.
+        """
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:
-        """Make ``memory`` (1-D uint8), which is mapped from the start of the memfd ``descriptor`` (sealed
-        against shrinking), as good as allocated here; a plane that has no use for it does nothing."""
+        """Let the plane reduce ``memory`` (1-D uint8) without a copy, as if allocated here.
+
+        It is mapped from the start of the memfd ``descriptor``, which is sealed against shrinking. A plane
+        that has no use for it does nothing.
+        """
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Give up ``memory`` that was allocated or shown, between exchanges; other memory is ignored."""
+        """Give up ``memory`` that was allocated or registered, between exchanges; other memory is ignored."""
 
     def install(
         self,
@@ -88,8 +96,8 @@ class DataPlane(Protocol):
         """Take the links of ``ring.epoch``, connected and authenticated; the plane owns them now.
 
         A unix socket says that the member at its other end is on this host and may share memory. Several
-        epochs may be installed at once. Sockets of an epoch that was already aborted or
-        retired are closed. A ring of one needs none.
+        epochs may be installed at once. Sockets of an aborted or retired epoch are closed. A ring of one
+        needs none.
         """
 
     def all_reduce(
@@ -104,24 +112,26 @@ class DataPlane(Protocol):
     ) -> None:
         """Reduce ``source`` (1-D, contiguous) over the members into ``result``, the same bits on all of them.
 
-        ``source`` survives, whatever happens: it is what a retry needs. Only with ``retain_gradients=False``
-        may ``result`` be ``source`` itself (which is what None means), and ``source`` is lost then.
+        ``source`` survives in any case, for a retry. Only with ``retain_gradients=False`` may ``result`` be
+        ``source`` itself (None means that), and ``source`` is lost then.
 
-        Blocks. When it returns nobody else reads either, or, with ``result_is_stable``, others may still read
-        ``result``: then nobody may write there before the next exchange has returned or the epoch was aborted
-        or retired. All members must say the same. Raises RoundAborted (``about`` names the peer, where
-        one is known); what is in ``result`` is undefined then. Exchanges of one step must be called in the
-        same order everywhere. Raises ConfigError for tensors that cannot be reduced; nothing was sent then.
+        Blocks. After the return no member reads ``source`` or ``result``. With ``result_is_stable`` others
+        may still read ``result``; the caller must not write there until the next exchange has returned, or
+        the epoch was aborted or retired. All members must pass the same. All must call the exchanges of one
+        step in the same order.
+
+        Raises RoundAborted (``about`` names the peer, where one is known), and ``result`` is undefined then.
+        Raises ConfigError, before a byte is sent, for tensors that cannot be reduced.
         """
 
     def abort(self, epoch: int, why: str, about: str = "") -> None:
-        """End the epoch's exchange, now and for ever, from any thread; the first reason is kept.
+        """End the epoch's exchange for good, from any thread; the first reason is kept.
 
-        An epoch that is not installed yet is remembered.
+        The abort of an epoch that is not installed yet is remembered.
         """
 
     def retire(self, before_epoch: int) -> None:
-        """Close the links of epochs older than ``before_epoch``, aborting what still uses them."""
+        """Close the links of epochs older than ``before_epoch``; abort an exchange that still uses them."""
 
     def close(self) -> None:
         """Abort and close everything; idempotent."""

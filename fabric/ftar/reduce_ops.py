@@ -1,4 +1,4 @@
-"""What is done to elements: sum, mean by weight, min, max, in an arithmetic that all planes share.
+"""The operations on elements: sum, mean by weight, min, max, in an arithmetic that all planes share.
 
 A reduction is a left fold: ``combine`` is called once for every member but the first, in ring order, and the
 last call finishes. Elements of 16 bits are folded in float32 and rounded to nearest even once, at the end, so
@@ -35,8 +35,8 @@ _KERNELS: dict[str, Any] = {"sum": np.add, "mean": np.add, "min": np.minimum, "m
 class Reduction:
     """One of ``sum``, ``mean``, ``min``, ``max``; ``mean`` is the sum divided by ``weight``.
 
-    Members multiply by their own weights before they reduce, and ``weight`` is the total, which every member
-    must give alike: it is not compared. Raises ConfigError for what is no reduction.
+    Members multiply by their own weights before they reduce. ``weight`` is the total, which all members must
+    pass alike: it is not compared. Raises ConfigError for any other operation.
     """
 
     operation: str = "sum"
@@ -54,7 +54,7 @@ class Reduction:
 
     @property
     def code(self) -> int:
-        """Its number on the wire."""
+        """The operation's number on the wire."""
         return OPERATION_CODES[self.operation]
 
     def check(self, dtype: torch.dtype) -> None:
@@ -69,7 +69,7 @@ class Reduction:
     def fold(self, parts: Sequence[torch.Tensor], own: torch.Tensor, out: torch.Tensor, last: bool) -> None:
         """``out = ((parts[0] (+) parts[1]) (+) ...) (+) own``, and finished where ``last``: see ``combine``.
 
-        What is between stays in the processor's caches. The first part may be a wide partial result.
+        Intermediate results stay in the processor's caches. The first part may be a wide partial result.
         """
         if len(parts) == 1:
             self.combine(parts[0], own, out, last)
@@ -78,7 +78,7 @@ class Reduction:
             for low in range(0, own.numel(), _BLOCK):
                 block = slice(low, low + _BLOCK)
                 first, *others = (part[block].float() for part in parts)
-                # Never into the first: it is another member's memory where it came as float32.
+                # Never write to ``first``: where it came as float32 it is another member's memory.
                 total = first.clone().numpy()
                 with np.errstate(all="ignore"):
                     for other in others:
@@ -90,12 +90,14 @@ class Reduction:
     def _fold_blocks(self, parts: list[Array], out: Array, last: bool) -> None:
         kernel = _KERNELS[self.operation]
         step = _FOLD_BYTES // out.itemsize
-        # Partial results pass through the result's own place, unless that is the last member's contribution.
-        place = np.empty(min(step, len(out)), out.dtype) if out.ctypes.data == parts[-1].ctypes.data else None
+        # Partial results pass through the result's own memory, unless that is the last member's contribution.
+        buffer = (
+            np.empty(min(step, len(out)), out.dtype) if out.ctypes.data == parts[-1].ctypes.data else None
+        )
         with np.errstate(all="ignore"):
             for low in range(0, len(out), step):
                 target = out[low : low + step]
-                total = target if place is None else place[: len(target)]
+                total = target if buffer is None else buffer[: len(target)]
                 kernel(parts[0][low : low + step], parts[1][low : low + step], out=total)
                 for part in parts[2:-1]:
                     kernel(total, part[low : low + step], out=total)
@@ -112,7 +114,7 @@ class Reduction:
         if own.dtype in _SIXTEEN_BITS:
             self._combine_blocks(received, own, out, last)
             return
-        # numpy, because it stays on this thread: torch would wake a pool that the trainer's step needs.
+        # numpy stays on this thread: torch would wake a thread pool that the trainer's step needs.
         target = out.numpy()
         with np.errstate(all="ignore"):
             _KERNELS[self.operation](received.numpy(), own.numpy(), out=target)
@@ -120,7 +122,7 @@ class Reduction:
                 np.divide(target, target.dtype.type(self.weight), out=target)
 
     def alone(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """The reduction over one member."""
+        """Reduce over one member."""
         with np.errstate(all="ignore"):
             if self.operation != "mean":
                 if result.data_ptr() != source.data_ptr():
@@ -140,7 +142,7 @@ class Reduction:
             for low in range(0, own.numel(), _BLOCK):
                 block = slice(low, low + _BLOCK)
                 total, other = received[block].float(), own[block].float()
-                # A received block that was float32 already is another member's memory: never written.
+                # Never write to a received block that was float32 already: it is another member's memory.
                 kernel(total.numpy(), other.numpy(), out=other.numpy())
                 if last and self.operation == "mean":
                     np.divide(other.numpy(), np.float32(self.weight), out=other.numpy())

@@ -1,16 +1,17 @@
-"""The order of a ring: who reduces what, in which order, in which pieces. ``reduction`` is the arithmetic.
+"""The order of a ring: which member reduces which elements, in which pieces. ``reduce_ops`` is the
+arithmetic.
 
 A buffer of L elements is cut into one segment per member. In the reduce phase segment s starts at member s
 and travels the ring once, each member adding its own; member s-1 ends with
 
     ((x[s] + x[s+1]) + x[s+2]) + ... + x[s-1]      (indices modulo the number of members)
 
-and in the gather phase that result travels once more and is copied by everybody. So the order of summation
+and in the gather phase that result travels once more, and all members copy it. So the order of summation
 depends on ring positions and the length alone, never on timing, and all members end with the very bits that
 one of them computed.
 
 Segments and chunks are cut at multiples of ALIGNMENT elements; every cut is a function of (length, members,
-chunk size), which is why members that disagree about any of these must fail and not sum.
+chunk size), so members that disagree about any of these must fail and not sum.
 """
 
 from dataclasses import dataclass
@@ -33,50 +34,41 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 
 @dataclass(frozen=True, slots=True)
 class RingPiece:
-    """One chunk on its way over one link: elements [start, stop), the sum so far or the result.
-
-    ``hop`` counts the links that these elements took before. ``last`` says that they end here: at the member
-    that completes the sum, or at the last one that gets the result. ``everybody`` says that its arrival
-    proves that all members have entered the exchange, because it has been through the hands of all of them.
-    """
+    """One chunk on its way over one link: elements [start, stop), the sum so far or the result."""
 
     sequence: int
-    hop: int
-    gather: bool
+    hop: int  # links that these elements took before
+    gather: bool  # the elements are the result
     start: int
     stop: int
-    last: bool
-    everybody: bool
+    last: bool  # they end here: the sum is complete, or all members have the result
+    everybody: bool  # the arrival proves that all members have entered the exchange: all have sent it on
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What one member sends and receives, in order.
-
-    ``sends[i]`` for i < ``free`` is the member's own data; any later one forwards what
-    ``receives[i - free]`` brought, and may go out when that has been received and reduced.
-    """
+    """The pieces that one member sends and receives, in order."""
 
     sends: tuple[RingPiece, ...]
     receives: tuple[RingPiece, ...]
-    free: int
+    free: int  # number of first sends that are own data; a later sends[i] forwards receives[i - free]
 
 
 def segment_bounds(length: int, world: int) -> list[tuple[int, int]]:
-    """[start, stop) of each of ``world`` segments of ``length`` elements; late ones may be empty."""
+    """Return [start, stop) of each of ``world`` segments of ``length`` elements; the last may be empty."""
     units = -(-length // ALIGNMENT)
     edges = [min(length, (units * i // world) * ALIGNMENT) for i in range(world)] + [length]
     return [(edges[i], edges[i + 1]) for i in range(world)]
 
 
 def schedule(length: int, world: int, position: int, chunk_elements: int) -> Schedule:
-    """The pieces that member ``position`` of ``world`` sends and receives for ``length`` elements.
+    """Return the pieces that member ``position`` of ``world`` sends and receives for ``length`` elements.
 
     ``chunk_elements`` is rounded down to a multiple of ALIGNMENT, but is never zero.
     """
     chunk = max(ALIGNMENT, chunk_elements // ALIGNMENT * ALIGNMENT)
     bounds = segment_bounds(length, world)
-    # Hop k of 2(N-1): N-1 to reduce, N-1 to gather. What I receive at hop k, I send at hop k+1.
+    # Of 2(N-1) hops N-1 reduce and N-1 gather. A piece received at hop k is sent at hop k+1.
     sends = _pieces(bounds, position, chunk)
     receives = _pieces(bounds, position - 1, chunk)
     start, stop = bounds[position]

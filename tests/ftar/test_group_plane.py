@@ -179,7 +179,7 @@ def test_garbage_from_a_neighbour_ends_the_epoch():
     with groups:
         groups.planes[0].install(Ring(1, 1, names(2)), *mine)
         others[0].sendall(b"FDC1" + bytes(100))
-        with pytest.raises(RoundAborted, match="do all members use the same data plane"):
+        with pytest.raises(RoundAborted, match="check that all members use the same data plane"):
             groups.planes[0].all_reduce(1, 0, torch.ones(10), torch.zeros(10))
 
 

@@ -1,1 +1,1 @@
-"""Data planes over somebody else's collectives: one communicator per epoch."""
+"""Data planes over the collectives of a library: one communicator per epoch."""

@@ -1,9 +1,9 @@
-"""NCCL communicators, one per epoch, for ``group``.
+"""NCCL communicators, one per epoch, for ``process_group_plane``.
 
 Written from torch's documentation; ``docs/benchmarks.md`` says what of it has run on a GPU. NCCL refuses two
-ranks on one GPU, and a communicator cannot lose a member and go on: that is why every epoch has its own.
-torch would end the process when a collective times out; here the watchdog of the epoch ends the communicator,
-so torch's own handling is turned off and its timeout set beyond ours.
+ranks on one GPU. A communicator cannot go on without one of its members, so every epoch has its own. torch
+would end the process when a collective times out. Here the watchdog of the epoch ends the communicator, so
+torch's own handling is off and its timeout lies beyond ours.
 """
 
 import os
@@ -21,9 +21,9 @@ from fabric.ftar.plane import Ring
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _dist: Any = torch.distributed  # nor are these types declared
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-# Longer than any bound of ours: whoever gives up, it is not torch.
+# Longer than any bound of ours, so that torch never gives up first.
 _NEVER = timedelta(days=30)
-# What torch's own watchdog would do is our watchdog's work.
+# The watchdog of the epoch replaces torch's own.
 _TORCH_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
@@ -38,7 +38,7 @@ class NcclFactory:
             os.putenv(name, value)  # read by torch's native code, when the first communicator is made
 
     def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
-        """See ``CommunicatorFactory``: a store at a port that the system chooses."""
+        """Open a store at a port that the system chooses: see ``CommunicatorFactory``."""
         store = _dist.TCPStore(host, 0, ring.world, is_master=True, timeout=_NEVER, wait_for_workers=False)
         return Rendezvous(host, store.port), store
 
@@ -50,7 +50,7 @@ class NcclFactory:
         timeout_s: float,
         began: Callable[[Communicator], None],
     ) -> Communicator:
-        """See ``CommunicatorFactory``. The first collective builds the communicator, so there is one here."""
+        """Build the communicator, by a first collective: see ``CommunicatorFactory``."""
         bound = timedelta(seconds=timeout_s)
         store = kept or _dist.TCPStore(
             rendezvous.host,
@@ -72,7 +72,7 @@ class NcclFactory:
 
 
 class NcclCommunicator:
-    """See ``Communicator``. ``store`` lives as long as the group may look at it."""
+    """A ``Communicator`` of NCCL. It keeps ``store`` alive, which the group may read."""
 
     def __init__(self, group: Any, device: torch.device, store: Any) -> None:
         self._group = group
@@ -80,13 +80,14 @@ class NcclCommunicator:
         self._store = store
 
     def start(self, tensor: torch.Tensor, operation: str) -> Callable[[], None]:
-        """See ``Communicator``: NCCL's stream waits for the calling thread's, and that one for NCCL's."""
+        """Begin a collective: see ``Communicator``. NCCL's stream and the calling thread's wait for each
+        other."""
         options = _dist.AllreduceOptions()
         options.reduceOp = _OPERATIONS[operation]
         with _cuda.device(self._device):
             work = self._group.allreduce([tensor], options)
             work.wait()  # enqueues a wait and returns
-            # An abort ends NCCL's kernel, and the event happens.
+            # An abort ends NCCL's kernel, so the event completes.
             done = _cuda.Event(blocking=True)
             done.record(_cuda.current_stream(self._device))
 

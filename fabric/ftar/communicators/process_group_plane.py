@@ -1,10 +1,10 @@
-"""A data plane over somebody else's collectives: one communicator per epoch, made outside the step.
+"""A data plane over the collectives of a library: one communicator per epoch, built outside the step.
 
-The members of an epoch are linked by our own authenticated sockets. Over these the first one tells the others
-where to meet; they build the communicator there, in a thread of the epoch, before its first exchange. The
-same sockets then carry the notice of an abort and, by their end, the news of a death. A watchdog thread per
-epoch listens to them and ends the communicator when the epoch is aborted, when a neighbour is gone, or when
-an exchange is over its bound. A communicator that was ended is never used again: the next epoch has its own.
+Our own authenticated sockets link the members of an epoch. Over these the first member sends the address of
+the rendezvous to the others. A thread of each member builds the communicator there before the first exchange.
+The same sockets then carry the notice of an abort, and their end shows a death. One watchdog thread per epoch
+reads them. It ends the communicator when the epoch is aborted, a neighbour is gone, or an exchange exceeds
+its bound. A communicator that has ended is never used again: the next epoch has its own.
 """
 
 import contextlib
@@ -40,27 +40,28 @@ class Communicator(Protocol):
     def start(self, tensor: torch.Tensor, operation: str) -> Callable[[], None]:
         """Begin to reduce in place by ``sum``, ``min`` or ``max``, in order with the calling thread's stream.
 
-        What is returned blocks, in any thread, until the result is there; it raises RuntimeError when the
-        collective failed, and may return when it was aborted.
+        The returned function blocks, in any thread, until the result is there. It raises RuntimeError when
+        the collective failed, and may return when it was aborted.
         """
 
     def abort(self) -> None:
-        """End what is under way, from another thread; it may take a while and is called once."""
+        """End the collective under way, from another thread; called once, and may take a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the members of an epoch build their communicator: the first one's address."""
+    """The address at which the members of an epoch build their communicator: the first member's."""
 
     host: str
     port: int
 
 
 class CommunicatorFactory(Protocol):
-    """How communicators are made."""
+    """Builds the communicators of a plane."""
 
     def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
-        """For the first member: a place at ``host`` (its own address), and what must be kept meanwhile."""
+        """Open the rendezvous at ``host``, the first member's own address; also return the store to keep
+        open."""
 
     def make(
         self,
@@ -70,14 +71,15 @@ class CommunicatorFactory(Protocol):
         timeout_s: float,
         began: Callable[[Communicator], None],
     ) -> Communicator:
-        """Build the communicator, together with all others; blocks. ``kept`` is None but for the first.
+        """Build the communicator together with all other members; blocks.
 
-        ``began`` is told what can be aborted while that is under way.
+        ``kept`` is the store of ``open_rendezvous`` at the first member, else None. ``began`` receives the
+        communicator as soon as it can be aborted.
         """
 
 
 class GroupLinks(EpochLinks):
-    """One epoch: its sockets, its communicator once that is built, and the threads behind both."""
+    """The sockets of one epoch, its communicator once built, and the threads of both."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class GroupLinks(EpochLinks):
         self._met = threading.Event()
         self._where: Rendezvous | None = None
         self._begun: Communicator | None = None
-        # The watchdog has ended, having ended what there was to end.
+        # The watchdog has ended, and has aborted the communicator if there was one.
         self._watched_out = False
         self._threads: list[threading.Thread] = []
 
@@ -113,7 +115,7 @@ class GroupLinks(EpochLinks):
             thread.start()
 
     def aborted(self, why: str, about: str) -> None:
-        """Tell the previous member and wake who waits here; the watchdog does the rest."""
+        """Tell the previous member and wake the threads that wait here; the watchdog does the rest."""
         if self.previous is not None:
             with contextlib.suppress(OSError):
                 self.previous.send(frames.notice(why, about))
@@ -122,12 +124,12 @@ class GroupLinks(EpochLinks):
         self._met.set()
 
     def release(self) -> None:
-        """The watchdog polls the descriptors, so it closes them when it has ended."""
+        """Close the descriptors, unless the watchdog polls them: it then closes them at its end."""
         if not self._threads:
             super().release()
 
     def ready(self, deadline_s: float) -> Communicator:
-        """The communicator, once it is built. Raises RoundAborted."""
+        """Wait for the communicator until ``deadline_s``. Raises RoundAborted."""
         with self.changed:
             while self.communicator is None:
                 self.check()
@@ -164,8 +166,8 @@ class GroupLinks(EpochLinks):
     def _began(self, communicator: Communicator) -> None:
         with self.changed:
             self._begun = communicator
-            gone = self._watched_out
-        if gone:
+            is_late = self._watched_out
+        if is_late:
             communicator.abort()
 
     # --- the watchdog -----------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class GroupLinks(EpochLinks):
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise RoundAborted(f"the exchange of epoch {self.ring.epoch} did not end within its bound")
-        # The deadline of an exchange that begins meanwhile is looked at a second late, at most.
+        # The deadline of an exchange that begins meanwhile is noticed at most one second late.
         ready = dict(poll.poll(min(left_s, 1.0) * 1000 + 1))
         assert self.next is not None and self.previous is not None
         if self.previous.fileno() in ready:
@@ -209,7 +211,9 @@ class GroupLinks(EpochLinks):
             return
         magic, size = _RENDEZVOUS.unpack_from(self._rendezvous_bytes)
         if magic != _MAGIC or size > _MAX_RENDEZVOUS_BYTES:
-            raise ProtocolError("it is not the place of a meeting: do all members use the same data plane?")
+            raise ProtocolError(
+                "these bytes name no rendezvous: check that all members use the same data plane"
+            )
         if len(self._rendezvous_bytes) >= _RENDEZVOUS.size + size:
             self._where = _decode(bytes(self._rendezvous_bytes[_RENDEZVOUS.size : _RENDEZVOUS.size + size]))
             if self.ring.position < self.ring.world - 1:
@@ -219,17 +223,18 @@ class GroupLinks(EpochLinks):
 
     def _hear_back(self, data: bytes) -> None:
         self._came_back += data
-        found = frames.take_back(self._came_back)
-        if found is not None:
-            raise RoundAborted(found.why, found.about if found.about in self.ring.names else "")
+        frame = frames.take_back(self._came_back)
+        if frame is not None:
+            raise RoundAborted(frame.why, frame.about if frame.about in self.ring.names else "")
 
 
 class GroupPlane(EpochPlane[GroupLinks]):
-    """DataPlane over communicators that ``factory`` makes: see ``plane``.
+    """DataPlane over communicators that ``factory`` builds: see ``plane``.
 
-    ``owns`` says which tensors it takes, for a sentence instead of a crash. ``make_s`` bounds the building of
-    a communicator. Which bits a sum has is the library's affair; that they are equal on all members is its
-    promise, and the digest that members compare before they commit is what finds out.
+    ``owns`` says which tensors the plane takes, so that others raise a sentence instead of crashing.
+    ``make_s`` bounds the building of a communicator. The library decides the order of a sum, and promises
+    equal bits on all members. Members compare digests before they commit (docs/protocol.md), which checks
+    that promise.
     """
 
     def __init__(
@@ -248,16 +253,16 @@ class GroupPlane(EpochPlane[GroupLinks]):
 
     @property
     def shares_memory(self) -> bool:
-        """Never: a library has its own ways."""
+        """Never: the library moves the bytes itself."""
         return False
 
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
-        """Change the bounds for the exchanges to come. Who is late cannot be told from who is stuck, so
-        ``entry_s`` bounds an exchange, and ``exchange_s`` is checked and not used."""
+        """Change the bounds of later exchanges. A late member cannot be told from a stuck one here, so
+        ``entry_s`` bounds the exchange, and ``exchange_s`` is only checked."""
         super().set_bounds(exchange_s, entry_s)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Refused: any memory of the device will do."""
+        """Refuse: this plane reduces any memory of the device in place."""
         raise ConfigError("this data plane has no memory of its own: reduce the gradients where they are")
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:
@@ -287,7 +292,7 @@ class GroupPlane(EpochPlane[GroupLinks]):
         retain_gradients: bool = True,
         result_is_stable: bool = False,
     ) -> None:
-        """Reduce over the members of ``epoch``: see DataPlane, and the class for the bits."""
+        """Reduce over the members of ``epoch``: see DataPlane, and this class for the order of a sum."""
         result = source if result is None else result
         check_tensors(source, result, reduction, retain_gradients, self._owns, "on its own device")
         with self._entered(epoch) as links:
@@ -311,16 +316,16 @@ class GroupPlane(EpochPlane[GroupLinks]):
                 raise _failed(links.ring, error) from error
             _until_done(links, wait)
         if reduction.operation == "mean":
-            # A tensor and no number: on a GPU torch multiplies by the reciprocal of a number.
+            # Divide by a tensor: on a GPU torch would multiply by the reciprocal of a number.
             wide = torch.float64 if result.dtype == torch.float64 else torch.float32
             weight = torch.full((), reduction.weight, dtype=wide, device=result.device)
             result.copy_(result.to(wide).div_(weight))
 
 
 def _until_done(links: GroupLinks, work: Callable[[], None]) -> None:
-    """Run ``work`` and be back when it ends, or when the epoch is aborted, whichever is first.
+    """Run ``work``; return when it ends or the epoch is aborted, whichever is first.
 
-    A collective that cannot be interrupted is left to a thread that ends with it.
+    A thread of its own runs a collective that cannot be interrupted, and ends with it.
     """
     outcome: list[BaseException | None] = []
 
@@ -375,4 +380,4 @@ def _decode(body: bytes) -> Rendezvous:
                 return Rendezvous(host, port)
     except (ValueError, RecursionError):
         pass
-    raise ProtocolError("the place of a meeting is not an address")
+    raise ProtocolError("the rendezvous that the first member sent is not an address")

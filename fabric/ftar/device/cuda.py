@@ -1,4 +1,4 @@
-"""The device seam on a GPU, by way of ``torch.cuda``.
+"""The device interface on a GPU, by way of ``torch.cuda``.
 
 Written from torch's documentation and source; ``docs/benchmarks.md`` says what of it has run on a GPU.
 """
@@ -18,8 +18,8 @@ from fabric.runtime.clock import boot_id
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
-# What torch calls the file with the reference counts of shared device memory. It becomes a name in /dev/shm,
-# so nothing else is let through.
+# torch's name for the file with the reference counts of shared device memory. It becomes a path in /dev/shm,
+# so no other form is accepted.
 _COUNTER = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")
 
 
@@ -58,13 +58,13 @@ class CudaStream:
 
     def record(self) -> CudaEvent:
         """See ``DeviceStream``."""
-        event = _cuda.Event(blocking=True)  # who waits sleeps and does not spin
+        event = _cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
         self.stream.record_event(event)
         return CudaEvent(event, self._watcher)
 
 
 class CudaDevice:
-    """See ``Device``: one GPU, all of whose streams and events this process makes for itself."""
+    """A ``Device`` on one GPU; this process makes all of its streams and events."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         index = torch.device(device).index
@@ -112,7 +112,7 @@ class CudaDevice:
         wanted = {t.data_ptr(): t for t in memory if t.numel()}
         with self._lock, _cuda.device(self.device):
             for address, old in list(self._registered.items()):
-                # The same address may be other memory by now, of which the driver knows nothing.
+                # The address may belong to other memory by now, which the driver has not registered.
                 if wanted.get(address) is not old:
                     del self._registered[address]
                     _cuda.cudart().cudaHostUnregister(address)
@@ -129,7 +129,7 @@ class CudaDevice:
                 memory.untyped_storage()
             )
         except RuntimeError as error:
-            _log.warning("Device memory cannot be shared with other processes: %s", error)
+            _log.warning("device memory cannot be shared with other processes: %s", error)
             return None
         return memory, SharedMemoryHandle(
             boot_id(), self._uuid(self.device.index), nbytes, handle, size, offset, counter, counter_offset,
@@ -138,19 +138,21 @@ class CudaDevice:
 
     def open(self, handle: SharedMemoryHandle) -> torch.Tensor | None:
         """See ``Device``. Memory of another GPU is opened where this process sees that GPU."""
-        found = [i for i in range(_cuda.device_count()) if self._uuid(i) == handle.device]
+        indexes = [i for i in range(_cuda.device_count()) if self._uuid(i) == handle.device]
         here = boot_id()
-        if not here or handle.host != here or not found or not _COUNTER.fullmatch(handle.counter):
+        if not here or handle.host != here or not indexes or not _COUNTER.fullmatch(handle.counter):
             return None
-        if found[0] != self.device.index and not _cuda.can_device_access_peer(self.device.index, found[0]):
+        if indexes[0] != self.device.index and not _cuda.can_device_access_peer(
+            self.device.index, indexes[0]
+        ):
             return None
         try:
             storage = torch.UntypedStorage._new_shared_cuda(  # noqa: SLF001  as above
-                found[0], handle.memory, handle.storage_bytes, handle.offset, handle.counter,
+                indexes[0], handle.memory, handle.storage_bytes, handle.offset, handle.counter,
                 handle.counter_offset, handle.event, handle.event_wanted,
             )  # fmt: skip
         except RuntimeError as error:
-            _log.warning("Device memory of a neighbour cannot be opened, chunks go over TCP: %s", error)
+            _log.warning("device memory of a neighbour cannot be opened, chunks go over TCP: %s", error)
             return None
         tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
         tensor.set_(storage, 0, (handle.nbytes,), (1,))
@@ -170,7 +172,7 @@ class CudaDevice:
     def _register(self, address: int, nbytes: int) -> bool:
         code = int(_cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if code:
-            _log.warning("Host memory of %d bytes could not be page-locked (CUDA error %d).", nbytes, code)
+            _log.warning("host memory of %d bytes could not be page-locked (CUDA error %d)", nbytes, code)
             forget_error(self.device)
         return code == 0
 
@@ -180,12 +182,12 @@ class CudaDevice:
 
 
 def _cuda_handle(storage: Any) -> Any:
-    """The one way to a handle without pickle."""
+    """Return torch's handle of shared memory without pickle."""
     return storage._share_cuda_()
 
 
 def forget_error(device: torch.device) -> None:
-    """Clear the error that a failed call of the runtime left behind: the next kernel would raise it."""
+    """Clear the error that a failed call of CUDA left behind: the next kernel would raise it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
@@ -198,7 +200,7 @@ class _Watcher:
         self._thread: threading.Thread | None = None
 
     def watch(self, event: CudaEvent, callback: Callable[[], None]) -> None:
-        """Ring when ``event`` is done."""
+        """Call ``callback`` when ``event`` is done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fabric-cuda-events", daemon=True)
             self._thread.start()
@@ -212,6 +214,6 @@ class _Watcher:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             event, callback = item
-            with contextlib.suppress(RuntimeError):  # whoever is rung for asks the event, which raises again
+            with contextlib.suppress(RuntimeError):  # the callback asks the event, which raises again
                 event.wait()
             callback()

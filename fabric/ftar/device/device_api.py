@@ -1,7 +1,7 @@
-"""The device seam: streams, events, memory. Everything that a data plane asks of a device, and no more.
+"""The interface to a device: its streams, events and memory, and no more than a data plane asks for.
 
-``CudaDevice`` is a GPU. ``SimulatedDevice`` is host memory whose streams are worked off by a thread as late
-as they may be, so that what is not ordered by an event goes wrong in a test as it would on a GPU under load.
+``CudaDevice`` is a GPU. The tests have a simulated device whose streams run as late as events allow, so that
+work without an event between fails there as on a busy GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryHandle:
-    """How another process on this host opens device memory: nothing but numbers, bytes and checked names.
+    """How another process on this host opens device memory: numbers, bytes and checked names only.
 
-    ``host`` and ``device`` say where the memory is, ``nbytes`` how much; the rest is the device's own.
+    ``memory`` and the fields after it have a meaning for the device alone.
     """
 
-    host: str
-    device: str
-    nbytes: int
+    host: str  # boot id of the machine
+    device: str  # name of the device that holds the memory
+    nbytes: int  # size of the memory
     memory: bytes
     storage_bytes: int
     offset: int
@@ -35,14 +35,14 @@ class DeviceEvent(Protocol):
     """A point in a stream."""
 
     def done(self) -> bool:
-        """Whether the device has come past it; never blocks. Raises RuntimeError when the device failed."""
+        """Whether the device is past this point; never blocks. Raises RuntimeError on a failed device."""
 
     def wait(self) -> None:
-        """Block this thread until then. Raises RuntimeError when the device failed."""
+        """Block this thread until the device is past this point. Raises RuntimeError on a failed device."""
 
 
 class DeviceStream(Protocol):
-    """Work in order, on the device, at its own time."""
+    """A queue of work that the device runs in order, at its own time."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Enqueue the torch operations that ``work`` calls: copies and arithmetic into tensors that exist.
@@ -51,10 +51,10 @@ class DeviceStream(Protocol):
         """
 
     def wait(self, event: DeviceEvent) -> None:
-        """What is enqueued from here on runs after ``event``; the host does not wait."""
+        """Run all work enqueued later after ``event``; the host does not wait."""
 
     def record(self) -> DeviceEvent:
-        """The event that everything enqueued so far is done."""
+        """Return the event that completes with all work enqueued so far."""
 
 
 class Device(Protocol):
@@ -82,10 +82,10 @@ class Device(Protocol):
         """``nbytes`` of host memory, uint8, that copies to and from the device do not block on."""
 
     def keep_registered(self, memory: Sequence[torch.Tensor]) -> None:
-        """Register exactly these host tensors for copies that do not block; others are let go.
+        """Register exactly these host tensors for copies that do not block; unregister all others.
 
-        They stay alive, and mapped, while they are registered. No copy with one that is let go may be
-        under way. Memory that cannot be registered still works, more slowly.
+        A registered tensor stays alive and mapped. No copy with an unregistered one may be under way. Memory
+        that cannot be registered still works, more slowly.
         """
 
     def share(self, nbytes: int) -> tuple[torch.Tensor, SharedMemoryHandle] | None:

@@ -2,12 +2,12 @@
 
     device memory --down--> slot --TCP, or shared memory--> slot --up--> accumulate on the device
 
-The streams are ordered by events; the host looks at events only to know when a slot may be sent or used
-again, and sleeps in one ``poll`` on the sockets, the abort and a descriptor that events wake. What is under
-way is bounded by slots in each direction. Nothing waits for the compute stream but the two side streams.
+Events order the streams. The host reads an event only to know when a slot may be sent or used
+again. It sleeps in one ``poll`` on the sockets, the abort and a descriptor that events wake. The
+slots of each direction bound the chunks under way. Only the two side streams wait for the compute stream.
 
-An abort ends the exchange here at once. What was enqueued on the streams still runs, into memory that
-nobody looks at: the next exchange waits for it before it uses a slot again.
+An abort ends the exchange at once. Work that is already on the streams still runs, into memory that no
+exchange reads. The next exchange waits for it before it uses a slot again.
 """
 
 import os
@@ -56,7 +56,7 @@ class DeviceExchange:
         self._links.check()
 
     def _move(self) -> tuple[bool, bool]:
-        """Everything that can move now: whether anything did, and whether it counted as progress."""
+        """Move all that can move now: whether anything did, and whether it counted as progress."""
         space = self._space
         space.unfinished = [event for event in space.unfinished if not event.done()]
         if space.unfinished:
@@ -71,7 +71,7 @@ class DeviceExchange:
         try:
             return self._out.pump()
         except OSError as error:
-            # The next member may have told us why before it went.
+            # The next member may have sent its reason before it left.
             self._links.hear_back()
             raise lost(self._links.ring.next, error) from error
 
@@ -89,7 +89,7 @@ class DeviceExchange:
             raise lost(peer, error) from error
 
     def _awaited(self) -> str:
-        """The peer that we wait for, empty while it is our own device."""
+        """Name the peer that we wait for; empty while we wait for our own device."""
         ring = self._links.ring
         if self._in.copying or self._out.copying or self._space.unfinished:
             return ""
@@ -122,7 +122,7 @@ class DeviceExchange:
         links, poll = self._links, self._poll
         assert links.next is not None and links.previous is not None
         poll.register(links.next, select.POLLIN | (select.POLLOUT if self._out.blocked else 0))
-        # Who is not to be received from now must not wake us: its end of the link may be gone already.
+        # Do not poll the previous link unless data is due on it: a closed peer would wake us in a loop.
         wants = self._in.receiving and not self._space.unfinished
         if wants:
             poll.register(links.previous, select.POLLIN)

@@ -1,8 +1,8 @@
-"""The two sockets of one epoch's device ring: what comes back on them, and shared memory beside them.
+"""The two sockets of one epoch's device ring, the frames that come back on them, and shared device memory.
 
-Between neighbours on one host, whose link is a unix socket, chunks lie in device memory that the sender
-shares and the receiver reads, where it can; the socket then carries their headers, and on the way back a
-credit for every slot that was read. Everywhere else the bytes go over the socket.
+Neighbours on one host have a unix socket as their link. There the sender shares device memory, and the
+receiver reads chunks in it where it can. The socket then carries their headers, and back a credit for every
+slot that was read. Everywhere else the bytes go over the socket.
 """
 
 import os
@@ -33,7 +33,7 @@ class DeviceLinks(EpochLinks):
         super().__init__(ring, next_socket, previous_socket)
         self.offers = shares and is_shared(next_socket)
         self.expects_offer = shares and is_shared(previous_socket)
-        # What the next member reads from, None for TCP; and whether it said that it can, None before that.
+        # Memory that the next member reads, None for TCP; whether it can read it, None before its answer.
         self.outbox: torch.Tensor | None = None
         self.accepted: bool | None = None if self.offers else False
         self.inbox: torch.Tensor | None = None
@@ -41,7 +41,7 @@ class DeviceLinks(EpochLinks):
         self._back = bytearray()
 
     def make_offer(self, device: Device, nbytes: int) -> bytes:
-        """Allocate the outbox; the bytes that offer it."""
+        """Allocate the outbox; return the bytes that offer it."""
         self.offers = False
         shared = device.share(nbytes)
         if shared is None:
@@ -50,19 +50,20 @@ class DeviceLinks(EpochLinks):
         return frames.offer(handle)
 
     def take_offer(self, body: bytes | bytearray, device: Device) -> None:
-        """Open what the previous member shares, and tell it whether that worked. Raises ProtocolError."""
+        """Open the memory of an offer, and tell the previous member whether that worked. Raises
+        ProtocolError."""
         self.expects_offer = False
         handle = frames.read_offer(body)
         self.inbox = None if handle is None else device.open(handle)
         self.send_back(frames.back(frames.ANSWER, int(self.inbox is not None)))
 
     def send_back(self, frame: bytes) -> None:
-        """A small frame to the previous member. Raises RoundAborted where it cannot be sent whole."""
+        """Send a small frame to the previous member. Raises RoundAborted where not all of it can be sent."""
         with self._lock:
             self.check()
             assert self.previous is not None
             try:
-                # Credits are bounded by slots, so the buffer has room unless the link is no link any more.
+                # Slots bound the credits, so the buffer has room while the link works.
                 sent = self.previous.send(frame)
             except OSError as error:
                 raise lost(self.ring.previous, error) from error
@@ -70,7 +71,7 @@ class DeviceLinks(EpochLinks):
                 raise RoundAborted(f"the ring link to {self.ring.previous} does not take answers", "")
 
     def aborted(self, why: str, about: str) -> None:
-        """Tell the previous member, which tells its own, and so everybody hears the cause."""
+        """Tell the previous member, which tells its own: so the cause reaches all members."""
         if self.previous is not None:
             with suppress(OSError):
                 self.previous.send(frames.notice(why, about))
@@ -89,29 +90,29 @@ class DeviceLinks(EpochLinks):
             raise lost(peer, None)
         self._back += data
         try:
-            while (found := frames.take_back(self._back)) is not None:
-                self._hear(found)
+            while (frame := frames.take_back(self._back)) is not None:
+                self._handle(frame)
         except ProtocolError as error:
             raise RoundAborted(f"{peer} answered on the ring with garbage: {error}", peer) from error
 
-    def _hear(self, found: frames.BackwardFrame) -> None:
-        if found.kind == frames.ABORT:
-            raise RoundAborted(found.why, found.about if found.about in self.ring.names else "")
-        if found.kind == frames.CREDIT:
-            self.credits += found.value
+    def _handle(self, frame: frames.BackwardFrame) -> None:
+        if frame.kind == frames.ABORT:
+            raise RoundAborted(frame.why, frame.about if frame.about in self.ring.names else "")
+        if frame.kind == frames.CREDIT:
+            self.credits += frame.value
         else:
-            self.accepted = bool(found.value) and self.outbox is not None
+            self.accepted = bool(frame.value) and self.outbox is not None
             if not self.accepted:
                 self.outbox = None
 
 
 def is_shared(sock: socket.socket | None) -> bool:
-    """Whether this link is one of members on one host: both ends know."""
+    """Whether this link connects members on one host; both ends see the same."""
     return sock is not None and sock.family == socket.AF_UNIX
 
 
 def lost(peer: str, error: OSError | None) -> RoundAborted:
-    """The abort that says that the link to ``peer`` ended."""
+    """Return the abort for the end of the link to ``peer``."""
     detail = "its end of the ring closed"
     if error is not None:
         detail = os.strerror(error.errno).lower() if error.errno else str(error)

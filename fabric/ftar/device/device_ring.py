@@ -65,8 +65,8 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         self._space = DeviceWorkspace(
             device, chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES, slots, group
         )
-        self._showing = threading.Lock()
-        self._shown: list[torch.Tensor] = []
+        self._register_lock = threading.Lock()
+        self._registered: list[torch.Tensor] = []
 
     kind = "device"
 
@@ -80,16 +80,16 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         return self._device.memory(nbytes)
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:
-        """Register host ``memory`` that results will be copied to; neighbours do not see it."""
-        with self._showing:
-            self._shown.append(memory)
-            self._device.keep_registered(self._shown)
+        """Register host ``memory`` as a target of copies of results; neighbours do not see it."""
+        with self._register_lock:
+            self._registered.append(memory)
+            self._device.keep_registered(self._registered)
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Undo ``register``; no copy into ``memory`` may be under way."""
-        with self._showing:
-            self._shown = [shown for shown in self._shown if shown.data_ptr() != memory.data_ptr()]
-            self._device.keep_registered(self._shown)
+        """Unregister ``memory``; no copy into it may be under way."""
+        with self._register_lock:
+            self._registered = [t for t in self._registered if t.data_ptr() != memory.data_ptr()]
+            self._device.keep_registered(self._registered)
 
     def install(
         self,
@@ -115,9 +115,9 @@ class DeviceRing(EpochPlane[DeviceLinks]):
     ) -> None:
         """Reduce over the members of ``epoch``: see DataPlane.
 
-        Both are contiguous 1-D tensors on this plane's device, of one type in ``reduce.DTYPE_CODES``. What
-        the calling thread's stream does with them before is seen, and what it does after comes after, also
-        when RoundAborted is raised: nobody synchronises. It is this thread that blocks, not that stream.
+        Both are contiguous 1-D tensors on this plane's device, of one type in ``ring_schedule.DTYPE_CODES``.
+        The exchange runs after the earlier work of the calling thread's stream and before its later work,
+        also when RoundAborted is raised. The calling thread blocks; its stream does not.
         """
         result = source if result is None else result
         check_tensors(source, result, reduction, retain_gradients, self._device.owns, "on its own device")
@@ -125,7 +125,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
             self._reduce(links, step, source.detach(), result.detach(), reduction)
 
     def close(self) -> None:
-        """Abort and close everything; idempotent. The device stays open: it is its maker's."""
+        """Abort and close everything; idempotent. The device stays open: its maker closes it."""
         super().close()
         self._space.close()
 
@@ -151,7 +151,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
 
     @contextmanager
     def _abandoned(self) -> Iterator[None]:
-        """What is under way on the side streams when an exchange fails comes before what the caller does."""
+        """When an exchange fails, order the work of the side streams before the caller's next work."""
         try:
             yield
         except BaseException:
@@ -192,6 +192,6 @@ class DeviceRing(EpochPlane[DeviceLinks]):
 
 
 def _alone(task: ReductionTask) -> None:
-    """The reduction over one member."""
+    """Reduce over one member."""
     total = task.source.to(task.wide, copy=True)
     task.finish(total, task.result)

@@ -1,9 +1,9 @@
-"""What members of a device ring say to each other: fixed, checked frames, pure.
+"""The frames that members of a device ring send to each other: fixed, checked, pure.
 
-Forward goes one ``ChunkFrame`` per piece, with its bytes behind it where they travel over TCP and without
+One ``ChunkFrame`` goes forward per piece, with its bytes behind it where they travel over TCP and without
 them where the next member reads them from shared device memory. Before the first chunk of an epoch,
-neighbours on one host exchange an offer of such memory and the answer to it. Backward go answers, credits
-(so many slots of the shared memory were read) and the notice of an abort.
+neighbours on one host exchange an offer of such memory and the answer to it. Three kinds go backward:
+answers, credits (so many slots of the shared memory were read) and the notice of an abort.
 """
 
 import base64
@@ -39,7 +39,7 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class ChunkFrame:
-    """One piece of one exchange, as both ends of a link must see it.
+    """The header of one piece of one exchange; both ends of a link must agree on it.
 
     ``source`` is the sender's position, ``dtype`` and ``operation`` are codes, ``length`` the elements of the
     whole buffer, ``size`` the bytes of this piece, ``digest`` that of those bytes (0 where there is none).
@@ -76,7 +76,7 @@ def with_digest(chunk: ChunkFrame, payload: Bytes) -> ChunkFrame:
 
 
 def pack(chunk: ChunkFrame) -> bytes:
-    """The CHUNK_BYTES in front of a piece."""
+    """Return the CHUNK_BYTES in front of a piece."""
     c = chunk
     packed = _CHUNK.pack(
         _CHUNK_MAGIC, c.gather, c.dtype, c.operation, c.digested, c.source, c.world, c.exchange, c.sequence,
@@ -117,7 +117,7 @@ def unpack(data: Bytes) -> ChunkFrame:
 
 
 def offer(handle: SharedMemoryHandle | None) -> bytes:
-    """The bytes that offer shared memory to the next member, or say that there is none."""
+    """Return the bytes that offer shared memory to the next member, or say that there is none."""
     body = b"" if handle is None else _encode(handle)
     if len(body) > MAX_OFFER_BYTES:
         body = b""
@@ -139,30 +139,30 @@ def read_offer(body: Bytes) -> SharedMemoryHandle | None:
     if not body:
         return None
     try:
-        found = json.loads(bytes(body))
+        offered = json.loads(bytes(body))
         values = {}
         for field in fields(SharedMemoryHandle):
-            value = found.pop(field.name)
+            value = offered.pop(field.name)
             if field.type is bytes:
                 value = base64.b64decode(value, validate=True)
             if type(value) is not field.type or (type(value) is int and not 0 <= value < 2**62):
                 raise ValueError(field.name)
             values[field.name] = value
-        if found:
-            raise ValueError(min(found))
+        if offered:
+            raise ValueError(min(offered))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError("an offer of device memory has not the fields that it must have") from error
     return SharedMemoryHandle(**values)
 
 
 def back(kind: int, value: int) -> bytes:
-    """An answer (1 or 0) or a credit (slots), to the previous member."""
+    """Return the bytes of an answer (1 or 0) or a credit (slots) to the previous member."""
     packed = _BACK.pack(_BACK_MAGIC, kind, value)
     return packed + _DIGEST.pack(digest(packed))
 
 
 def notice(why: str, about: str) -> bytes:
-    """The bytes that tell the previous member that the epoch is aborted, why, and about whom."""
+    """Return the bytes that tell the previous member of an abort, its reason and the peer it is about."""
     text = json.dumps([about, why[:_MAX_WHY_CHARACTERS]]).encode()
     if len(text) > MAX_REASON_BYTES:
         text = json.dumps(["", why[:20]]).encode()
@@ -171,7 +171,7 @@ def notice(why: str, about: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BackwardFrame:
-    """One frame that came back: a ``value`` of ``kind``, or why and about whom for an abort."""
+    """One frame from the next member: a ``value`` of ``kind``, or the reason and the peer of an abort."""
 
     kind: int
     value: int
@@ -180,7 +180,7 @@ class BackwardFrame:
 
 
 def take_back(data: bytearray) -> BackwardFrame | None:
-    """Take one whole frame off the front of what came back.
+    """Take one complete frame off the front of the bytes that came back.
 
     None while more must come. Raises ProtocolError.
     """
@@ -199,13 +199,13 @@ def take_back(data: bytearray) -> BackwardFrame | None:
     if kind != ABORT:
         return BackwardFrame(int(kind), int(value))
     try:
-        found = json.loads(text)
+        notice_body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ProtocolError("a notice on the ring's way back is not JSON") from error
-    match found:
+    match notice_body:
         case [str(about), str(why)]:
-            shown = "".join(c if c.isprintable() else "?" for c in why[:_MAX_WHY_CHARACTERS])
-            return BackwardFrame(ABORT, 0, shown, about)
+            printable = "".join(c if c.isprintable() else "?" for c in why[:_MAX_WHY_CHARACTERS])
+            return BackwardFrame(ABORT, 0, printable, about)
     raise ProtocolError("a notice on the ring's way back does not name its cause")
 
 

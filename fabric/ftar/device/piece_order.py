@@ -1,10 +1,9 @@
-"""Which pieces go over a device ring, and in which order: pure.
+"""The pieces that go over a device ring, and their order: pure.
 
 Segments, and the order in which each is summed, are those of every ring (``fabric.ftar.ring_schedule``).
-The difference is the order of the pieces: a group of pieces goes through all hops before the next group
-begins. A
-partial sum waits on the device from its arrival until it is passed on, and so the memory for that is bounded
-by two groups, whatever the length of the buffer.
+Only the order of the pieces differs: a group of pieces goes through all hops before the next group begins. A
+partial sum waits on the device from its arrival until it is passed on. So two groups bound the memory for
+partial sums, whatever the length of the buffer.
 """
 
 from dataclasses import dataclass
@@ -15,22 +14,16 @@ from fabric.ftar.ring_schedule import ALIGNMENT, segment_bounds
 
 @dataclass(frozen=True, slots=True)
 class DevicePiece:
-    """Elements [start, stop) on their way over one link.
-
-    ``hop`` counts the links that they took before; at hop 0 they are one member's own. ``gather``: they are
-    the result. ``last``: the sum is complete once the receiver has added its own. ``everybody``: the arrival
-    proves that all members have entered the exchange. ``needs`` is the number of the received piece that this
-    one forwards, -1 for none.
-    """
+    """Elements [start, stop) on their way over one link."""
 
     sequence: int
-    hop: int
+    hop: int  # links that these elements took before; at hop 0 they are one member's own
     start: int
     stop: int
-    gather: bool
-    last: bool
-    everybody: bool
-    needs: int
+    gather: bool  # the elements are the result
+    last: bool  # the sum is complete once the receiver has added its own
+    everybody: bool  # the arrival proves that all members have entered the exchange
+    needs: int  # number of the received piece that this one forwards, -1 for none
 
 
 class PieceOrder(NamedTuple):

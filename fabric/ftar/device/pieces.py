@@ -1,4 +1,4 @@
-"""Pieces on their way out of this member and into it: which slot, which copy, which event, which bytes."""
+"""Pieces on their way out of this member and into it: their slots, copies, events and bytes."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from fabric.ftar.device.workspace import DeviceWorkspace, ReductionTask
 
 
 class Outgoing:
-    """Pieces to the next member: copied into a slot on the device's time, then announced or sent."""
+    """Pieces to the next member: the device copies each into a slot, then it is announced or sent."""
 
     def __init__(
         self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[DevicePiece]
@@ -40,7 +40,7 @@ class Outgoing:
 
     @property
     def blocked(self) -> bool:
-        """Whether bytes wait for the socket alone (after ``pump`` moved nothing)."""
+        """Whether bytes wait only for the socket (after ``pump`` moved nothing)."""
         return bool(self._under_way)
 
     @property
@@ -48,7 +48,7 @@ class Outgoing:
         return bool(self._copies)
 
     def stage(self, arrived: "dict[int, Arrival]") -> None:
-        """Enqueue the copies that have a slot and whose data is there, which leaves ``arrived``."""
+        """Enqueue the copies that have a slot and their data; that data leaves ``arrived``."""
         space = self._space
         while (
             self._links.accepted is not None
@@ -86,7 +86,7 @@ class Outgoing:
         return space.outgoing[index]
 
     def pump(self) -> bool:
-        """Send once what is ready; whether a byte went. Raises OSError."""
+        """Send once from the pieces that are ready; whether a byte went. Raises OSError."""
         while self._copies and self._copies[0].done():
             self._copies.popleft()
             self._ready += 1
@@ -120,7 +120,8 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A received piece that is passed on: its bytes, once ``event`` is done, and their slot if it is one."""
+    """A received piece to pass on: its bytes, valid once ``event`` is done, and their slot if they have
+    one."""
 
     data: torch.Tensor
     event: DeviceEvent
@@ -152,7 +153,7 @@ class Incoming:
 
     @property
     def receiving(self) -> bool:
-        """Whether bytes could be taken now."""
+        """Whether bytes can be taken now."""
         return self.completed < len(self._pieces) and (
             self._chunk is None or self._filled > 0 or self._has_room()
         )
@@ -162,7 +163,7 @@ class Incoming:
         return bool(self._uses)
 
     def settle(self) -> bool:
-        """Give back the slots whose copies are done; whether there were any. Raises RoundAborted."""
+        """Give back the slots of finished copies; whether there were any. Raises RoundAborted."""
         count = 0
         while self._uses and self._uses[0].done():
             self._uses.popleft()
@@ -219,15 +220,15 @@ class Incoming:
 
     def _begin(self) -> None:
         piece = self._pieces[self.completed]
-        found = frames.unpack(self._head)
+        chunk = frames.unpack(self._head)
         expected = self._task.frame(piece, self._source, self._task.size(piece))
-        if found.identity != expected.identity:
-            raise ProtocolError(difference(found, expected))
-        self._chunk = found
+        if chunk.identity != expected.identity:
+            raise ProtocolError(difference(chunk, expected))
+        self._chunk = chunk
 
     def _has_room(self) -> bool:
         piece, space = self._pieces[self.completed], self._space
-        # Read out of shared memory a chunk needs no slot of ours.
+        # A chunk read from shared memory needs no slot of ours.
         return (piece.gather or bool(space.free)) and len(self._uses) < space.slots
 
     def _take(self, chunk: frames.ChunkFrame) -> tuple[bool, bool]:
@@ -249,7 +250,7 @@ class Incoming:
         return True, True
 
     def _use(self, piece: DevicePiece, data: torch.Tensor) -> None:
-        """Enqueue what is done with ``data``; it must stay as it is until the event."""
+        """Enqueue the work on ``data``, which must not change until the event."""
         task, up = self._task, self._space.up
         landed = task.result[piece.start : piece.stop].view(torch.uint8)
         slot = None
@@ -280,14 +281,14 @@ class Incoming:
 
         space.up.run(work)
         if piece.last:
-            # The next use of the slot is on this stream too, so behind this one.
+            # The next use of the slot is on this stream too, so it comes after this one.
             space.free.append((slot, None))
             return None, landed
         return slot, total
 
 
 def difference(got: frames.ChunkFrame, expected: frames.ChunkFrame) -> str:
-    """Why a chunk that is not the expected one is there, as far as its header tells."""
+    """Say how a chunk's header differs from the expected one."""
     if (got.epoch, got.step, got.exchange) != (expected.epoch, expected.step, expected.exchange):
         return (
             f"it is in exchange {got.exchange} of step {got.step} of epoch {got.epoch}, we are in exchange "

@@ -1,4 +1,4 @@
-"""What an exchange on a device works with: side streams, slots of one chunk, the arithmetic of a piece."""
+"""The resources of an exchange on a device: side streams, slots of one chunk, the arithmetic of a piece."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 class DeviceWorkspace:
-    """What a plane needs on its device: two side streams, and slots of one chunk, all allocated once.
+    """The two side streams of a plane and its slots of one chunk, all allocated once.
 
     ``slots`` bounds the chunks under way in each direction, ``group`` those of a segment that go together.
     """
@@ -27,25 +27,25 @@ class DeviceWorkspace:
         self.slots = slots
         self.group = group
         self.down, self.up = device.stream(), device.stream()
-        # Two slots in one allocation are two halves of it: page-locked memory is rounded up.
+        # One allocation for all slots: torch rounds each page-locked allocation up.
         self.outgoing = _cut(device.staging(chunk_bytes * slots), chunk_bytes)
         self.incoming = _cut(device.staging(chunk_bytes * slots), chunk_bytes)
         self.scratch = device.memory(chunk_bytes)
         self.partial = _cut(device.memory(chunk_bytes * 2 * group), chunk_bytes)
-        # Partial sums that may be overwritten, behind an event where somebody may still read them.
+        # Slots of partial sums that may be overwritten, each after its event where a copy may still read it.
         self.free: deque[tuple[int, DeviceEvent | None]] = deque()
         self.unfinished: list[DeviceEvent] = []
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
 
     def begin(self, behind: DeviceEvent) -> None:
-        """Before an exchange: both streams wait for ``behind``, and every slot is free."""
+        """Begin an exchange: both streams wait for ``behind``, and every slot is free."""
         for stream in (self.down, self.up):
             stream.wait(behind)
         self.free = deque((slot, None) for slot in range(len(self.partial)))
 
     def abandon(self) -> DeviceEvent:
-        """After an exchange that failed: what is enqueued runs on until the event that is returned."""
+        """Abandon a failed exchange: return the event at which its enqueued work has run."""
         self.up.wait(self.down.record())
         event = self.up.record()
         self.unfinished.append(event)
@@ -67,7 +67,7 @@ class DeviceWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class ReductionTask:
-    """What is reduced: flat ``source`` into flat ``result`` (maybe the same), and by which operation.
+    """One reduction: flat ``source`` into flat ``result`` (maybe the same), and the operation.
 
     ``weight`` divides a mean. ``frame(piece, source, size)`` is the header of a piece that member ``source``
     sends.
@@ -83,12 +83,12 @@ class ReductionTask:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of a partial sum of several members: 16-bit floats are added in float32 and rounded once."""
+        """Type of a partial sum of several members: 16-bit floats are added in float32 and rounded once."""
         dtype = self.source.dtype
         return torch.float32 if dtype in _SIXTEEN_BITS and self.operation in ("sum", "mean") else dtype
 
     def dtype(self, piece: DevicePiece) -> torch.dtype:
-        """Of ``piece`` on the wire."""
+        """Type of ``piece`` on the wire."""
         return self.source.dtype if piece.gather or piece.hop == 0 else self.wide
 
     def size(self, piece: DevicePiece) -> int:
@@ -105,9 +105,9 @@ class ReductionTask:
             self.finish(total, self.result[piece.start : piece.stop])
 
     def finish(self, total: torch.Tensor, into: torch.Tensor) -> None:
-        """``total``, divided where that is asked for, into elements of the result; ``total`` is used up."""
+        """Write ``total``, divided for a mean, into elements of the result; ``total`` is used up."""
         if self.operation == "mean":
-            # A tensor and no number: on a GPU torch multiplies by the reciprocal of a number.
+            # Divide by a tensor: on a GPU torch would multiply by the reciprocal of a number.
             total.div_(torch.full((), self.weight, dtype=total.dtype, device=total.device))
         into.copy_(total)
 

@@ -1,10 +1,10 @@
-"""The header in front of every chunk, and what a member says besides: fixed size, checked, pure.
+"""The header in front of every chunk, and the other messages between members: fixed size, checked, pure.
 
-A header says to which exchange of which step of which epoch a chunk belongs, which chunk it is and what it
-holds, so bytes of an old round are recognised and never added, and members that disagree about a buffer
-find out before they sum. It carries the digest of its payload and is covered by a digest of its own. The
-digest of a payload depends on nothing else, so a result that travels on unchanged keeps the one that its
-author made: memory that goes bad on the way is noticed, and nobody digests it again.
+A header names the epoch, step and exchange of a chunk, its number and its content. So bytes of an old round
+are recognised and never added, and members that disagree about a buffer notice it before they sum. A header
+carries the digest of its payload, and has a digest of its own. The digest of a payload depends on nothing
+else. A result that travels on unchanged keeps its author's digest: no later member computes it again, and
+memory that goes bad on the way is noticed.
 """
 
 import json
@@ -20,7 +20,7 @@ _DIGEST = struct.Struct("<Q")
 _MAGIC = b"FTR4"
 HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 
-# Forward: a partial result, a result, memory that later chunks lie in. Backward: an abort, all was read.
+# Forward: a partial result, a result, memory of later chunks. Backward: an abort, "all memory was read".
 REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
 _PAYLOAD_DIGESTED, _RESULT_IS_STABLE = 1, 2
 MAX_NOTICE_BYTES = 2048
@@ -31,45 +31,41 @@ Payload = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSpec:
-    """One exchange, as all its members must see it; ``exchange`` counts the calls within a step.
-
-    ``dtype`` is a code of ``reduce.DTYPE_CODES``, ``length`` the number of elements, ``operation`` a code of
-    ``reduction.OPERATION_CODES``. ``result_is_stable`` is what ``DataPlane.all_reduce`` was told.
-    """
+    """One exchange; all its members must agree on every field."""
 
     epoch: int
     step: int
-    exchange: int
-    world: int
-    dtype: int
-    length: int
-    operation: int = 0
-    result_is_stable: bool = False
+    exchange: int  # number of the exchange within its step
+    world: int  # number of members
+    dtype: int  # a code of ``ring_schedule.DTYPE_CODES``
+    length: int  # elements of the buffer
+    operation: int = 0  # a code of ``reduce_ops.OPERATION_CODES``
+    result_is_stable: bool = False  # see ``DataPlane.all_reduce``
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Rounds of one ring happen in this order."""
+        """The key by which the exchanges of one ring are ordered."""
         return (self.epoch, self.step, self.exchange)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """What is said of one chunk; ``source`` is the sender's position, ``size`` the payload's bytes."""
+    """The header of one chunk."""
 
     spec: ExchangeSpec
-    kind: int
-    source: int
-    sequence: int
-    size: int
+    kind: int  # REDUCE, GATHER, ABORT, SEGMENT or READ
+    source: int  # the sender's position
+    sequence: int  # number of the chunk in its exchange
+    size: int  # bytes of the payload
 
 
 def digest(payload: Payload) -> int:
-    """xxh3_64 of a payload."""
+    """Return xxh3_64 of a payload."""
     return xxhash.xxh3_64_intdigest(payload)
 
 
 def pack(header: ChunkHeader, payload_digest: int | None = None) -> bytes:
-    """The bytes that go in front of the payload; without its digest they cover the header alone."""
+    """Return the bytes in front of the payload; without ``payload_digest`` only the header is checked."""
     r = header.spec
     fields = _LAYOUT.pack(
         _MAGIC,
@@ -92,9 +88,9 @@ def pack(header: ChunkHeader, payload_digest: int | None = None) -> bytes:
 
 
 def unpack(data: Payload) -> tuple[ChunkHeader, int | None]:
-    """The header in ``data`` (HEADER_BYTES) and its payload's digest, None where the sender made none.
+    """Return the header in ``data`` (HEADER_BYTES) and its payload's digest, None where the sender made none.
 
-    Raises ProtocolError if it is no header, or an altered one.
+    Raises ProtocolError for other bytes, or an altered header.
     """
     magic, kind, dtype, source, world, flags, exchange, sequence, epoch, step, length, size, expected = (
         _LAYOUT.unpack_from(data)
@@ -111,7 +107,7 @@ def unpack(data: Payload) -> tuple[ChunkHeader, int | None]:
 
 
 def notice(epoch: int, source: int, why: str, about: str) -> bytes:
-    """The bytes that tell the previous member that ``epoch`` is aborted, why, and about whom."""
+    """Return the bytes that tell the previous member of an abort, its reason and the peer it is about."""
     text = json.dumps([about, why[:_MAX_WHY_CHARACTERS]]).encode()
     if len(text) > MAX_NOTICE_BYTES:
         text = json.dumps(["", why[:20]]).encode()
@@ -120,16 +116,18 @@ def notice(epoch: int, source: int, why: str, about: str) -> bytes:
 
 
 def all_read(spec: ExchangeSpec, source: int, end: bool) -> bytes:
-    """The bytes that tell those before it that the member at position ``source`` reads their memory no more
-    in this exchange; ``end`` says that no member behind it can see that memory."""
+    """Return the bytes by which the member at ``source`` says that it has read all memory of this exchange.
+
+    They go to the members before it. ``end``: no member behind it can see that memory.
+    """
     return pack(ChunkHeader(spec, READ, source, int(end), 0))
 
 
 def take_back(data: bytearray) -> tuple[str, str] | ChunkHeader | None:
-    """Take one whole message off the front of what came back from the next member.
+    """Take one complete message off the front of the bytes that came back from the next member.
 
-    Returns (why, about) of an abort, the Header of the word that somebody has read everything, or None while
-    more must come. Raises ProtocolError for anything else.
+    Returns (why, about) of an abort, the header of a READ message, or None while more must come. Raises
+    ProtocolError for any other bytes.
     """
     if len(data) < HEADER_BYTES:
         return None

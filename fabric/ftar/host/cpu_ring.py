@@ -1,11 +1,11 @@
 """The data plane for tensors in host memory: a ring of links that ends at once when it cannot go on.
 
-Members on one host read each other's memory, the others exchange bytes over TCP; which it is shows in the
-kind of socket that an epoch's link came as (see ``links``).
+Members on one host read each other's memory; others exchange bytes over TCP. The kind of a link's socket
+decides it (see ``ring_links``).
 
-One thread calls ``all_reduce``; the control thread installs links, aborts and retires. What they share is a
-table of epochs under one lock, and each epoch's links guard themselves. An epoch that failed stays failed:
-whoever aborted it and why is what every later call for it raises, until it is retired.
+One thread calls ``all_reduce``; the control thread installs links, aborts and retires. They share a table of
+epochs under one lock, and the links of an epoch have locks of their own. An epoch that failed stays failed:
+every later call for it raises the first cause, until the epoch is retired.
 """
 
 import socket
@@ -25,10 +25,10 @@ from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
 from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
 
-# A piece costs its members about 0.1 ms of work besides its bytes, so small ones are felt; larger ones than
-# these gain nothing (benchmarks/notes/all-reduce.md).
+# A piece costs its members about 0.1 ms besides its bytes, so smaller ones are slower; larger ones gain
+# nothing (benchmarks/notes/all-reduce.md).
 CHUNK_BYTES = 8 * 1024 * 1024
-# Every cut of every type falls on whole elements, for the widest type is eight bytes.
+# The widest type has eight bytes, so every cut falls between elements.
 _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 
 
@@ -38,8 +38,8 @@ class CpuRing(EpochPlane[RingLinks]):
     ``exchange_s`` bounds the silence inside an exchange, ``entry_s`` the wait for members that are late for
     it, which must exceed what user code may take. ``chunk_bytes`` must be equal on all members.
     ``checksum`` covers every payload on TCP and not only the headers. ``shared_memory`` asks for links of
-    that kind where they are possible. ``on_piece(step)`` is called in the midst of an exchange, after every
-    piece that arrived: for tests that must hit exactly there.
+    that kind where they are possible. ``on_piece(step)`` is called after every piece that
+    arrived, for tests that act in mid-exchange.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class CpuRing(EpochPlane[RingLinks]):
         return self._shared_memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory that neighbours can read in place: see DataPlane. Raises ConfigError without memory."""
+        """Allocate memory that neighbours read in place: see DataPlane. Raises ConfigError where none is
+        left."""
         return self._own.allocate(nbytes).memory[:nbytes]
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:
@@ -83,7 +84,7 @@ class CpuRing(EpochPlane[RingLinks]):
         self._own.register(descriptor, memory)
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """What was allocated or shown is shown no more; without effect for other memory."""
+        """Stop sharing ``memory`` that was allocated or registered; ignore other memory."""
         self._own.unregister(memory)
 
     def install(
@@ -108,10 +109,10 @@ class CpuRing(EpochPlane[RingLinks]):
         retain_gradients: bool = True,
         result_is_stable: bool = False,
     ) -> None:
-        """Reduce over the members of ``epoch``: see DataPlane, and ``reduce`` for the order.
+        """Reduce over the members of ``epoch``: see DataPlane, and ``ring_schedule`` for the order.
 
-        Both are contiguous 1-D CPU tensors of one type in ``reduce.DTYPE_CODES``, any length; anything else
-        raises ConfigError before a byte is sent. Raises RoundAborted.
+        Both are contiguous 1-D CPU tensors of one type in ``ring_schedule.DTYPE_CODES``, any length;
+        anything else raises ConfigError before a byte is sent. Raises RoundAborted.
         """
         result = source if result is None else result
         check_tensors(source, result, reduction, retain_gradients, _in_host_memory, "in host memory")

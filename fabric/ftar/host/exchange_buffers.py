@@ -1,9 +1,9 @@
-"""The memory of one exchange: what is reduced, where the result goes, and what a neighbour can see of both.
+"""The memory of one exchange: the gradient, the result, and the parts of both that a neighbour can read.
 
 Pieces come in (``take``, or straight into ``landing``) and go out (``outgoing``). A link that carries bytes
-sends them from wherever they are. A link that carries references sends places in shared memory, so whatever
-others must see has to lie there: memory of the caller's that does already is used as it is, other memory
-has a staging segment beside it, into which no more is copied than others read.
+sends them from any memory. A link that carries references sends places in shared memory, so the elements that
+others read must lie there. Shared memory of the caller is used as it is. Other memory gets a staging segment,
+and only the elements that others read are copied to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ from fabric.ftar.ring_schedule import RingPiece
 
 
 class StagingMemory:
-    """Staging memory by use, made when first needed and kept for the exchanges to come.
+    """Staging memory by use, allocated when first needed and kept for later exchanges.
 
-    All of it is shown memory, for what is staged is staged for a neighbour; only partial results in float32
-    are needed on links of bytes too. ``private`` makes it of plain memory.
+    It is shared memory, because a neighbour reads it. Partial results in float32 on links of bytes alone lie
+    in plain memory.
     """
 
     def __init__(self, segments: OwnSegments) -> None:
@@ -30,41 +30,35 @@ class StagingMemory:
         self._private: dict[str, torch.Tensor] = {}
 
     def get(self, use: str, nbytes: int, shared: bool) -> torch.Tensor:
-        """``nbytes`` bytes for ``use``; what they hold is undefined. Raises ConfigError without memory."""
+        """Return ``nbytes`` of undefined content for ``use``. Raises ConfigError where no memory is left."""
         if not shared:
             memory = self._private.get(use)
             if memory is None or memory.numel() < nbytes:
                 memory = self._private[use] = torch.zeros(nbytes, dtype=torch.uint8)
             return memory[:nbytes]
-        shown = self._shared.get(use)
-        if shown is None or shown.nbytes < nbytes:
-            if shown is not None:
-                self._segments.unregister(shown.memory)
+        segment = self._shared.get(use)
+        if segment is None or segment.nbytes < nbytes:
+            if segment is not None:
+                self._segments.unregister(segment.memory)
                 del self._shared[use]
-            shown = self._shared[use] = self._segments.allocate(nbytes)
-        return shown.memory[:nbytes]
+            segment = self._shared[use] = self._segments.allocate(nbytes)
+        return segment.memory[:nbytes]
 
 
 @dataclass(slots=True)
 class Operands:
-    """``source`` and ``result`` are 1-D CPU tensors of one type and length, and may be one memory.
-
-    ``work`` holds what is sent on: the result itself, or its staging. ``widens`` says that partial results
-    are float32, which ``wide`` holds where any are kept here. ``staged`` is where the member's own elements
-    are copied to before others read them, None where they read the source as it is; it begins with element
-    ``staged_from``. ``borrowed``, by (first element, whether it is a result): places in others' memory of a
-    piece that is to go on.
-    """
+    """``source`` and ``result`` are 1-D CPU tensors of one type and length, and may be one memory."""
 
     source: torch.Tensor
     result: torch.Tensor
     reduction: Reduction
-    work: torch.Tensor
-    widens: bool = False
-    wide: torch.Tensor | None = None
-    staged: torch.Tensor | None = None
-    staged_from: int = 0
-    digests: dict[int, int] = field(default_factory=dict)
+    work: torch.Tensor  # memory that results are sent on from: the result itself, or its staging
+    widens: bool = False  # partial results are float32 although the elements are smaller
+    wide: torch.Tensor | None = None  # partial results in float32, where this member keeps any
+    staged: torch.Tensor | None = None  # copy of own elements for others, None where they read the source
+    staged_from: int = 0  # the first element of ``staged``
+    digests: dict[int, int] = field(default_factory=dict)  # of results that travel on, by first element
+    # Places of a piece in others' memory that goes on, by first element and whether it is a result.
     borrowed: dict[tuple[int, bool], list[SegmentRef]] = field(default_factory=dict)
 
     def item_bytes(self, piece: RingPiece) -> int:
@@ -76,7 +70,7 @@ class Operands:
         return (piece.stop - piece.start) * self.item_bytes(piece)
 
     def outgoing(self, piece: RingPiece) -> torch.Tensor:
-        """What is to be sent as ``piece``."""
+        """Return the elements to send as ``piece``."""
         if not piece.hop:
             return self.own(piece)
         part = slice(piece.start, piece.stop)
@@ -86,7 +80,7 @@ class Operands:
         return self.work[part]
 
     def own(self, piece: RingPiece) -> torch.Tensor:
-        """This member's own elements of ``piece``, where others can read them if they must."""
+        """Return this member's own elements of ``piece``, in memory that others can read where they must."""
         part = slice(piece.start, piece.stop)
         if self.staged is None:
             return self.source[part]
@@ -95,11 +89,11 @@ class Operands:
         return staged
 
     def landing(self, piece: RingPiece) -> torch.Tensor:
-        """Where a received result belongs."""
+        """Return the memory that a received result belongs in."""
         return (self.result if piece.last else self.work)[piece.start : piece.stop]
 
     def landed(self, piece: RingPiece) -> None:
-        """A result was received into its ``landing``."""
+        """Note that a result was received into its ``landing``."""
         if not piece.last:
             self._keep(piece)
 
@@ -112,8 +106,11 @@ class Operands:
             self.landed(piece)
 
     def take(self, piece: RingPiece, received: Sequence[torch.Tensor]) -> None:
-        """Add to the partial result ``piece``: what the members before brought to it, in their order, one
-        tensor each, or the first of them a sum of several (see ``typed``)."""
+        """Add own elements to the partial result ``piece``.
+
+        ``received`` has the elements of the members before, in ring order: one tensor each, or a sum of
+        several as the first (see ``typed``).
+        """
         part = slice(piece.start, piece.stop)
         out = self.work if piece.last or self.wide is None else self.wide
         self.reduction.fold(received, self.source[part], out[part], piece.last)
@@ -121,7 +118,7 @@ class Operands:
             self._keep(piece)
 
     def typed(self, piece: RingPiece, memory: torch.Tensor) -> torch.Tensor:
-        """``memory`` (bytes) as the elements of ``piece`` on its way over a link of bytes."""
+        """Return ``memory`` (bytes) as the elements of ``piece`` on its way over a link of bytes."""
         return memory.view(torch.float32 if self.is_wide(piece) else self.source.dtype)
 
     def is_wide(self, piece: RingPiece) -> bool:
@@ -144,11 +141,11 @@ def make_operands(
     workspace: StagingMemory,
     visible: Callable[[torch.Tensor], bool] | None,
 ) -> Operands:
-    """Operands with the staging that they need.
+    """Make operands with the staging that they need.
 
     ``readable`` is the range of elements of the source that others may read. ``visible`` says whether memory
     can be seen by the next member, and is None where that gets bytes. ``partial`` says whether partial
-    results are kept here, or places alone.
+    results are kept here, or references alone.
     """
     operands = Operands(source, result, reduction, work=result)
     operands.widens = world > 2 and reduction.is_wide(source.dtype)

@@ -2,12 +2,12 @@
 
 Both sockets are non-blocking and every piece goes out as soon as what it depends on has arrived, so a ring
 cannot deadlock at any size and the hops of a long buffer overlap. While bytes flow nothing is polled; when
-neither direction can move, the thread sleeps until one can, a notice comes back, somebody aborts, or the
+neither direction can move, the thread sleeps until one can, a notice comes back, the epoch is aborted, or the
 deadline is over.
 
-Two bounds. A member may be late for any reason that its user's code has, so until a chunk has arrived that
-went through everybody's hands the bound is ``entry_s``; from then on all are in the exchange and nobody has
-an excuse: ``exchange_s`` since the last byte that counted.
+Two bounds hold. User code may delay a member, so the bound is ``entry_s`` until a chunk arrives that all
+members have sent on. From then on all members are in the exchange, and the bound is ``exchange_s`` since the
+last byte that counted.
 """
 
 import select
@@ -29,10 +29,10 @@ from fabric.ftar.ring_schedule import RingPiece, Schedule
 
 @dataclass(frozen=True, slots=True)
 class ExchangeResources:
-    """What the plane lends to its exchanges: see CpuRing."""
+    """The resources that the plane lends to its exchanges: see CpuRing."""
 
-    scratch: torch.Tensor
-    checksum: bool
+    scratch: torch.Tensor  # room for one received piece
+    checksum: bool  # digest every payload on TCP
     on_piece: Callable[[int], None]
 
 
@@ -108,7 +108,7 @@ class HostExchange:
                 self._wait(poll, last_s + bound_s, waiting, may_sleep=not moved)
 
     def _await_readers(self, poll: "select.poll", bounds: Bounds, waiting: Waiting) -> None:
-        """My memory may be written again when nobody reads it any more."""
+        """Wait until no member reads this one's memory any more."""
         deadline_s = time.monotonic() + bounds.exchange_s
         while not self._links.all_have_read(self._spec):
             self._links.check()
@@ -118,7 +118,7 @@ class HostExchange:
         try:
             return self._sender.pump(self._free + self._receiver.passable)
         except OSError as error:
-            # The next member may have told us why before it went.
+            # The next member may have sent its reason before it left.
             self._links.hear_back()
             raise lost(self._links.ring.next, error) from error
 
@@ -164,7 +164,7 @@ class HostExchange:
         assert links.next is not None and links.previous is not None
         poll.register(links.next, select.POLLIN | (select.POLLOUT if self._sender.blocked else 0))
         if self._receiver.done and self._watches_previous:
-            # Its owner may be gone by now, and is not needed any more: do not spin on its end.
+            # The previous member may have left by now: do not spin on its closed link.
             poll.unregister(links.previous)
             self._watches_previous = False
         elif not self._receiver.done and not self._watches_previous:

@@ -1,9 +1,9 @@
-"""Memory that neighbours on one host read from each other: own segments shown, other members' mapped.
+"""Memory that neighbours on one host read from each other: own segments, and mapped segments of others.
 
-A member creates its segments itself (memfd, sealed against shrinking, so that a reader cannot be killed by a
-truncated file), is the only one that writes them, and passes a descriptor to the next member over their
-authenticated unix socket. A reader maps read-only. So a member that was stopped and wakes in a later epoch
-can scribble over nobody's memory, and memory outlives its owner for as long as somebody has it mapped.
+A member creates its segments as memfds sealed against shrinking, so that a truncated file cannot kill a
+reader. Only their owner writes them. It passes a descriptor to the next member over their authenticated unix
+socket, and a reader maps it read-only. So a member that was stopped and wakes in a later epoch cannot write
+to others' memory. Memory outlives its owner for as long as a reader has it mapped.
 """
 
 import ctypes
@@ -29,19 +29,15 @@ _PLACE = struct.Struct("<IIQQ")
 
 
 class SegmentRef(NamedTuple):
-    """Where something lies: ``offset`` bytes into segment ``number`` of the member at position ``owner``.
+    """A reference into a shared segment."""
 
-    ``wide`` is 1 for a partial result in float32 of smaller elements. Where a segment is announced its size
-    stands in the place of the offset.
-    """
-
-    owner: int
-    wide: int
-    number: int
-    offset: int
+    owner: int  # position of the member that owns the segment
+    wide: int  # 1 for a partial result in float32 of smaller elements
+    number: int  # number of the segment
+    offset: int  # in bytes; in the announcement of a segment its size
 
     def pack(self) -> bytes:
-        """Its bytes on the wire."""
+        """Return its bytes on the wire."""
         return _PLACE.pack(*self)
 
 
@@ -49,13 +45,13 @@ SEGMENT_REF_BYTES = _PLACE.size
 
 
 def unpack_segment_refs(data: bytes) -> list[SegmentRef]:
-    """The places in ``data``, a multiple of PLACE_BYTES long."""
+    """Return the references in ``data``, a multiple of SEGMENT_REF_BYTES long."""
     return [SegmentRef(*fields) for fields in _PLACE.iter_unpack(data)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedSegment:
-    """One own segment; ``memory`` is all of it as bytes, and keeps its address from being used again."""
+    """One own segment; ``memory`` is all of it as bytes, and reserves its address."""
 
     number: int
     descriptor: int
@@ -67,11 +63,11 @@ class SharedSegment:
 
 
 class OwnSegments:
-    """What this member may show; safe from any thread."""
+    """The segments that this member shares; safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._shown: list[SharedSegment] = []
+        self._segments: list[SharedSegment] = []
         self._count = 0
 
     def allocate(self, nbytes: int) -> SharedSegment:
@@ -80,7 +76,7 @@ class OwnSegments:
         Raises ConfigError where the host has not that much shared memory.
         """
         capacity = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-        # Asked first: the kernel would hand out pages until the machine has none left.
+        # Check first: the kernel would hand out pages until the machine has none left.
         if capacity > available_bytes():
             raise _none_left(capacity)
         descriptor = os.memfd_create("fabric-bucket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -94,53 +90,56 @@ class OwnSegments:
         return self._add(descriptor, memory)
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:
-        """Memory that somebody else allocated: ``memory`` (bytes) is the mapped start of ``descriptor``,
-        which is duplicated. The file must be sealed against shrinking."""
+        """Share ``memory`` (bytes), the mapped start of ``descriptor``, whose file is sealed against
+        shrinking.
+
+        The descriptor is duplicated.
+        """
         self._add(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0), memory)
 
     def find(self, part: torch.Tensor) -> tuple[SharedSegment, int] | None:
-        """Where ``part`` lies, as segment and offset in bytes; None if not in shown memory."""
+        """Return the segment of ``part`` and its offset in bytes; None for memory that is not shared."""
         address, nbytes = part.data_ptr(), part.numel() * part.element_size()
         with self._lock:
-            known = tuple(self._shown)
-        for shown in known:
-            offset = address - shown.memory.data_ptr()
-            if offset >= 0 and offset + nbytes <= shown.nbytes:
-                return shown, offset
+            segments = tuple(self._segments)
+        for segment in segments:
+            offset = address - segment.memory.data_ptr()
+            if offset >= 0 and offset + nbytes <= segment.nbytes:
+                return segment, offset
         return None
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Show the segments that lie in ``memory`` no more; who has mapped them keeps them."""
+        """Stop sharing the segments at ``memory``; readers keep their mappings."""
         with self._lock:
-            for shown in [s for s in self._shown if s.memory.data_ptr() == memory.data_ptr()]:
-                self._shown.remove(shown)
-                os.close(shown.descriptor)
+            for segment in [s for s in self._segments if s.memory.data_ptr() == memory.data_ptr()]:
+                self._segments.remove(segment)
+                os.close(segment.descriptor)
 
-    def duplicate(self, shown: SharedSegment) -> int:
-        """A descriptor to pass on, which the caller closes. Raises StateError if it was forgotten."""
+    def duplicate(self, segment: SharedSegment) -> int:
+        """Return a descriptor to pass on, for the caller to close. Raises StateError if unregistered."""
         with self._lock:
-            if shown not in self._shown:
+            if segment not in self._segments:
                 raise StateError("a buffer was given back while it was being reduced")
-            return fcntl.fcntl(shown.descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
+            return fcntl.fcntl(segment.descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Stop sharing all segments."""
         with self._lock:
-            while self._shown:
-                os.close(self._shown.pop().descriptor)
+            while self._segments:
+                os.close(self._segments.pop().descriptor)
 
     def _add(self, descriptor: int, memory: torch.Tensor) -> SharedSegment:
         with self._lock:
             self._count += 1
-            shown = SharedSegment(self._count, descriptor, memory)
-            self._shown.append(shown)
-            return shown
+            segment = SharedSegment(self._count, descriptor, memory)
+            self._segments.append(segment)
+            return segment
 
 
 class PeerSegments:
     """Mapped segments of other members, kept over epochs: to map a large one again costs page faults.
 
-    What was used neither in the epoch before nor since is unmapped when an epoch is retired.
+    When an epoch is retired, segments used neither in the epoch before nor since are unmapped.
     """
 
     def __init__(self) -> None:
@@ -148,17 +147,17 @@ class PeerSegments:
         self._kept_from = 0
 
     def map(self, descriptor: int, capacity: int, epoch: int) -> torch.Tensor:
-        """The first ``capacity`` bytes behind ``descriptor``, to be read only; the descriptor is closed.
+        """Map the first ``capacity`` bytes of ``descriptor`` read-only, and close it.
 
-        Raises ProtocolError for what is no segment of that size, or cannot be mapped.
+        Raises ProtocolError where it is not a segment of that size, or cannot be mapped.
         """
         try:
-            found = os.fstat(descriptor)
-            key = (found.st_dev, found.st_ino, capacity)
+            status = os.fstat(descriptor)
+            key = (status.st_dev, status.st_ino, capacity)
             memory = self._mapped[key][0] if key in self._mapped else None
             if memory is None:
                 seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-                if found.st_size < capacity or not capacity or not seals & fcntl.F_SEAL_SHRINK:
+                if status.st_size < capacity or not capacity or not seals & fcntl.F_SEAL_SHRINK:
                     raise ProtocolError("shared memory came that may end while it is read")
                 memory = _map(descriptor, capacity, mmap.PROT_READ, _MADV_POPULATE_READ)
         except OSError as error:
@@ -169,22 +168,22 @@ class PeerSegments:
         return memory
 
     def retire(self, before_epoch: int) -> None:
-        """``before_epoch`` is in force: let go of what only older ones used."""
+        """Release the segments that only epochs older than ``before_epoch`` used."""
         unused = [k for k, (_, epoch) in self._mapped.items() if epoch < self._kept_from]
         memories = [self._mapped.pop(key)[0] for key in unused]
         if memories:
-            # To unmap gigabytes takes a tenth of a second, which the next epoch's links need not wait for.
+            # Unmapping gigabytes takes a tenth of a second; the next epoch's links do not wait for it.
             threading.Thread(target=memories.clear, name="fabric-unmap", daemon=True).start()
         self._kept_from = max(self._kept_from, before_epoch)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all segments."""
         self._mapped.clear()
 
 
 def _none_left(capacity: int) -> ConfigError:
     return ConfigError(
-        f"{capacity} bytes of shared memory for the exchange are not to be had: give the host more memory, "
+        f"the host has no {capacity} bytes of shared memory left for the exchange: give it more memory, "
         "run fewer replicas on it, or set FABRIC_DATA_PLANE=tcp"
     )
 
@@ -198,7 +197,7 @@ def _map(descriptor: int, capacity: int, protection: int, populate: int) -> torc
             mapped.madvise(populate, begin, min(_FAULT_BYTES, capacity - begin))
     if protection & mmap.PROT_WRITE:
         return torch.frombuffer(mapped, dtype=torch.uint8)
-    # By way of its address: torch has no read-only tensors, and warns when it is given such a buffer.
+    # Wrap the address: torch has no read-only tensors, and warns about a read-only buffer.
     array = (ctypes.c_uint8 * capacity).from_address(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)
     array.mapped = mapped  # type: ignore[attr-defined]  # the tensor keeps the array, and so the mapping
     return torch.frombuffer(array, dtype=torch.uint8)

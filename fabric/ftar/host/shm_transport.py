@@ -1,20 +1,20 @@
-"""Pieces over a link between members on one host: headers and places in shared memory, no payload.
+"""Pieces over a link between members on one host: headers and references into shared memory, no payload.
 
-The unix socket carries for every piece its header and the places in memory where it lies; who needs it reads
-it there. A partial result on its way is the list of the members' own elements, in the order of the ring, and
-only the member that ends it adds them all up, each read once; a result on its way is its author's, whoever
-passes it on. So order, wake-up, the death of a neighbour and the notice of an abort are those of a socket, no
-lock or flag is shared that a killed process could leave behind, and an exchange is the same ring, with the
-same order of summation, whatever carries its hops. Before a link of bytes, and where the list would get too
-long, a member adds up what it has and passes on its own memory.
+The unix socket carries the header of every piece and references to its memory; its reader reads it there. A
+partial result on its way is a list of the members' own elements, in ring order. Only the member that ends it
+reads and adds them all, each once. A result on its way stays in its author's memory, however many members
+pass it on. So order, wake-up, the death of a neighbour and the notice of an abort are those of a socket.
+Members share no lock or flag that a killed process could leave behind. The ring and its order of summation
+are the same for all kinds of links. Before a link of bytes, and where the list would get too long, a member
+adds up the list and passes on its own memory.
 
-Two rules keep what is read whole. A member returns from an exchange only after everybody who can see its
-memory has said that it read everything (``READ``), unless all links are of this kind and the caller has said
-that the result lasts (docs/design/data-plane.md). And a member that aborts raises its *guard*, one word in
-shared memory, before it returns and its memory may be written again; a reader looks at the guard of whom it
-has read and before it sends anything on that came of it. This relies on stores becoming visible in their
-order and loads being done in theirs, which x86-64 guarantees and nothing in Python does elsewhere; the calls
-in between keep the compiler from reordering. So members on other processors use links of bytes.
+Two rules keep a reader from changed memory. First, a member returns from an exchange only after all members
+that can see its memory have sent ``READ``; the exception is an exchange over links of this kind alone whose
+caller has promised a stable result (docs/design/data-plane.md). Second, a member that aborts raises its
+*guard*, one word in shared memory, before it returns and its memory may be written again. A reader checks the
+owner's guard after it has read, and before it sends on any result of it. This needs stores and loads in
+program order, which x86-64 guarantees; the calls in between keep the compiler from reordering. So members on
+other processors use links of bytes.
 """
 
 import fcntl
@@ -55,21 +55,21 @@ from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece
 
 SUPPORTED = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
-# A longer list would have everybody on a host of very many members map everybody's memory.
+# A longer list would make each member of a large host map the memory of all others.
 MAX_REFERENCES = 8
-# The number of places, in front of them.
+# The number of references, in front of them.
 _COUNT = struct.Struct("<Q")
-# One piece announces two segments per place at most.
+# One piece announces at most two segments per reference.
 _MOST_DESCRIPTORS = 2 * MAX_REFERENCES
-# Segments that one link may name; more is a defect of the sender, which would fill this process with maps.
+# Segments that one link may name; a sender with more is defective, and would fill this process with maps.
 _MOST_SEGMENTS = 4096
 _GUARD = 0
-# The guard's first word is the length of the notice behind it, 0 while the sender stands by its memory.
+# The guard's first word is the length of the notice behind it, 0 while the sender's memory is valid.
 _CAUSE_FROM = 64
 
 
 class Outbox:
-    """My end towards the next member, for as long as the link lives: what it was shown, and the guard."""
+    """This member's end of the link to the next one: the segments announced to it, and the guard."""
 
     def __init__(self, sock: socket.socket, segments: OwnSegments) -> None:
         self.sock = sock
@@ -83,21 +83,21 @@ class Outbox:
         return self._guard
 
     def raise_guard(self, cause: bytes) -> None:
-        """From now on nothing that is read in my memory counts; ``cause`` is the notice that says why."""
-        ref = self._guard.memory[_CAUSE_FROM : _CAUSE_FROM + len(cause)]
-        ref.numpy()[:] = np.frombuffer(cause, dtype=np.uint8)
+        """Invalidate all later reads of this member's memory; ``cause`` is the notice with the reason."""
+        target = self._guard.memory[_CAUSE_FROM : _CAUSE_FROM + len(cause)]
+        target.numpy()[:] = np.frombuffer(cause, dtype=np.uint8)
         self._word[0] = len(cause)
 
     def close(self) -> None:
-        """Let the guard's memory go; the receiver keeps it mapped."""
+        """Release the guard's memory; the receiver keeps it mapped."""
         self.segments.unregister(self._guard.memory)
 
 
 class Inbox:
-    """My end towards the previous member, for as long as the link lives: what it said, and the memory of its
-    own and of those before it that it has shown. ``keep`` says that I may have to pass that on.
+    """This member's end of the link to the previous one: its messages, and the segments that it announced.
 
-    Everything on the socket is read as it comes, also of an exchange that begins here later.
+    Those are its own and those of members before it. ``keep``: they may have to be passed on. The socket is
+    read as bytes come, also bytes of an exchange that begins here later.
     """
 
     def __init__(self, sock: socket.socket, segments: PeerSegments, ring: Ring, keep: bool) -> None:
@@ -111,7 +111,7 @@ class Inbox:
         self._to_pass_on: dict[tuple[int, int], int] = {}
 
     def fill(self) -> bool:
-        """Read what has come; whether anything had. Raises OSError, EOFError."""
+        """Read from the socket; whether bytes had come. Raises OSError, EOFError."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.sock, 64 * 1024, _MOST_DESCRIPTORS)
         except BlockingIOError:
@@ -123,18 +123,18 @@ class Inbox:
         return True
 
     def take(self) -> tuple[ChunkHeader, list[SegmentRef]] | None:
-        """The next header and its places, None until there are all of them. Raises ProtocolError."""
+        """Take the next header and its references, None until all have come. Raises ProtocolError."""
         while len(self._buffer) >= HEADER_BYTES + _COUNT.size:
             header, expected = unpack(self._buffer[:HEADER_BYTES])
             (count,) = _COUNT.unpack_from(self._buffer, HEADER_BYTES)
             if not 1 <= count <= MAX_REFERENCES:
-                raise ProtocolError(f"a piece in shared memory came with {count} places")
+                raise ProtocolError(f"a piece in shared memory came with {count} references")
             end = HEADER_BYTES + _COUNT.size + count * SEGMENT_REF_BYTES
             if len(self._buffer) < end:
                 return None
             body = bytes(self._buffer[HEADER_BYTES:end])
             if expected != digest(body):
-                raise ProtocolError("a place in shared memory came altered")
+                raise ProtocolError("a reference into shared memory came altered")
             del self._buffer[:end]
             refs = unpack_segment_refs(body[_COUNT.size :])
             if header.kind != SEGMENT:
@@ -143,14 +143,16 @@ class Inbox:
         return None
 
     def _map(self, ref: SegmentRef) -> None:
-        # The size stands where the offset does otherwise.
+        # An announcement has the size in place of the offset.
         if not self._descriptors or len(self._mapped) >= _MOST_SEGMENTS:
             raise ProtocolError("shared memory was announced and none came")
         descriptor = self._descriptors.popleft()
         key = (ref.owner, ref.number)
         if ref.owner >= self._ring.world or ref.owner == self._ring.position:
             os.close(descriptor)
-            raise ProtocolError(f"shared memory of position {ref.owner} was announced, which is no other's")
+            raise ProtocolError(
+                f"shared memory of position {ref.owner} was announced, which is not another member's"
+            )
         if key in self._mapped:
             os.close(descriptor)
             raise ProtocolError("shared memory was announced twice")
@@ -159,11 +161,11 @@ class Inbox:
         self._mapped[key] = self._segments.map(descriptor, ref.offset, self._ring.epoch)
 
     def pass_on(self, owner: int, number: int) -> tuple[int, int]:
-        """A descriptor of a segment that was shown here, for the next member, and its size; once for each."""
+        """Return a descriptor of an announced segment for the next member, once, and the segment's size."""
         return self._to_pass_on.pop((owner, number)), self._mapped[owner, number].numel()
 
     def find(self, ref: SegmentRef, nbytes: int, item_bytes: int) -> torch.Tensor:
-        """The bytes at ``ref``. Raises ProtocolError if there are none."""
+        """Return the bytes at ``ref``. Raises ProtocolError where it points outside of announced memory."""
         memory = self._mapped.get((ref.owner, ref.number))
         end = ref.offset + nbytes
         if memory is None or ref.offset % item_bytes or end > memory.numel():
@@ -173,19 +175,19 @@ class Inbox:
         return memory[ref.offset : end]
 
     def void(self, owner: int) -> tuple[str, str] | None:
-        """(why, about) if ``owner`` has aborted, so that its memory may have changed under our eyes."""
+        """Return (why, about) if ``owner`` has aborted, so that its memory may have changed meanwhile."""
         guard = self._mapped.get((owner, _GUARD))
         if guard is None or guard.numel() < _CAUSE_FROM:
             raise ProtocolError("it sent a chunk before its guard")
         size = int(guard[:8].view(torch.int64).numpy()[0])
         if not size:
             return None
-        said = take_back(bytearray(guard[_CAUSE_FROM : _CAUSE_FROM + size].numpy().tobytes()))
-        why, about = said if isinstance(said, tuple) else ("it aborted while its memory was read", "")
+        message = take_back(bytearray(guard[_CAUSE_FROM : _CAUSE_FROM + size].numpy().tobytes()))
+        why, about = message if isinstance(message, tuple) else ("it aborted while its memory was read", "")
         return why, about if about in self._ring.names else ""
 
     def close(self) -> None:
-        """Close descriptors that were never used, and let the mappings go."""
+        """Close unused descriptors, and release the mappings."""
         while self._descriptors:
             os.close(self._descriptors.popleft())
         while self._to_pass_on:
@@ -194,9 +196,9 @@ class Inbox:
 
 
 class ReferenceSender:
-    """Tells the next member where pieces lie, in order, as soon as they are free to be read.
+    """Sends references to pieces to the next member, in order, each as soon as it may be read.
 
-    ``inbox`` is where places of others come from, None behind a link of bytes.
+    ``inbox`` is the source of references to others' memory, None behind a link of bytes.
     """
 
     def __init__(
@@ -222,11 +224,11 @@ class ReferenceSender:
 
     @property
     def blocked(self) -> bool:
-        """Whether words wait for the socket alone (after ``pump`` moved nothing)."""
+        """Whether messages wait only for the socket (after ``pump`` moved nothing)."""
         return bool(self._under_way)
 
     def pump(self, free: int) -> bool:
-        """Tell of the pieces before number ``free``; whether anything went. Raises OSError."""
+        """Send once, from the pieces before number ``free``; whether a byte went. Raises OSError."""
         if not self._under_way:
             if self._index >= min(free, len(self._pieces)):
                 return False
@@ -261,21 +263,21 @@ class ReferenceSender:
                 announced += self._announce(header, ref.owner, number, None)
         if not refs or not piece.gather:
             memory = self._operands.own(piece) if refs else self._operands.outgoing(piece)
-            found = self._outbox.segments.find(memory)
-            assert found is not None, "a piece for a neighbour lies in memory that it cannot see"
-            shown, offset = found
+            location = self._outbox.segments.find(memory)
+            assert location is not None, "a piece for a neighbour lies in memory that it cannot see"
+            segment, offset = location
             wide = int(memory.dtype != self._operands.source.dtype)
-            refs = [*refs, SegmentRef(header.source, wide, shown.number, offset)]
+            refs = [*refs, SegmentRef(header.source, wide, segment.number, offset)]
             announced += self._announce(header, header.source, _GUARD, self._outbox.guard)
-            announced += self._announce(header, header.source, shown.number, shown)
+            announced += self._announce(header, header.source, segment.number, segment)
         return announced + _message(header, refs)
 
-    def _announce(self, header: ChunkHeader, owner: int, number: int, shown: SharedSegment | None) -> bytes:
+    def _announce(self, header: ChunkHeader, owner: int, number: int, segment: SharedSegment | None) -> bytes:
         if (owner, number) in self._outbox.announced:
             return b""
         self._outbox.announced.add((owner, number))
-        if shown is not None:
-            descriptor, nbytes = self._outbox.segments.duplicate(shown), shown.nbytes
+        if segment is not None:
+            descriptor, nbytes = self._outbox.segments.duplicate(segment), segment.nbytes
         else:
             assert self._inbox is not None
             descriptor, nbytes = self._inbox.pass_on(owner, number)
@@ -285,9 +287,9 @@ class ReferenceSender:
 
 
 class ReferenceReceiver:
-    """Takes the places of pieces from the previous member, and reads there what ends here.
+    """Takes references to pieces from the previous member, and reads the pieces that end here.
 
-    Before anything is read, places go on to the next member if it sees shared memory too: ``outbox``.
+    References go on to the next member before that, if its link shares memory too: ``outbox``.
     """
 
     def __init__(
@@ -314,10 +316,10 @@ class ReferenceReceiver:
         return self.completed == len(self._pieces)
 
     def pump(self) -> tuple[bool, bool]:
-        """Take or use one piece: whether anything came, and whether it counted (a piece of this round).
+        """Take or use one piece: whether bytes came, and whether they counted (a piece of this round).
 
-        Raises OSError or EOFError on a lost link, ProtocolError for words that cannot be used, RoundAborted
-        if somebody whose memory was read has given it up.
+        Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used, RoundAborted
+        if the owner of memory that was read has aborted.
         """
         if self.done:
             return False, False
@@ -337,22 +339,22 @@ class ReferenceReceiver:
         return moved, counted
 
     def _arrive(self, header: ChunkHeader, refs: list[SegmentRef]) -> bool:
-        """Keep the places of the piece that is due; False if they are of an old round."""
+        """Keep the references of the piece that is due; False if they are of an old round."""
         piece = self._pieces[len(self._arrived)]
         expected = self._expect(piece)
         if header.spec.order < expected.spec.order:
             return False
         check_expected(header, expected)
         if len(refs) > (1 if piece.gather else piece.hop + 1):
-            raise ProtocolError(f"a piece of hop {piece.hop} lies in {len(refs)} places")
+            raise ProtocolError(f"a piece of hop {piece.hop} has {len(refs)} references")
         views = [self._view(piece, ref) for ref in refs]
         steps = piece.hop % MAX_REFERENCES + 1 if piece.gather else len(refs)
         lent = self._lends and not piece.last and steps < MAX_REFERENCES
         if lent:
             self._operands.borrowed[piece.start, piece.gather] = refs
         if piece.last and not piece.gather:
-            whole = header.spec.length >= ALIGNMENT * header.spec.world
-            self.all_by_reference = whole and self._lends and len(refs) == header.spec.world - 1
+            no_segment_is_empty = header.spec.length >= ALIGNMENT * header.spec.world
+            self.all_by_reference = no_segment_is_empty and self._lends and len(refs) == header.spec.world - 1
         self._arrived.append(_Arrival(views, {ref.owner for ref in refs}, lent))
         return True
 
@@ -374,7 +376,7 @@ class ReferenceReceiver:
         dtype = self._operands.source.dtype
         if ref.wide:
             if not self._operands.is_wide(piece):
-                raise ProtocolError("a place of a partial result came where none can be")
+                raise ProtocolError("a reference to a partial result came for a piece that cannot be one")
             dtype = torch.float32
         nbytes = (piece.stop - piece.start) * dtype.itemsize
         return self._inbox.find(ref, nbytes, dtype.itemsize).view(dtype)
@@ -382,7 +384,7 @@ class ReferenceReceiver:
 
 @dataclass(slots=True)
 class _Arrival:
-    """A piece that came: where it lies, in whose memory, and whether those places go on as they are."""
+    """A piece that came: its memory, the owners of that, and whether its references go on as they are."""
 
     views: list[torch.Tensor]
     owners: set[int]

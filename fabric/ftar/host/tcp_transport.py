@@ -12,7 +12,7 @@ from fabric.ftar.ring_schedule import RingPiece
 
 
 class ByteSender:
-    """Puts pieces on the link to the next member, in order, as far as they are free to go."""
+    """Sends pieces to the next member in order, each as soon as it is free to go."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ByteSender:
 
     @property
     def blocked(self) -> bool:
-        """Whether bytes wait for the socket alone (after ``pump`` moved nothing)."""
+        """Whether bytes wait only for the socket (after ``pump`` moved nothing)."""
         return bool(self._under_way)
 
     def pump(self, free: int) -> bool:
@@ -57,17 +57,17 @@ class ByteSender:
         return True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def _frame(self, piece: RingPiece) -> list[memoryview]:
         payload = raw(self._operands.outgoing(piece))
-        known = None
+        payload_digest = None
         if self._checksum:
-            # A result that travels on has the digest that its author made.
-            known = self._operands.digests.pop(piece.start, None) if piece.gather else None
-            if known is None:
-                known = digest(payload)
-        return [memoryview(pack(self._header(piece), known)), payload]
+            # A result that travels on keeps its author's digest.
+            payload_digest = self._operands.digests.pop(piece.start, None) if piece.gather else None
+            if payload_digest is None:
+                payload_digest = digest(payload)
+        return [memoryview(pack(self._header(piece), payload_digest)), payload]
 
 
 class ByteReceiver:
@@ -108,8 +108,9 @@ class ByteReceiver:
         return self.completed
 
     def pump(self) -> tuple[bool, bool]:
-        """Receive once, or a header and at once what came behind it: whether bytes came, and whether they
-        counted (payload of this round).
+        """Receive once, or a header and at once the bytes behind it.
+
+        Returns whether bytes came, and whether they counted (payload of this round).
 
         Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used.
         """
@@ -128,7 +129,7 @@ class ByteReceiver:
             return False, False
         if not count:
             raise EOFError
-        # Headers do not count either: an endless row of old chunks must not look like progress.
+        # Headers do not count: an endless row of old chunks must not look like progress.
         counted = self._payload is not None and not self._stale
         self._filled += count
         if self._filled == len(target):
@@ -175,7 +176,7 @@ class ByteReceiver:
 
 
 def check_expected(got: ChunkHeader, expected: ChunkHeader) -> None:
-    """Raise ProtocolError, saying how they differ, unless the header is the one that was due."""
+    """Raise ProtocolError, which says how they differ, unless ``got`` is the expected header."""
     if got == expected:
         return
     if got.spec.order > expected.spec.order:

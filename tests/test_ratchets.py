@@ -65,7 +65,7 @@ def nodes(text: str) -> tuple[ast.AST, ...]:
 
 
 def pages() -> dict[str, str]:
-    """The pages that say what holds; CONTRIBUTING.md lists the phrases, the other pages left out are history."""
+    """The pages that say what holds today, but for CONTRIBUTING.md, which lists the phrases."""
     paths = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "design").glob("*.md")]
     return {
         str(p.relative_to(ROOT)): p.read_text()

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fabric.protocol.member.state import TRANSITIONS
+
 DOCS = Path(__file__).parent.parent / "docs"
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 NOTES = sorted((DOCS.parent / "benchmarks" / "notes").glob("*.md"))
@@ -135,3 +137,16 @@ def test_the_newest_note_comes_first(page):
     assert headings and all(dates), f"a heading of {page.name} begins without a date"
     days = [date[0] for date in dates if date]
     assert days == sorted(days, reverse=True)
+
+
+def test_the_picture_of_a_members_modes_is_the_table_in_the_code():
+    page = (DOCS / "protocol.md").read_text()
+    picture = page.split("stateDiagram-v2\n")[1].split("```")[0]
+    drawn = {tuple(line.strip().split(" --> ")) for line in picture.splitlines() if line.strip()}
+    assert drawn == {(mode.value, to.value) for mode, moves in TRANSITIONS.items() for to in moves}
+
+
+def test_the_protocol_names_scenarios_that_exist():
+    named = set(re.findall(r"`(\w+\.txt)`", (DOCS / "protocol.md").read_text()))
+    there = {path.name for path in (DOCS.parent / "tests" / "protocol" / "scenarios").glob("*.txt")}
+    assert named <= there and len(named) >= 11

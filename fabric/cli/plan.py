@@ -40,6 +40,11 @@ _DESCRIPTION = (
     "steps",
     "arrivals",
     "shape",
+    "rack_replicas",
+    "rack_share",
+    "slow_every_s",
+    "slow_s",
+    "slow_factor",
 )
 
 
@@ -79,6 +84,16 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--steps", type=int, help="Steps to simulate."),
             click.option("--arrivals", type=str, help=f"When failures come: {', '.join(ARRIVALS)}."),
             click.option("--shape", type=float, help="Shape of Weibull arrivals."),
+            click.option("--rack-replicas", type=int, help="Replicas in one rack, for --arrivals racks."),
+            click.option("--rack-share", type=float, help="Part of the failures that take a whole rack."),
+            click.option(
+                "--slow-every",
+                "slow_every_s",
+                type=float,
+                help="Mean seconds between episodes in which a replica is slow.",
+            ),
+            click.option("--slow", "slow_s", type=float, help="Mean seconds that such an episode lasts."),
+            click.option("--slow-factor", type=float, help="How many times longer it computes meanwhile."),
         )
     ):
         command = option(command)
@@ -109,9 +124,11 @@ def plan(context: click.Context, /, **options: Any) -> None:
 
 def _plan(options: dict[str, Any]) -> None:
     job = options["from_job"] or options["job"]
-    measured = _from_job(job, options) if job else {}
+    measured, source = _from_job(job, options) if job else ({}, "given")
     described = {name: options[name] for name in _DESCRIPTION if options[name] is not None}
-    cluster, failures = _cluster(options["preset_name"], options["trace_file"], {**measured, **described})
+    cluster, failures = _cluster(
+        options["preset_name"], options["trace_file"], {**measured, **described}, source
+    )
     spares, as_json, workers = options["spares"], options["as_json"], os.cpu_count() or 1
     if spares is not None and spares < 0:
         raise ValueError(f"--spares must be zero or more, not {spares}")
@@ -133,8 +150,8 @@ def _plan(options: dict[str, Any]) -> None:
         click.echo(f"written: {page}")
 
 
-def _from_job(job: str, options: dict[str, Any]) -> dict[str, float]:
-    """MTBF, stall and restart time from a running job's records."""
+def _from_job(job: str, options: dict[str, Any]) -> tuple[dict[str, float], str]:
+    """MTBF, stall and restart time from a running job's records, and their source for people."""
     lighthouses = lighthouses_of(options["lighthouse"], job, options["token_file"], needs_job=True)
     phases = phases_of(lighthouses.ask_lines(lighthouses.path("recoveries")))
     measured = {"mtbf_s": phases.mtbf_s}
@@ -142,14 +159,13 @@ def _from_job(job: str, options: dict[str, Any]) -> dict[str, float]:
         measured["stall_s"] = phases.stall_s
     if phases.away_s:
         measured["restart_s"] = phases.away_s
-    return measured
+    return measured, f"recovery records of job {job}, {phases.failures} failures"
 
 
 def _cluster(
-    name: str, trace_file: Path | None, values: dict[str, Any]
+    name: str, trace_file: Path | None, values: dict[str, Any], source: str
 ) -> tuple[Cluster, FailureModel | None]:
     failures: FailureModel | None = None
-    source = "given"
     if trace_file is not None:
         trace = read_trace(trace_file)
         failures, source = trace.process(), f"the trace {trace_file.name}, {len(trace.failures)} failures"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fabric.model import counted
 from fabric.plan.failures import Trace
 
 _SECONDS = {"time_s": 1.0, "time_min": 60.0, "time_h": 3600.0, "time_d": 86400.0}
@@ -163,8 +164,8 @@ def phases_of(records: Iterable[Mapping[str, Any]]) -> RecoveryPhases:
     deaths = [r for r in records if r.get("kind") in ("death", "stall") and _number(r.get("detected")) > 0]
     if len(deaths) < 2:
         raise ValueError(
-            f"the job has {len(deaths)} recorded failures, and a rate needs at least 2: give --mtbf, or a"
-            f" preset"
+            f"the job has {counted(len(deaths), 'recorded failure')}, and a rate needs at least 2: give"
+            f" --mtbf, or a preset"
         )
     detected = sorted(_number(r["detected"]) for r in deaths)
     stalls = [s for r in deaths if (s := _number(r.get("step_committed")) - _number(r["detected"])) > 0]

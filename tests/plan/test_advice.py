@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -41,6 +42,61 @@ def test_more_failures_cost_more_and_spares_help():
     rough = {o.name: o.effective.mean for o in compare(SMALL, seeds=2)}
     assert all(rough[name] < calm[name] for name in ("fabric", "checkpoint and restart", "FT-HSDP"))
     assert rough["fabric with spares"] > rough["fabric"]
+
+
+def effective(cluster, name="fabric"):
+    chosen = [o for o in options_for(cluster, spares=0) if o.name == name]
+    (outcome,) = compare(cluster, seeds=4, options=chosen)
+    return outcome.effective.mean
+
+
+def test_failures_by_racks_are_fewer_incidents_and_replication_has_nothing_of_that():
+    """Half of the replicas die at one instant: most policies stop once. A rack holds a whole block."""
+    racks = replace(SMALL, arrivals="racks", rack_replicas=4, rack_share=0.9, mtbf_s=600.0, steps=600)
+    alone = replace(racks, rack_share=0.0)
+    next_s = racks.failures().clocks(racks.replicas, np.random.default_rng(0)).next_s
+    assert len(set(next_s.tolist())) < racks.replicas
+    gains = {name: effective(racks, name) - effective(alone, name) for name in ("FT-HSDP", "replication")}
+    assert gains["FT-HSDP"] > 0.1 and gains["replication"] < 0.05
+    assert effective(alone) == pytest.approx(effective(replace(SMALL, mtbf_s=600.0, steps=600)), abs=0.05)
+
+
+def test_slow_episodes_cost_time_by_their_length_and_factor():
+    rare = replace(SMALL, mtbf_s=1e7, slow_every_s=3600.0, slow_factor=2.0)
+    assert effective(rare) < effective(replace(rare, slow_every_s=0.0)) - 0.02
+    assert effective(replace(rare, slow_factor=4.0)) < effective(rare)
+    assert effective(replace(rare, slow_s=10.0)) > effective(rare)
+    alone = compare(rare, seeds=2, options=options_for(rare)[:1])
+    assert compare(rare, seeds=2, options=options_for(rare)[:1], workers=2) == alone
+
+
+def test_the_command_takes_racks_and_slow_episodes():
+    described = ("--gpus", "64", "--replica-gpus", "8", "--mtbf", "1800", "--steps", "50", "--seeds", "1")
+    racks = run(*described, "--arrivals", "racks", "--rack-replicas", "4", "--rack-share", "0.5", "--json")
+    slow = run(*described, "--slow-every", "900", "--slow", "300", "--slow-factor", "3", "--json")
+    plain = run(*described, "--json")
+    assert racks.exit_code == slow.exit_code == plain.exit_code == 0, racks.output + slow.output
+    assert json.loads(racks.output)["cluster"]["rack_replicas"] == 4
+    assert json.loads(slow.output)["cluster"]["slow_factor"] == 3
+    mean = [json.loads(x.output)["policies"][0]["effective"]["mean"] for x in (slow, plain)]
+    assert mean[0] < mean[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--arrivals", "racks"), "--arrivals racks needs --rack-replicas from 1 to 8, not 0"),
+        (("--arrivals", "racks", "--rack-replicas", "9"), "from 1 to 8, not 9"),
+        (("--rack-replicas", "2"), "--rack-replicas goes with --arrivals racks, not with poisson"),
+        (("--rack-share", "1"), "--rack-share must be 0 up to 1, not 1"),
+        (("--slow-every", "-1"), "--slow-every must be zero or more seconds, not -1"),
+        (("--slow", "0"), "slow_s must be a positive number, not 0"),
+        (("--slow-factor", "0.5"), "--slow-factor must be 1 or more, not 0.5"),
+    ],
+)
+def test_racks_and_episodes_that_cannot_be_are_refused(arguments, sentence):
+    result = run("--gpus", "64", "--replica-gpus", "8", "--mtbf", "1800", *arguments)
+    assert result.exit_code == 2 and sentence in result.output
 
 
 def test_spares_follow_from_the_failures_within_a_repair():

@@ -1,0 +1,49 @@
+"""``fabric plan --from-job`` against a real job: the plan is made from what its replicas' deaths cost."""
+
+import json
+import statistics
+import subprocess
+import sys
+
+import pytest
+from job import Job
+
+DESCRIBED = ("--gpus", "24", "--replica-gpus", "8", "--step", "0.05", "--exchange", "0.005", "--save", "0.1")
+
+
+def plan(job, *more):
+    command = [sys.executable, "-m", "fabric.cli.main", "plan", "--from-job", "test", "--lighthouse", job.url]
+    command += ["--token-file", str(job.token), "--steps", "200", "--seeds", "1", "--json", *DESCRIBED, *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_plan_takes_rate_and_phases_from_the_deaths_that_a_job_has_recorded(zygote, tmp_path):
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "120", "TINY_PATIENT_STEPS": "30"}) as job:
+        gate = tmp_path / "gate"
+        job.start_all({"r1": "forward@8=kill", "r2": f"forward@40=wait:{gate}"})
+        job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
+        job.start("r1")
+        job.wait_for(lambda: (tmp_path / "gate.awaited").exists(), "r2 to come to step 40")
+        job.wait_for(lambda: [x["kind"] for x in job.recoveries()] == ["death"], "a record of the death")
+        early = plan(job)
+        assert early.returncode == 2, early.stdout
+        assert "the job has 1 recorded failure, and a rate needs at least 2" in early.stderr
+        job.kill("r2")
+        job.finish()
+        deaths = [x for x in job.recoveries() if x["kind"] == "death"]
+        assert len(deaths) == 2, deaths
+        answer = plan(job)
+        assert answer.returncode == 0, answer.stderr
+        body = json.loads(answer.stdout)
+        cluster, first = body["cluster"], deaths[0]["detected"]
+        assert cluster["mtbf_s"] == pytest.approx(deaths[1]["detected"] - first)
+        stalls = [x["step_committed"] - x["detected"] for x in deaths]
+        assert cluster["stall_s"] == pytest.approx(statistics.median(stalls))
+        away = [
+            lost["joined"] - x["detected"] for x in deaths for lost in x["lost"].values() if lost["joined"]
+        ]
+        assert away and cluster["restart_s"] == pytest.approx(statistics.median(away))
+        assert cluster["source"] == "recovery records of job test, 2 failures"
+        assert {"fabric", "checkpoint and restart"} <= {x["name"] for x in body["policies"]}
+        given = json.loads(plan(job, "--mtbf", "3600").stdout)["cluster"]
+        assert given["mtbf_s"] == 3600 and given["stall_s"] == cluster["stall_s"], "what is given goes first"

@@ -139,6 +139,41 @@ return [...all, ...rows()];
 """
 
 
+# The view of the real job, with hosts as ``hosts_that_failed`` lists them; then what the table shows.
+HOSTS = """
+const shown = (hosts, complete) => {
+  showJob({ ...structuredClone(state.view), hosts, complete });
+  return [$("failed-hosts").hidden, [...$("hosts").rows].map((tr) => [...tr.cells].map((td) => td.textContent.trim()))];
+};
+watch = () => {};  // nothing of the real job comes in between
+state.stream.close();
+const host = (name, score, suspect) =>
+  ({ host: name, times: 2, score, at: 1763717000, why: "<b>its</b> process is gone", replicas: ["r1"], suspect });
+const first = shown([host("10.0.0.7", 1.904, true), host("10.0.0.8", 0.5, false)], false);
+const button = document.querySelector('[data-key="admit 10.0.0.7"]');
+button.focus();
+const second = shown([host("10.0.0.8", 1.7, true), host("10.0.0.7", 1.6, true)], false);
+const stays = document.activeElement === button && button.isConnected;
+const third = shown([host("10.0.0.8", 1.7, true)], true);
+return { first, second, stays, third, none: shown([], false) };
+"""
+
+
+def test_hosts_that_failed_are_listed_with_the_most_suspect_first(job, browser):
+    log_in(browser, job)
+    assert not browser.run("return document.querySelector('#failed-hosts').checkVisibility()"), "none has failed"
+    shown = browser.run(HOSTS)
+    hidden, (suspect, other) = shown["first"]
+    assert not hidden and suspect[:4] == ["10.0.0.7", "suspect", "2", "1.90"]
+    assert suspect[5:] == ["<b>its</b> process is gone", "r1", "admit"]
+    assert other[:4] == ["10.0.0.8", "none", "2", "0.50"] and other[7] == "", "an order needs a suspicion"
+    assert [row[0] for row in shown["second"][1]] == ["10.0.0.8", "10.0.0.7"]
+    assert [row[7] for row in shown["third"][1]] == [""], "a complete job takes no orders"
+    assert shown["none"] == [True, []]
+    assert not browser.console()
+    assert job.ask("/v1/jobs/test/hosts") == b"[]"
+
+
 def test_a_page_of_many_replicas_names_who_is_in_trouble_and_draws_the_first_and_the_last(job, browser):
     log_in(browser, job)
     shown = browser.run(MANY, 300, 500)

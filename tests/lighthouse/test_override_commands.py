@@ -233,6 +233,9 @@ async def test_who_fails_again_and_again_is_told_why_it_waits_until_a_person_let
             (host,) = body["hosts"]  # all replicas of a test are on one host, which is then not to blame
             assert (host["times"], host["suspect"]) == (2, False) and host["score"] > 1.99
             assert host["replicas"] == ["r0", "r1", "r2"] and host["why"] == "its process is gone"
+            url = f"{lighthouse.url}/v1/jobs/{job}/hosts"
+            (listed,) = (await get(http, url))[1]
+            assert {**listed, "score": 2} == {**host, "score": 2}, "the endpoint lists what status shows"
             shown = fabric("status", *common(lighthouse, job)).stdout
             assert "replica r2 failed 2 times" in shown
             assert f"host {host['host']} (r0, r1, r2) failed 2 times" in " ".join(shown.split())

@@ -120,6 +120,7 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     add("/v1/jobs/{job}", routes.show_job)
     add("/v1/jobs/{job}/events", routes.events)
     add("/v1/jobs/{job}/recoveries", routes.recoveries)
+    add("/v1/jobs/{job}/hosts", routes.hosts)
     add("/v1/jobs/{job}/live", routes.live)
     add("/v1/jobs/{job}/session", routes.session)
     add("/v1/jobs/{job}/pulse", routes.pulse)
@@ -242,6 +243,11 @@ class LighthouseRoutes:
             return job
         text = "".join(json.dumps(recovery.to_json()) + "\n" for recovery in job.history.recoveries.kept)
         return web.Response(text=text, content_type="application/x-ndjson")
+
+    async def hosts(self, request: web.Request) -> web.Response:
+        """The hosts on which replicas failed in the last days, the most suspect first."""
+        job = self._job(request)
+        return job if isinstance(job, web.Response) else web.json_response(job.view.hosts_that_failed())
 
     async def live(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events for the page: see ``dashboard.stream``."""

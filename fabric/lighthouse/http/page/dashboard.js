@@ -6,7 +6,7 @@ const WINDOW_S = 120;
 const COLOURS = ["#4c8dff", "#e0803a", "#2fa36b", "#c45bc9", "#c9a227", "#26a5b5", "#e2607a", "#8a78e0"];
 // So many lines are told apart; of more replicas the furthest and the last are drawn.
 const MOST_LINES = COLOURS.length;
-const fresh = () => ({ steps: new Map(), epochs: [], events: [], lastEvent: 0, rows: new Map(), view: null });
+const fresh = () => ({ steps: new Map(), epochs: [], events: [], lastEvent: 0, rows: new Map(), hosts: new Map(), view: null });
 const state = { job: "", stream: null, alive: 0, note: "", ...fresh() };
 
 function element(tag, text, className) {
@@ -96,7 +96,7 @@ function watch(job) {
   if (job !== state.job) {
     Object.assign(state, { job, note: "", ...fresh() });
     delete $("penalties").dataset.key;
-    for (const list of ["members", "penalties", "events", "recoveries", "chart"]) $(list).replaceChildren();
+    for (const list of ["members", "penalties", "hosts", "events", "recoveries", "chart"]) $(list).replaceChildren();
   }
   state.alive = performance.now();
   const stream = state.stream = new EventSource(`/v1/jobs/${encodeURIComponent(job)}/live`);
@@ -147,8 +147,9 @@ function showJob(job) {
     orders.scaled ? `Scaled ${orders.scaled}.` : ""].filter(Boolean).join(" "));
   say($("joins"), `${job.paused ? "resume" : "pause"} joins`);
   showPenalties(job.penalties);
+  showHosts(job.hosts, job.complete);
   const penalised = new Set(job.penalties.map((p) => p.about));
-  const rows = [...job.members.map((m) => [m, m.leaving ? "leaving" : m.fresh ? "new member" : "member"]),
+  const rows = [...job.members.map((m) => [m, m.leaving ? "leaving" : m.joining ? "new member" : "member"]),
     ...job.joiners.map((j) => [j, j.spare ? "spare" : "outside"])];
   showRows(rows, penalised, job.complete);
   noteSteps(rows.map(([entry]) => entry), job.epoch);
@@ -167,19 +168,38 @@ function showPenalties(penalties) {
   }));
 }
 
-// Rows are made once and then changed in place: what is under the pointer, or has the focus, stays there.
-function showRows(rows, penalised, over) {
-  const body = $("members"), seen = new Set();
-  const wanted = rows.map(([entry, role]) => {
-    const key = `${role === "outside" || role === "spare" ? "outside" : "member"} ${entry.replica}`;
-    seen.add(key);
-    if (!state.rows.has(key)) state.rows.set(key, emptyRow());
-    return fillRow(state.rows.get(key), entry, role, penalised, over);
+const HOST_COLUMNS = ["host", "suspicion", "failures", "score", "last failure", "reason", "replicas there"];
+
+// The history of hosts, the most suspect first; nothing is shown while no host has failed.
+function showHosts(hosts, over) {
+  $("failed-hosts").hidden = !hosts.length;
+  placeRows($("hosts"), state.hosts, hosts.map((host) => [host.host, host]), HOST_COLUMNS, (tr, host) => {
+    const day = new Date(host.at * 1000).toLocaleDateString([], { month: "short", day: "numeric" });
+    const values = [[host.host], host.suspect ? ["suspect", "warn"] : ["none", "good"], [host.times, "number"],
+      [host.score.toFixed(2), "number"], [`${day}, ${clock(host.at)}`], [host.why], [host.replicas.join(", ")]];
+    values.forEach(([text, className], index) => say(tr.cells[index], text, className));
+    placeActions(tr, host.suspect && !over ? ["admit"] : [], host.host);
   });
-  for (const [key, tr] of state.rows) if (!seen.has(key)) { tr.remove(); state.rows.delete(key); }
-  wanted.forEach((tr, index) => {
+}
+
+// Rows are made once and then changed in place: what is under the pointer, or has the focus, stays there.
+function placeRows(body, rows, entries, columns, fill) {
+  const seen = new Set(entries.map(([key]) => key));
+  for (const [key, tr] of rows) if (!seen.has(key)) { tr.remove(); rows.delete(key); }
+  entries.forEach(([key, entry], index) => {
+    if (!rows.has(key)) rows.set(key, emptyRow(columns));
+    const tr = rows.get(key);
+    fill(tr, entry);
     if (body.children[index] !== tr) body.insertBefore(tr, body.children[index] || null);
   });
+}
+
+function showRows(rows, penalised, over) {
+  const entries = rows.map((row) => {
+    const isOutside = row[1] === "outside" || row[1] === "spare";
+    return [`${isOutside ? "outside" : "member"} ${row[0].replica}`, row];
+  });
+  placeRows($("members"), state.rows, entries, COLUMNS, (tr, [entry, role]) => fillRow(tr, entry, role, penalised, over));
   const troubled = rows.filter(([entry, role]) => role !== "spare" && !isFine(entry)).map(([entry]) => entry.replica);
   const named = troubled.slice(0, 20).join(", ") + (troubled.length > 20 ? ` and ${troubled.length - 20} more` : "");
   say($("trouble"), rows.length > 20 && troubled.length && !over ? `Not as they should be: ${named}` : "");
@@ -187,10 +207,10 @@ function showRows(rows, penalised, over) {
 
 const COLUMNS = ["replica", "role", "phase", "step", "waits for", "trainer", "verdict"];
 
-function emptyRow() {
+function emptyRow(columns) {
   const tr = element("tr");
-  for (const label of COLUMNS) tr.append(Object.assign(element("td"), { className: label === "step" ? "number" : "" }));
-  COLUMNS.forEach((label, index) => { tr.cells[index].dataset.label = label; });
+  for (const label of columns) tr.append(Object.assign(element("td"), { className: label === "step" ? "number" : "" }));
+  columns.forEach((label, index) => { tr.cells[index].dataset.label = label; });
   tr.append(element("td", undefined, "actions"));
   return tr;
 }
@@ -206,11 +226,13 @@ function fillRow(tr, entry, role, penalised, over) {
   values.forEach(([text, className], index) => say(tr.cells[index], text, className));
   const outside = role === "outside" || role === "spare";
   const actions = over ? [] : !outside ? ["drain", "evict"] : penalised.has(entry.replica) ? ["admit", "drain"] : ["drain"];
-  if (tr.dataset.actions !== actions.join()) {
-    tr.dataset.actions = actions.join();
-    tr.lastChild.replaceChildren(...actions.flatMap((action) => [actionButton(action, entry.replica), " "]));
-  }
-  return tr;
+  placeActions(tr, actions, entry.replica);
+}
+
+function placeActions(tr, actions, about) {
+  if (tr.dataset.actions === actions.join()) return;
+  tr.dataset.actions = actions.join();
+  tr.lastChild.replaceChildren(...actions.flatMap((action) => [actionButton(action, about), " "]));
 }
 
 function actionButton(action, about) {

@@ -21,14 +21,14 @@ LIMITS = {
     "most files in one folder": 20,
     "class names in more than one file": 18,
     "most attributes of one class": 48,
-    "classes with more than 20 attributes": 15,
+    "classes with more than 20 attributes": 16,
     "parameters that are tuples of unlike things": 19,
     "sentences that begin with a headless who or what": 430,
     "locals with a vague name": 405,
     "reads of a core's fields by a shell": 11,
     "banned phrases in docstrings and comments": 176,
     "banned phrases in pages": 35,
-    "lines of fabric/": 49_700,
+    "lines of fabric/": 49_900,
 }
 
 MAX_ATTRIBUTES = 20

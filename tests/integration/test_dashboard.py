@@ -143,12 +143,14 @@ return [...all, ...rows()];
 HOSTS = """
 const shown = (hosts, complete) => {
   showJob({ ...structuredClone(state.view), hosts, complete });
-  return [$("failed-hosts").hidden, [...$("hosts").rows].map((tr) => [...tr.cells].map((td) => td.textContent.trim()))];
+  const texts = (tr) => [...tr.cells].map((td) => td.textContent.trim());
+  return [$("failed-hosts").hidden, [...$("hosts").rows].map(texts)];
 };
 watch = () => {};  // nothing of the real job comes in between
 state.stream.close();
 const host = (name, score, suspect) =>
-  ({ host: name, times: 2, score, at: 1763717000, why: "<b>its</b> process is gone", replicas: ["r1"], suspect });
+  ({ host: name, times: 2, score, suspect, at: 1763717000, why: "<b>its</b> process is gone",
+    replicas: ["r1"] });
 const first = shown([host("10.0.0.7", 1.904, true), host("10.0.0.8", 0.5, false)], false);
 const button = document.querySelector('[data-key="admit 10.0.0.7"]');
 button.focus();
@@ -161,7 +163,7 @@ return { first, second, stays, third, none: shown([], false) };
 
 def test_hosts_that_failed_are_listed_with_the_most_suspect_first(job, browser):
     log_in(browser, job)
-    assert not browser.run("return document.querySelector('#failed-hosts').checkVisibility()"), "none has failed"
+    assert browser.run("return document.querySelector('#failed-hosts').hidden"), "none has failed"
     shown = browser.run(HOSTS)
     hidden, (suspect, other) = shown["first"]
     assert not hidden and suspect[:4] == ["10.0.0.7", "suspect", "2", "1.90"]

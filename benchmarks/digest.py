@@ -14,7 +14,7 @@ import torch
 from common import begin, describe, finish, interleave, paired, say, table
 
 from fabric.ckpt_server.state.snapshot import CpuCopier
-from fabric.ckpt_server.state.training_state import Describer
+from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.state.mutation_guard import MutationGuard
 from fabric.runtime.config import Settings
 
@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     begin()
     model, optimizer = build()
-    state = Describer({"model": model, "optimizer": optimizer})
+    state = StateDescriber({"model": model, "optimizer": optimizer})
     view = state.capture(0)
     nbytes = sum(tensor.nbytes for _, tensor in view.tensors)
     copies = [torch.zeros_like(tensor) for _, tensor in view.tensors]

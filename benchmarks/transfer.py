@@ -43,6 +43,7 @@ import common
 import numpy as np
 from transfer_workers import BLOCK, GENERATION, KEEP_HEAP, STEP, TransferWorker
 
+from fabric.ckpt_server.attach.launch import ServerSpec
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.format.digest import block_digest, file_digest
 from fabric.ckpt_server.format.manifest import make_manifest
@@ -180,17 +181,7 @@ class TransferFleet:
         """A server, which is told what it holds as a trainer tells it."""
         run_dir = state.folder / f"source{state.nbytes}.{number}"
         worker = self._start("source", [state.fd, str(run_dir)], [state.fd])
-        handle = ServerHandle.start_or_attach(
-            job="job",
-            replica="r0",
-            incarnation=1,
-            run_dir=run_dir,
-            bind="127.0.0.1",
-            port="0",
-            advertise="",
-            token_file=None,
-            lighthouse=[],
-        )
+        handle = ServerHandle.start_or_attach(ServerSpec("job", "r0", run_dir), 1)
         self._stack.callback(handle.close)
         handle.begin("snapshot", 0)
         handle.allocate("snapshot", 0, state.nbytes)

@@ -46,8 +46,7 @@ class TestSource:
         for node in functions(path):
             a = node.args
             count = len(a.posonlyargs) + len(a.args) + len(a.kwonlyargs)
-            limit = 13 if node.name in ("start_or_attach", "publish_gradient") else MAX_PARAMETERS
-            assert count <= limit, f"{node.name} has {count} parameters"
+            assert count <= MAX_PARAMETERS, f"{node.name} has {count} parameters"
 
     def test_a_name_says_something(self, path):
         assert not VAGUE & {path.stem, *path.relative_to(ROOT).parent.parts}

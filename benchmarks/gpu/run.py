@@ -87,10 +87,10 @@ def snapshots() -> dict[str, float]:
     """A snapshot of 1 GiB: alone against a plain copy, and beside a step's matrix products; what the host's
     thread spends on it there."""
     from fabric.ckpt_server.state.snapshot import CudaCopier
-    from fabric.ckpt_server.state.training_state import Describer
+    from fabric.ckpt_server.state.training_state import StateDescriber
 
     layer = torch.nn.Linear(8192, GIB // 4 // 8192, bias=False, device="cuda")
-    describer = Describer({"model": layer})
+    describer = StateDescriber({"model": layer})
     view = describer.capture(0)
     target = memoryview(bytearray(view.nbytes))
     copier = CudaCopier()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from fabric.ckpt_server.attach.launch import ServerSpec
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, build_manifest
@@ -22,18 +23,7 @@ def state_transfer(device: str, nbytes: int, rounds: int) -> dict[str, float]:
     newcomer = torch.nn.Linear(4096, nbytes // 4 // 4096, bias=False, device=device)
     seconds: dict[str, list[float]] = {"state_fetch": [], "state_load": [], "state_usable": []}
     with tempfile.TemporaryDirectory(prefix="gpu-state-") as folder:
-        handle = ServerHandle.start_or_attach(
-            job="job",
-            replica="r0",
-            incarnation=1,
-            run_dir=Path(folder) / "run",
-            bind="127.0.0.1",
-            port="0",
-            advertise="",
-            token_file=None,
-            lighthouse=[],
-            orphan_s=1.0,
-        )
+        handle = ServerHandle.start_or_attach(ServerSpec("job", "r0", Path(folder) / "run", orphan_s=1.0), 1)
         try:
             ref = _publish(handle, layer)
             target = memoryview(

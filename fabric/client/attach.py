@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from fabric.ckpt_server.attach.launch import ServerSpec
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard.relayout import Layout
-from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaLane
-from fabric.ckpt_server.state.training_state import Describer, check_serialisable
+from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaCopyStream
+from fabric.ckpt_server.state.training_state import StateDescriber, check_serialisable
 from fabric.client.control.engine import EngineParts
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
@@ -141,7 +142,7 @@ def _attach(
         handle=_server(chosen, process),
         gradients=FlatGradients([*parameters, *averaged.stand_ins]),
         buffers=averaged,
-        describer=Describer(objects, averaged.standing),
+        describer=StateDescriber(objects, averaged.standing),
         policy=choices.snapshots or policy_of(chosen),
         journal=Journal(chosen.journal, chosen.replica, process.incarnation),
         failpoints=Failpoints(chosen.points),
@@ -169,20 +170,20 @@ def _set_up_logs(settings: Settings, process: ProcessIdentity) -> None:
 
 def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
     """Attach to the checkpoint server that an earlier process of this replica left, or start one."""
-    return ServerHandle.start_or_attach(
+    spec = ServerSpec(
         job=settings.job,
         replica=settings.replica,
-        incarnation=process.incarnation,
         run_dir=settings.home,
         bind=settings.bind,
         port=_server_port(settings.ports),
         advertise=settings.advertise,
         token_file=settings.token_file,
-        lighthouse=settings.lighthouse,
+        lighthouse=tuple(settings.lighthouse),
         orphan_s=settings.orphan_s,
         rank=process.rank,
         tls=settings.tls,
     )
+    return ServerHandle.start_or_attach(spec, process.incarnation)
 
 
 def _server_port(ports: str) -> str:
@@ -199,7 +200,7 @@ class _Trainer:
     handle: ServerHandle
     gradients: FlatGradients
     buffers: AveragedBuffers
-    describer: Describer
+    describer: StateDescriber
     policy: SnapshotPolicy
     journal: Journal
     failpoints: Failpoints
@@ -272,7 +273,7 @@ class _Trainer:
         snapshots = Snapshots(
             self.handle,
             self.describer,
-            CudaCopier(CudaLane(device)) if on_device else CpuCopier(),
+            CudaCopier(CudaCopyStream(device)) if on_device else CpuCopier(),
             self.policy,
             (self.settings.job, self.settings.replica),
             on_device,

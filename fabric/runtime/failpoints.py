@@ -34,7 +34,7 @@ NAMES = frozenset(
         "recovery",
         "durable-begin",
         "durable-data",
-        "durable-lanes",
+        "durable-shards",
         "durable-marker",
         "durable-complete",
         "durable-tidy",

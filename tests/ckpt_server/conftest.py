@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_support import end, options
+from server_support import end, start_server
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME
@@ -35,7 +35,7 @@ def attach(run_dir: Path) -> Iterator[Attach]:
     handles: list[ServerHandle] = []
 
     def start(**others: Any) -> ServerHandle:
-        handles.append(ServerHandle.start_or_attach(**options(run_dir, **others)))
+        handles.append(start_server(run_dir, **others))
         return handles[-1]
 
     yield start
@@ -47,7 +47,7 @@ def attach(run_dir: Path) -> Iterator[Attach]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHandle]:
     """One server for a module's tests that change nothing for each other."""
     folder = tmp_path_factory.mktemp("served") / "run"
-    handle = ServerHandle.start_or_attach(**options(folder))
+    handle = start_server(folder)
     yield handle
     handle.close()
     _end_server(folder)

@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from fabric.ckpt_server.attach.launch import ServerSpec
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.format.digest import BLOCK_BYTES, block_digest, file_digest
 from fabric.ckpt_server.format.manifest import make_manifest
 from fabric.ckpt_server.format.safetensors_file import build_preamble
+from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.model import SnapshotRef
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-for-tests"
+META = {"loss": 1.5}
 DEADLINE_S = 30.0
 
 
@@ -64,30 +67,21 @@ def publish_gradient(
 ) -> None:
     handle.begin("gradient", slot)
     handle.allocate("gradient", slot, max(len(data), 1))[: len(data)] = data
-    handle.publish_gradient(slot, **told_of_gradient(step, len(data), generation=generation, **others))
+    then_begin, meta = others.pop("then_begin", -1), others.pop("meta", META)
+    gradient = description(step, len(data), generation=generation, **others)
+    handle.publish_gradient(slot, gradient, meta, then_begin=then_begin)
 
 
-def told_of_gradient(step: int, nbytes: int, **others: Any) -> dict[str, Any]:
-    """What a trainer tells of a gradient that it publishes, by a request or a label."""
-    told = {"generation": 1, "epoch": 7, "weight": 48.0, "layout": "feed", "meta": {"loss": 1.5}}
-    return {**told, "step": step, "nbytes": nbytes, "digest": f"{step:032x}", **others}
+def description(step: int, nbytes: int, **others: Any) -> PublishedGradient:
+    """A gradient as a trainer describes it; ``others`` replace its fields."""
+    fields = {"generation": 1, "epoch": 7, "weight": 48.0, "layout": "feed", "digest": f"{step:032x}"}
+    return PublishedGradient(step=step, nbytes=nbytes, **{**fields, **others})
 
 
-def options(run_dir: Path, **others: Any) -> dict[str, Any]:
-    """Arguments of start_or_attach."""
-    return {
-        "job": "job",
-        "replica": "r0",
-        "incarnation": 1,
-        "run_dir": run_dir,
-        "bind": "127.0.0.1",
-        "port": "0",
-        "advertise": "",
-        "token_file": None,
-        "lighthouse": [],
-        "orphan_s": 60.0,
-        **others,
-    }
+def start_server(run_dir: Path, incarnation: int = 1, **options: Any) -> ServerHandle:
+    """Attach to the server in ``run_dir``, or start one; ``options`` are those of its ``ServerSpec``."""
+    values = {"job": "job", "replica": "r0", "orphan_s": 60.0, **options}
+    return ServerHandle.start_or_attach(ServerSpec(run_dir=run_dir, **values), incarnation)
 
 
 class Answer:
@@ -159,18 +153,18 @@ _TRAINER = """
 import json, sys
 sys.path[:0] = [sys.argv[2], sys.argv[3]]
 from pathlib import Path
-from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.errors import FabricError
-from server_support import options, publish, publish_gradient, snapshot_file
+from server_support import start_server, publish, publish_gradient, snapshot_file
 
 def say(**body):
     print(json.dumps(body), flush=True)
 
 found = json.loads(sys.argv[1])
-found["run_dir"] = Path(found["run_dir"])
-found["token_file"] = found["token_file"] and Path(found["token_file"])
+for name in found.keys() & {"run_dir", "token_file"}:
+    found[name] = Path(found[name])
+found["lighthouse"] = tuple(found.get("lighthouse", ()))
 try:
-    handle = ServerHandle.start_or_attach(**found)
+    handle = start_server(**found)
 except FabricError as error:
     say(refused=type(error).__name__, error=str(error))
     sys.exit(3)
@@ -192,8 +186,9 @@ for line in sys.stdin:
 class TrainerProcess:
     """A real trainer process that does what it is told over a pipe."""
 
-    def __init__(self, found: dict[str, Any]) -> None:
-        arguments = {k: str(v) if isinstance(v, Path) else v for k, v in found.items()}
+    def __init__(self, run_dir: Path, **options: Any) -> None:
+        options = {"run_dir": run_dir, **options}
+        arguments = {k: str(v) if isinstance(v, Path) else v for k, v in options.items()}
         self._process = subprocess.Popen(
             [sys.executable, "-c", _TRAINER, json.dumps(arguments), str(ROOT), str(Path(__file__).parent)],
             stdin=subprocess.PIPE,
@@ -229,8 +224,8 @@ class TrainerProcess:
 
 
 @contextmanager
-def trainer_process(found: dict[str, Any]) -> Iterator[TrainerProcess]:
-    trainer = TrainerProcess(found)
+def trainer_process(run_dir: Path, **options: Any) -> Iterator[TrainerProcess]:
+    trainer = TrainerProcess(run_dir, **options)
     try:
         yield trainer
     finally:

@@ -11,22 +11,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ckpt_server.test_state import to_bytes
+from ckpt_server.test_training_state import to_bytes
 from safetensors.torch import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fabric.ckpt_server.durable.manifest import MANIFEST, MARKER, Attempt, parse_manifest
-from fabric.ckpt_server.durable.reader import find_checkpoint, list_checkpoints, open_checkpoint, open_lane
-from fabric.ckpt_server.durable.retention import doomed
+from fabric.ckpt_server.durable.reader import (
+    find_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    open_rank_shard,
+)
+from fabric.ckpt_server.durable.retention import attempts_to_delete
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.format.digest import BLOCK_BYTES, block_digest, bytes_digest, file_digest
 from fabric.ckpt_server.format.manifest import make_manifest, of_rank
-from fabric.ckpt_server.reshard.rank_files import StoredPart
+from fabric.ckpt_server.reshard.rank_files import StoredRankFile
 from fabric.ckpt_server.state.training_state import capture
 from fabric.ckpt_server.state.training_state import restore as load_state
-from fabric.ckpt_server.wire.durable_job import Order
+from fabric.ckpt_server.wire.durable_job import DurableJob
 from fabric.errors import FabricError, IntegrityError, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.messages.rank_messages import replica_digest
@@ -65,7 +70,7 @@ def write_one(url: str, found: dict, step: int = 3, generation: int = 1, **more)
     """Write the state of ``found`` as the writer does; returns the snapshot's bytes and its name."""
     file = bytes(to_bytes(capture(found, step)))
     manifest = manifest_for(file, step, generation)
-    order = Order(url, "job", more.pop("replica", "r0"), 7, **more)
+    order = DurableJob(url, "job", more.pop("replica", "r0"), 7, **more)
     assert write(order, manifest, memoryview(bytearray(file)), NO_POINTS).complete
     return file, SnapshotRef(generation, step, manifest["digest"])
 
@@ -73,7 +78,7 @@ def write_one(url: str, found: dict, step: int = 3, generation: int = 1, **more)
 def bring_back(url: str, state: SnapshotRef, rank: int = 0) -> bytes:
     """One rank's part, block by block, each verified."""
     with ExitStack() as stack:
-        part = StoredPart(rank, find_checkpoint(Storage(url).at("job"), "job", state), stack)
+        part = StoredRankFile(rank, find_checkpoint(Storage(url).at("job"), "job", state), stack)
         return bytes(part.complete(lambda nbytes: memoryview(bytearray(nbytes))))
 
 
@@ -105,9 +110,9 @@ class TestRoundTrip:
         train(one)
         file, _ = write_one(url, one)
         found = list_checkpoints(Storage(url).at("job"), "job").complete[-1]
-        with open_lane(found, 0) as lane:
-            read = bytes(lane.read(0, lane.nbytes))
-            assert bytes(lane.read(100, 333)) == file[100:333]
+        with open_rank_shard(found, 0) as rank_shard:
+            read = bytes(rank_shard.read(0, rank_shard.nbytes))
+            assert bytes(rank_shard.read(100, 333)) == file[100:333]
         assert torch.equal(load(read)["model/0.weight"], one["model"][0].weight)
 
     def test_odd_state_comes_back(self, url):
@@ -160,7 +165,7 @@ def two_ranks(url: str, files: list[bytes], order: tuple[int, ...] = (1, 0)) -> 
     for rank in order:
         manifest = of_rank(manifests[rank], rank, digests)
         done = write(
-            Order(url, "job", "r0", 7, patience_s=0.0),
+            DurableJob(url, "job", "r0", 7, patience_s=0.0),
             manifest,
             memoryview(bytearray(files[rank])),
             NO_POINTS,
@@ -280,8 +285,8 @@ class TestDamage:
 
     def test_a_flipped_bit_in_any_tensor_is_found(self, written):
         url, folder, state = written
-        lane = json.loads((folder / "fabric-0.json").read_text())
-        for file, begin, nbytes in lane["segments"]:
+        rank_shard = json.loads((folder / "fabric-0.json").read_text())
+        for file, begin, nbytes in rank_shard["segments"]:
             if file.endswith(".distcp"):
                 flip(folder / file, begin + nbytes - 1)
                 with pytest.raises(IntegrityError, match=r"__0_0\.distcp is damaged: block 0"):
@@ -352,9 +357,9 @@ class TestDamage:
     )
     def test_a_lane_that_promises_more_than_there_is_is_refused(self, written, segments, sentence):
         url, folder, state = written
-        lane = json.loads((folder / "fabric-0.json").read_text())
-        lane["segments"] = segments
-        data = json.dumps(lane).encode()
+        rank_shard = json.loads((folder / "fabric-0.json").read_text())
+        rank_shard["segments"] = segments
+        data = json.dumps(rank_shard).encode()
         (folder / "fabric-0.json").write_bytes(data)
         manifest = json.loads((folder / MANIFEST).read_text())
         manifest["files"]["fabric-0.json"] = {"nbytes": len(data), "digest": bytes_digest(memoryview(data))}
@@ -369,7 +374,7 @@ class TestDamage:
         manifest = manifest_for(bytes(file), 3)
         file[-1] ^= 1
         with pytest.raises(IntegrityError, match="in memory does not match"):
-            write(Order(str(tmp_path), "job", "r0", 7), manifest, memoryview(file), NO_POINTS)
+            write(DurableJob(str(tmp_path), "job", "r0", 7), manifest, memoryview(file), NO_POINTS)
         assert not (tmp_path / "job").exists()
 
     def test_storage_that_cannot_be_used_is_named(self, tmp_path):
@@ -395,14 +400,14 @@ class TestRetention:
 
     def test_a_later_generation_is_newer_whatever_its_step(self):
         old, new = Attempt(1, 90, "r0", 1), Attempt(2, 10, "r1", 1)
-        assert doomed([old], [], new, keep=1) == [old]
-        assert doomed([new], [], old, keep=1) == [old]
+        assert attempts_to_delete([old], [], new, keep=1) == [old]
+        assert attempts_to_delete([new], [], old, keep=1) == [old]
 
     def test_what_was_never_finished_goes_and_what_others_may_be_writing_stays(self):
         mine = Attempt(2, 10, "r0", 5)
         own = Attempt(2, 12, "r0", 4)
         older, same, later = (Attempt(2, step, "r1", 1) for step in (9, 10, 11))
-        assert doomed([], [own, older, same, later], mine, keep=3) == [own, older]
+        assert attempts_to_delete([], [own, older, same, later], mine, keep=3) == [own, older]
 
     def test_a_half_written_folder_is_deleted_by_the_next_one(self, tmp_path):
         url = str(tmp_path)

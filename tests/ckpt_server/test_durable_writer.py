@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from ckpt_server.test_durable_format import bring_back, manifest_for, objects, train, write_one
-from ckpt_server.test_state import to_bytes
+from ckpt_server.test_training_state import to_bytes
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from server_support import ROOT
@@ -25,7 +25,7 @@ from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.state.training_state import capture
-from fabric.ckpt_server.wire.durable_job import Order
+from fabric.ckpt_server.wire.durable_job import DurableJob
 from fabric.cli.states.inspect import diff, inspect_state
 from fabric.cli.states.pull import pull
 from fabric.errors import StateError
@@ -33,7 +33,7 @@ from fabric.model import SnapshotRef
 from fabric.runtime.failpoints import Failpoints
 
 # From the first byte of the data to the deletion of what is old.
-POINTS = ("begin", "data", "lanes", "marker", "complete", "tidy")
+POINTS = ("begin", "data", "shards", "marker", "complete", "tidy")
 
 
 def start(url: str, file: bytes, manifest: dict, points: str = "", wrap: tuple[str, ...] = (), **more):
@@ -81,7 +81,7 @@ def test_killed_at_any_point_the_one_before_is_whole_and_the_rest_is_cleaned_up(
         write_one(url, one, 4, keep=9)
         write_one(url, one, 5, keep=9)
         # Forked, because starting one takes seconds; the other tests here start it as the server does.
-        order = Order(url, "job", "r0", 9, keep=2)
+        order = DurableJob(url, "job", "r0", 9, keep=2)
         arguments = (order, manifest, memoryview(bytearray(file)), Failpoints(f"durable-{point}=kill"))
         process = get_context("fork").Process(target=write, args=arguments)
         process.start()
@@ -94,7 +94,7 @@ def test_killed_at_any_point_the_one_before_is_whole_and_the_rest_is_cleaned_up(
             assert len(bring_back(url, found.state)) > 1000
         assert len(before.unfinished) == (0 if complete else 1), point
         # Half-written, it is never gone on with: its successor has a folder of its own.
-        order = Order(url, "job", "r0", 10, keep=2)
+        order = DurableJob(url, "job", "r0", 10, keep=2)
         assert write(order, manifest, memoryview(bytearray(file)), Failpoints("")).warnings == ()
         listing = list_checkpoints(Storage(url).at("job"), "job")
         assert len(listing.complete) == 2 and listing.complete[-1].state.step == 7
@@ -107,7 +107,7 @@ def test_retention_deletes_nothing_through_a_link(state, tmp_path):
     file, manifest = state
     job = tmp_path / "durable" / "job"
     for step in (3, 4):
-        order = Order(f"{tmp_path}/durable", "job", "r0", 9, keep=1)
+        order = DurableJob(f"{tmp_path}/durable", "job", "r0", 9, keep=1)
         told = {**manifest, "step": step}
         result = write(order, told, memoryview(bytearray(file)), Failpoints(""))
         assert result.complete
@@ -148,7 +148,7 @@ def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
 def test_wherever_the_disk_is_full_those_before_are_whole_and_the_next_one_is_written(state, tmp_path):
     """With more room every time, from none to enough; what fails leaves nothing behind."""
     file, manifest = state
-    page, order = os.sysconf("SC_PAGESIZE"), Order("", "job", "r0", 9, keep=9)
+    page, order = os.sysconf("SC_PAGESIZE"), DurableJob("", "job", "r0", 9, keep=9)
     with mounted(tmp_path / "disk", 4 << 20) as disk:
         _, older = write_one(str(disk), objects(2), 5)
         used = os.statvfs(disk)
@@ -171,13 +171,13 @@ def test_wherever_the_disk_is_full_those_before_are_whole_and_the_next_one_is_wr
         assert len(bring_back(str(disk), older)) > 1000
 
 
-@pytest.mark.parametrize("point", ["data", "lanes", "marker"])
+@pytest.mark.parametrize("point", ["data", "shards", "marker"])
 def test_a_place_that_vanishes_in_mid_write_gets_no_marker_anywhere(state, tmp_path, point):
     """The file system is unmounted while the writer stands at ``point``; the disk below stays empty."""
     file, manifest = state
     with mounted(tmp_path / "disk", 4 << 20) as disk:
         there = tmp_path / "there"
-        order = Order(str(disk), "job", "r0", 9, keep=9)
+        order = DurableJob(str(disk), "job", "r0", 9, keep=9)
         points = Failpoints(f"durable-{point}=wait:{tmp_path}/go")
         arguments = (order, manifest, memoryview(bytearray(file)), points, there)
         process = get_context("fork").Process(target=_write_and_tell, args=arguments)
@@ -195,7 +195,7 @@ def test_a_place_that_vanishes_in_mid_write_gets_no_marker_anywhere(state, tmp_p
 def test_a_required_place_that_is_gone_between_two_checkpoints_gets_nothing(state, tmp_path):
     """What is unmounted leaves an empty folder: the next one must not go, complete, to the disk below."""
     file, manifest = state
-    order = Order(str(tmp_path / "disk"), "job", "r0", 9, required=True)
+    order = DurableJob(str(tmp_path / "disk"), "job", "r0", 9, required=True)
     with mounted(tmp_path / "disk", 4 << 20) as disk:
         write_one(str(disk), objects(2), 5)
         assert write(order, manifest, memoryview(bytearray(file)), Failpoints("")).complete
@@ -208,7 +208,9 @@ def test_a_required_place_that_is_gone_between_two_checkpoints_gets_nothing(stat
         assert list(disk.iterdir()) == []
 
 
-def _write_and_tell(order: Order, manifest: dict, file: memoryview, points: Failpoints, there: Path) -> None:
+def _write_and_tell(
+    order: DurableJob, manifest: dict, file: memoryview, points: Failpoints, there: Path
+) -> None:
     try:
         write(order, manifest, file, points)
         there.write_text("written")

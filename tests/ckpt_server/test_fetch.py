@@ -8,7 +8,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.fetch.multi_source import streams_each
-from fabric.ckpt_server.fetch.range_queue import Lease, RangeQueue
+from fabric.ckpt_server.fetch.multi_source import streams_per_source
+from fabric.ckpt_server.fetch.range_queue import RangeClaim, RangeQueue
 from fabric.ckpt_server.format.digest import SEAL, digest_of_blocks, seal
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
@@ -523,11 +522,6 @@ def test_cancel_ends_everything_at_once(origins) -> None:
     assert not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("fabric-")]
 
 
-def test_a_process_that_only_fetches_needs_no_torch() -> None:
-    code = "import sys, fabric.ckpt_server.fetch.fetcher; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     openssl = shutil.which("openssl")
@@ -677,9 +671,9 @@ def test_gradient_published_while_waiting(origins) -> None:
 
 
 def test_no_more_streams_than_processors_and_one_per_source_at_least() -> None:
-    assert [streams_each(2, sources, 2) for sources in (1, 2, 3)] == [2, 1, 1]
-    assert [streams_each(2, sources, 8) for sources in (1, 4, 5, 9)] == [2, 2, 1, 1]
-    assert streams_each(1, 1, 8) == 1
+    assert [streams_per_source(2, sources, 2) for sources in (1, 2, 3)] == [2, 1, 1]
+    assert [streams_per_source(2, sources, 8) for sources in (1, 4, 5, 9)] == [2, 2, 1, 1]
+    assert streams_per_source(1, 1, 8) == 1
 
 
 @pytest.mark.parametrize(
@@ -687,8 +681,8 @@ def test_no_more_streams_than_processors_and_one_per_source_at_least() -> None:
 )
 def test_a_small_state_is_one_range_per_stream(blocks: int, streams: int, counts: list[int]) -> None:
     queue = RangeQueue([False] * blocks, 16, streams, {"a"}, lambda: 0.0)
-    leases = [queue.take("a", lambda: None) for _ in counts]
-    assert [lease.taken.count for lease in leases if lease is not None] == counts
+    claims = [queue.take("a", lambda: None) for _ in counts]
+    assert [claim.block_range.count for claim in claims if claim is not None] == counts
 
 
 def test_ranges_are_reclaimed_from_the_slow_and_kept_from_the_failed() -> None:
@@ -697,7 +691,7 @@ def test_ranges_are_reclaimed_from_the_slow_and_kept_from_the_failed() -> None:
     ended = threading.Event()
     slow = queue.take("slow", ended.set)
     fast = queue.take("fast", lambda: None)
-    assert (list(slow.taken.blocks), list(fast.taken.blocks)) == ([0, 1], [2, 3])
+    assert (list(slow.block_range.blocks), list(fast.block_range.blocks)) == ([0, 1], [2, 3])
     now[0] += 0.1
     queue.finished(2)
     queue.finished(3)
@@ -711,7 +705,7 @@ def test_ranges_are_reclaimed_from_the_slow_and_kept_from_the_failed() -> None:
     assert slow.reclaimed
     queue.release(slow, failed=True)
     idle.join(10)
-    assert list(found[0].taken.blocks) == [1]  # block 0 was verified and is not fetched again
+    assert list(found[0].block_range.blocks) == [1]  # block 0 was verified and is not fetched again
     queue.finished(1)
     assert queue.complete
     assert queue.take("slow", lambda: None) is None
@@ -732,5 +726,5 @@ def test_every_block_is_finished_whatever_fails(seed: int) -> None:
         for block in found.blocks[:good]:
             fetched[block] = True
             queue.finished(block)
-        queue.release(Lease(found, source, 0.0, lambda: None), failed=good < found.count)
+        queue.release(RangeClaim(found, source, 0.0, lambda: None), failed=good < found.count)
     assert all(fetched)

@@ -23,6 +23,7 @@ from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch import link_speed
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import FabricError
 from fabric.model import SnapshotRef
 
@@ -30,7 +31,7 @@ STEP = 7000
 FILE = snapshot_file(3000)
 GRADIENT = random.Random(2).randbytes(2000)
 UP, DOWN = 0, 1
-FLIPS = {"state": 480, "packed state": 240, "gradient": 280}
+FLIPS = {"state": 480, "compressed state": 240, "gradient": 280}
 WORKERS = 4
 PATIENCE_S = 0.4  # a flipped length makes the reader wait for bytes that never come
 
@@ -139,7 +140,7 @@ def fetch_gradient(fetcher: StateFetcher, url: str) -> Outcome:
     return Outcome(bytes(into[: meta.nbytes]), told)
 
 
-FETCH = {"state": fetch_state, "packed state": fetch_state, "gradient": fetch_gradient}
+FETCH = {"state": fetch_state, "compressed state": fetch_state, "gradient": fetch_gradient}
 
 
 def fetcher(patience_s: float) -> StateFetcher:
@@ -172,24 +173,17 @@ def target(served: ServerHandle) -> tuple[str, int]:
     publish(served, 1, FILE, STEP)
     served.begin("gradient", 1)
     served.allocate("gradient", 1, len(GRADIENT))[:] = GRADIENT
-    served.publish_gradient(
-        1,
-        generation=1,
-        step=STEP,
-        epoch=3,
-        nbytes=len(GRADIENT),
-        digest=bytes_digest(memoryview(GRADIENT)),
-        weight=24.0,
-        layout="233e24dcf2bb7284",
-        meta={"contributions": {"r0": [0, 1], "r1": [2, 3]}, "metrics": {"loss": 382.25}},
-    )
+    digest = bytes_digest(memoryview(GRADIENT))
+    gradient = PublishedGradient(1, STEP, 3, len(GRADIENT), digest, 24.0, "233e24dcf2bb7284")
+    meta = {"contributions": {"r0": [0, 1], "r1": [2, 3]}, "metrics": {"loss": 382.25}}
+    served.publish_gradient(1, gradient, meta)
     host, port = served.url.removeprefix("http://").split(":")
     return host, int(port)
 
 
 @pytest.mark.parametrize("kind", FLIPS)
 def test_no_flipped_byte_is_believed(target, kind, monkeypatch):
-    if kind == "packed state":  # from the first range on
+    if kind == "compressed state":  # from the first range on
         for name in ("_FIRST_PLAIN", "_MIN_BYTES", "GAIN"):
             monkeypatch.setattr(link_speed, name, 0)
         monkeypatch.setattr(link_speed, "FAST_BYTES_S", 1e15)
@@ -216,7 +210,7 @@ def test_no_flipped_byte_is_believed(target, kind, monkeypatch):
         if outcome.warned or len(proxy.record[UP]) > lengths[UP]:
             return "fetched again"
         # In a zstd frame there are bits that mean nothing.
-        assert heads[way][offset] or kind == "packed state", f"{where}: a flip in a body went unnoticed"
+        assert heads[way][offset] or kind == "compressed state", f"{where}: a flip in a body went unnoticed"
         return "without effect"
 
     def run(worker: int) -> Counter[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_support import alive, connect, end, options, trainer_process, wait_for
+from server_support import alive, connect, end, trainer_process, wait_for
 
 NBYTES = 2_000_000
 
@@ -48,7 +48,7 @@ def reach(trainer, point: str) -> None:
 def test_nothing_is_left(run_dir, victims, point):
     before = shared_files()
     with contextlib.ExitStack() as stack:
-        trainer = stack.enter_context(trainer_process(options(run_dir, orphan_s=0.2)))
+        trainer = stack.enter_context(trainer_process(run_dir, orphan_s=0.2))
         server = trainer.hello["pid"]
         stack.callback(end, server)
         reach(trainer, point)

@@ -7,11 +7,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from server_support import ROOT, options
+from server_support import ROOT, start_server
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.server.debug_probe import Insight, Silent
-from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.ckpt_server.server.debug_probe import DebugProbe, TrainerSilent
+from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.ckpt_server.wire.channel_protocol import SOCKET_NAME
 from fabric.client.process.incarnation_lock import claim
 from fabric.errors import ConfigError
@@ -87,7 +86,7 @@ def test_a_server_of_another_user_in_this_users_folder_is_told_nothing(shared, a
     process = attacker(folder, SOCKET_NAME)
     folder.chmod(0o700)
     with pytest.raises(ConfigError, match=f"answered by a process of user {NOBODY}"):
-        ServerHandle.start_or_attach(**options(folder))
+        start_server(folder)
     assert process.stdout is not None and process.stdout.readline() == "b''\n"
 
 
@@ -96,7 +95,7 @@ def test_a_checkpoint_server_is_not_started_in_a_folder_that_another_user_made_f
     folder.mkdir()
     os.chown(folder, NOBODY, NOBODY)
     with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}"):
-        ServerHandle.start_or_attach(**options(folder))
+        start_server(folder)
     command = [sys.executable, "-m", "fabric.ckpt_server", "--job=gpt", "--replica=r0", f"--run-dir={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert done.returncode == 1 and f"belongs to user {NOBODY}" in done.stderr
@@ -110,7 +109,7 @@ def test_no_link_in_the_folder_leads_to_a_file_of_the_user(shared, name):
     precious.write_text("as it was")
     (folder / name).symlink_to(precious)
     with pytest.raises(ConfigError, match="not a plain file of this user alone"):
-        ServerHandle.start_or_attach(**options(folder))
+        start_server(folder)
     assert precious.read_text() == "as it was"
 
 
@@ -119,11 +118,11 @@ async def test_who_answers_for_the_trainer_is_this_users_process(shared, attacke
     folder.mkdir()
     folder.chmod(0o777)
     process = attacker(folder, "trainer.sock")
-    trainer = Trainer()
+    trainer = TrainerWatch()
     trainer.attach(os.getpid(), 1)
     try:
-        with pytest.raises(Silent, match=f"answered by a process of user {NOBODY}"):
-            await Insight(folder, trainer).ask("state")
+        with pytest.raises(TrainerSilent, match=f"answered by a process of user {NOBODY}"):
+            await DebugProbe(folder, trainer).ask("state")
     finally:
         trainer.close()
     assert process.stdout is not None and process.stdout.readline() == "b''\n"

@@ -9,8 +9,8 @@ from authority import Authority
 from server_support import manifest_of, publish, snapshot_file
 
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.fetch.http_source import Access, Address, Connection, read_exactly
-from fabric.ckpt_server.wire.compression import PLANES
+from fabric.ckpt_server.fetch.http_source import HttpAccess, HttpAddress, HttpConnection, read_exactly
+from fabric.ckpt_server.wire.compression import SHUFFLE
 from fabric.model import SnapshotRef
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
@@ -32,8 +32,10 @@ def test_a_state_arrives_whole(attach, tls):
     fetcher = StateFetcher(ssl_context=tls.client_context())
     fetched = fetcher.fetch_state([handle.url], state, lambda _: memoryview(memory))
     assert memory == FILE and not fetched.warnings
-    line = Connection(Address.parse(handle.url), Access(TokenFile.of(""), 30.0, tls.client_context()))
-    for coding in ("zstd", PLANES):
+    line = HttpConnection(
+        HttpAddress.parse(handle.url), HttpAccess(TokenFile.of(""), 30.0, tls.client_context())
+    )
+    for coding in ("zstd", SHUFFLE):
         response = line.get("/v1/snapshots/7/data", coding=coding)
         assert response.getheader("Content-Encoding") == coding
         assert len(response.read()) > len(FILE) // 2

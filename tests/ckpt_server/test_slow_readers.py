@@ -14,13 +14,13 @@ from server_support import DEADLINE_S, manifest_of
 
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.ckpt_server.server import send
-from fabric.ckpt_server.server.debug_probe import Insight
-from fabric.ckpt_server.server.durable_jobs import Dispatch
-from fabric.ckpt_server.server.metrics import Metrics
-from fabric.ckpt_server.server.routes import Parts, _near, make_app
+from fabric.ckpt_server.server.debug_probe import DebugProbe
+from fabric.ckpt_server.server.durable_jobs import DurableJobs
+from fabric.ckpt_server.server.metrics import CkptMetrics
+from fabric.ckpt_server.server.routes import CkptContext, _near, make_app
 from fabric.ckpt_server.server.slot_content import snapshot_content
-from fabric.ckpt_server.server.slots import SNAPSHOT, Memory, Slot
-from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.ckpt_server.server.slots import SNAPSHOT, SharedSlot, SlotTable
+from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.runtime.http.http_service import serve
 
 NAMES = [f"model/layers.{n}.weight" for n in range(2000)]
@@ -37,7 +37,7 @@ def a_file() -> bytes:
 @dataclass
 class Served:
     port: int
-    slot: Slot
+    slot: SharedSlot
     runner: web.AppRunner
 
     @property
@@ -48,13 +48,13 @@ class Served:
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    memory, trainer, file = Memory(), Trainer(), a_file()
+    memory, trainer, file = SlotTable(), TrainerWatch(), a_file()
     slot = memory.slot(SNAPSHOT, 0)
     region = await memory.allocate(slot, len(file))
     os.pwrite(region.fd, file, 0)
     memory.publish(slot, snapshot_content(manifest_of(file, 7), region.view, "job", "http://x"))
-    metrics = Metrics(memory, trainer, Dispatch("job", "r0", memory))
-    app = make_app(Parts({}, memory, trainer, metrics, Insight(tmp_path, trainer)), None)
+    metrics = CkptMetrics(memory, trainer, DurableJobs("job", "r0", memory))
+    app = make_app(CkptContext({}, memory, trainer, metrics, DebugProbe(tmp_path, trainer)), None)
 
     async def little_room(request: web.Request, _: web.StreamResponse) -> None:
         assert request.transport is not None
@@ -99,7 +99,7 @@ class Reader:
 DATA = "/v1/snapshots/7/data"
 ASKED = {
     "a state": (DATA, ""),
-    "a state, packed": (DATA, "Accept-Encoding: zstd\r\n"),
+    "a state, compressed": (DATA, "Accept-Encoding: zstd\r\n"),
     "a tensor": ("/v1/snapshots/7/tensors/a", ""),
     "a slice": ("/v1/snapshots/7/tensors/a?slice=1:4000000", ""),
     "a manifest": ("/v1/snapshots/7/manifest", ""),

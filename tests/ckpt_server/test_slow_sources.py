@@ -8,7 +8,7 @@ import pytest
 from ckpt_server.test_fetch import BLOCK, Memory, Origin, fetcher, origins, ref, with_gradient  # noqa: F401
 
 from fabric.ckpt_server.fetch import gradient_fetch, http_source, multi_source
-from fabric.ckpt_server.fetch.http_source import Access, Address, Connection
+from fabric.ckpt_server.fetch.http_source import HttpAccess, HttpAddress, HttpConnection
 from fabric.ckpt_server.fetch.range_queue import RangeQueue
 from fabric.errors import StateError
 from fabric.runtime.http.token_file import TokenFile
@@ -166,7 +166,7 @@ def fill(stack: contextlib.ExitStack, where: tuple[str, int]) -> None:
 @pytest.mark.parametrize("when", ["while it dials", "before"])
 def test_a_stream_that_is_to_give_up_does_so_while_it_is_still_dialled(full_door, monkeypatch, when):
     monkeypatch.setattr(http_source, "CONNECT_S", FOREVER_S)
-    connection = Connection(Address.parse(full_door), Access(TokenFile.of(""), FOREVER_S, None))
+    connection = HttpConnection(HttpAddress.parse(full_door), HttpAccess(TokenFile.of(""), FOREVER_S, None))
     raised = []
 
     def get() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fabric.ckpt_server.format.digest import BLOCK_BYTES, file_digest
 from fabric.ckpt_server.format.manifest import check_manifest
-from fabric.ckpt_server.state.block_copy import Bytes, Copying
+from fabric.ckpt_server.state.block_copy import Bytes, CopyPass
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, build_manifest
 from fabric.ckpt_server.state.training_state import StateView, capture, host_bytes, restore
 from fabric.errors import IntegrityError, StateError
@@ -153,11 +153,11 @@ def test_misuse_is_refused_in_a_sentence(copier: CpuCopier) -> None:
 def test_an_error_in_a_thread_comes_out_of_join_and_the_next_copy_works(copier, monkeypatch) -> None:
     view = capture({"x": Tensors(filled(100))}, 1)
 
-    def burn(self: Copying, block: int) -> None:
+    def burn(self: CopyPass, block: int) -> None:
         raise RuntimeError("the memory burns")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Copying, "_take", burn)
+        patch.setattr(CopyPass, "_take", burn)
         copier.start(view, memoryview(bytearray(view.nbytes)))
         copier.fence()  # keeps it for join
         with pytest.raises(StateError, match="the memory burns"):
@@ -273,14 +273,14 @@ def test_a_fence_waits_for_what_another_thread_is_in_the_midst_of_copying(monkey
     counters = [torch.tensor(float(n)) for n in range(4)]
     view = capture({"x": Tensors(filled(2 * BLOCK_BYTES), *counters)}, 2)
     target = bytearray(view.nbytes)
-    blocked, gate, take = threading.Event(), threading.Event(), getattr(Copying, name)
+    blocked, gate, take = threading.Event(), threading.Event(), getattr(CopyPass, name)
 
-    def slow(self: Copying, part: Any) -> Any:
+    def slow(self: CopyPass, part: Any) -> Any:
         blocked.set()
         assert gate.wait(30)
         return take(self, part)
 
-    monkeypatch.setattr(Copying, name, slow)
+    monkeypatch.setattr(CopyPass, name, slow)
     copier.start(view, memoryview(target))
     assert blocked.wait(20)
     results: list[Any] = []

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from server_support import end, fetch, options, publish, snapshot_file
-from test_server_tensors import TENSORS, file_of
+from server_support import end, fetch, publish, snapshot_file, start_server
+from test_tensor_routes import TENSORS, file_of
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.format.digest import BLOCK_BYTES, file_digest
@@ -154,12 +154,12 @@ def test_equal_states_do_not_differ(url, tmp_path):
 def test_a_server_that_dies_in_the_middle_is_one_sentence_and_the_rest_comes_from_another(run_dir, tmp_path):
     """Two servers, one after the other, with the same state: only what was missing is fetched again."""
     file, part = snapshot_file(40_000_000, seed=6), tmp_path / "x.part"
-    handle = ServerHandle.start_or_attach(**options(run_dir))
+    handle = start_server(run_dir)
     publish(handle, 0, file, 7)
     with closing(RemoteState(handle.url, "")) as state, pytest.raises(FabricError, match="was lost"):
         fetch_into(part, state, lambda _: end(handle.pid))
     handle.close()
-    again = ServerHandle.start_or_attach(**options(run_dir))
+    again = start_server(run_dir)
     publish(again, 0, file, 7)
     with closing(RemoteState(again.url, "")) as state:
         assert fetch_into(part, state) <= len(file) - BLOCK_BYTES

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric.ckpt_server.format.safetensors_file import parse_json, read_header
-from fabric.ckpt_server.state.encoding import FILE_DTYPE, RAW_DTYPE, Blobs, Decoder, Path, encode
+from fabric.ckpt_server.state.encoding import (
+    FILE_DTYPE,
+    RAW_DTYPE,
+    StateDecoder,
+    StatePath,
+    TensorBlobs,
+    encode,
+)
 from fabric.ckpt_server.state.training_state import capture, host_bytes, restore
 from fabric.errors import StateError
 
@@ -178,10 +185,10 @@ def test_subclasses_that_mean_more_are_refused() -> None:
 
 
 def test_names_of_tensors_are_unique_and_readable() -> None:
-    blobs = Blobs()
+    blobs = TensorBlobs()
     encode(
         {0: torch.ones(1), "0": torch.ones(1), "a/b": torch.ones(1), "a": {"b": torch.ones(1)}},
-        Path.root("x"),
+        StatePath.root("x"),
         blobs,
     )
     assert sorted(blobs.tensors) == ["x/0", "x/0~2", "x/a/b", "x/a~1b"]
@@ -231,7 +238,7 @@ def test_keys_that_were_chosen_to_collide_are_refused_before_a_set_is_made_of_th
     keys = [prime * number for number in range(1, 201)]
     node = {word: keys if "set" in word else [[key, 1] for key in keys]}
     with pytest.raises(StateError, match="more than 64 keys have the same hash"):
-        Decoder(lambda name: torch.zeros(0), set()).decode(node)
+        StateDecoder(lambda name: torch.zeros(0), set()).decode(node)
     spread = [number << 40 for number in range(200)]
     node = {word: spread if "set" in word else [[key, 1] for key in spread]}
-    assert set(Decoder(lambda name: torch.zeros(0), set()).decode(node)) == set(spread)
+    assert set(StateDecoder(lambda name: torch.zeros(0), set()).decode(node)) == set(spread)

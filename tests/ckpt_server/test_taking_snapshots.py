@@ -9,9 +9,9 @@ import pytest
 import torch
 from server_support import fetch
 
-from fabric.ckpt_server.state.block_copy import Copying
+from fabric.ckpt_server.state.block_copy import CopyPass
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier
-from fabric.ckpt_server.state.training_state import Describer, capture
+from fabric.ckpt_server.state.training_state import StateDescriber, capture
 from fabric.client.process.worker import Worker
 from fabric.client.state.snapshot_policy import EverySteps
 from fabric.client.state.snapshots import Snapshots
@@ -48,7 +48,7 @@ def taken(attach, model):
     copier = CpuCopier()
     handle = attach()
     yield (
-        Snapshots(handle, Describer({"model": model}), copier, EverySteps(1), WHO, False, lambda: None),
+        Snapshots(handle, StateDescriber({"model": model}), copier, EverySteps(1), WHO, False, lambda: None),
         handle,
     )
     copier.close()
@@ -57,13 +57,13 @@ def taken(attach, model):
 @pytest.fixture
 def slow(monkeypatch):
     """No block is copied before the event is set."""
-    go, take = threading.Event(), Copying._take
+    go, take = threading.Event(), CopyPass._take
 
     def wait(self, block):
         assert go.wait(30)
         take(self, block)
 
-    monkeypatch.setattr(Copying, "_take", wait)
+    monkeypatch.setattr(CopyPass, "_take", wait)
     yield go
     go.set()
 
@@ -135,7 +135,7 @@ def large():
 
 
 def test_a_large_states_memory_is_there_before_a_step_could_wait_for_it(attach, keeper, large):
-    handle, describer, jobs = attach(), Describer(large), []
+    handle, describer, jobs = attach(), StateDescriber(large), []
     with contextlib.closing(CpuCopier()) as copier:
         snapshots = Snapshots(handle, describer, copier, EverySteps(3), WHO, False, lambda: None)
         large["optimizer"].step()
@@ -158,7 +158,7 @@ def test_a_large_states_memory_is_there_before_a_step_could_wait_for_it(attach, 
 def test_a_large_state_that_there_is_no_memory_for_says_so(attach, keeper, large, caplog):
     handle = attach()
     with contextlib.closing(CpuCopier()) as copier:
-        snapshots = Snapshots(handle, Describer(large), copier, EverySteps(1), WHO, False, lambda: None)
+        snapshots = Snapshots(handle, StateDescriber(large), copier, EverySteps(1), WHO, False, lambda: None)
         limit_memory(handle.pid, 1 << 20)
         assert not snapshots.is_due(1, keeper.submit)
         keeper.settle(within_s=30)
@@ -351,7 +351,7 @@ def on_device(attach, model):
     copier = CudaCopier(lane)
     handle = attach()
     yield (
-        Snapshots(handle, Describer({"model": model}), copier, EverySteps(1), WHO, True, lambda: None),
+        Snapshots(handle, StateDescriber({"model": model}), copier, EverySteps(1), WHO, True, lambda: None),
         handle,
         lane,
     )

@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from test_durable_format import Part, as_shards, to_bytes, two_ranks
-from test_relayout import Zygote, held
+from test_reshard import Zygote, held
 
 from fabric.ckpt_server.format.digest import file_digest
 from fabric.ckpt_server.state.training_state import capture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fabric.ckpt_server.state.training_state import Describer, restore, verify
+from fabric.ckpt_server.state.training_state import StateDescriber, restore, verify
 from fabric.client.loop.replay import LowPrioritySteps
 from fabric.runtime import priority
 from fabric.runtime.priority import run_low_priority
@@ -57,11 +57,11 @@ class Replica:
         self.optimizer.step()
 
     def digest(self, step: int) -> str:
-        return Describer(self.objects).capture(step).digest()
+        return StateDescriber(self.objects).capture(step).digest()
 
 
 def as_file(replica: Replica, step: int) -> memoryview:
-    view = Describer(replica.objects).capture(step)
+    view = StateDescriber(replica.objects).capture(step)
     parts = [
         view.header,
         *(t.contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in view.tensors),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fabric.ckpt_server.fetch.fetcher import Fetched
+from fabric.ckpt_server.fetch.fetcher import FetchResult
 from fabric.ckpt_server.format.digest import file_digest
 from fabric.client.state import fetch_thread as module
 from fabric.client.state.fetch_thread import FetchThread
@@ -63,12 +63,12 @@ class Host:
         assert url == self.url
         return manifest()
 
-    def fetch_state(self, urls, state: SnapshotRef, allocate, blocks=None) -> Fetched:
+    def fetch_state(self, urls, state: SnapshotRef, allocate, blocks=None) -> FetchResult:
         kinds = [self.sources[url] for url in urls]
         if "good" in kinds:
             allocate(len(STATE))[:] = STATE
             self.writes.append(urls[kinds.index("good")])
-            return Fetched(len(STATE), 0.1, {self.writes[-1]: len(STATE)}, manifest())
+            return FetchResult(len(STATE), 0.1, {self.writes[-1]: len(STATE)}, manifest())
         if "unusable" in kinds and all(x in ("unusable", "gone") for x in kinds):
             raise IntegrityError("unusable: " + ", ".join(urls))
         if all(x == "gone" for x in kinds):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.ckpt_server.state.training_state import Describer
+from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.cli.audit.sample_order import DataOrder
 from fabric.client.data.iterable_stream import IterableStream
 from fabric.client.data.loader import LoaderOptions, SamplePlan, data_slot_of, make_loader, parse_options
@@ -256,7 +256,7 @@ def reduce(members):
 
 def test_the_state_at_a_step_has_the_buffers_as_they_were_when_it_began():
     model, averaged = normed()
-    describer = Describer({"model": model}, averaged.standing)
+    describer = StateDescriber({"model": model}, averaged.standing)
     before = describer.capture(3)
     copies = {name: tensor.clone() for name, tensor in before.tensors}
     model(torch.randn(4, 2))

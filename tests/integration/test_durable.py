@@ -14,7 +14,7 @@ from safetensors.torch import load
 from sharded_trainer import example
 from tiny_trainer import build
 
-from fabric.ckpt_server.durable.reader import Checkpoint, list_checkpoints, open_lane
+from fabric.ckpt_server.durable.reader import DurableCheckpoint, list_checkpoints, open_rank_shard
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.state.training_state import capture
 
@@ -33,7 +33,7 @@ def job(zygote, tmp_path):
         yield started
 
 
-def durable(job: Job) -> list[Checkpoint]:
+def durable(job: Job) -> list[DurableCheckpoint]:
     return list(list_checkpoints(Storage(job.environment["FABRIC_DURABLE"]).at("test"), "test").complete)
 
 
@@ -201,7 +201,7 @@ def test_the_ranks_of_a_replica_write_one_checkpoint_and_begin_again_from_it(zyg
         dcp.load(wanted, checkpoint_id=found.storage.url, no_dist=True)
         parts = []
         for rank in (0, 1):
-            with open_lane(found, rank) as lane:
+            with open_rank_shard(found, rank) as lane:
                 parts.append(load(bytes(lane.read(0, lane.nbytes))))
         for name, tensor in wanted["model"].items():
             assert torch.equal(tensor, torch.cat([part[f"model/{name}"] for part in parts])), name

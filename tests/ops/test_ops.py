@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from fabric.ckpt_server.__main__ import parse
-from fabric.ckpt_server.server.durable_jobs import Dispatch
-from fabric.ckpt_server.server.metrics import Metrics as CkptMetrics
-from fabric.ckpt_server.server.slots import Memory
+from fabric.ckpt_server.server.durable_jobs import DurableJobs
+from fabric.ckpt_server.server.metrics import CkptMetrics
+from fabric.ckpt_server.server.slots import SlotTable
 from fabric.cli.main import cli
 from fabric.lighthouse.history.recovery import RecoveryRecord
 from fabric.lighthouse.http.routes import OPEN_PATHS
@@ -448,10 +448,10 @@ def known_metrics() -> set[str]:
     lighthouse.event("job", "epoch")
     lighthouse.evicted("job", 1)
     lighthouse.record_write("job", "written", 0.1)
-    memory = Memory()
+    memory = SlotTable()
     text = (
         lighthouse.render().decode()
-        + CkptMetrics(memory, StillTrainer(), Dispatch("job", "r0", memory)).render().decode()
+        + CkptMetrics(memory, StillTrainer(), DurableJobs("job", "r0", memory)).render().decode()
     )
     names = set(re.findall(r"^([a-z_]+)(?:\{| )", text, flags=re.MULTILINE))
     # Those of a slot exist once there is one.

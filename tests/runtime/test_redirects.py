@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from fabric.ckpt_server.server.trainer_status import PulseSender
+from fabric.ckpt_server.server.trainer_status import StatusSender
 from fabric.client.control import lighthouse_link
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.errors import Unreachable
@@ -150,7 +150,7 @@ async def test_a_trainer_shows_no_token_to_a_host_that_nobody_named(tmp_path, mo
 
 async def test_a_checkpoint_server_shows_no_token_to_a_host_that_nobody_named():
     async with sends_away() as (url, reached, seen_twice):
-        sender = PulseSender((url,), "j", "r0", "secret", None, random.Random(0))  # type: ignore[arg-type]
+        sender = StatusSender((url,), "j", "r0", "secret", None, random.Random(0))  # type: ignore[arg-type]
         task = asyncio.create_task(sender.run())
         await seen_twice.wait()
         task.cancel()

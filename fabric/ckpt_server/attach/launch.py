@@ -19,6 +19,7 @@ from pathlib import Path
 import fabric
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME
 from fabric.errors import ConfigError, Refused, ServerLost
+from fabric.runtime import logs
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.private_folder import make_private, open_private
 
@@ -35,15 +36,15 @@ class ServerSpec:
 
     job: str
     replica: str
-    run_dir: Path
-    bind: str
-    port: str
-    advertise: str
-    token_file: Path | None
-    lighthouse: tuple[str, ...]
-    orphan_s: float
+    run_dir: Path  # where its socket, lock and log lie
+    bind: str = "127.0.0.1"
+    port: str = "0"  # or a range
+    advertise: str = ""
+    token_file: Path | None = None
+    lighthouse: tuple[str, ...] = ()
+    orphan_s: float = 600.0
     rank: int = 0
-    log: str = "text"
+    log: str = field(default_factory=logs.form)
     tls: Tls = field(default_factory=Tls)
 
     def arguments(self) -> list[str]:
@@ -52,7 +53,7 @@ class ServerSpec:
         arguments = [
             f"--job={self.job}",
             f"--replica={self.replica}",
-            f"--run-dir={self.run_dir}",
+            f"--run-dir={self.run_dir.absolute()}",
             f"--bind={self.bind}",
             f"--port={self.port}",
             f"--advertise={self.advertise}",

@@ -28,7 +28,7 @@ _RECEIVE_BYTES = 65536
 _MOST_DESCRIPTORS = 4
 
 
-class Requests:
+class RequestChannel:
     """A connected channel to ``name``. One thread at a time, but for ``hangs``."""
 
     def __init__(self, run_dir: Path, name: str, timeout_s: float) -> None:

@@ -13,20 +13,17 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fabric.ckpt_server.attach.launch import ServerSpec, is_served, reap, start
-from fabric.ckpt_server.attach.request_channel import Requests
+from fabric.ckpt_server.attach.request_channel import RequestChannel
 from fabric.ckpt_server.wire import gradient_index
-from fabric.ckpt_server.wire.gradient_index import Labels
+from fabric.ckpt_server.wire.gradient_index import GradientIndex, PublishedGradient
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import JobEnd, SnapshotRef
 from fabric.protocol.messages.wire import decode_as
-from fabric.runtime import logs
-from fabric.runtime.http.tls import Tls
 
 ATTACH_S = 20.0
 _ANSWER_S = 30.0
@@ -43,7 +40,7 @@ _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Welcome:
+class _AttachReply:
     """The server's answer to attach."""
 
     url: str
@@ -66,52 +63,23 @@ class ServerHandle:
     parts: tuple[int, ...]
 
     def __init__(self, spec: ServerSpec, incarnation: int) -> None:
-        self._spec = spec
+        self._spec = replace(spec, run_dir=spec.run_dir.absolute())
         self._incarnation = incarnation
         self._lock = threading.Lock()
         self._attaching = False
         self._maps: dict[tuple[str, int], memoryview] = {}
         self._descriptors: dict[tuple[str, int], int] = {}
-        self._labels: Labels | None = None
+        self._gradient_index: GradientIndex | None = None
         self._line, welcome = self._attach(time.monotonic() + ATTACH_S)
-        self._welcome(welcome)
+        self._adopt_reply(welcome)
 
     @classmethod
-    def start_or_attach(
-        cls,
-        *,
-        job: str,
-        replica: str,
-        incarnation: int,
-        run_dir: Path,
-        bind: str,
-        port: str,
-        advertise: str,
-        token_file: Path | None,
-        lighthouse: Sequence[str],
-        orphan_s: float = 600.0,
-        rank: int = 0,
-        tls: Tls | None = None,
-    ) -> "ServerHandle":
-        """Attach to the server that lives in ``run_dir``, or start one there and wait for it.
+    def start_or_attach(cls, spec: ServerSpec, incarnation: int) -> "ServerHandle":
+        """Attach to the server that lives in the folder of ``spec``, or start one there and wait for it.
 
         Raises Refused (another trainer is attached, the server cannot serve), ConfigError (the folder
         cannot be used), ServerLost (nothing within ATTACH_S).
         """
-        spec = ServerSpec(
-            job=job,
-            replica=replica,
-            run_dir=Path(run_dir).absolute(),
-            bind=bind,
-            port=port,
-            advertise=advertise,
-            token_file=token_file,
-            lighthouse=tuple(lighthouse),
-            orphan_s=orphan_s,
-            rank=rank,
-            log=logs.form(),
-            tls=tls or Tls(),
-        )
         return cls(spec, incarnation)
 
     def allocate(self, kind: str, slot: int, nbytes: int) -> memoryview:
@@ -140,10 +108,12 @@ class ServerHandle:
         mapped = self._maps.get((kind, slot))
         return mapped is not None and len(mapped) >= nbytes
 
-    def use_labels(self) -> None:
-        """Have memory for the labels of gradients, see ``labels``. Raises as ``allocate`` does."""
-        if self._labels is None:
-            self._labels = Labels(self.allocate(gradient_index.KIND, 0, gradient_index.TOTAL_BYTES))
+    def allocate_gradient_index(self) -> None:
+        """Allocate the memory of the gradient index, once. Raises as ``allocate`` does."""
+        if self._gradient_index is None:
+            self._gradient_index = GradientIndex(
+                self.allocate(gradient_index.KIND, 0, gradient_index.TOTAL_BYTES)
+            )
 
     def descriptor(self, kind: str, slot: int) -> int:
         """The memfd of memory that was allocated, sealed against shrinking; it stays this handle's."""
@@ -155,8 +125,8 @@ class ServerHandle:
 
         With ``unless_read`` returns False, and withdraws nothing, while somebody does.
         """
-        if kind == "gradient" and self._labels is not None:
-            self._labels.withdraw(slot)
+        if kind == "gradient" and self._gradient_index is not None:
+            self._gradient_index.withdraw(slot)
         body = {"op": "begin", "kind": kind, "slot": slot, "unless_read": unless_read}
         answer = self._ask(body, _PROMPT_S)
         return answer.get("busy") is not True
@@ -168,41 +138,33 @@ class ServerHandle:
     def publish_gradient(
         self,
         slot: int,
-        *,
-        generation: int,
-        step: int,
-        epoch: int,
-        nbytes: int,
-        digest: str,
-        weight: float,
-        layout: str,
+        gradient: PublishedGradient,
         meta: Mapping[str, object],
+        *,
         then_begin: int = -1,
     ) -> None:
-        """Serve the slot's first ``nbytes`` as the reduced gradient that leads on from ``step``; then begin
-        gradient slot ``then_begin``, where it is not negative, as ``begin`` does, in the same request."""
+        """Serve the slot's first bytes as ``gradient``, with ``meta`` beside it for readers.
+
+        ``then_begin``: the gradient slot to begin in the same request, as ``begin`` does (negative: none).
+        """
         self._ask(
             {
                 "op": "publish_gradient",
                 "slot": slot,
-                "generation": generation,
-                "step": step,
-                "epoch": epoch,
-                "nbytes": nbytes,
-                "digest": digest,
-                "weight": weight,
-                "layout": layout,
+                **asdict(gradient),
                 "meta": dict(meta),
                 "then_begin": then_begin,
             },
             _PROMPT_S,
         )
 
-    def label_gradient(self, slot: int, told: Mapping[str, object]) -> bool:
-        """Publish by a label in shared memory, and wake nobody; ``told`` is as ``publish_gradient`` takes it.
-        Returns False where it does not fit or there is no memory for labels; raises ServerLost where the
-        server is gone. One thread at a time."""
-        if self._labels is None:
+    def publish_via_shm(self, slot: int, gradient: PublishedGradient, meta: Mapping[str, object]) -> bool:
+        """Publish as ``publish_gradient`` does, by an entry in shared memory that wakes no process.
+
+        Returns False where the entry does not fit or the index has no memory. Raises ServerLost where the
+        server is gone. One thread at a time.
+        """
+        if self._gradient_index is None:
             return False
         # While another thread asks, an answer on the line is no news; it will find out itself.
         if self._lock.acquire(blocking=False):
@@ -213,15 +175,14 @@ class ServerHandle:
             finally:
                 self._lock.release()
         try:
-            text = _JSON.encode({"slot": slot, **told})
+            text = _JSON.encode({**asdict(gradient), "meta": meta})
         except ValueError:  # not finite: ``publish_gradient`` has the sentence for it
             return False
-        return self._labels.write(slot, text.encode())
+        return self._gradient_index.write(slot, text.encode())
 
-    def unlabel_gradient(self, slot: int) -> bool:
-        """Take a label back: True where the slot may be written from now on, False where ``begin`` has to end
-        what is read."""
-        return self._labels is not None and self._labels.withdraw(slot)
+    def withdraw_via_shm(self, slot: int) -> bool:
+        """Take an entry back; returns whether the slot may be written now, without ``begin``."""
+        return self._gradient_index is not None and self._gradient_index.withdraw(slot)
 
     def persist(
         self, step: int, generation: int, *, url: str, incarnation: int, keep: int, required: bool = False
@@ -281,11 +242,11 @@ class ServerHandle:
                 self._line, welcome = self._attach(time.monotonic() + ATTACH_S)
             finally:
                 self._attaching = False
-            self._welcome(welcome)
+            self._adopt_reply(welcome)
             if self._instance == before:
                 return False
             self._let_maps_go()
-            self._labels = None
+            self._gradient_index = None
             return True
 
     @property
@@ -312,7 +273,7 @@ class ServerHandle:
         _close_all(list(self._descriptors.values()))
         self._descriptors.clear()
 
-    def _welcome(self, welcome: _Welcome) -> None:
+    def _adopt_reply(self, welcome: _AttachReply) -> None:
         self.url, self.pid, self.snapshots = welcome.url, welcome.pid, welcome.snapshots
         self.slots, self._instance = welcome.slots, welcome.instance
         self.parts = welcome.parts
@@ -323,11 +284,11 @@ class ServerHandle:
             return self.snapshots
         return tuple(r for r, n in zip(self.snapshots, self.parts, strict=True) if n == ranks)
 
-    def _attach(self, deadline: float) -> tuple[Requests, _Welcome]:
+    def _attach(self, deadline: float) -> tuple[RequestChannel, _AttachReply]:
         """Connect and introduce ourselves, starting a server where there is none."""
         while True:
             try:
-                return self._greet(deadline)
+                return self._connect(deadline)
             except (FileNotFoundError, ConnectionRefusedError, BlockingIOError, ServerLost) as error:
                 # Blocked: more wait to be accepted than the server's queue holds.
                 if time.monotonic() >= deadline:
@@ -344,9 +305,9 @@ class ServerHandle:
                 # Another process is starting or ending a server there; both are over in a moment.
                 time.sleep(_LOOK_AGAIN_S)
 
-    def _greet(self, deadline: float) -> tuple[Requests, _Welcome]:
+    def _connect(self, deadline: float) -> tuple[RequestChannel, _AttachReply]:
         timeout_s = max(deadline - time.monotonic(), _LOOK_AGAIN_S)
-        line = Requests(self._spec.run_dir, f"the checkpoint server of {self._spec.replica}", timeout_s)
+        line = RequestChannel(self._spec.run_dir, f"the checkpoint server of {self._spec.replica}", timeout_s)
         try:
             body = {
                 "op": "attach",
@@ -356,7 +317,7 @@ class ServerHandle:
                 "job": self._spec.job,
             }
             answer, _ = line.ask(body, timeout_s)
-            return line, decode_as(_Welcome, answer, "attach")
+            return line, decode_as(_AttachReply, answer, "attach")
         except BaseException:
             line.close()
             raise

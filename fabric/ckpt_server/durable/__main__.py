@@ -14,7 +14,7 @@ import threading
 from dataclasses import asdict
 
 from fabric.ckpt_server.format.manifest import check_manifest
-from fabric.ckpt_server.wire.durable_job import Order
+from fabric.ckpt_server.wire.durable_job import DurableJob
 from fabric.errors import FabricError, StateError
 from fabric.protocol.messages.wire import decode_as
 from fabric.runtime.config import armed_points
@@ -34,7 +34,7 @@ def main() -> int:
     lower_priority(_NICENESS)
     try:
         body = json.loads(sys.stdin.buffer.readline())
-        order, snapshot = decode_as(Order, body["order"], "order"), check_manifest(body["manifest"])
+        order, snapshot = decode_as(DurableJob, body["order"], "order"), check_manifest(body["manifest"])
         _end_with(sys.stdin.fileno())
         nbytes = snapshot["nbytes"]
         if nbytes > os.fstat(descriptor).st_size:

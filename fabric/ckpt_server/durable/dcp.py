@@ -30,18 +30,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fabric.ckpt_server.durable.manifest import METADATA
-from fabric.ckpt_server.durable.storage import Storage, telling
-from fabric.ckpt_server.format.safetensors_file import Header, read_header
+from fabric.ckpt_server.durable.storage import Storage, storage_errors
+from fabric.ckpt_server.format.safetensors_file import FileHeader, read_header
 from fabric.ckpt_server.state.dtensor import Shardings
-from fabric.ckpt_server.state.encoding import DTYPE_BY_NAME, Decoder
-from fabric.ckpt_server.state.training_state import describe, host_bytes, tensor_at
+from fabric.ckpt_server.state.encoding import DTYPE_BY_NAME, StateDecoder
+from fabric.ckpt_server.state.training_state import host_bytes, parse_description, tensor_at
 from fabric.errors import StateError
 
 _KEPT_BYTES = 64 << 10
 _LOCAL_HEADER_BYTES = 30
 
 
-class Written:
+class DigestingFile:
     """A file that is being written, which counts and digests: ``nbytes`` and ``digest`` of all of it."""
 
     def __init__(self, file: Any) -> None:
@@ -73,7 +73,7 @@ class Written:
         return self.nbytes
 
 
-class _Image(io.RawIOBase):
+class _WrittenTail(io.RawIOBase):
     """What was written since a mark, as far as it was kept: enough for the directory of a zip file."""
 
     def __init__(self, begin: int, end: int, pieces: list[tuple[int, bytes]]) -> None:
@@ -103,9 +103,9 @@ class _Image(io.RawIOBase):
         return bytes(found)
 
 
-def _raw_begin(begin: int, file: Written, nbytes: int) -> int:
+def _raw_begin(begin: int, file: DigestingFile, nbytes: int) -> int:
     """Where in ``file`` the bytes of the tensor lie that ``torch.save`` wrote from ``begin`` on."""
-    image = _Image(begin, file.nbytes, file.pieces)
+    image = _WrittenTail(begin, file.nbytes, file.pieces)
     with zipfile.ZipFile(image) as archive:
         entry = next(x for x in archive.infolist() if x.filename.endswith("/data/0"))
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes:
@@ -118,7 +118,7 @@ def _raw_begin(begin: int, file: Written, nbytes: int) -> int:
     return begin + entry.header_offset + _LOCAL_HEADER_BYTES + names
 
 
-class _ShardsAsTheyAre(Shardings):
+class _LocalShards(Shardings):
     """Leaves shards what they are in the file: local tensors, with their description beside them."""
 
     def __init__(self) -> None:
@@ -131,11 +131,11 @@ class _ShardsAsTheyAre(Shardings):
 
 
 @dataclass(slots=True)
-class _State:
+class _DecodedSnapshot:
     """A snapshot taken apart: what each dotted name stands for, its path, and the shards among the tensors.
     ``blobs`` names the tensors that lie in the file as they are."""
 
-    header: Header
+    header: FileHeader
     values: Mapping[str, Any]
     paths: Mapping[str, tuple[str | int, ...]]
     shards: dict[int, tuple[torch.Tensor, Mapping[str, Any]]]
@@ -143,18 +143,18 @@ class _State:
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def _take_apart(file: memoryview) -> _State:
+def _take_apart(file: memoryview) -> _DecodedSnapshot:
     header = read_header(file)
     spans = {span.name: span for span in header.tensors}
-    shardings = _ShardsAsTheyAre()
-    decoder = Decoder(lambda name: tensor_at(file, spans[name]), set(spans), shardings=shardings)
-    _, tree = describe(header.metadata)
+    shardings = _LocalShards()
+    decoder = StateDecoder(lambda name: tensor_at(file, spans[name]), set(spans), shardings=shardings)
+    _, tree = parse_description(header.metadata)
     values, paths = flatten_state_dict({name: decoder.decode(node) for name, node in tree.items()})
     blobs = {id(tensor): name for name, tensor in decoder.seen.items()}
-    return _State(header, values, paths, shardings.found, blobs, decoder.seen)
+    return _DecodedSnapshot(header, values, paths, shardings.found, blobs, decoder.seen)
 
 
-def write_lane(
+def write_rank_shard(
     storage: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, begun: Callable[[], None]
 ) -> dict[str, Any]:
     """Write ``rank``'s part, the snapshot in ``file`` with its manifest; returns the lane's description
@@ -169,7 +169,7 @@ def write_lane(
     objects: dict[str, Any] = {}
     raw: dict[str, tuple[str, int]] = {}
     with storage.create(data) as opened:
-        out = Written(opened)
+        out = DigestingFile(opened)
         for name, value in state.values.items():
             begin = out.mark()
             torch.save(value, out)  # type: ignore[arg-type]  # it needs write and flush
@@ -189,7 +189,7 @@ def write_lane(
                 begun()
         files = {data: {"nbytes": out.nbytes, "digest": out.digest}}
     with storage.create(rest) as opened:
-        out = Written(opened)
+        out = DigestingFile(opened)
         out.write(file[: state.header.nbytes])
         for span in state.header.tensors:
             if span.name not in raw and span.begin < span.end:
@@ -209,7 +209,7 @@ def write_lane(
     }
 
 
-def _digest_since(out: Written, begin: int) -> str:
+def _digest_since(out: DigestingFile, begin: int) -> str:
     """Of an object just written: equal objects have equal ones on all ranks, unequal ones hardly ever."""
     hasher = xxhash.xxh3_64()
     for _, piece in out.pieces:
@@ -232,15 +232,19 @@ def _describe(
     }
 
 
-def write_metadata(storage: Storage, lanes: list[dict[str, Any]]) -> None:
+def write_metadata(storage: Storage, rank_shards: list[dict[str, Any]]) -> None:
     """Write ``.metadata``, the library's own index of everything that the lanes (in rank order) have
     written. Raises StorageError."""
     described: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     written: dict[MetadataIndex, WriteResult] = {}
     for kind, add in (("tensors", _add_tensor), ("objects", _add_object)):
-        for name in dict.fromkeys(n for lane in lanes for n in lane[kind]):
-            parts = [(lane["rank"], lane[kind][name]) for lane in lanes if name in lane[kind]]
+        for name in dict.fromkeys(n for rank_shard in rank_shards for n in rank_shard[kind]):
+            parts = [
+                (rank_shard["rank"], rank_shard[kind][name])
+                for rank_shard in rank_shards
+                if name in rank_shard[kind]
+            ]
             alike = _fit_together([entry for _, entry in parts])
             for rank, entry in parts:
                 key = name if alike else f"rank{rank}.{name}"
@@ -250,7 +254,7 @@ def write_metadata(storage: Storage, lanes: list[dict[str, Any]]) -> None:
                 where = _StorageInfo(f"__{rank}_0.distcp", entry["begin"], entry["nbytes"])
                 written.setdefault(index, WriteResult(index, entry["nbytes"], where))
     metadata = Metadata(state_dict_metadata=described, planner_data=paths)
-    with telling("written", storage.where(METADATA)):
+    with storage_errors("written", storage.where(METADATA)):
         writer = (FsspecWriter if "://" in storage.url else FileSystemWriter)(storage.url)
         writer.finish(metadata, [list(written.values())])
 

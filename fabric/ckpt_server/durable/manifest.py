@@ -66,14 +66,14 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class RankShard:
     """One rank's part: the manifest of the snapshot that it was, and where its bytes lie, in order."""
 
     snapshot: Mapping[str, Any]
     segments: tuple[Segment, ...]
 
 
-def lane_name(rank: int) -> str:
+def rank_shard_name(rank: int) -> str:
     """The file that describes one rank's part."""
     return f"fabric-{rank}.json"
 
@@ -93,7 +93,7 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
     files = found.get("files")
     if not isinstance(files, dict) or not all(_is_file(*entry) for entry in files.items()):
         raise StateError(f"{name} lists files that cannot be")
-    missing = [lane_name(r) for r in range(found["ranks"]) if lane_name(r) not in files]
+    missing = [rank_shard_name(r) for r in range(found["ranks"]) if rank_shard_name(r) not in files]
     if missing:
         raise StateError(f"{name} does not list {missing[0]}")
     return found
@@ -104,7 +104,7 @@ def state_of(manifest: Mapping[str, Any]) -> SnapshotRef:
     return SnapshotRef(manifest["generation"], manifest["step"], manifest["digest"])
 
 
-def parse_lane(data: bytes, name: str, manifest: Mapping[str, Any], rank: int) -> Lane:
+def parse_rank_shard(data: bytes, name: str, manifest: Mapping[str, Any], rank: int) -> RankShard:
     """The checked description of ``rank``'s part, read from ``name``, as a part of ``manifest``'s checkpoint.
 
     Raises StateError, also where it promises more than the files that the manifest lists have.
@@ -122,7 +122,7 @@ def parse_lane(data: bytes, name: str, manifest: Mapping[str, Any], rank: int) -
     segments = tuple(_segment(entry, manifest["files"], name) for entry in listed)
     if sum(s.nbytes for s in segments) != snapshot["nbytes"]:
         raise StateError(f"{name} does not say where each of its {snapshot['nbytes']} bytes is")
-    return Lane(snapshot, segments)
+    return RankShard(snapshot, segments)
 
 
 def _is_file(name: object, entry: object) -> bool:

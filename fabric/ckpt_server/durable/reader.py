@@ -18,10 +18,10 @@ from fabric.ckpt_server.durable.manifest import (
     MAX_JSON_BYTES,
     METADATA,
     Attempt,
-    Lane,
-    lane_name,
-    parse_lane,
+    RankShard,
     parse_manifest,
+    parse_rank_shard,
+    rank_shard_name,
     state_of,
 )
 from fabric.ckpt_server.durable.storage import Storage
@@ -34,7 +34,7 @@ _PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class DurableCheckpoint:
     """A complete one. ``manifest`` is checked, ``attempt`` is what the folder's name says."""
 
     storage: Storage
@@ -50,7 +50,7 @@ class Checkpoint:
         return int(self.manifest["ranks"])
 
 
-def open_checkpoint(storage: Storage) -> Checkpoint:
+def open_checkpoint(storage: Storage) -> DurableCheckpoint:
     """The checkpoint in this folder. Raises StateError where it is not complete, or not what its marker
     says."""
     names = storage.names()
@@ -63,24 +63,24 @@ def open_checkpoint(storage: Storage) -> Checkpoint:
             f"{storage.where(MANIFEST)} does not match the digest in {MARKER}; it is damaged"
         )
     manifest = parse_manifest(data, storage.where(MANIFEST))
-    return Checkpoint(storage, manifest, Attempt.parse(storage.url.rpartition("/")[2]))
+    return DurableCheckpoint(storage, manifest, Attempt.parse(storage.url.rpartition("/")[2]))
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class CheckpointListing:
     """What lies in a job's folder: complete ones, oldest first; folders of ours without a marker; and in
     ``warnings`` what has a marker and cannot be read all the same."""
 
-    complete: tuple[Checkpoint, ...]
+    complete: tuple[DurableCheckpoint, ...]
     unfinished: tuple[Attempt, ...]
     warnings: tuple[str, ...]
 
-    def find(self, state: SnapshotRef) -> Checkpoint | None:
+    def find(self, state: SnapshotRef) -> DurableCheckpoint | None:
         """The one that holds this state."""
         return next((c for c in self.complete if c.state == state), None)
 
 
-def list_checkpoints(storage: Storage, job: str) -> Listing:
+def list_checkpoints(storage: Storage, job: str) -> CheckpointListing:
     """All checkpoints in ``storage``, the folder of ``job``. Raises StorageError where it cannot be
     listed."""
     complete, unfinished, warnings = [], [], []
@@ -100,27 +100,27 @@ def list_checkpoints(storage: Storage, job: str) -> Listing:
         if found.manifest["job"] == job:
             complete.append(found)
     complete.sort(key=lambda c: (c.state.generation, c.state.step, c.manifest["digest"]))
-    return Listing(tuple(complete), tuple(unfinished), tuple(warnings))
+    return CheckpointListing(tuple(complete), tuple(unfinished), tuple(warnings))
 
 
-class LaneFile:
+class RankShardFile:
     """One rank's part of a checkpoint, read as the safetensors file that it was. ``manifest`` is that of the
     snapshot; use it in a ``with`` block."""
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, stack: ExitStack) -> None:
+    def __init__(self, checkpoint: DurableCheckpoint, rank: int, stack: ExitStack) -> None:
         storage, listed = checkpoint.storage, checkpoint.manifest["files"]
         self.storage = storage
         self._listed = listed
         if not 0 <= rank < checkpoint.ranks:
             raise StateError(f"{storage.url} is of {checkpoint.ranks} ranks and has no rank {rank}")
-        name = lane_name(rank)
+        name = rank_shard_name(rank)
         data = storage.get(name, MAX_JSON_BYTES)
         if bytes_digest(memoryview(data)) != listed[name]["digest"]:
             raise IntegrityError(f"{storage.where(name)} does not match its digest; it is damaged")
-        self._lane: Lane = parse_lane(data, storage.where(name), checkpoint.manifest, rank)
-        self.manifest = dict(self._lane.snapshot)
+        self._rank_shard: RankShard = parse_rank_shard(data, storage.where(name), checkpoint.manifest, rank)
+        self.manifest = dict(self._rank_shard.snapshot)
         self.nbytes: int = self.manifest["nbytes"]
-        for file in {s.file for s in self._lane.segments}:
+        for file in {s.file for s in self._rank_shard.segments}:
             size = storage.size(file)
             if size != listed[file]["nbytes"]:
                 raise IntegrityError(
@@ -163,7 +163,7 @@ class LaneFile:
     def verify_files(self) -> None:
         """Read every file of this part, and torch's index, whole: what lies between the state's bytes is what
         torch needs. Raises IntegrityError that names those which do not match the manifest."""
-        own = {segment.file for segment in self._lane.segments} | {METADATA} & set(self._listed)
+        own = {segment.file for segment in self._rank_shard.segments} | {METADATA} & set(self._listed)
         wrong = [
             self.storage.where(name)
             for name in sorted(own)
@@ -190,7 +190,7 @@ class LaneFile:
         """(segment, where it begins in the lane, first and last byte wanted of the lane) for each touched
         one."""
         offset = 0
-        for segment in self._lane.segments:
+        for segment in self._rank_shard.segments:
             low, high = max(begin, offset), min(end, offset + segment.nbytes)
             if low < high:
                 yield segment, offset, low, high
@@ -203,13 +203,13 @@ class LaneFile:
 
 
 @contextmanager
-def open_lane(checkpoint: Checkpoint, rank: int) -> Iterator[LaneFile]:
+def open_rank_shard(checkpoint: DurableCheckpoint, rank: int) -> Iterator[RankShardFile]:
     """One rank's part. Raises StateError that names the file which is damaged or missing."""
     with ExitStack() as stack:
-        yield LaneFile(checkpoint, rank, stack)
+        yield RankShardFile(checkpoint, rank, stack)
 
 
-def find_checkpoint(storage: Storage, job: str, state: SnapshotRef) -> Checkpoint:
+def find_checkpoint(storage: Storage, job: str, state: SnapshotRef) -> DurableCheckpoint:
     """The complete one of ``state``. Raises StateError, with what else is wrong in ``storage``."""
     listing = list_checkpoints(storage, job)
     found = listing.find(state)

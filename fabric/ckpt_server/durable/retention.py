@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from fabric.ckpt_server.durable.manifest import Attempt
 
 
-def doomed(
+def attempts_to_delete(
     complete: Iterable[Attempt], unfinished: Iterable[Attempt], mine: Attempt, keep: int
 ) -> list[Attempt]:
     """What to delete now that ``mine`` is complete, the worst first: tries that came to nothing, then all but

@@ -27,7 +27,7 @@ class Storage:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/") or url
-        with telling("opened", url):
+        with storage_errors("opened", url):
             self._fs, path = fsspec.core.url_to_fs(url)
         self._path: str = path.rstrip("/") or path
         self._is_local = isinstance(self._fs, LocalFileSystem)
@@ -42,7 +42,7 @@ class Storage:
 
     def names(self) -> list[str]:
         """What lies directly in this folder; nothing where there is no such folder. Raises StorageError."""
-        with telling("listed", self.url):
+        with storage_errors("listed", self.url):
             try:
                 self._fs.invalidate_cache()
                 found = self._fs.ls(self._path, detail=False)
@@ -52,13 +52,13 @@ class Storage:
 
     def is_there(self) -> bool:
         """Whether there is such a folder; of what is not local nobody can tell. Raises StorageError."""
-        with telling("looked at", self.url):
+        with storage_errors("looked at", self.url):
             return not self._is_local or bool(self._fs.isdir(self._path))
 
     def make(self) -> None:
         """Make this folder, and those around it. Nothing else does: what vanishes in mid-write must not come
         back as an empty folder of the disk below. Raises StorageError."""
-        with telling("written", self.url):
+        with storage_errors("written", self.url):
             self._fs.makedirs(self._path, exist_ok=True)
 
     def try_writing(self) -> None:
@@ -71,12 +71,12 @@ class Storage:
 
     def size(self, name: str) -> int:
         """Bytes in the file. Raises StorageError."""
-        with telling("looked at", self.where(name)):
+        with storage_errors("looked at", self.where(name)):
             return int(self._fs.size(self._full(name)))
 
     def get(self, name: str, most: int) -> bytes:
         """The whole small file. Raises StorageError, also where it has more than ``most`` bytes."""
-        with self.open(name) as file, telling("read", self.where(name)):
+        with self.open(name) as file, storage_errors("read", self.where(name)):
             data: bytes = file.read(most + 1)
         if len(data) > most:
             raise StorageError(f"{self.where(name)} has more than {most} bytes; it is damaged")
@@ -85,7 +85,7 @@ class Storage:
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Any]:
         """A file to read from, with seek and readinto; see also ``read_into``."""
-        with telling("opened", self.where(name)):
+        with storage_errors("opened", self.where(name)):
             # To open a pipe that nobody writes to would wait for ever.
             if self._is_local and not stat.S_ISREG(os.stat(self._full(name)).st_mode):  # noqa: PTH116
                 raise StorageError(f"{self.where(name)} is no plain file: delete it")
@@ -98,7 +98,7 @@ class Storage:
     def read_into(self, file: Any, name: str, begin: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``begin`` of the open ``file`` called ``name``. Raises StorageError."""
         filled = 0
-        with telling("read", self.where(name)):
+        with storage_errors("read", self.where(name)):
             file.seek(begin)
             while filled < len(into):
                 count = file.readinto(into[filled:])
@@ -114,7 +114,7 @@ class Storage:
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[Any]:
         """A new file to write to, in place of an old one; durable after the block. Raises StorageError."""
-        with telling("written", self.where(name)):
+        with storage_errors("written", self.where(name)):
             file = self._fs.open(self._full(name), "wb")
             try:
                 yield file
@@ -133,24 +133,24 @@ class Storage:
             return
         with self.create(f"{name}.part") as file:
             file.write(data)
-        with telling("written", self.where(name)):
+        with storage_errors("written", self.where(name)):
             os.replace(self._full(f"{name}.part"), self._full(name))  # noqa: PTH105 - fsspec gives strings
             self._settle()
 
     def remove(self, name: str) -> None:
         """Delete a file, if it is there. Raises StorageError."""
-        with telling("deleted", self.where(name)), contextlib.suppress(FileNotFoundError):
+        with storage_errors("deleted", self.where(name)), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._full(name))
             self._settle()
 
     def is_link(self) -> bool:
         """Whether this folder is a symbolic link to another one. Raises StorageError."""
-        with telling("looked at", self.url):
+        with storage_errors("looked at", self.url):
             return self._is_local and os.path.islink(self._path)  # noqa: PTH114 - fsspec gives strings
 
     def remove_folder(self) -> None:
         """Delete this folder and all that is in it. Raises StorageError."""
-        with telling("deleted", self.url), contextlib.suppress(FileNotFoundError):
+        with storage_errors("deleted", self.url), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path, recursive=True)
 
     def _full(self, name: str) -> str:
@@ -167,7 +167,7 @@ class Storage:
 
 
 @contextlib.contextmanager
-def telling(what: str, where: str) -> Iterator[None]:
+def storage_errors(what: str, where: str) -> Iterator[None]:
     """Whatever goes wrong in the block becomes a StorageError: ``where`` could not be ``what`` (written)."""
     try:
         yield

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fabric.ckpt_server.durable.dcp import write_lane, write_metadata
+from fabric.ckpt_server.durable.dcp import write_metadata, write_rank_shard
 from fabric.ckpt_server.durable.manifest import (
     FORMAT,
     MANIFEST,
@@ -20,24 +20,26 @@ from fabric.ckpt_server.durable.manifest import (
     MAX_JSON_BYTES,
     METADATA,
     Attempt,
-    lane_name,
-    parse_lane,
     parse_manifest,
+    parse_rank_shard,
+    rank_shard_name,
 )
 from fabric.ckpt_server.durable.reader import list_checkpoints
-from fabric.ckpt_server.durable.retention import doomed
+from fabric.ckpt_server.durable.retention import attempts_to_delete
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.format.digest import bytes_digest, file_digest
 from fabric.ckpt_server.format.manifest import state_digest
 from fabric.ckpt_server.format.safetensors_file import canonical_json
-from fabric.ckpt_server.wire.durable_job import Order, Outcome
+from fabric.ckpt_server.wire.durable_job import DurableJob, DurableJobResult
 from fabric.errors import IntegrityError, StateError
 from fabric.runtime.failpoints import Failpoints
 
 _LOOK_S = 0.1
 
 
-def write(order: Order, snapshot: Mapping[str, Any], file: memoryview, points: Failpoints) -> Outcome:
+def write(
+    order: DurableJob, snapshot: Mapping[str, Any], file: memoryview, points: Failpoints
+) -> DurableJobResult:
     """Write the ``snapshot`` with this checked manifest from ``file``, exactly its bytes. Raises StateError;
     whatever rank 0 wrote before that is deleted again where it can be."""
     begun = time.monotonic()
@@ -55,7 +57,7 @@ def write(order: Order, snapshot: Mapping[str, Any], file: memoryview, points: F
     try:
         _write_part(folder, file, snapshot, rank, points)
         if rank:
-            return Outcome(folder.url, len(file), time.monotonic() - begun, False)
+            return DurableJobResult(folder.url, len(file), time.monotonic() - begun, False)
         _finish(folder, order, snapshot, ranks, points)
     except StateError:
         if rank == 0:
@@ -63,29 +65,31 @@ def write(order: Order, snapshot: Mapping[str, Any], file: memoryview, points: F
                 folder.remove_folder()
         raise
     warnings = _tidy(job, order, attempt, points)
-    return Outcome(folder.url, len(file), time.monotonic() - begun, True, warnings)
+    return DurableJobResult(folder.url, len(file), time.monotonic() - begun, True, warnings)
 
 
 def _write_part(
     folder: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, points: Failpoints
 ) -> None:
     folder.make()
-    lane = write_lane(folder, file, snapshot, rank, lambda: points.hit("durable-begin", snapshot["step"]))
+    rank_shard = write_rank_shard(
+        folder, file, snapshot, rank, lambda: points.hit("durable-begin", snapshot["step"])
+    )
     points.hit("durable-data", snapshot["step"])
-    folder.put(lane_name(rank), json.dumps(lane, separators=(",", ":")).encode())
+    folder.put(rank_shard_name(rank), json.dumps(rank_shard, separators=(",", ":")).encode())
 
 
 def _finish(
-    folder: Storage, order: Order, snapshot: Mapping[str, Any], ranks: int, points: Failpoints
+    folder: Storage, order: DurableJob, snapshot: Mapping[str, Any], ranks: int, points: Failpoints
 ) -> None:
     step = snapshot["step"]
     described = _await_parts(folder, ranks, order.patience_s)
-    lanes = [json.loads(data) for data in described]
-    points.hit("durable-lanes", step)
-    write_metadata(folder, lanes)
-    files = {name: entry for lane in lanes for name, entry in lane["files"].items()}
+    rank_shards = [json.loads(data) for data in described]
+    points.hit("durable-shards", step)
+    write_metadata(folder, rank_shards)
+    files = {name: entry for rank_shard in rank_shards for name, entry in rank_shard["files"].items()}
     files[METADATA] = _entry(folder.get(METADATA, MAX_JSON_BYTES))
-    files |= {lane_name(rank): _entry(data) for rank, data in enumerate(described)}
+    files |= {rank_shard_name(rank): _entry(data) for rank, data in enumerate(described)}
     manifest = {
         "format": FORMAT,
         "job": order.job,
@@ -101,7 +105,7 @@ def _finish(
     checked = parse_manifest(data, folder.where(MANIFEST))
     for rank, text in enumerate(described):
         # A part of another state must not be made complete.
-        parse_lane(text, folder.where(lane_name(rank)), checked, rank)
+        parse_rank_shard(text, folder.where(rank_shard_name(rank)), checked, rank)
     for name, entry in files.items():
         if folder.size(name) != entry["nbytes"]:
             raise StateError(f"{folder.where(name)} is not what was written a moment ago: see to the storage")
@@ -116,9 +120,9 @@ def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
     deadline = time.monotonic() + patience_s
     while True:
         names = set(folder.names())
-        missing = [rank for rank in range(ranks) if lane_name(rank) not in names]
+        missing = [rank for rank in range(ranks) if rank_shard_name(rank) not in names]
         if not missing:
-            return [folder.get(lane_name(rank), MAX_JSON_BYTES) for rank in range(ranks)]
+            return [folder.get(rank_shard_name(rank), MAX_JSON_BYTES) for rank in range(ranks)]
         if time.monotonic() >= deadline:
             raise StateError(
                 f"{folder.url} was given up: rank {missing[0]} has not written its part within"
@@ -127,7 +131,7 @@ def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
         time.sleep(_LOOK_S)
 
 
-def _tidy(job: Storage, order: Order, mine: Attempt, points: Failpoints) -> tuple[str, ...]:
+def _tidy(job: Storage, order: DurableJob, mine: Attempt, points: Failpoints) -> tuple[str, ...]:
     """Delete what is no longer wanted. What cannot be deleted is tried again after the next checkpoint."""
     warnings: list[str] = []
     try:
@@ -135,7 +139,7 @@ def _tidy(job: Storage, order: Order, mine: Attempt, points: Failpoints) -> tupl
     except StateError as error:
         return (str(error),)
     complete = [c.attempt for c in listing.complete if c.attempt is not None]
-    for attempt in doomed(complete, listing.unfinished, mine, order.keep):
+    for attempt in attempts_to_delete(complete, listing.unfinished, mine, order.keep):
         points.hit("durable-tidy", mine.step)
         folder = job.at(attempt.folder)
         try:

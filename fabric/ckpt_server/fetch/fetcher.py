@@ -18,27 +18,33 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from fabric.ckpt_server.fetch.gradient_fetch import GradientMeta, Gradients
+from fabric.ckpt_server.fetch.gradient_fetch import GradientFetcher, GradientMeta
 from fabric.ckpt_server.fetch.http_source import (
     LEAST_BYTES_PER_S,
     TRANSIENT,
-    Access,
-    Address,
-    Connection,
-    Idle,
+    HttpAccess,
+    HttpAddress,
+    HttpConnection,
+    IdleConnections,
     SourceRefused,
     read_json,
     refusal,
 )
 from fabric.ckpt_server.fetch.local_source import HostMemory
-from fabric.ckpt_server.fetch.multi_source import Progress, Source, Striping, all_failed, said
+from fabric.ckpt_server.fetch.multi_source import (
+    FetchSource,
+    MultiSourceFetch,
+    Progress,
+    all_failed,
+    source_error,
+)
 from fabric.ckpt_server.format.manifest import check_manifest, state_digest
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
 from fabric.errors import ConfigError, IntegrityError, StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.http.token_file import TokenFile
 
-__all__ = ["Fetched", "GradientMeta", "StateFetcher"]
+__all__ = ["FetchResult", "GradientMeta", "StateFetcher"]
 
 _MAX_MANIFEST_BYTES = 128 << 20
 _MANIFEST_GRACE_S = 2.0  # how long the first manifest waits for the others
@@ -46,7 +52,7 @@ _MANIFEST_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchResult:
     """A complete and verified state. ``sources`` says how many bytes of it came from which URL,
     ``compression`` whether they came packed at last, and why."""
 
@@ -87,7 +93,7 @@ class StateFetcher:
         tokens = TokenFile.of(token)
         if not (shown := tokens.shown()).isascii() or not shown.isprintable():
             raise ConfigError("The token contains characters that cannot be sent; check the token file.")
-        self._access = Access(tokens, timeout_s, ssl_context)
+        self._access = HttpAccess(tokens, timeout_s, ssl_context)
         self._streams = streams_per_source
         self._range_bytes = range_bytes
         self._progress = progress
@@ -95,8 +101,8 @@ class StateFetcher:
         self._rank = rank
         self.same_host = True
         self._unfinished = ""
-        self._idle = Idle(self._access)
-        self._gradients = Gradients(self._access, self._idle)
+        self._idle = IdleConnections(self._access)
+        self._gradients = GradientFetcher(self._access, self._idle)
         self.warnings: list[str] = []
 
     def cancel(self) -> None:
@@ -110,7 +116,7 @@ class StateFetcher:
 
     def fetch_manifest(self, url: str, step: int, generation: int) -> dict[str, Any]:
         """The checked manifest of that state from the source ``url``. Raises StateError or Gone."""
-        source = Source(Address.parse(url))
+        source = FetchSource(HttpAddress.parse(url))
         manifest = self._ask(source, SnapshotRef(generation, step, ""), self._idle.take(source.address))
         if manifest is None:
             raise all_failed(f"the manifest of step {step}", [source])
@@ -122,7 +128,7 @@ class StateFetcher:
         state: SnapshotRef,
         allocate: Callable[[int], memoryview],
         blocks: Collection[int] | None = None,
-    ) -> Fetched:
+    ) -> FetchResult:
         """Fetches ``state`` from ``urls`` into ``allocate(nbytes)`` (writable, at least that long), or, where
         ``blocks`` are given, those of its blocks alone; the rest of the memory is left as it is.
 
@@ -133,7 +139,7 @@ class StateFetcher:
         """
         begun_s = time.monotonic()
         self.warnings = []
-        sources = [Source(Address.parse(url)) for url in dict.fromkeys(urls)]
+        sources = [FetchSource(HttpAddress.parse(url)) for url in dict.fromkeys(urls)]
         if not sources:
             raise StateError(
                 f"There is no source for step {state.step}; somebody must hold a snapshot of it."
@@ -145,7 +151,7 @@ class StateFetcher:
         received = {source.url: source.nbytes for source in sources}
         seconds = time.monotonic() - begun_s
         warnings = tuple(self.warnings)
-        return Fetched(manifest["nbytes"], seconds, received, manifest, warnings, compression)
+        return FetchResult(manifest["nbytes"], seconds, received, manifest, warnings, compression)
 
     def fetch_gradient(
         self, urls: Sequence[str], *, generation: int, step: int, into: memoryview, wait_s: float = 0.0
@@ -161,7 +167,7 @@ class StateFetcher:
     def _stripe(
         self,
         manifest: dict[str, Any],
-        group: list[Source],
+        group: list[FetchSource],
         target: memoryview,
         blocks: Collection[int] | None,
     ) -> str:
@@ -179,7 +185,7 @@ class StateFetcher:
                 if source.memory is not None:
                     source.memory.close()
 
-    def _near(self, manifest: dict[str, Any], group: list[Source]) -> list[Source]:
+    def _near(self, manifest: dict[str, Any], group: list[FetchSource]) -> list[FetchSource]:
         """Those of the group whose memory can be read."""
         if not self.same_host:
             return []
@@ -193,11 +199,11 @@ class StateFetcher:
     def _stripe_over(
         self,
         manifest: dict[str, Any],
-        group: list[Source],
+        group: list[FetchSource],
         target: memoryview,
         blocks: Collection[int] | None,
     ) -> str:
-        striping = Striping(manifest, group, target, self._access, self._idle)
+        striping = MultiSourceFetch(manifest, group, target, self._access, self._idle)
         resume = self._unfinished == manifest["digest"]
         self._unfinished = manifest["digest"]
         try:
@@ -208,11 +214,11 @@ class StateFetcher:
         return striping.compression
 
     def _holders(
-        self, sources: list[Source], state: SnapshotRef
-    ) -> tuple[dict[str, Any] | None, list[Source]]:
+        self, sources: list[FetchSource], state: SnapshotRef
+    ) -> tuple[dict[str, Any] | None, list[FetchSource]]:
         """The manifest of ``state`` and who holds it; None where nobody does, with reasons in the sources."""
         promised: dict[str, Any] | None = None
-        good: list[Source] = []
+        good: list[FetchSource] = []
         for source, manifest in self._manifests(sources, state):
             if state_digest(manifest) != state.digest or manifest.get("rank", 0) != self._rank:
                 source.error = IntegrityError(f"it holds the digest {state_digest(manifest)} for this step")
@@ -224,7 +230,9 @@ class StateFetcher:
             good.append(source)
         return promised, good
 
-    def _manifests(self, sources: list[Source], state: SnapshotRef) -> list[tuple[Source, dict[str, Any]]]:
+    def _manifests(
+        self, sources: list[FetchSource], state: SnapshotRef
+    ) -> list[tuple[FetchSource, dict[str, Any]]]:
         """The manifests of those that answer in time."""
         if len(sources) == 1:
             answers = [self._ask(sources[0], state, self._idle.take(sources[0].address))]
@@ -239,7 +247,7 @@ class StateFetcher:
                 self.warnings.append(f"{source.url} is not used: {source.error}.")
         return found
 
-    def _ask_all(self, sources: list[Source], state: SnapshotRef) -> list[dict[str, Any] | None]:
+    def _ask_all(self, sources: list[FetchSource], state: SnapshotRef) -> list[dict[str, Any] | None]:
         """All sources at once; None for those that have nothing, or are much later than the first."""
         lines = [self._idle.take(source.address) for source in sources]
         with ThreadPoolExecutor(len(sources), "fabric-manifest") as pool:
@@ -256,7 +264,7 @@ class StateFetcher:
                     line.retire()
         return [None if future in late else future.result() for future in asked]
 
-    def _ask(self, source: Source, state: SnapshotRef, line: Connection) -> dict[str, Any] | None:
+    def _ask(self, source: FetchSource, state: SnapshotRef, line: HttpConnection) -> dict[str, Any] | None:
         """The source's manifest, or None with the reason in ``source.error``."""
         step, generation = state.step, state.generation
         path = f"/v1/snapshots/{step}/manifest?generation={generation}&tensors=0"
@@ -277,7 +285,7 @@ class StateFetcher:
                 whole = True
                 return manifest
             except (*TRANSIENT, StateError) as error:
-                source.error = said(error)
+                source.error = source_error(error)
                 if source.error is error:
                     return None
             finally:

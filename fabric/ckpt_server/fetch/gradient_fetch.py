@@ -13,14 +13,14 @@ from typing import Any
 from fabric.ckpt_server.fetch.http_source import (
     LEAST_BYTES_PER_S,
     TRANSIENT,
-    Access,
-    Address,
-    Idle,
+    HttpAccess,
+    HttpAddress,
+    IdleConnections,
     SourceRefused,
     read_exactly,
     refusal,
 )
-from fabric.ckpt_server.fetch.multi_source import Source, all_failed, said
+from fabric.ckpt_server.fetch.multi_source import FetchSource, all_failed, source_error
 from fabric.ckpt_server.format.digest import SEAL, bytes_digest, seal
 from fabric.ckpt_server.format.manifest import DIGEST_DIGITS, is_hex
 from fabric.ckpt_server.format.safetensors_file import is_count, parse_json
@@ -50,10 +50,10 @@ class GradientMeta:
     source: str
 
 
-class Gradients:
+class GradientFetcher:
     """Asks sources for gradients; one fetch at a time."""
 
-    def __init__(self, access: Access, idle: Idle) -> None:
+    def __init__(self, access: HttpAccess, idle: IdleConnections) -> None:
         self._access = access
         self._idle = idle
         self._late: dict[str, float] = {}  # until when a source is asked last, by its URL
@@ -64,7 +64,7 @@ class Gradients:
         """See ``StateFetcher.fetch_gradient``."""
         if into.readonly or not into.c_contiguous:
             raise StateError("A gradient needs writable, contiguous memory as its target.")
-        sources = [Source(Address.parse(url)) for url in dict.fromkeys(urls)]
+        sources = [FetchSource(HttpAddress.parse(url)) for url in dict.fromkeys(urls)]
         if not sources:
             raise StateError(f"There is no source for the gradient of step {step}.")
         now = time.monotonic()
@@ -79,7 +79,9 @@ class Gradients:
             if not left_s and source.failures:
                 break
             try:
-                found = self._ask(source, generation, step, into.cast("B"), (left_s, bool(waiting)))
+                found = self._ask(
+                    source, generation, step, into.cast("B"), left_s=left_s, is_last=not waiting
+                )
                 self._late.pop(source.url, None)
                 return found
             except _NotYet:
@@ -90,9 +92,9 @@ class Gradients:
                     self._late[source.url] = time.monotonic() + _LAST_S
                     late.append(source)
                 else:
-                    source.error = said(error)
+                    source.error = source_error(error)
             except (*TRANSIENT, StateError) as error:
-                source.error = said(error)
+                source.error = source_error(error)
             if self._access.sockets.closed:
                 raise StateError("The fetch was cancelled; nothing was loaded.")
         if any(source.error is None for source in sources):
@@ -100,13 +102,19 @@ class Gradients:
         raise all_failed(f"the gradient of step {step}", sources)
 
     def _ask(
-        self, source: Source, generation: int, step: int, into: memoryview, patience: tuple[float, bool]
+        self,
+        source: FetchSource,
+        generation: int,
+        step: int,
+        into: memoryview,
+        *,
+        left_s: float,
+        is_last: bool,
     ) -> GradientMeta:
-        """What one source has. ``patience``: how long may be waited in all, and whether there are others."""
-        left_s, hurried = patience
-        wait_s = min(left_s, _TURN_S if hurried else _WAIT_S)
+        """The gradient that one source has; waits up to ``left_s``, and less unless it ``is_last``."""
+        wait_s = min(left_s, _WAIT_S if is_last else _TURN_S)
         rest_s, rate = (
-            (_LATE_S, _FAIR_BYTES_PER_S) if hurried else (self._access.timeout_s, LEAST_BYTES_PER_S)
+            (self._access.timeout_s, LEAST_BYTES_PER_S) if is_last else (_LATE_S, _FAIR_BYTES_PER_S)
         )
         connection = self._idle.take(source.address)
         whole = False

@@ -39,7 +39,7 @@ class SourceRefused(StateError):
     """The source understood and said no: asking it again is of no use."""
 
 
-class Sockets:
+class OpenSockets:
     """The open sockets of one fetcher; after ``shutdown`` there will be no others."""
 
     def __init__(self) -> None:
@@ -77,13 +77,13 @@ def abort(sock: socket.socket) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class HttpAccess:
     """How every source is reached. ``token`` empty means none, ``timeout_s`` bounds one read."""
 
     tokens: TokenFile
     timeout_s: float
     ssl_context: ssl.SSLContext | None
-    sockets: Sockets = field(default_factory=Sockets)
+    sockets: OpenSockets = field(default_factory=OpenSockets)
 
     @property
     def token(self) -> str:
@@ -92,7 +92,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class HttpAddress:
     """A source's base URL, taken apart."""
 
     url: str
@@ -102,7 +102,7 @@ class Address:
     secure: bool
 
     @classmethod
-    def parse(cls, url: str) -> "Address":
+    def parse(cls, url: str) -> "HttpAddress":
         """Raises ConfigError unless ``url`` is http(s)://host[:port][/path]."""
         try:
             parts = urlsplit(url)
@@ -120,10 +120,10 @@ class Address:
         return f"{self.host.lower()}:{self.port}"
 
 
-class Connection:
+class HttpConnection:
     """One keep-alive connection; dials at the first request, and again after an error."""
 
-    def __init__(self, address: Address, access: Access) -> None:
+    def __init__(self, address: HttpAddress, access: HttpAccess) -> None:
         self.address = address
         self._access = access
         self._http = http.client.HTTPConnection(address.host, address.port)
@@ -192,10 +192,10 @@ class Connection:
         sock.settimeout(self._access.timeout_s)
         return response
 
-    def body(self, response: http.client.HTTPResponse) -> "Body":
+    def body(self, response: http.client.HTTPResponse) -> "HttpBody":
         """Where the bytes of the response of the last ``get`` come from."""
         assert self._sock is not None
-        return Body(response, self._sock, self._access.timeout_s)
+        return HttpBody(response, self._sock, self._access.timeout_s)
 
     @property
     def is_open(self) -> bool:
@@ -260,24 +260,24 @@ class Connection:
         return wrapped
 
 
-class Idle:
+class IdleConnections:
     """Connections that are open and have nothing to do, kept for the next request to their server."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: HttpAccess) -> None:
         self._access = access
-        self._connections: deque[Connection] = deque()
+        self._connections: deque[HttpConnection] = deque()
         self._lock = threading.Lock()
 
-    def take(self, address: Address) -> Connection:
+    def take(self, address: HttpAddress) -> HttpConnection:
         """A connection to ``address``, which is open already where one was kept."""
         with self._lock:
             kept = next((c for c in self._connections if c.address == address and c.is_open), None)
             if kept is not None:
                 self._connections.remove(kept)
                 return kept
-        return Connection(address, self._access)
+        return HttpConnection(address, self._access)
 
-    def give(self, connection: Connection, *, reusable: bool) -> None:
+    def give(self, connection: HttpConnection, *, reusable: bool) -> None:
         """Gives one back; ``reusable``: its last response was read to the end."""
         if not reusable or not connection.is_open:
             connection.close()
@@ -295,7 +295,7 @@ class Idle:
                 self._connections.pop().close()
 
 
-class Body:
+class HttpBody:
     """A response's bytes, from the socket to their place in as few wake-ups as the kernel allows: it waits
     for a whole piece, and not the interpreter for whatever has come. Over TLS the interpreter has to read.
     """

@@ -24,39 +24,39 @@ class LinkSpeed:
         self._lock = threading.Lock()
         self._plain_ranges = 0
         self._plain = 0.0  # bytes per second of one stream, of the last ranges
-        self._packed = 0.0
+        self._compressed = 0.0
         self._trial: bool | None = None  # the way that one range is tried in
         self._since = 0
 
-    def next_is_packed(self) -> bool:
+    def compress_next(self) -> bool:
         """How the next range should come. Whoever asks must tell ``measured`` or ``failed``."""
         with self._lock:
             if not self._is_known or self._is_fast:
                 return False
-            if self._trial is not None or (self._packed and self._since < _LOOK_AGAIN):
+            if self._trial is not None or (self._compressed and self._since < _LOOK_AGAIN):
                 self._since += 1
                 return self._chosen
             self._trial, self._since = not self._chosen, 0
             return self._trial
 
-    def measured(self, packed: bool, nbytes: int, seconds: float) -> None:
+    def measured(self, compressed: bool, nbytes: int, seconds: float) -> None:
         """``nbytes`` of the state arrived, and were unpacked, in ``seconds`` on one stream."""
         rate = nbytes / max(seconds, 1e-9)
         with self._lock:
-            if packed == self._trial:
+            if compressed == self._trial:
                 self._trial = None
             if nbytes < _MIN_BYTES:
                 return
-            if packed:
-                self._packed = rate
+            if compressed:
+                self._compressed = rate
             else:
                 self._plain = rate if not self._plain else (self._plain + rate) / 2
                 self._plain_ranges += 1
 
-    def failed(self, packed: bool) -> None:
+    def failed(self, compressed: bool) -> None:
         """That range did not come, for other reasons."""
         with self._lock:
-            if packed == self._trial:
+            if compressed == self._trial:
                 self._trial = None
 
     @property
@@ -64,15 +64,15 @@ class LinkSpeed:
         """What was done at last, and why."""
         with self._lock:
             plain = f"{self._plain * self._streams / 1e6:.0f} MB/s"
-            packed = f"{self._packed * self._streams / 1e6:.0f} MB/s"
+            compressed = f"{self._compressed * self._streams / 1e6:.0f} MB/s"
             if not self._is_known:
                 return "plain: too little was fetched to measure the link"
             if self._is_fast:
                 return f"plain: the link gives {plain}, faster than compressing"
-            if not self._packed:
+            if not self._compressed:
                 return f"plain: the link gives {plain}, and nothing was left to try compression with"
-            chosen = "packed" if self._chosen else "plain"
-            return f"{chosen}: the link gives {plain} plain and {packed} packed"
+            chosen = "compressed" if self._chosen else "plain"
+            return f"{chosen}: the link gives {plain} plain and {compressed} compressed"
 
     @property
     def _is_known(self) -> bool:
@@ -84,4 +84,4 @@ class LinkSpeed:
 
     @property
     def _chosen(self) -> bool:
-        return self._packed > GAIN * self._plain
+        return self._compressed > GAIN * self._plain

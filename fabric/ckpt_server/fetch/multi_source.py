@@ -21,19 +21,19 @@ import xxhash
 from fabric.ckpt_server.fetch.http_source import (
     LEAST_BYTES_PER_S,
     TRANSIENT,
-    Access,
-    Address,
-    Body,
-    Connection,
-    Idle,
+    HttpAccess,
+    HttpAddress,
+    HttpBody,
+    HttpConnection,
+    IdleConnections,
     SourceRefused,
     refusal,
 )
 from fabric.ckpt_server.fetch.link_speed import LinkSpeed
 from fabric.ckpt_server.fetch.local_source import HostMemory, MemoryBody
-from fabric.ckpt_server.fetch.range_queue import Lease, RangeQueue
+from fabric.ckpt_server.fetch.range_queue import RangeClaim, RangeQueue
 from fabric.ckpt_server.format.digest import block_digest
-from fabric.ckpt_server.wire.compression import IDENTITY, PLANES, unpack
+from fabric.ckpt_server.wire.compression import IDENTITY, SHUFFLE, decompress
 from fabric.errors import Gone, IntegrityError, ProtocolError, StateError
 from fabric.runtime.priority import lower_priority
 
@@ -41,27 +41,28 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 _MAX_FAILURES = 3
-_MAX_LIES = 2
+_MAX_WRONG_ANSWERS = 2
 _WAIT_S = 0.1
 _MAX_REFUSAL_BYTES = 64 << 10
 _PIECE_BYTES = 512 << 10  # is digested while it is in the core's own cache
-PACKED_PATH = "/v1/snapshots/{}/blocks/{}-{}{}"
+BLOCKS_PATH = "/v1/snapshots/{}/blocks/{}-{}{}"
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
 
 @dataclass(slots=True)
-class Source:
-    """What is known of one source during a fetch; ``error`` says why it is no longer used. ``packs``: whether
-    it can send its bytes packed, as far as is known. ``memory``: where it is on this host, and readable;
+class FetchSource:
+    """What is known of one source during a fetch; ``error`` says why it is no longer used. ``compresses``:
+    whether it can send its bytes packed, as far as is known. ``memory``: where it is on this host, and
+    readable;
     ``shared`` of its ``nbytes`` were read there."""
 
-    address: Address
-    packs: bool = True
+    address: HttpAddress
+    compresses: bool = True
     memory: HostMemory | None = None
     nbytes: int = 0
     shared: int = 0
     failures: int = 0
-    lies: int = 0
+    wrong_answers: int = 0
     error: StateError | None = None
 
     @property
@@ -69,16 +70,16 @@ class Source:
         return self.address.url
 
 
-class Striping:
+class MultiSourceFetch:
     """Fetches what ``manifest`` describes from ``sources`` into ``target`` (exactly its size)."""
 
     def __init__(
         self,
         manifest: Mapping[str, Any],
-        sources: Sequence[Source],
+        sources: Sequence[FetchSource],
         target: memoryview,
-        access: Access,
-        idle: Idle,
+        access: HttpAccess,
+        idle: IdleConnections,
     ) -> None:
         self._manifest = manifest
         self._sources = sources
@@ -120,7 +121,7 @@ class Striping:
         done = [block not in wanted or (resume and self._holds(block)) for block in range(count)]
         held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
         most = max(1, range_bytes // int(self._manifest["block_bytes"]))
-        streams = streams_each(streams, len(self._sources), len(os.sched_getaffinity(0)))
+        streams = streams_per_source(streams, len(self._sources), len(os.sched_getaffinity(0)))
         workers = len(self._sources) * streams
         self._speed = LinkSpeed(workers)
         queue = RangeQueue(done, most, workers, {source.url for source in self._sources}, time.monotonic)
@@ -159,78 +160,89 @@ class Striping:
             queue.end_stuck(stuck_s)
             queue.wait(_WAIT_S)
 
-    def _stream(self, queue: RangeQueue, source: Source) -> None:
+    def _stream(self, queue: RangeQueue, source: FetchSource) -> None:
         connection, sound = self._idle.take(source.address), False
         try:
-            while (lease := queue.take(source.url, connection.abort)) is not None:
-                self._serve(queue, source, connection, lease)
+            while (claim := queue.take(source.url, connection.abort)) is not None:
+                self._fetch_claim(queue, source, connection, claim)
             sound = True  # a connection with a response that was not read to the end is closed by now
         finally:
             self._idle.give(connection, reusable=sound)
 
-    def _serve(self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease) -> None:
+    def _fetch_claim(
+        self, queue: RangeQueue, source: FetchSource, connection: HttpConnection, claim: RangeClaim
+    ) -> None:
         if (memory := source.memory) is not None:
-            self._read(queue, source, memory, lease)
+            self._read(queue, source, memory, claim)
             return
-        failed, packed, begun_s = True, source.packs and self._speed.next_is_packed(), time.monotonic()
+        failed, compressed, begun_s = (
+            True,
+            source.compresses and self._speed.compress_next(),
+            time.monotonic(),
+        )
         try:
-            nbytes = self._fetch(queue, source, connection, lease, packed)
+            nbytes = self._fetch(queue, source, connection, claim, compressed)
             failed = False
-            if not packed or source.packs:
-                self._speed.measured(packed, nbytes, time.monotonic() - begun_s)
+            if not compressed or source.compresses:
+                self._speed.measured(compressed, nbytes, time.monotonic() - begun_s)
         except IntegrityError as error:
-            self._lied(queue, source, error)
+            self._count_wrong_bytes(queue, source, error)
         except (SourceRefused, Gone) as error:
             self._drop(queue, source, error)
         except (*TRANSIENT, StateError, ProtocolError) as error:
-            if not lease.reclaimed and not self._access.sockets.closed:
-                self._stumbled(queue, source, error)
+            if not claim.reclaimed and not self._access.sockets.closed:
+                self._count_failure(queue, source, error)
         finally:
-            if failed or (packed and not source.packs):
-                self._speed.failed(packed)
-            queue.release(lease, failed=failed)
-            if failed or lease.reclaimed:  # the end may have reached a connection that was just done
+            if failed or (compressed and not source.compresses):
+                self._speed.failed(compressed)
+            queue.release(claim, failed=failed)
+            if failed or claim.reclaimed:  # the end may have reached a connection that was just done
                 connection.close()
 
-    def _read(self, queue: RangeQueue, source: Source, memory: HostMemory, lease: Lease) -> None:
+    def _read(self, queue: RangeQueue, source: FetchSource, memory: HostMemory, claim: RangeClaim) -> None:
         """Brings a range into place out of the memory of a server on this host."""
-        failed, body = True, memory.body(lease.taken.first * self._manifest["block_bytes"])
+        failed, body = True, memory.body(claim.block_range.first * self._manifest["block_bytes"])
         try:
-            for block in lease.taken.blocks:
+            for block in claim.block_range.blocks:
                 self._finish(queue, source, block, _receive(body, self._block(block)))
                 with self._lock:
                     source.shared += len(self._block(block))
             failed = not memory.still_there()
         except IntegrityError as error:
             if memory.still_there():
-                self._lied(queue, source, error)
+                self._count_wrong_bytes(queue, source, error)
         except OSError as error:
             log.debug("%s: its memory is not read any more: %s", source.url, error)
         finally:
-            queue.release(lease, failed=False)
+            queue.release(claim, failed=False)
             if failed:  # withdrawn, or nobody there: over the network it says so
                 source.memory = None
 
     def _fetch(
-        self, queue: RangeQueue, source: Source, connection: Connection, lease: Lease, packed: bool
+        self,
+        queue: RangeQueue,
+        source: FetchSource,
+        connection: HttpConnection,
+        claim: RangeClaim,
+        compressed: bool,
     ) -> int:
         """Brings a range into place; returns its size."""
-        blocks = lease.taken.blocks
-        response = self._ask_packed(source, connection, lease) if packed else None
-        unpacks = response is not None
+        blocks = claim.block_range.blocks
+        response = self._ask_compressed(source, connection, claim) if compressed else None
+        is_compressed = response is not None
         if response is None:
-            response = self._ask_plain(connection, lease)
+            response = self._ask_plain(connection, claim)
         body = connection.body(response)
         for block in blocks:
             part = self._block(block)
-            if unpacks:
-                unpack(body.read, part)
+            if is_compressed:
+                decompress(body.read, part)
                 if block == blocks[-1] and response.read(1):
                     raise SourceRefused("it sends more than the blocks that were asked for")
-            self._finish(queue, source, block, block_digest(part) if unpacks else _receive(body, part))
+            self._finish(queue, source, block, block_digest(part) if is_compressed else _receive(body, part))
         return sum(len(self._block(block)) for block in blocks)
 
-    def _finish(self, queue: RangeQueue, source: Source, block: int, digest: str) -> None:
+    def _finish(self, queue: RangeQueue, source: FetchSource, block: int, digest: str) -> None:
         """``block`` is in place and has this digest. Raises IntegrityError where that is wrong."""
         if digest != self._manifest["blocks"][block]:
             raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
@@ -239,10 +251,10 @@ class Striping:
             source.failures = 0
         queue.finished(block)
 
-    def _ask_plain(self, connection: Connection, lease: Lease) -> http.client.HTTPResponse:
+    def _ask_plain(self, connection: HttpConnection, claim: RangeClaim) -> http.client.HTTPResponse:
         block_bytes, nbytes = self._manifest["block_bytes"], self._manifest["nbytes"]
-        begin = lease.taken.first * block_bytes
-        end = min(nbytes, begin + lease.taken.count * block_bytes)
+        begin = claim.block_range.first * block_bytes
+        end = min(nbytes, begin + claim.block_range.count * block_bytes)
         response = connection.get(f"{self._snapshot}/data{self._query}", (begin, end))
         if response.status not in (200, 206):
             raise refusal(response)
@@ -250,21 +262,21 @@ class Striping:
         self._check_coding(response, IDENTITY)
         return response
 
-    def _ask_packed(
-        self, source: Source, connection: Connection, lease: Lease
+    def _ask_compressed(
+        self, source: FetchSource, connection: HttpConnection, claim: RangeClaim
     ) -> http.client.HTTPResponse | None:
         """The answer in PLANES, or None where the source offers no such thing."""
-        first, last = lease.taken.first, lease.taken.first + lease.taken.count - 1
-        path = PACKED_PATH.format(self._manifest["step"], first, last, self._query)
-        response = connection.get(path, coding=PLANES)
+        first, last = claim.block_range.first, claim.block_range.first + claim.block_range.count - 1
+        path = BLOCKS_PATH.format(self._manifest["step"], first, last, self._query)
+        response = connection.get(path, coding=SHUFFLE)
         if response.status == 404:
             response.read(_MAX_REFUSAL_BYTES)
             connection.close()
-            source.packs = False
+            source.compresses = False
             return None
         if response.status != 200:
             raise refusal(response)
-        self._check_coding(response, PLANES)
+        self._check_coding(response, SHUFFLE)
         return response
 
     def _check_coding(self, response: http.client.HTTPResponse, coding: str) -> None:
@@ -276,27 +288,27 @@ class Striping:
         if tag is not None and tag.strip('W/"').partition("-")[0] != self._manifest["digest"]:
             raise SourceRefused("it holds another state by now")
 
-    def _lied(self, queue: RangeQueue, source: Source, error: IntegrityError) -> None:
+    def _count_wrong_bytes(self, queue: RangeQueue, source: FetchSource, error: IntegrityError) -> None:
         with self._lock:
-            source.lies += 1
-            drop = source.lies >= _MAX_LIES
+            source.wrong_answers += 1
+            drop = source.wrong_answers >= _MAX_WRONG_ANSWERS
             self.warnings.append(
                 f"{source.url} sent wrong bytes for {error}; they were not used"
                 f"{' and the source is not used any more' if drop else ''}."
             )
         if drop:
-            self._drop(queue, source, IntegrityError(f"it sent wrong bytes {source.lies} times"))
+            self._drop(queue, source, IntegrityError(f"it sent wrong bytes {source.wrong_answers} times"))
 
-    def _stumbled(self, queue: RangeQueue, source: Source, error: Exception) -> None:
+    def _count_failure(self, queue: RangeQueue, source: FetchSource, error: Exception) -> None:
         with self._lock:
             source.failures += 1
             drop = source.failures >= _MAX_FAILURES
         if drop:
-            self._drop(queue, source, StateError(describe(error)))
+            self._drop(queue, source, StateError(one_line(error)))
         else:
             queue.wait(_WAIT_S * source.failures)
 
-    def _drop(self, queue: RangeQueue, source: Source, error: StateError) -> None:
+    def _drop(self, queue: RangeQueue, source: FetchSource, error: StateError) -> None:
         with self._lock:
             first = source.error is None
             source.error = source.error or error
@@ -312,13 +324,13 @@ class Striping:
         return bool(block_digest(self._block(block)) == self._manifest["blocks"][block])
 
 
-def streams_each(wanted: int, sources: int, processors: int) -> int:
+def streams_per_source(wanted: int, sources: int, processors: int) -> int:
     """How many streams each source gets: more in all than there are processors only take turns, and each has
     bytes wait in its buffers until they are out of every cache."""
     return max(1, min(wanted, processors // sources))
 
 
-def _receive(body: Body | MemoryBody, part: memoryview) -> str:
+def _receive(body: HttpBody | MemoryBody, part: memoryview) -> str:
     """Fills ``part``; returns its digest."""
     hasher = xxhash.xxh3_64()
     for begin in range(0, len(part), _PIECE_BYTES):
@@ -344,7 +356,7 @@ def check_range(response: Any, begin: int, end: int, nbytes: int) -> None:
         raise SourceRefused(f"it sends {response.length} bytes where {end - begin} were asked for")
 
 
-def all_failed(what: str, sources: Sequence[Source]) -> StateError:
+def all_failed(what: str, sources: Sequence[FetchSource]) -> StateError:
     """The error that tells of every source why it is of no use."""
     reasons = "; ".join(f"{source.url}: {source.error or 'no reason'}" for source in sources)
     kinds = {type(source.error) for source in sources}
@@ -353,15 +365,15 @@ def all_failed(what: str, sources: Sequence[Source]) -> StateError:
     return chosen(f"No source could deliver {what}, and nothing was loaded ({reasons}).")
 
 
-def describe(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """One line that says why a source failed."""
     if isinstance(error, TimeoutError):
         return "it stopped sending"
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def said(error: Exception) -> StateError:
+def source_error(error: Exception) -> StateError:
     """Why a source gave nothing: its own word, which stays so, or what went wrong on the way."""
     if isinstance(error, Gone | IntegrityError | SourceRefused):
         return error
-    return StateError(describe(error))
+    return StateError(one_line(error))

@@ -33,11 +33,11 @@ class BlockRange:
 
 
 @dataclass(eq=False, slots=True)
-class Lease:
+class RangeClaim:
     """A range in the hands of one stream; ``end`` makes that stream give it up. ``moved_s``: when it was
     taken, or last brought a block into place."""
 
-    taken: BlockRange
+    block_range: BlockRange
     source: str
     since_s: float
     end: Callable[[], None]
@@ -54,7 +54,7 @@ class _Pace:
 @dataclass(slots=True)
 class _Shared:
     pending: deque[BlockRange]
-    leases: set[Lease] = field(default_factory=set)
+    claims: set[RangeClaim] = field(default_factory=set)
     pace: dict[str, _Pace] = field(default_factory=dict)
 
 
@@ -83,16 +83,16 @@ class RangeQueue:
         """Whether any source is left."""
         return bool(self._alive)
 
-    def take(self, source: str, end: Callable[[], None]) -> Lease | None:
+    def take(self, source: str, end: Callable[[], None]) -> RangeClaim | None:
         """A range for ``source`` to fetch; waits for one. None when it has no more business here."""
         with self._changed:
             while not self._stopped and self._left and source in self._alive:
                 found = self._pick(source)
                 if found is not None:
                     now = self._clock()
-                    lease = Lease(found, source, now, end, moved_s=now)
-                    self._shared.leases.add(lease)
-                    return lease
+                    claim = RangeClaim(found, source, now, end, moved_s=now)
+                    self._shared.claims.add(claim)
+                    return claim
                 self._reclaim(source)
                 self._changed.wait(_LOOK_S)
             return None
@@ -100,24 +100,24 @@ class RangeQueue:
     def finished(self, block: int) -> None:
         """``block`` is in place and verified."""
         with self._changed:
-            for lease in self._shared.leases:
-                if block in lease.taken.blocks:
-                    lease.moved_s = self._clock()
+            for claim in self._shared.claims:
+                if block in claim.block_range.blocks:
+                    claim.moved_s = self._clock()
             if not self._done[block]:
                 self._done[block] = True
                 self._left -= 1
                 if not self._left:
                     self._changed.notify_all()
 
-    def release(self, lease: Lease, *, failed: bool) -> None:
+    def release(self, claim: RangeClaim, *, failed: bool) -> None:
         """Gives a range back; what of it is not finished is fetched again, elsewhere if it failed."""
         with self._changed:
-            self._shared.leases.discard(lease)
-            pace = self._shared.pace.setdefault(lease.source, _Pace())
-            avoid = lease.taken.avoid | ({lease.source} if failed else frozenset())
-            rest = [block for block in lease.taken.blocks if not self._done[block]]
-            pace.blocks += lease.taken.count - len(rest)
-            pace.seconds += self._clock() - lease.since_s
+            self._shared.claims.discard(claim)
+            pace = self._shared.pace.setdefault(claim.source, _Pace())
+            avoid = claim.block_range.avoid | ({claim.source} if failed else frozenset())
+            rest = [block for block in claim.block_range.blocks if not self._done[block]]
+            pace.blocks += claim.block_range.count - len(rest)
+            pace.seconds += self._clock() - claim.since_s
             self._shared.pending.extendleft(BlockRange(block, 1, avoid) for block in reversed(rest))
             self._changed.notify_all()
 
@@ -125,19 +125,19 @@ class RangeQueue:
         """``source`` gets no more ranges, and loses those it has."""
         with self._changed:
             self._alive.discard(source)
-            for lease in self._shared.leases:
-                if lease.source == source:
-                    lease.end()
+            for claim in self._shared.claims:
+                if claim.source == source:
+                    claim.end()
             self._changed.notify_all()
 
     def end_stuck(self, limit_s: float) -> None:
         """Have every stream give up what has brought no block into place for ``limit_s``, be it the only one:
         a source that trickles would hold it for ever."""
         with self._changed:
-            for lease in self._shared.leases:
-                if self._clock() - lease.moved_s > limit_s:
-                    lease.moved_s = self._clock()
-                    lease.end()
+            for claim in self._shared.claims:
+                if self._clock() - claim.moved_s > limit_s:
+                    claim.moved_s = self._clock()
+                    claim.end()
 
     def stop(self) -> None:
         """Nobody gets anything any more."""
@@ -168,15 +168,17 @@ class RangeQueue:
     def _reclaim(self, source: str) -> None:
         pace = self._shared.pace.get(source)
         now = self._clock()
-        for lease in self._shared.leases:
+        for claim in self._shared.claims:
             patience = _PATIENCE_UNKNOWN_S
             if pace is not None and pace.blocks:
-                expected_s = lease.taken.count * pace.seconds / pace.blocks
+                expected_s = claim.block_range.count * pace.seconds / pace.blocks
                 patience = max(_PATIENCE_MIN_S, _PATIENCE_FACTOR * expected_s)
-            due = patience * 2 ** len(lease.taken.avoid)  # a range that nobody is fast with ends somewhere
-            if lease.source != source and not lease.reclaimed and now - lease.since_s > due:
-                lease.reclaimed = True
-                lease.end()
+            due = patience * 2 ** len(
+                claim.block_range.avoid
+            )  # a range that nobody is fast with ends somewhere
+            if claim.source != source and not claim.reclaimed and now - claim.since_s > due:
+                claim.reclaimed = True
+                claim.end()
 
 
 def _runs(done: list[bool]) -> list[BlockRange]:

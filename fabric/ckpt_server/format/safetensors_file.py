@@ -65,11 +65,20 @@ class TensorSpan(NamedTuple):
     end: int
 
 
+class TensorEntry(NamedTuple):
+    """One tensor of a file that is yet to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 _place = itemgetter(3, 4)  # a span's begin and end
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class FileHeader:
     """A checked preamble: ``nbytes`` of it, then ``tensors`` in file order, which end at ``end``."""
 
     nbytes: int
@@ -91,8 +100,8 @@ def file_order(name: str, dtype: str) -> tuple[int, str]:
     return -ELEMENT_BYTES[dtype], name
 
 
-def build_preamble(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: str) -> bytes:
-    """The bytes before the data, for (name, dtype, shape, nbytes) given in file order.
+def build_preamble(tensors: Sequence[TensorEntry], metadata: str) -> bytes:
+    """The bytes before the data of a file with these tensors, given in file order.
 
     Raises StateError where the header would be longer than readers accept.
     """
@@ -100,12 +109,9 @@ def build_preamble(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], met
 
 
 class Preamble:
-    """The bytes before the data of files whose tensors are the same and whose metadata is not.
+    """The bytes before the data of files with the same ``tensors``, in file order, and other metadata."""
 
-    ``tensors`` are (name, dtype, shape, nbytes) in file order.
-    """
-
-    def __init__(self, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
+    def __init__(self, tensors: Sequence[TensorEntry]) -> None:
         entries: dict[str, object] = {"__metadata__": {METADATA_KEY: ""}}
         offset = 0
         for name, dtype, shape, nbytes in tensors:
@@ -128,7 +134,7 @@ class Preamble:
         return _LENGTH.pack(len(text) + padding) + text + b" " * padding
 
 
-def read_header(file: memoryview) -> Header:
+def read_header(file: memoryview) -> FileHeader:
     """Parses and checks the preamble of ``file`` (flat bytes, exactly the whole file).
 
     Raises StateError that names what is wrong; takes no memory beyond the header's own size.
@@ -136,7 +142,7 @@ def read_header(file: memoryview) -> Header:
     return read_preamble(file, len(file))
 
 
-def read_preamble(begin: memoryview, nbytes: int) -> Header:
+def read_preamble(begin: memoryview, nbytes: int) -> FileHeader:
     """As ``read_header``, of a file of ``nbytes`` of which at least the preamble is in ``begin``."""
     if len(begin) < _LENGTH.size:
         raise StateError(f"The state is {len(begin)} bytes long, too short to be a snapshot file.")
@@ -151,7 +157,7 @@ def read_preamble(begin: memoryview, nbytes: int) -> Header:
     spans, metadata = _read_ours(text, data_begin) or _read_any(text, data_begin)
     spans.sort(key=_place)
     _check_cover(spans, data_begin, nbytes)
-    return Header(data_begin, tuple(spans), metadata)
+    return FileHeader(data_begin, tuple(spans), metadata)
 
 
 def parse_json(text: str | bytes) -> Any:

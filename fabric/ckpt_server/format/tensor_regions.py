@@ -11,14 +11,14 @@ _MOST_RUNS = 4096  # of one piece: with more, what lies between them is counted 
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TensorRegion:
     """A part of a whole tensor: where it begins and how far it goes, by dimension."""
 
     begin: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> "Box":
+    def whole(cls, shape: tuple[int, ...]) -> "TensorRegion":
         """All of a tensor of this shape."""
         return cls((0,) * len(shape), shape)
 
@@ -26,13 +26,13 @@ class Box:
     def elements(self) -> int:
         return math.prod(self.sizes)
 
-    def common(self, other: "Box") -> "Box":
+    def common(self, other: "TensorRegion") -> "TensorRegion":
         """What both cover; it may be empty."""
         begin = tuple(map(max, self.begin, other.begin))
         ends = map(min, self.end, other.end)
-        return Box(begin, tuple(max(0, end - at) for at, end in zip(begin, ends, strict=True)))
+        return TensorRegion(begin, tuple(max(0, end - at) for at, end in zip(begin, ends, strict=True)))
 
-    def within(self, other: "Box") -> tuple[slice, ...]:
+    def within(self, other: "TensorRegion") -> tuple[slice, ...]:
         """The indices of this part in memory that holds ``other``."""
         starts = (a - b for a, b in zip(self.begin, other.begin, strict=True))
         return tuple(slice(at, at + n) for at, n in zip(starts, self.sizes, strict=True))
@@ -43,14 +43,14 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RegionRead:
     """``box`` of tensor ``name``, which is in the file of ``rank``: there ``held`` of it lies at ``span``."""
 
     name: str
     rank: int
     span: TensorSpan
-    held: Box
-    box: Box
+    held: TensorRegion
+    box: TensorRegion
 
     def runs(self, gap_bytes: int) -> Iterator[tuple[int, int]]:
         """The bytes (begin, end) of the rank's file that hold it. Where less than ``gap_bytes`` lie between

@@ -15,7 +15,7 @@ from typing import Any
 from fabric.errors import ProtocolError
 
 # (begin, end) of every dimension.
-Box = tuple[tuple[int, int], ...]
+SliceBounds = tuple[tuple[int, int], ...]
 
 _ONE = re.compile(r"\s*(\d{0,18})\s*(:?)\s*(\d{0,18})\s*", re.ASCII)
 _MAX_TEXT = 2000
@@ -29,7 +29,7 @@ class Shard:
     offset: tuple[int, ...]
 
 
-def parse_slice(text: str, shape: tuple[int, ...]) -> Box:
+def parse_slice(text: str, shape: tuple[int, ...]) -> SliceBounds:
     """The box that ``text`` means in a tensor of ``shape``; dimensions that it leaves out are taken whole.
 
     Raises ProtocolError, with the shape, for anything that is not within it.
@@ -60,12 +60,12 @@ def _wrong(text: str, shape: tuple[int, ...]) -> ProtocolError:
     )
 
 
-def show(box: Box) -> str:
+def slice_text(box: SliceBounds) -> str:
     """The box as it is asked for."""
     return ",".join(f"{begin}:{end}" for begin, end in box)
 
 
-def local_part(box: Box, shard: Shard, shape: tuple[int, ...]) -> Box | None:
+def local_part(box: SliceBounds, shard: Shard, shape: tuple[int, ...]) -> SliceBounds | None:
     """What of ``box``, in the whole tensor, a shard of ``shape`` holds, in its own indices; None: nothing."""
     found = []
     for (begin, end), offset, size in zip(box, shard.offset, shape, strict=True):
@@ -76,17 +76,17 @@ def local_part(box: Box, shard: Shard, shape: tuple[int, ...]) -> Box | None:
     return tuple(found)
 
 
-def in_whole(box: Box, shard: Shard) -> Box:
+def in_whole(box: SliceBounds, shard: Shard) -> SliceBounds:
     """A box of the shard in the indices of the whole tensor."""
     return tuple((begin + o, end + o) for (begin, end), o in zip(box, shard.offset, strict=True))
 
 
-def elements(box: Box) -> int:
+def elements(box: SliceBounds) -> int:
     """How many elements the box has."""
     return math.prod(end - begin for begin, end in box)
 
 
-def contiguous_from(box: Box, shape: tuple[int, ...]) -> int | None:
+def contiguous_from(box: SliceBounds, shape: tuple[int, ...]) -> int | None:
     """The index of the box's first element in the flat tensor if it lies there in one piece, else None."""
     if not elements(box):
         return 0
@@ -103,7 +103,7 @@ def contiguous_from(box: Box, shape: tuple[int, ...]) -> int | None:
 
 
 def gather(
-    tensor: memoryview, width: int, shape: tuple[int, ...], box: Box, place: tuple[int, int]
+    tensor: memoryview, width: int, shape: tuple[int, ...], box: SliceBounds, place: tuple[int, int]
 ) -> memoryview:
     """Elements ``place`` (first, last + 1) of those in the box, in order, of ``tensor`` (its flat bytes, each
     element ``width`` of them). Takes memory for these only."""

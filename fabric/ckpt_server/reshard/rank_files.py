@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from fabric.ckpt_server.durable.reader import Checkpoint, LaneFile
+from fabric.ckpt_server.durable.reader import DurableCheckpoint, RankShardFile
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.format.safetensors_file import Header, read_preamble
+from fabric.ckpt_server.format.safetensors_file import FileHeader, read_preamble
 from fabric.model import SnapshotRef
 
 Allocate = Callable[[int], memoryview]
 
 
-class Part:
+class RankFile:
     """``rank``'s file. ``file`` is memory of its size, of which what was read is there and verified; the rest
     is reserved and never touched. ``manifest`` is known once something was read. ``sources`` says how many
     bytes were read from which URL, ``compression`` whether they came packed, and why."""
@@ -32,7 +32,7 @@ class Part:
         """Of how many ranks the state is."""
         return len(self.manifest.get("ranks", ("",)))
 
-    def header(self) -> Header:
+    def header(self) -> FileHeader:
         """What lies where in it. Raises StateError."""
         self.have({0})
         end = 8 + int.from_bytes(self.file[:8], "little")
@@ -71,7 +71,7 @@ class Part:
         return self.file
 
 
-class ServedPart(Part):
+class ServedRankFile(RankFile):
     """From the servers at ``urls``, by a fetcher of its rank."""
 
     def __init__(self, rank: int, urls: Sequence[str], state: SnapshotRef, fetcher: StateFetcher) -> None:
@@ -92,25 +92,25 @@ class ServedPart(Part):
         super().let_go()
 
 
-class StoredPart(Part):
+class StoredRankFile(RankFile):
     """From a durable checkpoint, whose files ``stack`` closes."""
 
-    def __init__(self, rank: int, checkpoint: Checkpoint, stack: ExitStack) -> None:
+    def __init__(self, rank: int, checkpoint: DurableCheckpoint, stack: ExitStack) -> None:
         super().__init__(rank)
         self._checkpoint = checkpoint
         self._stack = stack
-        self._lane: LaneFile | None = None
+        self._shard_file: RankShardFile | None = None
 
     def _read(self, blocks: Collection[int]) -> None:
-        if self._lane is None:
-            self._lane = LaneFile(self._checkpoint, self.rank, self._stack)
-            self.manifest = self._lane.manifest
-        lane, size = self._lane, self.manifest["block_bytes"]
-        file = self._memory(lane.nbytes)
+        if self._shard_file is None:
+            self._shard_file = RankShardFile(self._checkpoint, self.rank, self._stack)
+            self.manifest = self._shard_file.manifest
+        shard, size = self._shard_file, self.manifest["block_bytes"]
+        file = self._memory(shard.nbytes)
         for begin, end in _runs(blocks):
             target = file[begin * size : end * size]
-            lane.fill(target, begin * size)
-            self.sources[lane.storage.url] = self.sources.get(lane.storage.url, 0) + len(target)
+            shard.fill(target, begin * size)
+            self.sources[shard.storage.url] = self.sources.get(shard.storage.url, 0) + len(target)
 
 
 def _runs(blocks: Collection[int]) -> list[tuple[int, int]]:

@@ -22,18 +22,19 @@ from fabric.ckpt_server.format.manifest import make_manifest
 from fabric.ckpt_server.format.safetensors_file import (
     ALIGNMENT_BYTES,
     ELEMENT_BYTES,
-    Header,
+    FileHeader,
+    TensorEntry,
     TensorSpan,
     build_preamble,
     canonical_json,
     file_order,
     read_preamble,
 )
-from fabric.ckpt_server.format.tensor_regions import Box, Piece
-from fabric.ckpt_server.reshard.rank_files import Allocate, Part
-from fabric.ckpt_server.state.dtensor import describe, is_sharded, local_shape
+from fabric.ckpt_server.format.tensor_regions import RegionRead, TensorRegion
+from fabric.ckpt_server.reshard.rank_files import Allocate, RankFile
+from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, local_shape
 from fabric.ckpt_server.state.training_state import FORMAT, tensor_at
-from fabric.ckpt_server.state.training_state import describe as step_and_tree
+from fabric.ckpt_server.state.training_state import parse_description as step_and_tree
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 
@@ -43,29 +44,29 @@ class Misfit(StateError):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class TensorPlacement:
     """How a live tensor is placed: the shape of the whole, this rank's part of it, and how a file describes
     that (None: it is not sharded)."""
 
     shape: tuple[int, ...]
-    box: Box
+    box: TensorRegion
     description: dict[str, Any] | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Placed":
+    def of(cls, tensor: torch.Tensor) -> "TensorPlacement":
         """A live tensor's."""
         shape = tuple(tensor.shape)
         if not is_sharded(tensor):
-            return cls(shape, Box.whole(shape), None)
-        description = describe(tensor)
-        return cls(shape, Box(tuple(description["offset"]), local_shape(tensor)), description)
+            return cls(shape, TensorRegion.whole(shape), None)
+        description = describe_shard(tensor)
+        return cls(shape, TensorRegion(tuple(description["offset"]), local_shape(tensor)), description)
 
 
 @dataclass(frozen=True, slots=True)
-class _Like:
+class _LikeParameter:
     """State of an optimizer that is placed as its parameter is, where it has its shape."""
 
-    parameter: Placed
+    parameter: TensorPlacement
 
 
 class Layout:
@@ -74,24 +75,26 @@ class Layout:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.live = {name: _placements(value) for name, value in objects.items()}
 
-    def fits(self, header: Header) -> bool:
+    def fits(self, header: FileHeader) -> bool:
         """Whether the file with this header is as this rank would write it. Raises Misfit."""
-        return bool(Plan([header], self, 0, whole=False).tree == step_and_tree(header.metadata)[1])
+        return bool(ReshardPlan([header], self, 0, whole=False).tree == step_and_tree(header.metadata)[1])
 
 
-def relay(
-    parts: Sequence[Part],
+def reshard(
+    parts: Sequence[RankFile],
     state: SnapshotRef,
     layout: Layout,
     allocate: Allocate,
     *,
     rank: int = 0,
-    who: tuple[str, str] = ("", ""),
+    job: str = "",
+    replica: str = "",
 ) -> dict[str, Any]:
     """Makes rank ``rank``'s own file of ``state`` in ``layout``, in ``allocate(nbytes)``; its manifest.
 
-    ``parts`` are those of all old ranks, in order. The memory begins at a multiple of 64. ``who`` is the job
-    and replica of the manifest. Raises StateError (Misfit, Gone, IntegrityError), with the memory undefined.
+    ``parts`` are those of all old ranks, in order. The memory begins at a multiple of 64. ``job`` and
+    ``replica`` go into the manifest. Raises StateError (Misfit, Gone,
+    IntegrityError), with the memory undefined.
     """
     try:
         headers = [part.header() for part in parts]
@@ -101,7 +104,7 @@ def relay(
                     f"The state of step {state.step} has {part.ranks} parts and sources were given for"
                     f" {len(parts)}: name the servers of every old rank."
                 )
-        plan = Plan(headers, layout, rank)
+        plan = ReshardPlan(headers, layout, rank)
         memory = allocate(plan.nbytes)[: plan.nbytes]
         if np.frombuffer(memory, np.uint8).ctypes.data % ALIGNMENT_BYTES or memory.readonly:
             raise StateError("The memory for a state must be writable and begin at a multiple of 64.")
@@ -117,11 +120,11 @@ def relay(
     digests.update(memory)
     blocks = digests.blocks()
     ref = SnapshotRef(state.generation, state.step, digest_of_blocks(plan.nbytes, blocks))
-    (job, replica), created = who, parts[0].manifest.get("created", 0.0)
+    created = parts[0].manifest.get("created", 0.0)
     return make_manifest(ref, plan.nbytes, blocks, job=job, replica=replica, created=created)
 
 
-class Plan:
+class ReshardPlan:
     """How rank ``rank`` of the new layout makes its file (``preamble``, and ``nbytes`` in all) of the old
     ranks' files with these ``headers``: which ``pieces`` go there.
 
@@ -130,22 +133,22 @@ class Plan:
     Raises Misfit with the path of what cannot be laid out anew.
     """
 
-    def __init__(self, headers: Sequence[Header], layout: Layout, rank: int, whole: bool = True) -> None:
-        self.pieces: list[Piece] = []
+    def __init__(self, headers: Sequence[FileHeader], layout: Layout, rank: int, whole: bool = True) -> None:
+        self.pieces: list[RegionRead] = []
         self._rank = rank
         self._whole = whole
         self._spans = [{span.name: span for span in header.tensors} for header in headers]
-        self._own: dict[str, tuple[str, Box]] = {}  # by tensor: dtype, and this rank's part
+        self._own: dict[str, tuple[str, TensorRegion]] = {}  # by tensor: dtype, and this rank's part
         described = [step_and_tree(header.metadata) for header in headers]
         self.tree = self._walk([one for _, one in described], layout.live, "")
         entries = [
-            (name, dtype, box.sizes, ELEMENT_BYTES[dtype] * box.elements)
+            TensorEntry(name, dtype, box.sizes, ELEMENT_BYTES[dtype] * box.elements)
             for name, (dtype, box) in self._own.items()
         ]
-        entries.sort(key=lambda entry: file_order(entry[0], entry[1]))
+        entries.sort(key=lambda entry: file_order(entry.name, entry.dtype))
         metadata = canonical_json({"format": FORMAT, "step": described[0][0], "state": self.tree})
         self.preamble = build_preamble(entries, metadata)
-        self.nbytes = len(self.preamble) + sum(entry[3] for entry in entries)
+        self.nbytes = len(self.preamble) + sum(entry.nbytes for entry in entries)
         header = read_preamble(memoryview(self.preamble), self.nbytes)
         self._targets = {span.name: span for span in header.tensors}
 
@@ -201,14 +204,14 @@ class Plan:
     def _tensor(self, nodes: list[Any], live: Any, path: str) -> Any:
         held = []
         for node in nodes:
-            inner, told = node.get("$shard", (node, None)) if isinstance(node, dict) else (None, None)
+            inner, stored = node.get("$shard", (node, None)) if isinstance(node, dict) else (None, None)
             name = inner.get("$tensor") if isinstance(inner, dict) else None
-            if isinstance(name, list) and told is None and not _is_sharded(live):
+            if isinstance(name, list) and stored is None and not _is_sharded(live):
                 self._place(name[0], [(one["$tensor"][0], None) for one in nodes], None, path)
                 return nodes[0]
-            if not isinstance(name, str) or (told is None) != ("$shard" not in nodes[0]):
+            if not isinstance(name, str) or (stored is None) != ("$shard" not in nodes[0]):
                 raise _unlike(path)
-            held.append((name, told))
+            held.append((name, stored))
         description = self._place(held[0][0], held, live, path)
         own = {"$tensor": held[0][0]}
         return own if description is None else {"$shard": [own, description]}
@@ -218,19 +221,19 @@ class Plan:
     ) -> dict[str, Any] | None:
         """Takes my part of one tensor into the plan; how it is described there, None: as a whole."""
         spans = [self._span(rank, one, path) for rank, (one, _) in enumerate(held)]
-        told = held[0][1]
-        shape = tuple(told["shape"]) if told is not None else spans[0].shape
-        here = live.parameter if isinstance(live, _Like) and live.parameter.shape == shape else live
-        if told is not None and not isinstance(here, Placed):
+        stored = held[0][1]
+        shape = tuple(stored["shape"]) if stored is not None else spans[0].shape
+        here = live.parameter if isinstance(live, _LikeParameter) and live.parameter.shape == shape else live
+        if stored is not None and not isinstance(here, TensorPlacement):
             if not self._whole:
-                self._own.setdefault(name, (spans[0].dtype, Box.whole(spans[0].shape)))
-                return told
+                self._own.setdefault(name, (spans[0].dtype, TensorRegion.whole(spans[0].shape)))
+                return stored
             raise Misfit(
                 f"{path} is sharded in the snapshot, and nothing here says how it is placed: run the same"
                 " model and optimizer as the job did."
             )
-        description, box = None, Box.whole(shape)
-        if isinstance(here, Placed) and (told is not None or here.description is not None):
+        description, box = None, TensorRegion.whole(shape)
+        if isinstance(here, TensorPlacement) and (stored is not None or here.description is not None):
             if here.shape != shape:
                 raise Misfit(
                     f"{path} has shape {shape} in the snapshot and {here.shape} here: run the same model as"
@@ -239,7 +242,7 @@ class Plan:
             description, box = here.description, here.box
         if name not in self._own:  # tied parameters have one tensor
             self._own[name] = spans[0].dtype, box
-            self._take(name, box, spans, [told for _, told in held], path)
+            self._take(name, box, spans, [stored for _, stored in held], path)
         elif self._own[name] != (spans[0].dtype, box):
             raise _unlike(path)
         return description
@@ -247,25 +250,25 @@ class Plan:
     def _take(
         self,
         name: str,
-        box: Box,
+        box: TensorRegion,
         spans: list[TensorSpan],
-        told: list[dict[str, Any] | None],
+        stored: list[dict[str, Any] | None],
         path: str,
     ) -> None:
         """Of every part that several ranks hold, one of them gives."""
-        givers: dict[Box, list[int]] = {}
-        for rank, (span, one) in enumerate(zip(spans, told, strict=True)):
-            whole = Box.whole(span.shape)
-            givers.setdefault(whole if one is None else Box(tuple(one["offset"]), span.shape), []).append(
-                rank
-            )
+        givers: dict[TensorRegion, list[int]] = {}
+        for rank, (span, one) in enumerate(zip(spans, stored, strict=True)):
+            whole = TensorRegion.whole(span.shape)
+            givers.setdefault(
+                whole if one is None else TensorRegion(tuple(one["offset"]), span.shape), []
+            ).append(rank)
         covered = 0
         for part, ranks in givers.items():
             common = part.common(box)
             if common.elements:
                 covered += common.elements
                 rank = ranks[self._rank % len(ranks)]
-                self.pieces.append(Piece(name, rank, spans[rank], part, common))
+                self.pieces.append(RegionRead(name, rank, spans[rank], part, common))
         if covered != box.elements and self._whole:
             raise Misfit(
                 f"{path}: the old ranks' parts cover {covered} of the {box.elements} elements that are needed"
@@ -283,13 +286,15 @@ def _placements(live: Any) -> Any:
     """What stands where in the state of a live object, as far as it is known."""
     if isinstance(live, torch.optim.Optimizer):
         parameters = [parameter for group in live.param_groups for parameter in group["params"]]
-        return {"state": {index: _Like(Placed.of(one)) for index, one in enumerate(parameters)}}
+        return {
+            "state": {index: _LikeParameter(TensorPlacement.of(one)) for index, one in enumerate(parameters)}
+        }
     return _placed(live.state_dict())
 
 
 def _placed(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Placed.of(value)
+        return TensorPlacement.of(value)
     if isinstance(value, Mapping):
         return {key: _placed(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -298,11 +303,11 @@ def _placed(value: Any) -> Any:
 
 
 def _is_sharded(live: Any) -> bool:
-    return isinstance(live, Placed) and live.description is not None
+    return isinstance(live, TensorPlacement) and live.description is not None
 
 
 def _at(live: Any, key: Any) -> Any:
-    if isinstance(live, _Like):
+    if isinstance(live, _LikeParameter):
         return live
     if isinstance(live, Mapping):
         return live.get(key)

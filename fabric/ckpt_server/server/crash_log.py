@@ -9,26 +9,26 @@ import contextlib
 import os
 import sys
 
-from fabric.ckpt_server.server.slots import MARK, Memory
-from fabric.ckpt_server.server.trainer_watch import GONE, Trainer
+from fabric.ckpt_server.server.slots import CRASH_MARKER, SlotTable
+from fabric.ckpt_server.server.trainer_watch import GONE, TrainerWatch
 from fabric.model import Death
 
-MARK_BYTES = 8
+MARKER_BYTES = 8
 # The micro-batch, plus one, is in the low bits; zero is "at none".
 _BITS = 21
 _MOST = 16
 
 
-def encode_mark(step: int, micro_batch: int) -> int:
+def encode_marker(step: int, micro_batch: int) -> int:
     """What the trainer stores while it is at this micro-batch."""
     return (step << _BITS) | (micro_batch + 1)
 
 
-class Deaths:
+class CrashLog:
     """What this server saw of its replica's processes; ``seen`` looks at the one of now first."""
 
-    def __init__(self, memory: Memory, trainer: Trainer) -> None:
-        self._slot = memory.slot(MARK, 0)
+    def __init__(self, memory: SlotTable, trainer: TrainerWatch) -> None:
+        self._slot = memory.slot(CRASH_MARKER, 0)
         self._trainer = trainer
         self._seen: list[Death] = []
         trainer.on_attach = self._turn
@@ -47,14 +47,14 @@ class Deaths:
     def _turn(self) -> None:
         """Another trainer attaches: what the last one died at is kept, and its note is taken away."""
         self.seen(self._trainer.state)
-        if self._slot.region is not None:
+        if self._slot.memfd is not None:
             with contextlib.suppress(OSError):
-                os.pwrite(self._slot.region.fd, bytes(MARK_BYTES), 0)
+                os.pwrite(self._slot.memfd.fd, bytes(MARKER_BYTES), 0)
 
     def _read(self) -> tuple[int, int]:
         """(step, micro-batch) of the note, micro-batch -1 where there is none."""
-        view = self._slot.region.view if self._slot.region is not None else b""
-        if len(view) < MARK_BYTES:  # its memory is still being allocated, or has been let go
+        view = self._slot.memfd.view if self._slot.memfd is not None else b""
+        if len(view) < MARKER_BYTES:  # its memory is still being allocated, or has been let go
             return 0, -1
-        value = int.from_bytes(view[:MARK_BYTES], sys.byteorder)
+        value = int.from_bytes(view[:MARKER_BYTES], sys.byteorder)
         return value >> _BITS, (value & ((1 << _BITS) - 1)) - 1

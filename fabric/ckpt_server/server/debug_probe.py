@@ -18,11 +18,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from fabric.ckpt_server.server.epoch_log import News
-from fabric.ckpt_server.server.trainer_status import PulseSender
-from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, STOPPED, Trainer
+from fabric.ckpt_server.server.epoch_log import EpochLog
+from fabric.ckpt_server.server.trainer_status import StatusSender
+from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, STOPPED, TrainerWatch
 from fabric.ckpt_server.wire.channel_protocol import (
-    INSIGHT_NAME,
+    DEBUG_SOCKET_NAME,
     STACKS_NAME,
     STACKS_SIGNAL,
     LineBuffer,
@@ -45,17 +45,18 @@ _THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-f]+).* \(most recent cal
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
-class Silent(FabricError):
+class TrainerSilent(FabricError):
     """The trainer did not answer; the message says why that may be."""
 
 
-class Insight:
-    """Asks the process that ``trainer`` watches, whose folder is ``run_dir``. ``pulse``: what tells the
-    lighthouse of it, where anything does. ``news``: what the lighthouse tells of the job's epochs."""
+class DebugProbe:
+    """Asks the process that ``trainer`` watches, whose folder is ``run_dir``. ``status_sender``: what tells
+    the lighthouse of it, where anything does. ``epoch_log``: what the lighthouse tells of the job's
+    epochs."""
 
-    def __init__(self, run_dir: Path, trainer: Trainer) -> None:
-        self.pulse: PulseSender | None = None
-        self.news = News(trainer)
+    def __init__(self, run_dir: Path, trainer: TrainerWatch) -> None:
+        self.status_sender: StatusSender | None = None
+        self.epoch_log = EpochLog(trainer)
         self._run_dir = run_dir
         self._trainer = trainer
         self._one_dump = asyncio.Lock()
@@ -71,17 +72,19 @@ class Insight:
     async def ask(self, what: str) -> dict[str, Any]:
         """The trainer's own answer to ``what``. Raises Silent, or Refused with its sentence."""
         if self._trainer.state == STOPPED:
-            raise Silent("the process is stopped (SIGSTOP, or a debugger): it answers when it is continued")
+            raise TrainerSilent(
+                "the process is stopped (SIGSTOP, or a debugger): it answers when it is continued"
+            )
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer = await self._exchange(what)
         except TimeoutError:
-            raise Silent(
+            raise TrainerSilent(
                 f"the trainer did not answer within {ANSWER_S:g} s: code in it holds the interpreter's lock,"
                 " or the host is overloaded"
             ) from None
         except (OSError, FabricError) as error:
-            raise Silent(f"the trainer takes no questions ({error})") from error
+            raise TrainerSilent(f"the trainer takes no questions ({error})") from error
         if answer.get("ok") is not True:
             raise Refused(str(answer.get("error", "the trainer gave no reason"))[:1000])
         return answer
@@ -90,9 +93,9 @@ class Insight:
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
             line.setblocking(False)
-            with socket_path(self._run_dir, INSIGHT_NAME) as path:
+            with socket_path(self._run_dir, DEBUG_SOCKET_NAME) as path:
                 await loop.sock_connect(line, path)
-            check_peer(line, f"the socket {INSIGHT_NAME}")
+            check_peer(line, f"the socket {DEBUG_SOCKET_NAME}")
             await loop.sock_sendall(line, encode_line({"ask": what, "pid": self._trainer.pid}))
             lines = LineBuffer(_MAX_ANSWER_BYTES)
             while (found := lines.next_line()) is None:
@@ -113,11 +116,11 @@ class Insight:
             how, why = "interpreter", ""
             try:
                 threads = _threads(await self.ask("stacks"))
-            except (Silent, Refused) as error:
+            except (TrainerSilent, Refused) as error:
                 how, why = "signal", str(error)
                 try:
                     threads = parse_dump(await self._dump())
-                except (Silent, ConfigError, OSError) as worse:
+                except (TrainerSilent, ConfigError, OSError) as worse:
                     how, why, threads = "kernel", f"{why}; {worse}", []
             pid = self._trainer.pid
             kernel = await asyncio.to_thread(kernel_threads, pid)
@@ -127,9 +130,9 @@ class Insight:
         """What the interpreter writes when it is sent STACKS_SIGNAL. Raises Silent or OSError."""
         trainer, file = self._trainer, self._run_dir / STACKS_NAME
         if trainer.state == STOPPED:
-            raise Silent("a signal would wait until it is continued")
+            raise TrainerSilent("a signal would wait until it is continued")
         if not file.exists() or not catches(trainer.pid, STACKS_SIGNAL):
-            raise Silent("it has not been made ready to write its stacks on a signal")
+            raise TrainerSilent("it has not been made ready to write its stacks on a signal")
         with os.fdopen(open_private(file, os.O_RDWR), "r+b") as dump:
             dump.truncate(0)
             trainer.signal(STACKS_SIGNAL)
@@ -143,7 +146,7 @@ class Insight:
                         size = now
             text = dump.read(_MAX_DUMP_BYTES).decode(errors="replace")
         if not text:
-            raise Silent(f"it wrote no stacks within {_DUMP_S:g} s of the signal")
+            raise TrainerSilent(f"it wrote no stacks within {_DUMP_S:g} s of the signal")
         return text
 
 
@@ -163,7 +166,7 @@ def parse_dump(text: str) -> list[dict[str, object]]:
 def _threads(answer: dict[str, Any]) -> list[dict[str, object]]:
     threads = answer.get("threads")
     if not isinstance(threads, list) or not threads:
-        raise Silent("what answers for the trainer names no threads")
+        raise TrainerSilent("what answers for the trainer names no threads")
     return threads
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import fabric
 from fabric.ckpt_server.format.manifest import check_manifest, state_digest
-from fabric.ckpt_server.server.slots import SNAPSHOT, Memory
-from fabric.ckpt_server.wire.durable_job import Order
+from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
+from fabric.ckpt_server.wire.durable_job import DurableJob
 from fabric.errors import Refused
 from fabric.model import SnapshotRef
 
@@ -37,9 +37,9 @@ _HERE = Path(fabric.__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
-class Persist:
+class PersistRequest:
     """What a trainer asks for: the snapshot of this step, which is held, becomes a durable checkpoint; see
-    ``Order`` for the rest."""
+    ``DurableJob`` for the rest."""
 
     generation: int
     step: int
@@ -49,16 +49,16 @@ class Persist:
     required: bool = False
 
 
-class Dispatch:
+class DurableJobs:
     """``newest`` is the last checkpoint that was completed from here, ``error`` why the last try failed
     (empty after one that did not), ``seconds`` how long that took."""
 
-    def __init__(self, job: str, replica: str, memory: Memory) -> None:
+    def __init__(self, job: str, replica: str, memory: SlotTable) -> None:
         self._job = job
         self._replica = replica
         self._memory = memory
         self._task: asyncio.Task[None] | None = None
-        self._next: Persist | None = None  # what is written after that
+        self._next: PersistRequest | None = None  # what is written after that
         self._incarnation = 0  # of the trainer that the running task was asked by
         self.newest: SnapshotRef | None = None
         self.error = ""
@@ -70,7 +70,7 @@ class Dispatch:
         """Whether no writer runs."""
         return self._task is None or self._task.done()
 
-    def start(self, request: Persist) -> None:
+    def start(self, request: PersistRequest) -> None:
         """Begin to write, or when the one before is written: then it is the newest of those that were asked
         for meanwhile. Raises Refused where the step is not held.
 
@@ -99,16 +99,16 @@ class Dispatch:
             self._task.cancel()
             await asyncio.wait({self._task})
 
-    async def _run(self, request: Persist, before: asyncio.Task[None] | None) -> None:
+    async def _run(self, request: PersistRequest, before: asyncio.Task[None] | None) -> None:
         if before is not None and not before.done():
             before.cancel()
             await asyncio.wait({before})
-        wanted: Persist | None = request
+        wanted: PersistRequest | None = request
         while wanted is not None:
             await self._persist(wanted)
             wanted, self._next = self._next, None
 
-    async def _persist(self, request: Persist) -> None:
+    async def _persist(self, request: PersistRequest) -> None:
         begun = time.monotonic()
         try:
             outcome = await self._write(request)
@@ -127,15 +127,15 @@ class Dispatch:
             self.newest = SnapshotRef(request.generation, request.step, str(outcome["digest"]))
         log.info("durable checkpoint of step %d: %s, %.1f s", request.step, outcome["folder"], self.seconds)
 
-    async def _write(self, request: Persist) -> dict[str, Any]:
+    async def _write(self, request: PersistRequest) -> dict[str, Any]:
         slot = self._memory.find(SNAPSHOT, request.step, request.generation)
         if slot is None:
             return dict(_OVERTAKEN)
         content = slot.content
-        assert content is not None and slot.region is not None
+        assert content is not None and slot.memfd is not None
         manifest = _manifest(content.manifest)
         digest = state_digest(manifest)
-        order = Order(
+        order = DurableJob(
             request.url,
             self._job,
             self._replica,
@@ -143,7 +143,7 @@ class Dispatch:
             request.keep,
             required=request.required,
         )
-        descriptor = slot.region.fd
+        descriptor = slot.memfd.fd
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

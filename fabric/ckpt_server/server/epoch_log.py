@@ -5,7 +5,7 @@ Nothing is decided by it: a server that hears nothing (an older lighthouse, none
 
 import logging
 
-from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.model import Fence, incident_id_of
 from fabric.protocol.messages.network import EpochNotice
 from fabric.runtime import logs
@@ -14,10 +14,10 @@ from fabric.runtime.logs import fields
 log = logging.getLogger(__name__)
 
 
-class News:
+class EpochLog:
     """``epoch`` and ``incident_id`` are of the newest epoch heard of (0 and empty before the first)."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerWatch) -> None:
         self._trainer = trainer
         self._fence = Fence("", 0, 0)
         self.incident_id = ""
@@ -27,7 +27,7 @@ class News:
     def epoch(self) -> int:
         return self._fence.epoch
 
-    def hear(self, notice: EpochNotice) -> None:
+    def record(self, notice: EpochNotice) -> None:
         """Log an epoch once, however many lighthouses say it."""
         if (notice.fence, notice.incident_id) == (self._fence, self.incident_id):
             return

@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from fabric.ckpt_server.server.slots import SNAPSHOT, Memory
-from fabric.ckpt_server.server.unix_sockets import Connection, Response, serve_each
+from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
+from fabric.ckpt_server.server.unix_sockets import UnixConnection, UnixResponse, serve_each
 from fabric.ckpt_server.wire.channel_protocol import LOCAL_ASK_S, decode_line, local_socket_name
 from fabric.errors import FabricError, Gone, Refused
 from fabric.protocol.messages.wire import decode_as
@@ -32,7 +32,7 @@ _MOST_READERS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ReadRequest:
     """A reader's request. ``digest``: of the file, as its manifest says."""
 
     generation: int
@@ -41,10 +41,10 @@ class Look:
     token: str
 
 
-class Door:
+class LocalReadServer:
     """The server's side."""
 
-    def __init__(self, memory: Memory, token: TokenFile | str | None, stall_s: float = STALL_S) -> None:
+    def __init__(self, memory: SlotTable, token: TokenFile | str | None, stall_s: float = STALL_S) -> None:
         self._memory = memory
         self._tokens = TokenFile.of(token)
         self._stall_s = stall_s
@@ -72,30 +72,30 @@ class Door:
                 serving.cancel()
                 await asyncio.gather(serving, return_exceptions=True)
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: UnixConnection) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):
             try:
                 async with asyncio.timeout(LOCAL_ASK_S):
                     line = await connection.receive()
                 if line is not None:
-                    await self._show(connection, decode_as(Look, decode_line(line), "look"))
+                    await self._show(connection, decode_as(ReadRequest, decode_line(line), "look"))
             except FabricError as error:
-                await connection.send(Response({"ok": False, "error": str(error)}))
+                await connection.send(UnixResponse({"ok": False, "error": str(error)}))
 
-    async def _show(self, connection: Connection, look: Look) -> None:
+    async def _show(self, connection: UnixConnection, look: ReadRequest) -> None:
         _, uid = connection.peer()
         if uid != os.geteuid():
             raise Refused("this is another user's memory: ask over HTTP")
         if not self._tokens.is_open:
             check_bearer(f"Bearer {look.token}", self._tokens)
         slot = self._memory.find(SNAPSHOT, look.step, look.generation)
-        if slot is None or slot.region is None or slot.content is None or slot.content.digest != look.digest:
+        if slot is None or slot.memfd is None or slot.content is None or slot.content.digest != look.digest:
             raise Gone(f"step {look.step} of generation {look.generation} with that digest is not held here")
         with slot.reading(connection.shut):
             # Opened anew, for who only reads needs no descriptor that can be written to.
-            descriptor = os.open(f"/proc/self/fd/{slot.region.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(f"/proc/self/fd/{slot.memfd.fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                await connection.send(Response({"ok": True, "nbytes": slot.content.nbytes}, descriptor))
+                await connection.send(UnixResponse({"ok": True, "nbytes": slot.content.nbytes}, descriptor))
             finally:
                 os.close(descriptor)
             while True:

@@ -21,7 +21,7 @@ _FAULT_BYTES = 16 << 20
 _MADV_POPULATE_READ = 22
 
 
-class Region:
+class Memfd:
     """A memfd of ``capacity`` bytes (whole pages) which only ever grows; ``view`` is read-only."""
 
     def __init__(self, name: str) -> None:

@@ -11,16 +11,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fabric.ckpt_server.server.durable_jobs import Dispatch
-from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, Memory
-from fabric.ckpt_server.server.trainer_watch import STATES, Trainer
+from fabric.ckpt_server.server.durable_jobs import DurableJobs
+from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SlotTable
+from fabric.ckpt_server.server.trainer_watch import STATES, TrainerWatch
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
 
-class Metrics:
+class CkptMetrics:
     """Counts transfers and ``connections``; ``render`` gives the text for a scrape."""
 
-    def __init__(self, memory: Memory, trainer: Trainer, durable: Dispatch) -> None:
+    def __init__(self, memory: SlotTable, trainer: TrainerWatch, durable: DurableJobs) -> None:
         self.connections = ConnectionLimit()
         self._registry = CollectorRegistry()
         self._registry.register(ConnectionMetrics("fabric_ckpt_http_", self.connections))
@@ -39,7 +39,7 @@ class Metrics:
         for kind in (SNAPSHOT, GRADIENT):
             for metric in (self._served, self._aborted, self._active):
                 metric.labels(kind)
-        self._registry.register(_Held(memory, trainer, durable))
+        self._registry.register(_SlotCollector(memory, trainer, durable))
 
     @contextmanager
     def transfer(self, kind: str) -> Iterator[Counter]:
@@ -59,10 +59,10 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Held(Collector):
+class _SlotCollector(Collector):
     """Reads what memory holds and what the trainer does, at the time of the scrape."""
 
-    def __init__(self, memory: Memory, trainer: Trainer, durable: Dispatch) -> None:
+    def __init__(self, memory: SlotTable, trainer: TrainerWatch, durable: DurableJobs) -> None:
         self._memory = memory
         self._trainer = trainer
         self._durable = durable

@@ -58,7 +58,7 @@ _ENCODING = {
     "name": "Accept-Encoding",
     "in": "header",
     "schema": {"type": "string"},
-    "description": "zstd, or x-fabric-planes; of whole answers only, not of ranges.",
+    "description": "zstd, or x-fabric-shuffle; of whole answers only, not of ranges.",
 }
 _RANGE = {
     "name": "Range",

@@ -15,25 +15,24 @@ import random
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fabric.ckpt_server.fetch.http_source import Address
-from fabric.ckpt_server.server.crash_log import Deaths
-from fabric.ckpt_server.server.debug_probe import Insight
-from fabric.ckpt_server.server.durable_jobs import Dispatch
-from fabric.ckpt_server.server.epoch_log import News
+from fabric.ckpt_server.fetch.http_source import HttpAddress
+from fabric.ckpt_server.server.crash_log import CrashLog
+from fabric.ckpt_server.server.debug_probe import DebugProbe
+from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.lifetime import Lifetime
-from fabric.ckpt_server.server.local_reads import Door
+from fabric.ckpt_server.server.local_reads import LocalReadServer
 from fabric.ckpt_server.server.log_file import keep_bounded
-from fabric.ckpt_server.server.metrics import Metrics
-from fabric.ckpt_server.server.routes import Parts, make_app
-from fabric.ckpt_server.server.slots import Memory
-from fabric.ckpt_server.server.trainer_channel import Channel, Identity
-from fabric.ckpt_server.server.trainer_status import PulseSender, Vitals
-from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.ckpt_server.server.metrics import CkptMetrics
+from fabric.ckpt_server.server.routes import CkptContext, make_app
+from fabric.ckpt_server.server.slots import SlotTable
+from fabric.ckpt_server.server.trainer_channel import ServerIdentity, TrainerChannel
+from fabric.ckpt_server.server.trainer_status import StatusSender, StatusSource
+from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME, socket_path
 from fabric.errors import ConfigError, Refused
 from fabric.protocol.messages.network import EpochNotice, TrainerStatus
@@ -45,9 +44,8 @@ from fabric.runtime.private_folder import make_private, open_private
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 0.5
-# How long the server stays once the end of the job, of which it had word, is on record.
-TOLD_S = 5.0
-_State = tuple[Memory, Trainer, Dispatch]
+# How long the server stays once the lighthouse has stored the end of the job that it reported.
+JOB_END_STORED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,32 @@ class ServerSettings:
     orphan_s: float = 600.0
     rank: int = 0
     tls: Tls = field(default_factory=Tls)
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerParts:
+    """What one server process consists of."""
+
+    settings: ServerSettings
+    token: TokenFile
+    slots: SlotTable
+    trainer: TrainerWatch
+    durable: DurableJobs
+    probe: DebugProbe
+    lifetime: Lifetime
+
+    @classmethod
+    def of(cls, settings: ServerSettings, token: TokenFile) -> "_ServerParts":
+        slots, trainer = SlotTable(), TrainerWatch()
+        return cls(
+            settings,
+            token,
+            slots,
+            trainer,
+            DurableJobs(settings.job, settings.replica, slots),
+            DebugProbe(settings.run_dir, trainer),
+            Lifetime(settings.orphan_s),
+        )
 
 
 class AlreadyServed(Refused):
@@ -127,39 +151,39 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
     """
     token = TokenFile(settings.token_file)
     check_exposure(settings.bind, token.shown() or None)
-    lifetime = Lifetime(settings.orphan_s)
-    memory, trainer = Memory(), Trainer()
-    durable = Dispatch(settings.job, settings.replica, memory)
+    parts = _ServerParts.of(settings, token)
     with own_folder(settings.run_dir):
         try:
-            insight = Insight(settings.run_dir, trainer)
-            async with _http(settings, token, (memory, trainer, durable), insight) as identity:
-                door = Door(memory, token).open(Address.parse(identity.url).place)
-                with listening_socket(settings.run_dir) as listener, _signals(lifetime):
+            async with _http(parts) as identity:
+                with listening_socket(settings.run_dir) as listener, _signals(parts.lifetime):
                     tell_ready(ready_fd, {"ok": True, "url": identity.url})
                     log.info("replica %s of job %s: %s", settings.replica, settings.job, identity.url)
-                    channel = Channel(identity, memory, trainer, lifetime, durable)
-                    lifetime.trainer_left()
-                    async with door, asyncio.TaskGroup() as group:
-                        tasks = [group.create_task(channel.accept(listener))]
-                        log_file = settings.run_dir / LOG_NAME
-                        tasks.append(group.create_task(keep_bounded(log_file)))
-                        if settings.lighthouse:
-                            tasks.append(group.create_task(trainer.watch()))
-                            inside = (memory, trainer, durable)
-                            hear = _hear(insight.news, trainer, lifetime)
-                            insight.pulse = _pulse(settings, token, identity, inside, hear)
-                            tasks.append(group.create_task(insight.pulse.run()))
-                        await lifetime.ended.wait()
-                        if not lifetime.at_once:
-                            await durable.finish()
-                        await durable.close()
-                        for task in tasks:
-                            task.cancel()
+                    await _serve_until_end(parts, identity, listener)
         finally:
-            trainer.close()
-            memory.close()
-    return lifetime.reason
+            parts.trainer.close()
+            parts.slots.close()
+    return parts.lifetime.reason
+
+
+async def _serve_until_end(parts: _ServerParts, identity: ServerIdentity, listener: socket.socket) -> None:
+    """Serve the trainer on ``listener``, local readers and the lighthouse until the lifetime ends."""
+    settings, trainer, durable, lifetime = parts.settings, parts.trainer, parts.durable, parts.lifetime
+    local_reads = LocalReadServer(parts.slots, parts.token).open(HttpAddress.parse(identity.url).place)
+    channel = TrainerChannel(identity, parts.slots, trainer, lifetime, durable)
+    lifetime.trainer_left()
+    async with local_reads, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(channel.accept(listener))]
+        tasks.append(group.create_task(keep_bounded(settings.run_dir / LOG_NAME)))
+        if settings.lighthouse:
+            tasks.append(group.create_task(trainer.watch()))
+            parts.probe.status_sender = _status_sender(parts, identity)
+            tasks.append(group.create_task(parts.probe.status_sender.run()))
+        await lifetime.ended.wait()
+        if not lifetime.at_once:
+            await durable.finish()
+        await durable.close()
+        for task in tasks:
+            task.cancel()
 
 
 def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
@@ -172,13 +196,13 @@ def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
 
 
 @asynccontextmanager
-async def _http(
-    settings: ServerSettings, token: TokenFile, state: _State, insight: Insight
-) -> AsyncIterator[Identity]:
-    memory, trainer, durable = state
+async def _http(parts: _ServerParts) -> AsyncIterator[ServerIdentity]:
+    """Serve HTTP inside the block."""
+    settings = parts.settings
     name = {"job": settings.job, "replica": settings.replica, "instance": secrets.token_hex(8)}
-    metrics = Metrics(memory, trainer, durable)
-    app = make_app(Parts(name, memory, trainer, metrics, insight), token, (settings.advertise, settings.bind))
+    metrics = CkptMetrics(parts.slots, parts.trainer, parts.durable)
+    context = CkptContext(name, parts.slots, parts.trainer, metrics, parts.probe)
+    app = make_app(context, parts.token, (settings.advertise, settings.bind))
     runner, port = await serve(
         app,
         settings.bind,
@@ -189,7 +213,7 @@ async def _http(
         limit=metrics.connections,
     )
     try:
-        yield Identity(url=f"{settings.tls.scheme}://{_url_host(settings)}:{port}", **name)
+        yield ServerIdentity(url=f"{settings.tls.scheme}://{_url_host(settings)}:{port}", **name)
     finally:
         await runner.cleanup()
 
@@ -201,26 +225,9 @@ def _url_host(settings: ServerSettings) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _hear(news: News, trainer: Trainer, lifetime: Lifetime) -> Callable[[EpochNotice], None]:
-    """What is done with word of the epoch in force."""
-
-    def hear(notice: EpochNotice) -> None:
-        news.hear(notice)
-        if notice.complete and trainer.ended is not None:
-            lifetime.finish(TOLD_S)  # what the server has stayed for is on record
-
-    return hear
-
-
-def _pulse(
-    settings: ServerSettings,
-    token: TokenFile,
-    identity: Identity,
-    state: _State,
-    hear: Callable[[EpochNotice], None],
-) -> PulseSender:
-    memory, trainer, durable = state
-    deaths = Deaths(memory, trainer)
+def _status_sender(parts: _ServerParts, identity: ServerIdentity) -> StatusSender:
+    settings, slots, trainer, durable = parts.settings, parts.slots, parts.trainer, parts.durable
+    crash_log = CrashLog(slots, trainer)
 
     def compose(number: int) -> TrainerStatus:
         state = trainer.state
@@ -230,20 +237,25 @@ def _pulse(
             trainer=state,
             number=number,
             ckpt=identity.url + (f"#{settings.rank}" if settings.rank else ""),
-            snapshots=memory.snapshot_refs(),
-            deaths=deaths.seen(state),
+            snapshots=slots.snapshot_refs(),
+            deaths=crash_log.seen(state),
             rank=settings.rank,
-            ages_s=memory.snapshot_ages_s(),
+            ages_s=slots.snapshot_ages_s(),
             durable=(durable.newest,) if durable.newest is not None else (),
             durable_error=durable.error,
-            parts=memory.snapshot_parts(),
+            parts=slots.snapshot_parts(),
             ended=trainer.ended,
         )
 
+    def on_notice(notice: EpochNotice) -> None:
+        parts.probe.epoch_log.record(notice)
+        if notice.complete and trainer.ended is not None:
+            parts.lifetime.finish(JOB_END_STORED_S)  # the reason for the server to stay is on record
+
     chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
-    vitals = Vitals(compose, trainer.changed, hear)
-    return PulseSender(
-        settings.lighthouse, settings.job, settings.replica, token, vitals, chance, tls=settings.tls
+    source = StatusSource(compose, trainer.changed, on_notice)
+    return StatusSender(
+        settings.lighthouse, settings.job, settings.replica, parts.token, source, chance, tls=settings.tls
     )
 
 

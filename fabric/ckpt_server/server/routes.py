@@ -19,14 +19,14 @@ from aiohttp import web
 
 from fabric.ckpt_server.format.digest import bytes_digest
 from fabric.ckpt_server.format.safetensors_file import TensorSpan
-from fabric.ckpt_server.format.tensor_slices import in_whole, local_part, parse_slice, show
+from fabric.ckpt_server.format.tensor_slices import in_whole, local_part, parse_slice, slice_text
 from fabric.ckpt_server.server import openapi
-from fabric.ckpt_server.server.debug_probe import Insight, Silent, parse_flight
-from fabric.ckpt_server.server.metrics import Metrics
+from fabric.ckpt_server.server.debug_probe import DebugProbe, TrainerSilent, parse_flight
+from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.send import Excerpt, send, work
-from fabric.ckpt_server.server.slot_content import Content
-from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, Memory, Slot
-from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.ckpt_server.server.slot_content import SlotContent
+from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotTable
+from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.ckpt_server.wire.http_preconditions import (
     PreconditionFailed,
     Unsatisfiable,
@@ -52,22 +52,22 @@ _NEIGHBOURS = 20
 _BLOCKS = re.compile(r"(\d{1,12})-(\d{1,12})", re.ASCII)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_Handler = Callable[["Routes", web.Request], Awaitable[web.StreamResponse]]
-_Answer = Callable[["Routes", web.Request, Slot, Content], Awaitable[web.StreamResponse]]
+_Handler = Callable[["CkptRoutes", web.Request], Awaitable[web.StreamResponse]]
+_Answer = Callable[["CkptRoutes", web.Request, SharedSlot, SlotContent], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class CkptContext:
     """What the routes answer from; ``name`` says whose server this is."""
 
     name: dict[str, str]
-    memory: Memory
-    trainer: Trainer
-    metrics: Metrics
-    insight: Insight
+    memory: SlotTable
+    trainer: TrainerWatch
+    metrics: CkptMetrics
+    probe: DebugProbe
 
 
-def make_app(parts: Parts, token: TokenFile | str | None, names: Iterable[str] = ()) -> web.Application:
+def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[str] = ()) -> web.Application:
     """The application, with everything but OPEN_PATHS behind ``token`` (None: open). ``names``: the hosts
     that it is known by besides loopback."""
     tokens = TokenFile.of(token)
@@ -79,7 +79,7 @@ def make_app(parts: Parts, token: TokenFile | str | None, names: Iterable[str] =
         ],
         client_max_size=64 * 1024,
     )
-    routes = Routes(parts)
+    routes = CkptRoutes(parts)
     app.router.add_get("/healthz", routes.health)
     app.router.add_get("/metrics", routes.metrics)
     app.router.add_get("/openapi.json", routes.openapi)
@@ -102,7 +102,7 @@ def _of_snapshot(answer: _Answer) -> _Handler:
     one that is not held is told which are."""
 
     @functools.wraps(answer)
-    async def handler(routes: "Routes", request: web.Request) -> web.StreamResponse:
+    async def handler(routes: "CkptRoutes", request: web.Request) -> web.StreamResponse:
         slot = routes.find(request)
         if isinstance(slot, web.Response):
             return slot
@@ -112,10 +112,10 @@ def _of_snapshot(answer: _Answer) -> _Handler:
     return handler
 
 
-class Routes:
+class CkptRoutes:
     """One handler per path."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: CkptContext) -> None:
         self._parts = parts
         self._one_summary = asyncio.Lock()
 
@@ -136,7 +136,7 @@ class Routes:
         return web.json_response(self._listing(GRADIENT))
 
     @_of_snapshot
-    async def manifest(self, request: web.Request, _: Slot, content: Content) -> web.StreamResponse:
+    async def manifest(self, request: web.Request, _: SharedSlot, content: SlotContent) -> web.StreamResponse:
         """The snapshot's manifest, with the URL of its data and, unless ``tensors=0``, its tensors."""
         whole = query_integer(request, "tensors", low=0, high=1) != 0
         body = content.manifest if whole else content.manifest_without_tensors
@@ -151,12 +151,14 @@ class Routes:
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     @_of_snapshot
-    async def data(self, request: web.Request, slot: Slot, _: Content) -> web.StreamResponse:
+    async def data(self, request: web.Request, slot: SharedSlot, _: SlotContent) -> web.StreamResponse:
         """The snapshot's bytes: a whole safetensors file, or a range of it."""
         return await self._send(request, slot)
 
     @_of_snapshot
-    async def tensor(self, request: web.Request, slot: Slot, content: Content) -> web.StreamResponse:
+    async def tensor(
+        self, request: web.Request, slot: SharedSlot, content: SlotContent
+    ) -> web.StreamResponse:
         """One tensor's bytes, little-endian, or a slice, or a range of either; its dtype and shape are in the
         headers."""
         span = _tensor(request, content)
@@ -166,7 +168,9 @@ class Routes:
         return excerpt if isinstance(excerpt, web.Response) else await self._send(request, slot, excerpt)
 
     @_of_snapshot
-    async def blocks(self, request: web.Request, slot: Slot, content: Content) -> web.StreamResponse:
+    async def blocks(
+        self, request: web.Request, slot: SharedSlot, content: SlotContent
+    ) -> web.StreamResponse:
         """Some blocks of a snapshot as its manifest cuts it: what fetchers take packed."""
         first, last = _numbers(request.match_info["blocks"])
         size, nbytes = content.block_bytes, content.nbytes
@@ -183,7 +187,9 @@ class Routes:
             return await self._statistics(request)
 
     @_of_snapshot
-    async def _statistics(self, request: web.Request, slot: Slot, content: Content) -> web.StreamResponse:
+    async def _statistics(
+        self, request: web.Request, slot: SharedSlot, content: SlotContent
+    ) -> web.StreamResponse:
         span = _tensor(request, content)
         if isinstance(span, web.Response):
             return span
@@ -220,18 +226,18 @@ class Routes:
 
     async def state(self, request: web.Request) -> web.Response:
         """The trainer by its own word and the kernel's, the pulse, and every slot with its readers."""
-        parts, pulse = self._parts, self._parts.insight.pulse
+        parts, status_sender = self._parts, self._parts.probe.status_sender
         trainer, said, why = parts.trainer, None, ""
         try:
-            parts.insight.require_process()
-            said = {k: v for k, v in (await parts.insight.ask("state")).items() if k != "ok"}
-        except (Silent, Refused) as error:
+            parts.probe.require_process()
+            said = {k: v for k, v in (await parts.probe.ask("state")).items() if k != "ok"}
+        except (TrainerSilent, Refused) as error:
             why = str(error)
         return web.json_response(
             {
                 **parts.name,
-                "epoch": parts.insight.news.epoch,
-                "incident_id": parts.insight.news.incident_id,
+                "epoch": parts.probe.epoch_log.epoch,
+                "incident_id": parts.probe.epoch_log.incident_id,
                 "trainer": {
                     "state": trainer.state,
                     "pid": trainer.pid,
@@ -240,22 +246,22 @@ class Routes:
                     "says": said,
                     "silent": why,
                 },
-                "pulse": None if pulse is None else pulse.describe(),
+                "status_sender": None if status_sender is None else status_sender.describe(),
                 "slots": [_describe_slot(slot) for slot in parts.memory.slots()],
             }
         )
 
     async def stacks(self, request: web.Request) -> web.Response:
         """What every thread of the trainer is at, stuck or not."""
-        return web.json_response(await self._parts.insight.stacks())
+        return web.json_response(await self._parts.probe.stacks())
 
     async def flight(self, request: web.Request) -> web.Response:
         """Torch's recording of the trainer's collectives; with ``last`` so many of them, the newest."""
         last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
-        self._parts.insight.require_process()
+        self._parts.probe.require_process()
         try:
-            answer = await self._parts.insight.ask("flight")
-        except Silent as error:
+            answer = await self._parts.probe.ask("flight")
+        except TrainerSilent as error:
             return json_error(504, str(error))
         except Refused as error:
             return json_error(404, str(error))
@@ -264,7 +270,7 @@ class Routes:
             flight = {**flight, "entries": flight["entries"][-last:]}
         return web.json_response(flight)
 
-    def find(self, request: web.Request) -> Slot | web.Response:
+    def find(self, request: web.Request) -> SharedSlot | web.Response:
         """The slot that holds the snapshot which the path names, or the answer that it is not held."""
         step = _step(request)
         generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
@@ -282,7 +288,7 @@ class Routes:
         return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
 
     async def _send(
-        self, request: web.Request, slot: Slot, excerpt: Excerpt | None = None
+        self, request: web.Request, slot: SharedSlot, excerpt: Excerpt | None = None
     ) -> web.StreamResponse:
         try:
             return await send(request, slot, self._parts.metrics, excerpt)
@@ -291,7 +297,7 @@ class Routes:
         except PreconditionFailed as error:
             return json_error(412, str(error))
 
-    def _contents(self, kind: str) -> list[Content]:
+    def _contents(self, kind: str) -> list[SlotContent]:
         return [slot.content for slot in self._parts.memory.held(kind) if slot.content is not None]
 
     def _listing(self, kind: str) -> list[dict[str, object]]:
@@ -309,7 +315,7 @@ def _step(request: web.Request) -> int | None:
     raise ProtocolError(f'"{text[:40]}" is no step: give a number or latest')
 
 
-def _tensor(request: web.Request, content: Content) -> TensorSpan | web.Response:
+def _tensor(request: web.Request, content: SlotContent) -> TensorSpan | web.Response:
     """The tensor that the path names: looked up, never a path of anything."""
     name = request.match_info["tensor"]
     span = content.tensors.get(name)
@@ -328,7 +334,7 @@ def _near(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, ordered[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS], n=3)
 
 
-def _excerpt(request: web.Request, content: Content, span: TensorSpan) -> Excerpt | web.Response:
+def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Excerpt | web.Response:
     """What of the tensor is asked for. Raises ProtocolError for a slice that is none of it."""
     text, of = request.query.get("slice"), request.query.get("of", "part")
     if of not in ("part", "whole"):
@@ -341,9 +347,11 @@ def _excerpt(request: web.Request, content: Content, span: TensorSpan) -> Excerp
     box = local_part(parse_slice(text, shard.shape), shard, span.shape)
     held = in_whole(tuple((0, size) for size in span.shape), shard)
     if box is None:
-        return json_error(404, f"this rank holds {show(held)} of {span.name[:200]}, nothing of that slice")
+        return json_error(
+            404, f"this rank holds {slice_text(held)} of {span.name[:200]}, nothing of that slice"
+        )
     excerpt = Excerpt.of_tensor(span, box)
-    return replace(excerpt, headers={**excerpt.headers, "X-Fabric-Slice": show(in_whole(box, shard))})
+    return replace(excerpt, headers={**excerpt.headers, "X-Fabric-Slice": slice_text(in_whole(box, shard))})
 
 
 def _numbers(text: str) -> tuple[int, int]:
@@ -361,7 +369,7 @@ def _summarise(data: memoryview, span: TensorSpan, over: threading.Event) -> dic
     return summarise(data, span.dtype, span.shape, over.is_set)
 
 
-def _describe_slot(slot: Slot) -> dict[str, object]:
+def _describe_slot(slot: SharedSlot) -> dict[str, object]:
     content = slot.content
     return {
         "kind": slot.kind,

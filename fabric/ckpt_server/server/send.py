@@ -22,10 +22,10 @@ from aiohttp import web
 from prometheus_client import Counter
 
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
-from fabric.ckpt_server.format.tensor_slices import Box, contiguous_from, elements, gather, show
-from fabric.ckpt_server.server.metrics import Metrics
-from fabric.ckpt_server.server.slots import Slot
-from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Packer, choose
+from fabric.ckpt_server.format.tensor_slices import SliceBounds, contiguous_from, elements, gather, slice_text
+from fabric.ckpt_server.server.metrics import CkptMetrics
+from fabric.ckpt_server.server.slots import SharedSlot
+from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Compressor, choose
 from fabric.ckpt_server.wire.compression import PIECE_BYTES as WORK_BYTES
 from fabric.ckpt_server.wire.http_preconditions import check_if_match, etag, is_unchanged, wanted_range
 from fabric.runtime.http.http_service import STALL_S
@@ -51,10 +51,10 @@ class Excerpt:
     width: int = 4
     headers: Mapping[str, str] = field(default_factory=dict)
     span: TensorSpan | None = None
-    box: Box = ()
+    box: SliceBounds = ()
 
     @classmethod
-    def of_tensor(cls, span: TensorSpan, box: Box | None = None) -> "Excerpt":
+    def of_tensor(cls, span: TensorSpan, box: SliceBounds | None = None) -> "Excerpt":
         """A whole tensor, or the part of it in ``box``."""
         width = ELEMENT_BYTES[span.dtype]
         shape = span.shape if box is None else tuple(end - begin for begin, end in box)
@@ -62,7 +62,7 @@ class Excerpt:
         tag = f"-{span.begin}"
         if box is None:
             return cls(span.begin, span.end - span.begin, tag, width, headers)
-        tag += "-" + show(box).replace(",", "_")
+        tag += "-" + slice_text(box).replace(",", "_")
         nbytes, first = elements(box) * width, contiguous_from(box, span.shape)
         if first is not None:
             return cls(span.begin + first * width, nbytes, tag, width, headers)
@@ -83,7 +83,7 @@ class Excerpt:
 
 
 async def send(
-    request: web.Request, slot: Slot, metrics: Metrics, excerpt: Excerpt | None = None
+    request: web.Request, slot: SharedSlot, metrics: CkptMetrics, excerpt: Excerpt | None = None
 ) -> web.StreamResponse:
     """Answer ``request`` with the content of ``slot`` (or an excerpt of it), or the range of that which was
     asked for, packed where the request takes that and wants no range.
@@ -109,7 +109,7 @@ def _room_for(coding: str) -> Iterator[str]:
 
 
 async def _send(
-    request: web.Request, slot: Slot, metrics: Metrics, excerpt: Excerpt | None, coding: str
+    request: web.Request, slot: SharedSlot, metrics: CkptMetrics, excerpt: Excerpt | None, coding: str
 ) -> web.StreamResponse:
     content, asked = slot.content, request.headers
     assert content is not None
@@ -140,23 +140,25 @@ async def _send(
         # What TLS has taken is a copy; at a mark of zero its transport would stay paused.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
         await response.prepare(request)
-        line = _Line(response, transport, slot, sent)
+        line = _SlotTransfer(response, transport, slot, sent)
         if request.method != "HEAD":
             if coding != IDENTITY:
-                await line.send_packed(excerpt.pieces(view, begin, end, WORK_BYTES), coding, excerpt.width)
+                await line.send_compressed(
+                    excerpt.pieces(view, begin, end, WORK_BYTES), coding, excerpt.width
+                )
             elif excerpt.span is not None:
-                await line.send_made(excerpt.pieces(view, begin, end, WORK_BYTES))
+                await line.send_gathered(excerpt.pieces(view, begin, end, WORK_BYTES))
             else:
                 await line.send_views(excerpt.pieces(view, begin, end, PIECE_BYTES))
         await line.end()
     return response
 
 
-class _Line:
+class _SlotTransfer:
     """One response under way from a slot; all methods raise ConnectionResetError when it ends early."""
 
     def __init__(
-        self, response: web.StreamResponse, transport: asyncio.Transport, slot: Slot, sent: Counter
+        self, response: web.StreamResponse, transport: asyncio.Transport, slot: SharedSlot, sent: Counter
     ) -> None:
         self._response = response
         self._transport = transport
@@ -175,22 +177,22 @@ class _Line:
             if len(piece):
                 await self._write(bytes(piece) if len(piece) <= _COPY_BYTES else piece)
 
-    async def send_made(self, pieces: Iterator[memoryview]) -> None:
+    async def send_gathered(self, pieces: Iterator[memoryview]) -> None:
         """Pieces that take work to make."""
         while (piece := await work(lambda: next(pieces, None))) is not None:
             await self._write(piece)
 
-    async def send_packed(self, pieces: Iterator[memoryview], coding: str, width: int) -> None:
+    async def send_compressed(self, pieces: Iterator[memoryview], coding: str, width: int) -> None:
         """Pieces in a content coding."""
-        packer = await work(lambda: Packer(coding, width))
+        compressor = await work(lambda: Compressor(coding, width))
 
         def pack_next() -> bytes | None:
             piece = next(pieces, None)
-            return None if piece is None else packer.pack(piece)
+            return None if piece is None else compressor.pack(piece)
 
         while (packed := await work(pack_next)) is not None:
             await self._write(packed)
-        await self._write(packer.end())
+        await self._write(compressor.end())
 
     async def _write(self, piece: bytes | memoryview) -> None:
         if self._slot.version != self._version:

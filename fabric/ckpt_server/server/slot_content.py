@@ -14,8 +14,9 @@ from typing import Any
 
 from fabric.ckpt_server.format.digest import SEAL, seal
 from fabric.ckpt_server.format.manifest import check_manifest, state_digest
-from fabric.ckpt_server.format.safetensors_file import Header, TensorSpan, read_header
+from fabric.ckpt_server.format.safetensors_file import FileHeader, TensorSpan, read_header
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
+from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import ProtocolError, Refused
 from fabric.protocol.messages.wire import decode_as
 
@@ -25,7 +26,7 @@ _WORD = re.compile(r"[\x21-\x7e]{0,200}")
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class SlotContent:
     """Published bytes. ``entry`` describes them in a listing, ``headers`` beside the bytes themselves;
     ``manifest`` is a snapshot's, as JSON, ``manifest_without_tensors`` a short one, and ``state`` the digest
     of the state that it is (a part of), ``parts`` of how many ranks that is. ``tensors`` is where its own
@@ -55,21 +56,7 @@ class Content:
         return self.generation, self.step
 
 
-@dataclass(frozen=True, slots=True)
-class GradientNote:
-    """What a trainer says of a reduced gradient: the slot's first ``nbytes`` lead on from ``step``."""
-
-    slot: int
-    generation: int
-    step: int
-    epoch: int
-    nbytes: int
-    digest: str
-    weight: float
-    layout: str
-
-
-def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str) -> Content:
+def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str) -> SlotContent:
     """The snapshot in ``view``, which must be a whole safetensors file of the size in ``manifest``.
 
     ``base_url`` is where this server is reached. Raises StateError, ProtocolError or Refused.
@@ -91,7 +78,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
     url = f"{base_url}/v1/snapshots/{step}/data?generation={generation}"
     shards = find_shards(header.metadata)
     told = {key: value for key, value in checked.items() if key != "tensors"} | {"url": url}
-    return Content(
+    return SlotContent(
         generation=generation,
         step=step,
         digest=checked["digest"],
@@ -118,17 +105,19 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
     )
 
 
-def gradient_content(body: Mapping[str, Any], capacity: int) -> Content:
+def gradient_content(body: Mapping[str, Any], capacity: int) -> SlotContent:
     """The gradient that a trainer's request ``body`` describes. Raises ProtocolError or Refused."""
-    note = decode_as(GradientNote, body, "gradient")
+    gradient = decode_as(PublishedGradient, body, "gradient")
     for name in ("generation", "step", "epoch", "nbytes"):
-        if getattr(note, name) < 0:
+        if getattr(gradient, name) < 0:
             raise ProtocolError(f"the gradient's {name} is negative: send a count")
     for name in ("digest", "layout"):
-        if not _WORD.fullmatch(getattr(note, name)):
+        if not _WORD.fullmatch(getattr(gradient, name)):
             raise ProtocolError(f"the gradient's {name} is not one printable word: it travels in a header")
-    if note.nbytes > capacity:
-        raise Refused(f"the gradient has {note.nbytes} bytes and its slot has {capacity}: allocate it larger")
+    if gradient.nbytes > capacity:
+        raise Refused(
+            f"the gradient has {gradient.nbytes} bytes and its slot has {capacity}: allocate it larger"
+        )
     meta = body.get("meta", {})
     if not isinstance(meta, dict):
         raise ProtocolError("the gradient's meta is not a JSON object")
@@ -136,25 +125,25 @@ def gradient_content(body: Mapping[str, Any], capacity: int) -> Content:
     if len(meta_text) > MAX_META_BYTES:
         raise Refused(f"the gradient's meta has {len(meta_text)} bytes: at most {MAX_META_BYTES} are served")
     headers = {
-        **_headers(note.generation, note.step, note.digest),
-        "X-Fabric-Epoch": str(note.epoch),
-        "X-Fabric-Weight": repr(note.weight),
-        "X-Fabric-Layout": note.layout,
+        **_headers(gradient.generation, gradient.step, gradient.digest),
+        "X-Fabric-Epoch": str(gradient.epoch),
+        "X-Fabric-Weight": repr(gradient.weight),
+        "X-Fabric-Layout": gradient.layout,
         "X-Fabric-Meta": meta_text.decode("ascii"),
     }
-    return Content(
-        generation=note.generation,
-        step=note.step,
-        digest=note.digest,
-        nbytes=note.nbytes,
-        entry={name: getattr(note, name) for name in GradientNote.__slots__ if name != "slot"},
+    return SlotContent(
+        generation=gradient.generation,
+        step=gradient.step,
+        digest=gradient.digest,
+        nbytes=gradient.nbytes,
+        entry=asdict(gradient),
         headers={**headers, SEAL: seal(headers.get)},
         published=now,
         taken=now,
     )
 
 
-def _tensors(header: Header, shards: Mapping[str, Shard]) -> dict[str, object]:
+def _tensors(header: FileHeader, shards: Mapping[str, Shard]) -> dict[str, object]:
     return {
         span.name: {
             "dtype": span.dtype,

@@ -5,7 +5,7 @@ that are being served from it, and is complete only when none of them refers to 
 reader sees a truncated answer, never a mixed one. What was published stays when its trainer dies; a
 slot that was withdrawn and not published again stays withdrawn.
 
-A gradient is mostly published by a label in shared memory (see ``labels``), which is looked at whenever
+A gradient is mostly published by a label in shared memory (see ``index_slot``), which is looked at whenever
 gradients are asked for.
 """
 
@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from fabric.ckpt_server.server.memfd import Region
-from fabric.ckpt_server.server.slot_content import Content, gradient_content
+from fabric.ckpt_server.server.memfd import Memfd
+from fabric.ckpt_server.server.slot_content import SlotContent, gradient_content
 from fabric.ckpt_server.wire import gradient_index
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import SnapshotRef
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT = "snapshot"
 GRADIENT = "gradient"
-MARK = "mark"  # eight bytes: which micro-batch the trainer is at
-SLOTS_BY_KIND = {SNAPSHOT: 8, GRADIENT: 256, MARK: 1, gradient_index.KIND: 1}
+CRASH_MARKER = "crash_marker"  # eight bytes: which micro-batch the trainer is at
+SLOTS_BY_KIND = {SNAPSHOT: 8, GRADIENT: 256, CRASH_MARKER: 1, gradient_index.KIND: 1}
 
 # A fetch in ranges pauses between two of them: the slot still counts as read for so long.
 READ_PAUSE_S = 0.5
@@ -44,39 +44,40 @@ _GROWING = ThreadPoolExecutor(1, "fabric-memory", lower_priority)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reader:
+class SlotReader:
     """One transfer under way; ``abort`` closes its connection at once."""
 
     abort: Callable[[], None]
 
 
 @dataclass(slots=True)
-class Slot:
+class SharedSlot:
     """``content`` describes what is published, None while withdrawn; ``version`` counts withdrawals.
-    ``labels``: where the trainer may label it, ``label``: the number of the label that was seen last."""
+    ``index_slot``: where the trainer may label it, ``entry_number``: the number of the label that was seen
+    last."""
 
     kind: str
     index: int
-    region: Region | None = None
-    content: Content | None = None
+    memfd: Memfd | None = None
+    content: SlotContent | None = None
     version: int = 0
-    readers: set[Reader] = field(default_factory=set)
+    readers: set[SlotReader] = field(default_factory=set)
     last_read: float = float("-inf")
     released: asyncio.Event = field(default_factory=asyncio.Event)
-    labels: "Slot | None" = None
-    label: int = 0
+    index_slot: "SharedSlot | None" = None
+    entry_number: int = 0
 
     @property
     def capacity(self) -> int:
         """Bytes of memory behind the slot."""
-        return 0 if self.region is None else self.region.capacity
+        return 0 if self.memfd is None else self.memfd.capacity
 
     def is_read(self, now: float) -> bool:
         """Whether somebody is reading it, or is likely to go on in a moment."""
         return bool(self.readers) or now - self.last_read < READ_PAUSE_S
 
     @contextmanager
-    def reading(self, abort: Callable[[], None], content: Content | None = None) -> Iterator[memoryview]:
+    def reading(self, abort: Callable[[], None], content: SlotContent | None = None) -> Iterator[memoryview]:
         """The published bytes, for one transfer: it must hold no reference to them after the block. Raises
         ConnectionResetError, and aborts it, where the trainer withdraws them at this moment, or has withdrawn
         ``content``, which the reader came for (None: what is there now)."""
@@ -84,51 +85,51 @@ class Slot:
             abort()
             raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was read")
         content = self.content
-        assert content is not None and self.region is not None
-        reader = Reader(abort)
+        assert content is not None and self.memfd is not None
+        reader = SlotReader(abort)
         self.readers.add(reader)
         try:
-            self._tell_readers()
-            self.look()
+            self._store_reader_count()
+            self.refresh()
             if self.content is not content:
                 abort()
                 raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was sent")
-            yield self.region.view[: content.nbytes]
+            yield self.memfd.view[: content.nbytes]
         finally:
             self.readers.discard(reader)
-            self._tell_readers()
+            self._store_reader_count()
             self.last_read = time.monotonic()
             self.released.set()
 
-    def look(self) -> int:
+    def refresh(self) -> int:
         """Take note of a label that is another one than last time. Returns its number, 0 where that is gone
         or the same."""
-        region = self.labels.region if self.labels is not None else None
+        memfd = self.index_slot.memfd if self.index_slot is not None else None
         if (
-            region is None
-            or self.region is None
-            or gradient_index.number_of(region.view, self.index) == self.label
+            memfd is None
+            or self.memfd is None
+            or gradient_index.entry_number(memfd.view, self.index) == self.entry_number
         ):
             return 0
-        self.label, text = gradient_index.read(region.view, self.index)
+        self.entry_number, text = gradient_index.read_entry(memfd.view, self.index)
         self.version += 1
         self.content = None
-        if self.label:
-            taken = self.label / 1e9
+        if self.entry_number:
+            taken = self.entry_number / 1e9
             try:
-                said = gradient_content(json.loads(text), len(self.region.view))
+                said = gradient_content(json.loads(text), len(self.memfd.view))
                 self.content = replace(said, published=taken, taken=taken)
             except (FabricError, ValueError) as error:
                 log.warning("gradient slot %d is not served, its label cannot be used: %s", self.index, error)
-        return self.label
+        return self.entry_number
 
-    def _tell_readers(self) -> None:
-        if self.labels is not None and self.labels.region is not None:
-            gradient_index.tell_readers(self.labels.region.fd, self.index, len(self.readers))
+    def _store_reader_count(self) -> None:
+        if self.index_slot is not None and self.index_slot.memfd is not None:
+            gradient_index.store_reader_count(self.index_slot.memfd.fd, self.index, len(self.readers))
 
     async def withdraw(self) -> int:
         """Stop serving the slot; returns how many readers were aborted, when none is left."""
-        self.look()
+        self.refresh()
         self.content = None
         self.version += 1
         aborted = len(self.readers)
@@ -147,16 +148,16 @@ class Slot:
         return aborted
 
 
-class Memory:
+class SlotTable:
     """All slots of one worker, and what of them can be read."""
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[str, int], Slot] = {}
+        self._slots: dict[tuple[str, int], SharedSlot] = {}
         # The newest (generation, step) that was published as a gradient, in order of publishing.
         self._last_gradient: tuple[int, int] | None = None
         self._published = asyncio.Event()
 
-    def slot(self, kind: str, index: int) -> Slot:
+    def slot(self, kind: str, index: int) -> SharedSlot:
         """Slot ``index`` of ``kind``. Raises ProtocolError where there can be none."""
         most = SLOTS_BY_KIND.get(kind, 0)
         if not 0 <= index < most:
@@ -166,24 +167,24 @@ class Memory:
         if found is None:
             labelled = kind == GRADIENT and index < gradient_index.COUNT
             told = self.slot(gradient_index.KIND, 0) if labelled else None
-            found = self._slots[kind, index] = Slot(kind, index, labels=told)
+            found = self._slots[kind, index] = SharedSlot(kind, index, index_slot=told)
         return found
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[SharedSlot]:
         """Every slot that was ever named."""
-        self._look()
+        self._refresh()
         return list(self._slots.values())
 
-    async def allocate(self, slot: Slot, nbytes: int) -> Region:
+    async def allocate(self, slot: SharedSlot, nbytes: int) -> Memfd:
         """The slot's memory, at least ``nbytes`` of it, without blocking the loop. Raises Refused."""
-        if slot.region is None:
-            slot.region = Region(f"{slot.kind} slot {slot.index}")
-        await asyncio.get_running_loop().run_in_executor(_GROWING, slot.region.grow, nbytes)
-        return slot.region
+        if slot.memfd is None:
+            slot.memfd = Memfd(f"{slot.kind} slot {slot.index}")
+        await asyncio.get_running_loop().run_in_executor(_GROWING, slot.memfd.grow, nbytes)
+        return slot.memfd
 
-    def publish(self, slot: Slot, content: Content) -> None:
+    def publish(self, slot: SharedSlot, content: SlotContent) -> None:
         """Serve ``content`` from ``slot`` from now on. Raises Refused unless the slot is withdrawn."""
-        self._look()
+        self._refresh()
         if slot.content is not None:
             raise Refused(
                 f"{slot.kind} slot {slot.index} holds step {slot.content.step}, which may have been torn by"
@@ -197,7 +198,7 @@ class Memory:
 
     async def void(self) -> None:
         """Withdraw everything: the state behind it was declared invalid."""
-        self._look()
+        self._refresh()
         self._last_gradient = None
         # All of it stops being served before anything is awaited.
         held = [slot for slot in self._slots.values() if slot.content is not None]
@@ -206,26 +207,28 @@ class Memory:
         for slot in held:
             await slot.withdraw()
 
-    def held(self, kind: str) -> list[Slot]:
+    def held(self, kind: str) -> list[SharedSlot]:
         """Slots of ``kind`` with published content, oldest first."""
         if kind == GRADIENT:
-            self._look()
+            self._refresh()
         found = [(slot.content, slot) for slot in self._slots.values() if slot.kind == kind]
         live = [(content, slot) for content, slot in found if content is not None]
         live.sort(key=lambda pair: (pair[0].order, pair[0].published))
         return [slot for _, slot in live]
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """At the labels of all gradients; the newest of the new ones is the gradient published last."""
         told = self._slots.get((gradient_index.KIND, 0))
-        if told is None or told.region is None:
+        if told is None or told.memfd is None:
             return
-        seen = [(slot.look(), slot.content) for slot in self._slots.values() if slot.labels is not None]
+        seen = [
+            (slot.refresh(), slot.content) for slot in self._slots.values() if slot.index_slot is not None
+        ]
         new = [(number, content.order) for number, content in seen if number and content is not None]
         if new:
             self._last_gradient = max(new)[1]
 
-    def find(self, kind: str, step: int | None, generation: int | None) -> Slot | None:
+    def find(self, kind: str, step: int | None, generation: int | None) -> SharedSlot | None:
         """The newest held slot with this step (None: any) and generation (None: any), or None."""
         for slot in reversed(self.held(kind)):
             content = slot.content
@@ -257,7 +260,7 @@ class Memory:
         last_generation, last_step = self._last_gradient
         return (last_generation if generation is None else generation, step) <= (last_generation, last_step)
 
-    async def wait_gradient(self, step: int, generation: int | None, wait_s: float) -> Slot | None:
+    async def wait_gradient(self, step: int, generation: int | None, wait_s: float) -> SharedSlot | None:
         """The slot with this gradient, once it is held; None when it is gone or ``wait_s`` have passed."""
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
@@ -275,5 +278,5 @@ class Memory:
     def close(self) -> None:
         """Let all memory go."""
         for slot in self._slots.values():
-            if slot.region is not None:
-                slot.region.close()
+            if slot.memfd is not None:
+                slot.memfd.close()

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
-from fabric.ckpt_server.server.durable_jobs import Dispatch, Persist
+from fabric.ckpt_server.server.durable_jobs import DurableJobs, PersistRequest
 from fabric.ckpt_server.server.lifetime import Lifetime
 from fabric.ckpt_server.server.slot_content import gradient_content, snapshot_content
-from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, Memory, Slot
-from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, Trainer
-from fabric.ckpt_server.server.unix_sockets import Connection, Response, serve_each
+from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotTable
+from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, TrainerWatch
+from fabric.ckpt_server.server.unix_sockets import UnixConnection, UnixResponse, serve_each
 from fabric.ckpt_server.wire.channel_protocol import MAX_LINE_BYTES, decode_line
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import JobEnd
@@ -33,7 +33,7 @@ _ATTACH_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ServerIdentity:
     """Who this server is: ``instance`` differs between two processes, even with the same pid."""
 
     job: str
@@ -43,7 +43,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Attach:
+class AttachRequest:
     pid: int
     incarnation: int
     replica: str
@@ -51,43 +51,48 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocate:
+class AllocateRequest:
     kind: str
     slot: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class BeginRequest:
     kind: str
     slot: int
     unless_read: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class PublishSnapshot:
+class PublishSnapshotRequest:
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishRequest:
     linger_s: float = 5.0
     ended: JobEnd | None = None
 
 
-class Channel:
+class TrainerChannel:
     """Accepts trainers, and does for the attached one what it asks."""
 
     def __init__(
-        self, identity: Identity, memory: Memory, trainer: Trainer, lifetime: Lifetime, durable: Dispatch
+        self,
+        identity: ServerIdentity,
+        memory: SlotTable,
+        trainer: TrainerWatch,
+        lifetime: Lifetime,
+        durable: DurableJobs,
     ) -> None:
         self._durable = durable
         self._identity = identity
         self._memory = memory
         self._trainer = trainer
         self._lifetime = lifetime
-        self._current: Connection | None = None
-        self._operations: dict[str, Callable[[dict[str, Any]], Awaitable[Response]]] = {
+        self._current: UnixConnection | None = None
+        self._operations: dict[str, Callable[[dict[str, Any]], Awaitable[UnixResponse]]] = {
             "allocate": self._allocate,
             "begin": self._begin,
             "publish_snapshot": self._publish_snapshot,
@@ -109,7 +114,7 @@ class Channel:
         if self._current is not None:
             self._current.shut()
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: UnixConnection) -> None:
         try:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 if await self._greet(connection):
@@ -120,7 +125,7 @@ class Channel:
                 self._trainer.detach()
                 self._lifetime.trainer_left()
 
-    async def _greet(self, connection: Connection) -> bool:
+    async def _greet(self, connection: UnixConnection) -> bool:
         """The first request must attach; returns whether it did."""
         try:
             async with asyncio.timeout(_ATTACH_S):
@@ -134,7 +139,7 @@ class Channel:
         await connection.send(response)
         return True
 
-    async def _work(self, connection: Connection) -> None:
+    async def _work(self, connection: UnixConnection) -> None:
         connection.limit(MAX_LINE_BYTES)
         while True:
             try:
@@ -151,7 +156,7 @@ class Channel:
                 response = _refusal(error)
             await connection.send(response)
 
-    async def _do(self, body: dict[str, Any]) -> Response:
+    async def _do(self, body: dict[str, Any]) -> UnixResponse:
         name = body.get("op")
         operation = self._operations.get(name) if isinstance(name, str) else None
         if operation is None:
@@ -161,10 +166,10 @@ class Channel:
             )
         return await operation(body)
 
-    def _attach(self, body: dict[str, Any], connection: Connection) -> Response:
+    def _attach(self, body: dict[str, Any], connection: UnixConnection) -> UnixResponse:
         if body.get("op") != "attach":
             raise ProtocolError("the first request on this channel must be attach")
-        request = decode_as(Attach, body, "attach")
+        request = decode_as(AttachRequest, body, "attach")
         pid, uid = connection.peer()
         if uid != os.geteuid():
             raise Refused("another user's process asks for this server: run the trainer as the same user")
@@ -205,23 +210,23 @@ class Channel:
             parts=self._memory.snapshot_parts(),
         )
 
-    async def _allocate(self, body: dict[str, Any]) -> Response:
-        request = decode_as(Allocate, body, "allocate")
+    async def _allocate(self, body: dict[str, Any]) -> UnixResponse:
+        request = decode_as(AllocateRequest, body, "allocate")
         slot = self._memory.slot(request.kind, request.slot)
         if not 0 < request.nbytes <= MAX_FILE_BYTES:
             raise ProtocolError(f"{request.nbytes} bytes cannot be allocated: ask for 1 to {MAX_FILE_BYTES}")
-        region = await self._memory.allocate(slot, request.nbytes)
-        return Response({"ok": True, "nbytes": region.capacity}, region.fd)
+        memfd = await self._memory.allocate(slot, request.nbytes)
+        return UnixResponse({"ok": True, "nbytes": memfd.capacity}, memfd.fd)
 
-    async def _begin(self, body: dict[str, Any]) -> Response:
-        request = decode_as(Begin, body, "begin")
+    async def _begin(self, body: dict[str, Any]) -> UnixResponse:
+        request = decode_as(BeginRequest, body, "begin")
         slot = self._memory.slot(request.kind, request.slot)
         if request.unless_read and slot.is_read(time.monotonic()):
             return _success(busy=True, readers=len(slot.readers))
         return _success(readers=await slot.withdraw())
 
-    async def _publish_snapshot(self, body: dict[str, Any]) -> Response:
-        request = decode_as(PublishSnapshot, body, "publish_snapshot")
+    async def _publish_snapshot(self, body: dict[str, Any]) -> UnixResponse:
+        request = decode_as(PublishSnapshotRequest, body, "publish_snapshot")
         slot = self._memory.slot(SNAPSHOT, request.slot)
         view, version = self._published_view(slot)
         content = await asyncio.to_thread(
@@ -235,7 +240,7 @@ class Channel:
         self._trainer.changed.set()  # what a cold start could begin from: told at once
         return _success()
 
-    async def _publish_gradient(self, body: dict[str, Any]) -> Response:
+    async def _publish_gradient(self, body: dict[str, Any]) -> UnixResponse:
         index = body.get("slot")
         slot = self._memory.slot(GRADIENT, index if type(index) is int else -1)
         view, _ = self._published_view(slot)
@@ -245,38 +250,40 @@ class Channel:
             return _success()
         return await self._begin({"kind": GRADIENT, "slot": following})
 
-    def _published_view(self, slot: Slot) -> tuple[memoryview, int]:
-        if slot.region is None:
+    def _published_view(self, slot: SharedSlot) -> tuple[memoryview, int]:
+        if slot.memfd is None:
             raise Refused(f"{slot.kind} slot {slot.index} has no memory: allocate it first")
-        return slot.region.view, slot.version
+        return slot.memfd.view, slot.version
 
-    async def _persist(self, body: dict[str, Any]) -> Response:
-        self._durable.start(decode_as(Persist, {k: v for k, v in body.items() if k != "op"}, "persist"))
+    async def _persist(self, body: dict[str, Any]) -> UnixResponse:
+        self._durable.start(
+            decode_as(PersistRequest, {k: v for k, v in body.items() if k != "op"}, "persist")
+        )
         return _success()
 
-    async def _void(self, body: dict[str, Any]) -> Response:
+    async def _void(self, body: dict[str, Any]) -> UnixResponse:
         await self._memory.void()
         return _success()
 
-    async def _finish(self, body: dict[str, Any]) -> Response:
-        request = decode_as(Finish, body, "finish")
+    async def _finish(self, body: dict[str, Any]) -> UnixResponse:
+        request = decode_as(FinishRequest, body, "finish")
         if not 0 <= request.linger_s <= 86400:
             raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
         self._trainer.leave_word(request.ended)
         self._lifetime.finish(request.linger_s)
         return _success()
 
-    async def _ping(self, _: dict[str, Any]) -> Response:
+    async def _ping(self, _: dict[str, Any]) -> UnixResponse:
         return _success()
 
-    async def _gone(self, _: dict[str, Any]) -> Response:
+    async def _gone(self, _: dict[str, Any]) -> UnixResponse:
         self._trainer.give_up()
         return _success()
 
 
-def _success(**body: object) -> Response:
-    return Response({"ok": True, **body})
+def _success(**body: object) -> UnixResponse:
+    return UnixResponse({"ok": True, **body})
 
 
-def _refusal(error: FabricError) -> Response:
-    return Response({"ok": False, "error": str(error)})
+def _refusal(error: FabricError) -> UnixResponse:
+    return UnixResponse({"ok": False, "error": str(error)})

@@ -38,7 +38,7 @@ _MOST_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class StatusTiming:
     """Seconds: between beats, allowed for connecting, for a beat to leave, and for a silent lighthouse
     before another is tried; least and most before another attempt."""
 
@@ -51,7 +51,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
+class StatusSource:
     """What a pulse tells: ``compose`` makes the beat with this number (reading the trainer's state),
     ``changed`` is set when the state may have changed between two beats. ``heard`` takes what the lighthouse
     says of the epoch in force."""
@@ -61,7 +61,7 @@ class Vitals:
     heard: Callable[[EpochNotice], None] = lambda _: None
 
 
-class PulseSender:
+class StatusSender:
     """Keeps one of the lighthouses at ``urls`` informed, until cancelled."""
 
     def __init__(
@@ -70,9 +70,9 @@ class PulseSender:
         job: str,
         replica: str,
         token: TokenFile | str | None,
-        vitals: Vitals,
+        vitals: StatusSource,
         chance: random.Random,
-        timing: Timing | None = None,
+        timing: StatusTiming | None = None,
         tls: Tls | None = None,
     ) -> None:
         query = f"/v1/jobs/{quote(job, safe='')}/pulse?replica={quote(replica, safe='')}"
@@ -80,7 +80,7 @@ class PulseSender:
         self._tokens = TokenFile.of(token)
         self._vitals = vitals
         self._chance = chance
-        self._timing = timing or Timing()
+        self._timing = timing or StatusTiming()
         self._tls = tls or Tls()
         self._number = 0
         self._every_s = 0.0

@@ -54,7 +54,7 @@ def parse_stat(text: str) -> TaskStat:
     return TaskStat(state=fields[0], flags=int(fields[6]), threads=int(fields[17]))
 
 
-class Trainer:
+class TrainerWatch:
     """The trainer that this server watches: at most one at a time, attached or only remembered.
 
     ``changed`` is set whenever its state may have changed; ``on_death`` is called when its process is

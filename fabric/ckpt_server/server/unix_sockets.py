@@ -20,14 +20,14 @@ _LOOK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class UnixResponse:
     """``body`` goes out as a line, with ``fd`` (-1: none) beside it."""
 
     body: Mapping[str, object]
     fd: int = -1
 
 
-class Connection:
+class UnixConnection:
     """One accepted socket; lines in, responses out."""
 
     def __init__(self, accepted: socket.socket) -> None:
@@ -57,7 +57,7 @@ class Connection:
         """Wait for anything at all, which is thrown away; False at the end."""
         return bool(await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES))
 
-    async def send(self, response: Response) -> None:
+    async def send(self, response: UnixResponse) -> None:
         """Send it. Raises TimeoutError or ConnectionError for a peer that does not read."""
         line = encode_line(response.body)
         if response.fd >= 0:
@@ -81,13 +81,13 @@ class Connection:
 
 
 async def serve_each(
-    listener: socket.socket, serve: Callable[[Connection], Awaitable[None]], most: int, who: str
+    listener: socket.socket, serve: Callable[[UnixConnection], Awaitable[None]], most: int, who: str
 ) -> None:
     """Accept connections until cancelled, and ``serve`` each in a task of its own, which ends with this one.
     Where ``most`` are served already, the next is closed at once. ``who`` connects, for the log."""
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
 
-    async def serve_one(connection: Connection) -> None:
+    async def serve_one(connection: UnixConnection) -> None:
         try:
             await serve(connection)
         except Exception:  # the supervisor of connections: a defect in one must not end the others
@@ -107,7 +107,7 @@ async def serve_each(
                 accepted.close()
                 continue
             accepted.setblocking(False)
-            tasks.add(task := asyncio.create_task(serve_one(Connection(accepted))))
+            tasks.add(task := asyncio.create_task(serve_one(UnixConnection(accepted))))
             task.add_done_callback(tasks.discard)
     finally:
         for task in tuple(tasks):

@@ -34,7 +34,7 @@ class SnapshotDigests:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TensorExtent:
     """A tensor of the view (its bytes, flat) and where they go in the file."""
 
     tensor: torch.Tensor
@@ -42,13 +42,13 @@ class Slice:
     end: int
 
 
-def slices_of(view: StateView) -> list[Slice]:
+def tensor_extents(view: StateView) -> list[TensorExtent]:
     """Every tensor of ``view`` that has any bytes, with its place in the file, in order."""
     slices, begin = [], len(view.header)
     for _, tensor in view.tensors:
         flat = bytes_of(tensor)
         if flat.numel():
-            slices.append(Slice(flat, begin, begin + flat.numel()))
+            slices.append(TensorExtent(flat, begin, begin + flat.numel()))
         begin += flat.numel()
     return slices
 
@@ -67,7 +67,7 @@ def as_bytes(target: memoryview, nbytes: int) -> Bytes:
 Item = TypeVar("Item")
 
 
-class Tasks(Generic[Item]):
+class SharedWork(Generic[Item]):
     """Work that any thread takes a piece of until none is left. Who waits for all of it waits for pieces that
     somebody has begun, never for a thread that has yet to come."""
 
@@ -113,7 +113,7 @@ class Tasks(Generic[Item]):
             raise StateError(f"The snapshot failed and is not usable: {self._error}.") from self._error
 
 
-class Reading:
+class BlockPass:
     """All blocks of a file of ``nbytes``, of which each takes what it needs of ``sources``: bytes, and where
     in the file they begin, in order."""
 
@@ -125,7 +125,7 @@ class Reading:
             for block in range(begin // BLOCK_BYTES, (begin + source.size - 1) // BLOCK_BYTES + 1):
                 self._sources[block].append((source, begin))
         self._digests: list[str] = [""] * count
-        self.blocks = Tasks(range(count))
+        self.blocks = SharedWork(range(count))
 
     def run(self) -> None:
         """Takes blocks until none is left; from several threads."""
@@ -153,12 +153,12 @@ class Reading:
         raise NotImplementedError
 
 
-class Digesting(Reading):
+class DigestPass(BlockPass):
     """Of a state on the host, where it lies."""
 
     def __init__(self, view: StateView) -> None:
         header = np.frombuffer(view.header, np.uint8), 0
-        tensors = [(part.tensor.numpy(), part.begin) for part in slices_of(view)]
+        tensors = [(part.tensor.numpy(), part.begin) for part in tensor_extents(view)]
         super().__init__(view.nbytes, [header, *tensors])
 
     def _take(self, block: int) -> None:
@@ -169,21 +169,21 @@ class Digesting(Reading):
         self._digests[block] = hasher.hexdigest()
 
 
-class Copying(Reading):
+class CopyPass(BlockPass):
     """One copy: what blocks have of the tensors in ``fused`` is copied as they are digested, other bytes have
     to be there before."""
 
-    def __init__(self, view: StateView, target: memoryview, fused: Sequence[Slice]) -> None:
+    def __init__(self, view: StateView, target: memoryview, fused: Sequence[TensorExtent]) -> None:
         self.memory = as_bytes(target, view.nbytes)
         self.memory[: len(view.header)] = np.frombuffer(view.header, np.uint8)
         super().__init__(view.nbytes, ((part.tensor.numpy(), part.begin) for part in fused))
 
-    def copy(self, part: Slice) -> None:
+    def copy(self, part: TensorExtent) -> None:
         """One host tensor, without a digest."""
         self.memory[part.begin : part.end] = part.tensor.numpy()
 
     def digests(self) -> SnapshotDigests:
-        """See ``Reading``; the target is let go too."""
+        """See ``BlockPass``; the target is let go too."""
         try:
             return super().digests()
         finally:

@@ -38,7 +38,7 @@ def placement_key(tensor: Any) -> Key:
     return names, tuple(mesh.shape), tuple(str(p) for p in tensor.placements)
 
 
-def describe(tensor: Any) -> dict[str, Any]:
+def describe_shard(tensor: Any) -> dict[str, Any]:
     """What a reader needs to know of a DTensor's shard beside its bytes."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -88,7 +88,7 @@ class Shardings:
             shape=shape,
             stride=_strides(shape),
         )
-        expected = describe(built)
+        expected = describe_shard(built)
         if expected["offset"] != list(description["offset"]) or local_shape(built) != tuple(local.shape):
             raise StateError(
                 f"the shard at {description['offset']} of a tensor of {list(shape)} belongs to another rank: "

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fabric.ckpt_server.format.safetensors_file import canonical_json
-from fabric.ckpt_server.state.dtensor import Shardings, describe, is_sharded, local_part
+from fabric.ckpt_server.state.dtensor import Shardings, describe_shard, is_sharded, local_part
 from fabric.errors import StateError
 
 MAX_DEPTH = 100
@@ -87,22 +87,22 @@ DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class StatePath:
     """Where a value is: ``blob`` names it ``optimizer/state/0/exp_avg``, ``spoken`` tells a person."""
 
     blob: str
     step: object
-    parent: "Path | None" = None
+    parent: "StatePath | None" = None
     depth: int = 0
 
-    def key(self, key: object) -> "Path":
+    def key(self, key: object) -> "StatePath":
         """One mapping key further down."""
         word = key.replace("~", "~0").replace("/", "~1") if isinstance(key, str) else key
-        return Path(f"{self.blob}/{word}", key, self, self.depth + 1)
+        return StatePath(f"{self.blob}/{word}", key, self, self.depth + 1)
 
-    def index(self, index: int) -> "Path":
+    def index(self, index: int) -> "StatePath":
         """One list element further down."""
-        return Path(f"{self.blob}/{index}", index, self, self.depth + 1)
+        return StatePath(f"{self.blob}/{index}", index, self, self.depth + 1)
 
     @property
     def spoken(self) -> str:
@@ -114,19 +114,19 @@ class Path:
         return f"{self.parent.spoken}[{self.step!r}]"
 
     @classmethod
-    def root(cls, name: str) -> "Path":
+    def root(cls, name: str) -> "StatePath":
         """Where the object called ``name`` begins."""
         return cls(name.replace("~", "~0").replace("/", "~1"), name)
 
 
 @dataclass(slots=True)
-class Blobs:
+class TensorBlobs:
     """The tensors met on a walk, by unique name, in the order met."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     shardings: Shardings = field(default_factory=Shardings)
 
-    def add(self, path: Path, tensor: torch.Tensor) -> str:
+    def add(self, path: StatePath, tensor: torch.Tensor) -> str:
         """Keeps ``tensor`` and returns its name; keys 0 and "0" of one mapping get different names."""
         name, copies = path.blob, 1
         while name in self.tensors:
@@ -141,7 +141,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def encode(value: object, path: Path, blobs: Blobs, ties: dict[object, str] | None = None) -> Any:
+def encode(value: object, path: StatePath, blobs: TensorBlobs, ties: dict[object, str] | None = None) -> Any:
     """``value`` as JSON; tensors go to ``blobs``. Raises StateError with the path of what cannot.
 
     With ``ties``, a tensor that is the very memory of an earlier one is stored once.
@@ -169,10 +169,10 @@ def encode(value: object, path: Path, blobs: Blobs, ties: dict[object, str] | No
 
 
 _Ties = dict[object, str] | None
-_Encoder = Callable[[Any, Path, Blobs, _Ties], Any]
+_Encoder = Callable[[Any, StatePath, TensorBlobs, _Ties], Any]
 
 
-def check_tensor(tensor: torch.Tensor, path: Path) -> None:
+def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
     """Raises StateError for a tensor whose value is not simply its own elements in memory."""
     if type(tensor) not in PLAIN_TENSORS:
         raise StateError(
@@ -205,10 +205,10 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _encode_tensor(tensor: torch.Tensor, path: Path, blobs: Blobs, ties: _Ties) -> Any:
+def _encode_tensor(tensor: torch.Tensor, path: StatePath, blobs: TensorBlobs, ties: _Ties) -> Any:
     if is_sharded(tensor):
         blobs.shardings.add(tensor)
-        return {"$shard": [_encode_tensor(local_part(tensor), path, blobs, ties), describe(tensor)]}
+        return {"$shard": [_encode_tensor(local_part(tensor), path, blobs, ties), describe_shard(tensor)]}
     check_tensor(tensor, path)
     plain = tensor.detach()
     if ties is None:
@@ -223,7 +223,9 @@ def _encode_tensor(tensor: torch.Tensor, path: Path, blobs: Blobs, ties: _Ties) 
     return {"$tensor": [name, str(plain.dtype).removeprefix("torch.")]}
 
 
-def _encode_numpy(array: np.ndarray[Any, Any], path: Path, blobs: Blobs, word: str = "$array") -> Any:
+def _encode_numpy(
+    array: np.ndarray[Any, Any], path: StatePath, blobs: TensorBlobs, word: str = "$array"
+) -> Any:
     if array.dtype.kind not in _NUMPY_KINDS:
         raise StateError(f"{path.spoken} is a numpy value of dtype {array.dtype}, which cannot be captured.")
     raw = np.frombuffer(array.tobytes(), np.uint8).copy()
@@ -231,7 +233,9 @@ def _encode_numpy(array: np.ndarray[Any, Any], path: Path, blobs: Blobs, word: s
     return {word: [name, array.dtype.str, list(array.shape)]}
 
 
-def _sorted_pairs(value: Mapping[Any, Any], path: Path, blobs: Blobs, ties: _Ties) -> list[list[Any]]:
+def _sorted_pairs(
+    value: Mapping[Any, Any], path: StatePath, blobs: TensorBlobs, ties: _Ties
+) -> list[list[Any]]:
     keyed = []
     for key, item in value.items():
         spelled = _encode_key(key, path)
@@ -244,24 +248,24 @@ def _sorted_pairs(value: Mapping[Any, Any], path: Path, blobs: Blobs, ties: _Tie
     return [[spelled, encode(item, path.key(key), blobs, ties)] for _, spelled, key, item in keyed]
 
 
-def _encode_key(key: object, path: Path) -> Any:
+def _encode_key(key: object, path: StatePath) -> Any:
     if type(key) in (str, int):
         return key
     if isinstance(key, (torch.Tensor, np.ndarray, np.generic)):
         raise StateError(
             f"{path.spoken} has a {type(key).__qualname__} as key; only plain values can be keys."
         )
-    return encode(key, path.key("(key)"), Blobs())
+    return encode(key, path.key("(key)"), TensorBlobs())
 
 
-def _encode_dict(value: Mapping[Any, Any], path: Path, blobs: Blobs, ties: _Ties) -> Any:
+def _encode_dict(value: Mapping[Any, Any], path: StatePath, blobs: TensorBlobs, ties: _Ties) -> Any:
     pairs = _sorted_pairs(value, path, blobs, ties)
     if all(type(key) is str and not key.startswith("$") for key, _ in pairs):
         return dict(pairs)
     return {"$map": pairs}
 
 
-def _encode_ordered(value: "OrderedDict[Any, Any]", path: Path, blobs: Blobs, ties: _Ties) -> Any:
+def _encode_ordered(value: "OrderedDict[Any, Any]", path: StatePath, blobs: TensorBlobs, ties: _Ties) -> Any:
     metadata = getattr(value, "_metadata", None)
     if metadata is not None:  # a module's state: names are its order, versions its metadata
         extra = encode(dict(metadata), path.key("_metadata"), blobs)
@@ -273,11 +277,15 @@ def _encode_ordered(value: "OrderedDict[Any, Any]", path: Path, blobs: Blobs, ti
     }
 
 
-def _encode_list(value: list[Any] | tuple[Any, ...], path: Path, blobs: Blobs, ties: _Ties) -> list[Any]:
+def _encode_list(
+    value: list[Any] | tuple[Any, ...], path: StatePath, blobs: TensorBlobs, ties: _Ties
+) -> list[Any]:
     return [encode(item, path.index(index), blobs, ties) for index, item in enumerate(value)]
 
 
-def _encode_defaultdict(value: "defaultdict[Any, Any]", path: Path, blobs: Blobs, ties: _Ties) -> Any:
+def _encode_defaultdict(
+    value: "defaultdict[Any, Any]", path: StatePath, blobs: TensorBlobs, ties: _Ties
+) -> Any:
     for word, factory in _FACTORIES.items():
         if value.default_factory is factory:
             return {"$defaultdict": [word, _sorted_pairs(value, path, blobs, ties)]}
@@ -289,7 +297,7 @@ def _encode_defaultdict(value: "defaultdict[Any, Any]", path: Path, blobs: Blobs
 _MOST_ALIKE = 64  # keys of one set with the same hash
 
 
-def _encode_set(value: set[Any] | frozenset[Any], path: Path) -> list[Any]:
+def _encode_set(value: set[Any] | frozenset[Any], path: StatePath) -> list[Any]:
     return sorted((_encode_key(item, path) for item in value), key=canonical_json)
 
 
@@ -314,7 +322,7 @@ _ENCODERS: dict[type, _Encoder] = {
 
 
 @dataclass(slots=True)
-class Decoder:
+class StateDecoder:
     """Turns the JSON of ``encode`` back into values; ``tensor`` gives the blob of a name.
 
     ``unused`` starts as all blob names and must be empty in the end. Nodes that name the same blob get
@@ -378,7 +386,7 @@ def _spread(keys: list[Any]) -> list[Any]:
     return keys
 
 
-def _decode_tensor(decoder: Decoder, node: Any, depth: int) -> torch.Tensor:
+def _decode_tensor(decoder: StateDecoder, node: Any, depth: int) -> torch.Tensor:
     if isinstance(node, str):
         return decoder.blob(node)
     name, word = node
@@ -389,12 +397,12 @@ def _decode_tensor(decoder: Decoder, node: Any, depth: int) -> torch.Tensor:
     return raw.clone().view(dtype).reshape(raw.shape[:-1])  # a copy of its own is aligned
 
 
-def _decode_shard(decoder: Decoder, node: Any, depth: int) -> torch.Tensor:
+def _decode_shard(decoder: StateDecoder, node: Any, depth: int) -> torch.Tensor:
     local, description = node
     return decoder.shardings.build(decoder.decode(local, depth), description)
 
 
-def _decode_array(decoder: Decoder, node: Any, depth: int) -> "np.ndarray[Any, Any]":
+def _decode_array(decoder: StateDecoder, node: Any, depth: int) -> "np.ndarray[Any, Any]":
     name, word, shape = node
     dtype = np.dtype(word)
     if not isinstance(word, str) or dtype.kind not in _NUMPY_KINDS:
@@ -406,7 +414,7 @@ def _decode_array(decoder: Decoder, node: Any, depth: int) -> "np.ndarray[Any, A
     return array
 
 
-def _decode_module(decoder: Decoder, node: Any, depth: int) -> "OrderedDict[str, Any]":
+def _decode_module(decoder: StateDecoder, node: Any, depth: int) -> "OrderedDict[str, Any]":
     tensors, metadata = node
     found = OrderedDict(decoder.decode(tensors, depth))
     found._metadata = OrderedDict(decoder.decode(metadata, depth))  # type: ignore[attr-defined]  # noqa: SLF001 - torch's name for the versions of a module's state
@@ -418,15 +426,15 @@ def _double(text: str) -> float:
     return value
 
 
-def _decode_float(decoder: Decoder, node: Any, depth: int) -> float:
+def _decode_float(decoder: StateDecoder, node: Any, depth: int) -> float:
     return _double(node)
 
 
-def _decode_dtype(decoder: Decoder, node: Any, depth: int) -> torch.dtype:
+def _decode_dtype(decoder: StateDecoder, node: Any, depth: int) -> torch.dtype:
     return DTYPE_BY_NAME[node]
 
 
-_DECODERS: dict[str, Callable[[Decoder, Any, int], Any]] = {
+_DECODERS: dict[str, Callable[[StateDecoder, Any, int], Any]] = {
     "$tensor": _decode_tensor,
     "$shard": _decode_shard,
     "$array": _decode_array,

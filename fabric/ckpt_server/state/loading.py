@@ -26,7 +26,7 @@ from fabric.errors import StateError
 _T = TypeVar("_T")
 
 
-class Run(Protocol):
+class WorkRunner(Protocol):
     """Does heavy work that is no code of the objects' own; it may take another thread for it."""
 
     def __call__(self, work: Callable[[], _T]) -> _T: ...
@@ -55,7 +55,7 @@ def check_fit(name: str, live: object, value: Any) -> None:
         _check_other(name, live.state_dict(), value)  # type: ignore[attr-defined]
 
 
-def load_all(objects: Mapping[str, Any], decoded: Mapping[str, Any], run: Run) -> None:
+def load_all(objects: Mapping[str, Any], decoded: Mapping[str, Any], run: WorkRunner) -> None:
     """Loads every object, or raises StateError with all of them as they were. Where torch's own code alone
     loads it goes through ``run``."""
     undo: list[Callable[[], object]] = []

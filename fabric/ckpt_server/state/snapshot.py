@@ -20,28 +20,37 @@ import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from fabric.ckpt_server.format.manifest import make_manifest
 from fabric.ckpt_server.state.block_copy import (
+    BlockPass,
     Bytes,
-    Copying,
-    Digesting,
-    Reading,
-    Slice,
+    CopyPass,
+    DigestPass,
+    SharedWork,
     SnapshotDigests,
-    Tasks,
+    TensorExtent,
     as_bytes,
-    slices_of,
+    tensor_extents,
 )
 from fabric.ckpt_server.state.training_state import StateView
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.priority import lower_priority
 
-__all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaLane", "DeviceLane", "SnapshotDigests", "build_manifest"]
+__all__ = [
+    "Copier",
+    "CopyStream",
+    "CpuCopier",
+    "CudaCopier",
+    "CudaCopyStream",
+    "SnapshotDigests",
+    "build_manifest",
+]
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
@@ -71,7 +80,7 @@ class Copier(Protocol):
     def join(self) -> SnapshotDigests:
         """Waits for the end; the target is complete then. Raises what went wrong."""
 
-    def digest(self, view: StateView) -> Reading:
+    def digest(self, view: StateView) -> BlockPass:
         """Begins to digest ``view``, on the host, without a copy, beside a copy under way or not. It must not
         change until the reading's ``digests`` has returned."""
 
@@ -103,7 +112,7 @@ class CpuCopier:
     def __init__(self, threads: int = 0, niceness: int = _NICENESS) -> None:
         self._threads = threads or _threads()
         self._pool = _pool(self._threads + 1, niceness)
-        self._copying: Copying | None = None
+        self._copying: CopyPass | None = None
 
     def prepare(self, target: memoryview) -> None:
         """See ``Copier``: nothing, the pages are present."""
@@ -115,17 +124,17 @@ class CpuCopier:
         for name, tensor in view.tensors:
             if tensor.device.type != "cpu":
                 raise StateError(f"{name} is on {tensor.device}; a CpuCopier copies host memory only.")
-        self._copying = Copying(view, target, slices_of(view))
+        self._copying = CopyPass(view, target, tensor_extents(view))
         self._begin(self._copying)
 
-    def digest(self, view: StateView) -> Reading:
+    def digest(self, view: StateView) -> BlockPass:
         """See ``Copier``."""
-        digesting = Digesting(view)
+        digesting = DigestPass(view)
         if len(digesting.blocks) > _FEW_BLOCKS:
             self._begin(digesting)
         return digesting
 
-    def _begin(self, reading: Reading) -> None:
+    def _begin(self, reading: BlockPass) -> None:
         for _ in range(min(self._threads, len(reading.blocks))):
             self._pool.submit(reading.run)
 
@@ -152,15 +161,15 @@ class CpuCopier:
         self._pool.shutdown(wait=True)
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in a device's work."""
 
     def synchronize(self) -> None:
         """Blocks the host until the device has reached it."""
 
 
-class DeviceLane(Protocol):
-    """The five things that a snapshot asks of a device; ``CudaLane`` is the real one."""
+class CopyStream(Protocol):
+    """The five things that a snapshot asks of a device; ``CudaCopyStream`` is the real one."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor is in the device's memory."""
@@ -174,7 +183,7 @@ class DeviceLane(Protocol):
     def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
         """Enqueues the copy of flat ``tensors``, one behind the other, into ``memory``."""
 
-    def end(self) -> Event:
+    def end(self) -> StreamEvent:
         """An event behind all copies enqueued."""
 
     def hold(self, event: Any) -> None:
@@ -184,7 +193,7 @@ class DeviceLane(Protocol):
         """Undoes every registration."""
 
 
-class CudaLane:
+class CudaCopyStream:
     """A side stream of one CUDA device, and the host memory registered for it."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -235,8 +244,8 @@ class CudaLane:
             source = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             torch.from_numpy(memory).copy_(source, non_blocking=True)
 
-    def end(self) -> Event:
-        done: Event = _cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
+    def end(self) -> StreamEvent:
+        done: StreamEvent = _cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
         self._stream.record_event(done)
         return done
 
@@ -254,36 +263,46 @@ def _unregister(memory: Bytes) -> None:
     _cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
+@dataclass(frozen=True, slots=True)
+class _DeviceCopy:
+    """One copy under way."""
+
+    view: StateView  # keeps the tensors alive until join
+    copying: CopyPass
+    host: SharedWork[TensorExtent]  # the host tensors
+    event: StreamEvent  # behind the copies of the device tensors
+
+
 class CudaCopier:
     """Copies device tensors through a lane, and host tensors (Adam's step counters) with threads; one more
     thread digests when all bytes are there."""
 
-    def __init__(self, lane: DeviceLane | None = None, threads: int = 2) -> None:
-        self._lane: DeviceLane = CudaLane() if lane is None else lane
+    def __init__(self, stream: CopyStream | None = None, threads: int = 2) -> None:
+        self._stream: CopyStream = CudaCopyStream() if stream is None else stream
         self._threads = threads
         self._host, self._digesting = _pool(threads, _NICENESS), _pool(1, _NICENESS)
-        self._current: tuple[StateView, Copying, Tasks[Slice], Event] | None = None
+        self._current: _DeviceCopy | None = None
 
     def prepare(self, target: memoryview) -> None:
         """See ``Copier``: page-locking takes a while, and ``start`` runs in the trainer's thread."""
-        self._lane.register(as_bytes(target, target.nbytes))
+        self._stream.register(as_bytes(target, target.nbytes))
 
     def start(self, view: StateView, target: memoryview) -> None:
         """See ``Copier``. Raises StateError for a target that is too small, or a foreign device."""
         if self._current is not None:
             raise StateError("A snapshot is still being copied; join it before the next one is started.")
         for name, tensor in view.tensors:
-            if tensor.device.type != "cpu" and not self._lane.owns(tensor):
+            if tensor.device.type != "cpu" and not self._stream.owns(tensor):
                 raise StateError(f"{name} is on {tensor.device}, another device than the snapshot's.")
-        copying = Copying(view, target, [])
-        self._lane.register(copying.memory)
-        slices = slices_of(view)
-        self._lane.begin()
-        for pack in _packs([part for part in slices if self._lane.owns(part.tensor)]):
-            self._lane.copy([part.tensor for part in pack], copying.memory[pack[0].begin : pack[-1].end])
-        event = self._lane.end()
-        host = Tasks(part for part in slices if not self._lane.owns(part.tensor))
-        self._current = view, copying, host, event  # the view keeps the tensors alive until join
+        copying = CopyPass(view, target, [])
+        self._stream.register(copying.memory)
+        slices = tensor_extents(view)
+        self._stream.begin()
+        for pack in _packs([part for part in slices if self._stream.owns(part.tensor)]):
+            self._stream.copy([part.tensor for part in pack], copying.memory[pack[0].begin : pack[-1].end])
+        event = self._stream.end()
+        host = SharedWork(part for part in slices if not self._stream.owns(part.tensor))
+        self._current = _DeviceCopy(view, copying, host, event)
         for _ in range(min(self._threads, len(host))):
             self._host.submit(host.run, copying.copy)
         self._digesting.submit(_digest, event, host, copying)
@@ -291,34 +310,33 @@ class CudaCopier:
     def fence(self) -> None:
         """Makes later work of the compute stream wait for the copy; helps with host tensors."""
         if self._current is not None:
-            _, copying, host, event = self._current
-            self._lane.hold(event)
-            host.run(copying.copy)
+            current = self._current
+            self._stream.hold(current.event)
+            current.host.run(current.copying.copy)
             with contextlib.suppress(StateError):
-                host.wait()
+                current.host.wait()
 
     def join(self) -> SnapshotDigests:
         """See ``Copier``. StateError when nothing was started."""
         if self._current is None:
             raise StateError("No snapshot was started, so there is none to wait for.")
-        _, copying, host, _ = self._current
         try:
-            host.wait()
-            return copying.digests()
+            self._current.host.wait()
+            return self._current.copying.digests()
         finally:
             self._current = None
 
-    def digest(self, view: StateView) -> Reading:
+    def digest(self, view: StateView) -> BlockPass:
         """See ``Copier``. Raises StateError."""
         raise StateError("A state on a device is digested piece by piece, not beside other work.")
 
     def close(self) -> None:
         self._host.shutdown(wait=True)
         self._digesting.shutdown(wait=True)
-        self._lane.close()
+        self._stream.close()
 
 
-def _digest(event: Event, host: "Tasks[Slice]", copying: Copying) -> None:
+def _digest(event: StreamEvent, host: "SharedWork[TensorExtent]", copying: CopyPass) -> None:
     """When all bytes are there."""
     try:
         event.synchronize()
@@ -329,9 +347,9 @@ def _digest(event: Event, host: "Tasks[Slice]", copying: Copying) -> None:
         copying.run()
 
 
-def _packs(slices: Iterable[Slice]) -> list[list[Slice]]:
+def _packs(slices: Iterable[TensorExtent]) -> list[list[TensorExtent]]:
     """Runs of small tensors that lie behind one another in the file, and each larger one alone."""
-    packs: list[list[Slice]] = []
+    packs: list[list[TensorExtent]] = []
     for part in slices:
         last = packs[-1] if packs else None
         if (

@@ -17,7 +17,7 @@ _EXACT = frozenset((int, str, bool, type(None)))
 _MAX_DEPTH = 20
 
 
-def outline(value: object, words: list[object], tensors: list[torch.Tensor], depth: int = 0) -> bool:
+def record_structure(value: object, words: list[object], tensors: list[torch.Tensor], depth: int = 0) -> bool:
     """Add ``value`` to ``words`` and its tensors (their parts in this process) to ``tensors``, as met.
 
     Returns False where it has no outline. The tensors of an outline are contiguous: what is stored of each is
@@ -26,7 +26,7 @@ def outline(value: object, words: list[object], tensors: list[torch.Tensor], dep
     kind = type(value)
     if kind in PLAIN_TENSORS:
         assert isinstance(value, torch.Tensor)
-        return _outline_tensor(value, words, tensors)
+        return _record_tensor(value, words, tensors)
     words.append(kind)
     if kind in _EXACT:
         words.append(value)
@@ -41,26 +41,26 @@ def outline(value: object, words: list[object], tensors: list[torch.Tensor], dep
         assert isinstance(value, dict)
         words.append(len(value))
         metadata = getattr(value, "_metadata", None)  # a module's state has its versions there
-        if metadata is not None and not outline(dict(metadata), words, tensors, depth + 1):
+        if metadata is not None and not record_structure(dict(metadata), words, tensors, depth + 1):
             return False
         for key, item in value.items():
             if type(key) is not str and type(key) is not int:
                 return False
             words.append(key)
-            if not outline(item, words, tensors, depth + 1):
+            if not record_structure(item, words, tensors, depth + 1):
                 return False
         return True
     if kind is list or kind is tuple:
         assert isinstance(value, list | tuple)
         words.append(len(value))
-        return all(outline(item, words, tensors, depth + 1) for item in value)
+        return all(record_structure(item, words, tensors, depth + 1) for item in value)
     if isinstance(value, torch.Tensor) and is_sharded(value):
         words.append((value.shape, value.device_mesh, value.placements))  # type: ignore[attr-defined]
-        return _outline_tensor(local_part(value), words, tensors)
+        return _record_tensor(local_part(value), words, tensors)
     return False
 
 
-def _outline_tensor(tensor: torch.Tensor, words: list[object], tensors: list[torch.Tensor]) -> bool:
+def _record_tensor(tensor: torch.Tensor, words: list[object], tensors: list[torch.Tensor]) -> bool:
     if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
         return False
     words.append(memory_key(tensor))

@@ -26,6 +26,7 @@ from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
 from fabric.ckpt_server.format.safetensors_file import (
     ELEMENT_BYTES,
     Preamble,
+    TensorEntry,
     TensorSpan,
     canonical_json,
     file_order,
@@ -37,15 +38,15 @@ from fabric.ckpt_server.state.dtensor import Shardings
 from fabric.ckpt_server.state.encoding import (
     FILE_DTYPE,
     TORCH_DTYPE,
-    Blobs,
-    Decoder,
-    Path,
+    StateDecoder,
+    StatePath,
+    TensorBlobs,
     bytes_of,
     encode,
     memory_key,
 )
-from fabric.ckpt_server.state.loading import Run, at_once, check_fit, load_all
-from fabric.ckpt_server.state.structure_cache import outline
+from fabric.ckpt_server.state.loading import WorkRunner, at_once, check_fit, load_all
+from fabric.ckpt_server.state.structure_cache import record_structure
 from fabric.errors import IntegrityError, StateError
 
 FORMAT = 1
@@ -84,25 +85,25 @@ def capture(objects: Mapping[str, object], step: int) -> StateView:
 
     Raises StateError with the path of whatever cannot be serialised.
     """
-    return Describer(objects).capture(step)
+    return StateDescriber(objects).capture(step)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What was written about an object, or about one item of its state, and the outline that it had then.
+class _DescribedItem:
+    """What was written about an object, or about one item of its state, and its structure then.
 
     ``entries`` are those of the file's header, each with the place of its tensor among the ``count`` that
     are met on the way through the part. No tensor is kept, so none is kept alive.
     """
 
-    outline: list[object] | None
+    structure: list[object] | None
     json: str
-    entries: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    entries: tuple[TensorEntry, ...]
     places: tuple[int, ...]
     count: int
 
 
-class Describer:
+class StateDescriber:
     """Captures the same objects again and again, and writes anew only what has changed since.
 
     A tensor has not changed while it is the elements of the same memory, whatever they are now. ``standing``
@@ -117,7 +118,7 @@ class Describer:
     ) -> None:
         self.objects = objects
         self._standing = standing
-        self._parts: dict[tuple[str, str | None], _Part] = {}
+        self._parts: dict[tuple[str, str | None], _DescribedItem] = {}
         self._preamble = Preamble(())
         self._nbytes = 0  # of all tensors
         self._order: list[tuple[str, int]] = []  # the file's tensors, by place among all that are met
@@ -133,7 +134,7 @@ class Describer:
             texts = []
             for key, item in _items(value, state):
                 ties: dict[object, str] | None = {} if isinstance(value, torch.nn.Module) else None
-                path = Path.root(name) if key is None else Path.root(name).key(key)
+                path = StatePath.root(name) if key is None else StatePath.root(name).key(key)
                 part, found = _describe(item, path, ties, before.get((name, key)))
                 parts[name, key] = part
                 met += found
@@ -149,19 +150,19 @@ class Describer:
         tensors = tuple((name, self._standing(met[place].detach())) for name, place in self._order)
         return StateView(header, tensors, len(header) + self._nbytes, step)
 
-    def _arrange(self, parts: Iterable[_Part]) -> None:
+    def _arrange(self, parts: Iterable[_DescribedItem]) -> None:
         """Put the tensors of all parts in the order of the file."""
         placed, first = [], 0
         for part in parts:
             placed += [(entry, first + at) for entry, at in zip(part.entries, part.places, strict=True)]
             first += part.count
-        placed.sort(key=lambda pair: file_order(pair[0][0], pair[0][1]))
+        placed.sort(key=lambda pair: file_order(pair[0].name, pair[0].dtype))
         self._preamble = Preamble([entry for entry, _ in placed])
-        self._nbytes = sum(entry[3] for entry, _ in placed)
-        self._order = [(entry[0], place) for entry, place in placed]
+        self._nbytes = sum(entry.nbytes for entry, _ in placed)
+        self._order = [(entry.name, place) for entry, place in placed]
 
 
-def _laid(part: _Part) -> tuple[object, ...]:
+def _laid(part: _DescribedItem) -> tuple[object, ...]:
     return part.entries, part.places, part.count
 
 
@@ -174,34 +175,34 @@ def _items(value: object, state: Any) -> list[tuple[str | None, object]]:
 
 
 def _describe(
-    value: object, path: Path, ties: dict[object, str] | None, known: _Part | None
-) -> tuple[_Part, list[torch.Tensor]]:
+    value: object, path: StatePath, ties: dict[object, str] | None, known: _DescribedItem | None
+) -> tuple[_DescribedItem, list[torch.Tensor]]:
     """What there is to write about ``value``, ``known`` itself where that still holds, and its tensors."""
     words: list[object] = []
     met: list[torch.Tensor] = []
-    has_outline = outline(value, words, met)
-    if has_outline and known is not None and known.outline == words:
+    has_structure = record_structure(value, words, met)
+    if has_structure and known is not None and known.structure == words:
         return known, met
-    blobs = Blobs()
+    blobs = TensorBlobs()
     try:
         text = canonical_json(encode(value, path, blobs, ties))
     except ValueError as error:
         raise StateError(f"The training state has a number that cannot be written down: {error}.") from error
     tensors = list(blobs.tensors.values())
     entries = tuple(_entry(name, tensor) for name, tensor in blobs.tensors.items())
-    if not has_outline:
-        return _Part(None, text, entries, tuple(range(len(tensors))), len(tensors)), tensors
+    if not has_structure:
+        return _DescribedItem(None, text, entries, tuple(range(len(tensors))), len(tensors)), tensors
     # Tensors of the same memory are the same, whichever of them is taken.
     place = {memory_key(tensor): at for at, tensor in enumerate(met)}
     places = tuple(place[memory_key(tensor)] for tensor in tensors)
-    return _Part(words, text, entries, places, len(met)), met
+    return _DescribedItem(words, text, entries, places, len(met)), met
 
 
-def _entry(name: str, tensor: torch.Tensor) -> tuple[str, str, tuple[int, ...], int]:
+def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
     dtype, shape = FILE_DTYPE.get(tensor.dtype), tuple(tensor.shape)
     if dtype is None:  # the format has no word for it: raw bytes, one dimension more
         dtype, shape = "U8", (*shape, tensor.dtype.itemsize)
-    return name, dtype, shape, tensor.numel() * tensor.dtype.itemsize
+    return TensorEntry(name, dtype, shape, tensor.numel() * tensor.dtype.itemsize)
 
 
 def check_serialisable(objects: Mapping[str, object]) -> None:
@@ -209,7 +210,7 @@ def check_serialisable(objects: Mapping[str, object]) -> None:
     capture(objects, 0)
 
 
-def restore(file: memoryview, objects: Mapping[str, object], run: Run = at_once) -> int:
+def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = at_once) -> int:
     """Loads the snapshot in ``file`` (exactly its bytes) into ``objects``; returns its step. What is heavy
     and no code of the objects' own goes through ``run``, which may do it in another thread.
 
@@ -218,7 +219,7 @@ def restore(file: memoryview, objects: Mapping[str, object], run: Run = at_once)
     """
     file = file.cast("B") if file.format != "B" or file.ndim != 1 else file
     header = read_header(file)
-    step, tree = describe(header.metadata)
+    step, tree = parse_description(header.metadata)
     _require_names(set(tree), objects)
     tensors = tensors_of(file, header.tensors)
     unused = set(tensors)
@@ -238,7 +239,7 @@ def restore(file: memoryview, objects: Mapping[str, object], run: Run = at_once)
     decoded = {}
     for name, node in tree.items():  # a module copies out of the file by itself
         source = view if isinstance(objects[name], torch.nn.Module) else own
-        decoder = Decoder(source, unused, shardings=shardings)
+        decoder = StateDecoder(source, unused, shardings=shardings)
         decoded[name] = run(partial(decoder.decode, node))
     if unused:
         raise StateError(
@@ -250,7 +251,7 @@ def restore(file: memoryview, objects: Mapping[str, object], run: Run = at_once)
     return step
 
 
-def verify(objects: Mapping[str, object], step: int, digest: str, run: Run = at_once) -> None:
+def verify(objects: Mapping[str, object], step: int, digest: str, run: WorkRunner = at_once) -> None:
     """Raises IntegrityError unless ``objects`` are in exactly the state that ``digest`` names; see
     ``restore``."""
     found = run(capture(objects, step).digest)
@@ -285,13 +286,13 @@ def _states(objects: Mapping[str, object]) -> Iterator[tuple[str, object, object
 
 def _shardings(objects: Mapping[str, object]) -> Shardings:
     """How the sharded tensors in ``objects`` are placed."""
-    blobs = Blobs()
+    blobs = TensorBlobs()
     for name, _, state in _states(objects):
-        encode(state, Path.root(name), blobs)
+        encode(state, StatePath.root(name), blobs)
     return blobs.shardings
 
 
-def describe(metadata: str) -> tuple[int, dict[str, Any]]:
+def parse_description(metadata: str) -> tuple[int, dict[str, Any]]:
     """The step and the tree of values in a file's metadata. Raises StateError for what is none of a state."""
     description = parse_json(metadata)
     if not isinstance(description, dict) or description.get("format") != FORMAT:

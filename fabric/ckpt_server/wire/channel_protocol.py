@@ -24,7 +24,7 @@ LOCAL_ASK_S = 5.0
 LOCK_NAME = "ckpt.lock"
 LOG_NAME = "ckpt-server.log"
 # The trainer's side of /debug: where it answers, and what its stacks are written to when it cannot.
-INSIGHT_NAME = "trainer.sock"
+DEBUG_SOCKET_NAME = "trainer.sock"
 STACKS_NAME = "trainer.stacks"
 # No library that we know uses it; the kernel does nothing else with it.
 STACKS_SIGNAL = signal.SIGRTMIN + 7

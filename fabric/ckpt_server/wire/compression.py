@@ -1,4 +1,4 @@
-"""Compressed transfers: which coding a request gets, and the one that fetchers speak, ``x-fabric-planes``.
+"""Compressed transfers: which coding a request gets, and the one that fetchers speak, ``x-fabric-shuffle``.
 
 Numbers of a training state hardly repeat, but their first bytes do: sign and exponent. Grouped by their place
 in the element (all first bytes, then all second ones) they compress by a fifth to a half, where zstd alone
@@ -19,7 +19,7 @@ from typing import Any
 
 from fabric.errors import ProtocolError
 
-IDENTITY, ZSTD, PLANES = "identity", "zstd", "x-fabric-planes"
+IDENTITY, ZSTD, SHUFFLE = "identity", "zstd", "x-fabric-shuffle"
 PIECE_BYTES = 1 << 20
 _LEVEL = 1
 _WORTH = 0.98  # what saves less is sent as it is
@@ -35,22 +35,22 @@ def choose(accept_encoding: str | None) -> str:
     for entry in (accept_encoding or "").split(",")[:_MAX_CODINGS]:
         match = _CODING.fullmatch(entry)
         name = match[1].lower() if match is not None else ""
-        if match is None or name not in (ZSTD, PLANES):
+        if match is None or name not in (ZSTD, SHUFFLE):
             continue
         weight = float(match[2]) if match[2] else 1.0
-        if weight > best or (weight == best > 0 and name == PLANES):
+        if weight > best or (weight == best > 0 and name == SHUFFLE):
             best, chosen = weight, name
     return chosen
 
 
-class Packer:
+class Compressor:
     """Packs pieces, one after the other, in ``coding`` (ZSTD or PLANES); ``width``: bytes of an element."""
 
     def __init__(self, coding: str, width: int) -> None:
         import zstandard
 
         compressor = zstandard.ZstdCompressor(level=_LEVEL)
-        self._width = width if coding == PLANES else 0
+        self._width = width if coding == SHUFFLE else 0
         self._frame: Callable[[Any], bytes] = compressor.compress
         self._stream = compressor.compressobj() if coding == ZSTD else None
 
@@ -59,10 +59,10 @@ class Packer:
         if self._stream is not None:
             return bytes(self._stream.compress(piece))
         width = self._width if len(piece) % self._width == 0 else 1
-        packed = self._frame(_grouped(piece, width))
-        if len(packed) > len(piece) * _WORTH:
+        compressed = self._frame(_grouped(piece, width))
+        if len(compressed) > len(piece) * _WORTH:
             return _FRAME.pack(width, len(piece), len(piece)) + piece
-        return _FRAME.pack(width, len(piece), len(packed)) + packed
+        return _FRAME.pack(width, len(piece), len(compressed)) + compressed
 
     def end(self) -> bytes:
         """What is sent last."""
@@ -75,7 +75,7 @@ def _grouped(piece: memoryview, width: int) -> bytes | memoryview:
     return piece if width == 1 else np.frombuffer(piece, np.uint8).reshape(-1, width).T.tobytes()
 
 
-def unpack(read: Callable[[memoryview], None], into: memoryview) -> int:
+def decompress(read: Callable[[memoryview], None], into: memoryview) -> int:
     """Fill ``into`` from frames; ``read`` fills what it is given from the body or raises.
 
     Returns how many bytes were read. Raises ProtocolError for frames that are not what they should be; what
@@ -83,7 +83,7 @@ def unpack(read: Callable[[memoryview], None], into: memoryview) -> int:
     """
     import numpy as np
 
-    frame, packed = bytearray(_FRAME.size), bytearray(PIECE_BYTES)
+    frame, compressed = bytearray(_FRAME.size), bytearray(PIECE_BYTES)
     taken, at = 0, 0
     while at < len(into):
         read(memoryview(frame))
@@ -97,22 +97,22 @@ def unpack(read: Callable[[memoryview], None], into: memoryview) -> int:
         if follow == nbytes:
             read(target)
             continue
-        read(memoryview(packed)[:follow])
-        plain = np.frombuffer(_inflate(memoryview(packed)[:follow], nbytes), np.uint8)
+        read(memoryview(compressed)[:follow])
+        plain = np.frombuffer(_decompressed(memoryview(compressed)[:follow], nbytes), np.uint8)
         np.frombuffer(target, np.uint8).reshape(-1, width)[:] = plain.reshape(width, -1).T
     return taken
 
 
-def _inflate(packed: memoryview, nbytes: int) -> bytes:
+def _decompressed(compressed: memoryview, nbytes: int) -> bytes:
     """Exactly ``nbytes``. Raises ProtocolError; looks at what the frame announces before it is obeyed."""
     import zstandard
 
     try:
-        told = zstandard.get_frame_parameters(packed)
+        told = zstandard.get_frame_parameters(compressed)
         if told.content_size != nbytes or told.dict_id or told.window_size > 2 * PIECE_BYTES:
             raise ProtocolError(f"it sent a piece that unpacks to {told.content_size}, not {nbytes} bytes")
-        unpacker = zstandard.ZstdDecompressor()
-        plain = unpacker.decompress(packed, max_output_size=nbytes, allow_extra_data=False)
+        decompressor = zstandard.ZstdDecompressor()
+        plain = decompressor.decompress(compressed, max_output_size=nbytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ProtocolError(f"it sent a piece that cannot be unpacked ({error})") from error
     if len(plain) != nbytes:

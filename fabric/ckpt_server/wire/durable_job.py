@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class DurableJob:
     """Where to write. ``url`` is the storage that all jobs share, ``keep`` how many complete checkpoints are
     kept, ``patience_s`` how long rank 0 waits for the other ranks' parts. ``required``: the job's folder must
     hold a checkpoint before this one."""
@@ -19,7 +19,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DurableJobResult:
     """``complete`` is False for a rank other than 0, whose part alone is written; ``folder`` is a URL.
     ``warnings``: what could not be tidied up."""
 

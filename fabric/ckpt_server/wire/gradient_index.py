@@ -16,10 +16,11 @@ import os
 import struct
 import threading
 import time
+from dataclasses import dataclass
 
 import xxhash
 
-KIND = "label"
+KIND = "gradient_index"
 COUNT = 32  # gradient slots that have one
 _BYTES = 8192
 TOTAL_BYTES = COUNT * _BYTES
@@ -31,7 +32,20 @@ MOST_BYTES = _BYTES - _HEAD.size
 _fence = threading.Lock()
 
 
-class Labels:
+@dataclass(frozen=True, slots=True)
+class PublishedGradient:
+    """What a trainer says of the reduced gradient in a slot."""
+
+    generation: int
+    step: int  # the step that the gradient leads on from
+    epoch: int
+    nbytes: int  # of the slot's memory, from its first byte
+    digest: str
+    weight: float
+    layout: str
+
+
+class GradientIndex:
     """The trainer's side: ``memory`` is the shared one, of TOTAL_BYTES. One thread at a time."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -61,7 +75,7 @@ class Labels:
             return self._words[word + 1] == 0
 
 
-def read(view: memoryview, slot: int) -> tuple[int, bytes]:
+def read_entry(view: memoryview, slot: int) -> tuple[int, bytes]:
     """The number and the text of a slot's label; 0 where there is none."""
     at = slot * _BYTES
     if len(view) < at + _BYTES:  # its memory is still being allocated, or has been let go
@@ -74,13 +88,13 @@ def read(view: memoryview, slot: int) -> tuple[int, bytes]:
     return (number, body) if whole else (0, b"")
 
 
-def number_of(view: memoryview, slot: int) -> int:
+def entry_number(view: memoryview, slot: int) -> int:
     """The number alone, which is new when the label is."""
     at = slot * _BYTES
     return int(_WORD.unpack_from(view, at)[0]) if len(view) >= at + _BYTES else 0
 
 
-def tell_readers(descriptor: int, slot: int, count: int) -> None:
+def store_reader_count(descriptor: int, slot: int, count: int) -> None:
     """The server's word: so many transfers of this slot are under way."""
     os.pwrite(descriptor, _WORD.pack(count), slot * _BYTES + _READERS_AT)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from fabric.ckpt_server.format.safetensors_file import (
     ELEMENT_BYTES,
+    TensorEntry,
     TensorSpan,
     build_preamble,
     canonical_json,
@@ -23,7 +24,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     parse_json,
     read_preamble,
 )
-from fabric.ckpt_server.format.tensor_regions import Box
+from fabric.ckpt_server.format.tensor_regions import TensorRegion
 from fabric.ckpt_server.format.tensor_slices import Shard
 from fabric.errors import StateError
 from fabric.protocol.messages.rank_messages import replica_digest
@@ -38,7 +39,7 @@ class _RankPart:
 
     state: "BlockState"
     span: TensorSpan
-    box: Box
+    box: TensorRegion
     again: bool
 
     def rows(self, begin: int, count: int) -> "np.ndarray[Any, Any]":
@@ -61,9 +62,12 @@ class MergedState:
         description = self._description()
         found = [(tensor, *self._find(tensor)) for tensor in self._states[0].tensors]
         found.sort(key=lambda entry: file_order(entry[0], entry[1]))
-        sizes = [(n, dtype, shape, ELEMENT_BYTES[dtype] * math.prod(shape)) for n, dtype, shape, _ in found]
+        sizes = [
+            TensorEntry(name, dtype, shape, ELEMENT_BYTES[dtype] * math.prod(shape))
+            for name, dtype, shape, _ in found
+        ]
         self.preamble = build_preamble(sizes, canonical_json(description))
-        self.nbytes = len(self.preamble) + sum(nbytes for *_, nbytes in sizes)
+        self.nbytes = len(self.preamble) + sum(entry.nbytes for entry in sizes)
         spans = read_preamble(memoryview(self.preamble), self.nbytes).tensors
         self.tensors = {span.name: span for span in spans}
         self.manifest = {"digest": replica_digest([part.manifest["digest"] for part in self._states])}
@@ -82,7 +86,7 @@ class MergedState:
         row = item * math.prod(shape[1:])
         low, high = begin - span.begin, end - span.begin
         first, last = low // row, -(-high // row)
-        rows = Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+        rows = TensorRegion((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
         found = np.zeros((*rows.sizes, item), np.uint8)
         for part in self._parts[span.name]:
             common = part.box.common(rows)
@@ -132,7 +136,7 @@ class MergedState:
             # Elements that the format has no name for lie there as bytes, in a dimension of their own.
             more = span.shape[len(shard.shape) :]
             wholes.add((span.dtype, (*shard.shape, *more)))
-            box = Box((*shard.offset, *(0 for _ in more)) or (0,), span.shape or (1,))
+            box = TensorRegion((*shard.offset, *(0 for _ in more)) or (0,), span.shape or (1,))
             held.append(_RankPart(state, span, box, any(box == part.box for part in held)))
         (dtype, shape), *others = wholes
         covered = sum(part.box.elements for part in held if not part.again)

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from fabric.ckpt_server.durable.reader import Checkpoint, LaneFile, list_checkpoints, open_checkpoint
+from fabric.ckpt_server.durable.reader import (
+    DurableCheckpoint,
+    RankShardFile,
+    list_checkpoints,
+    open_checkpoint,
+)
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.fetch.http_source import (
     TRANSIENT,
-    Access,
-    Address,
-    Connection,
+    HttpAccess,
+    HttpAddress,
+    HttpConnection,
     read_exactly,
     read_json,
     refusal,
@@ -25,7 +30,7 @@ from fabric.ckpt_server.format.digest import block_digest, file_digest
 from fabric.ckpt_server.format.manifest import check_manifest
 from fabric.ckpt_server.format.safetensors_file import (
     MAX_HEADER_BYTES,
-    Header,
+    FileHeader,
     TensorSpan,
     parse_json,
     read_header,
@@ -171,7 +176,7 @@ class BlockState:
             self._kept_from, self._kept = low, data.toreadonly()
         return self._kept[begin - self._kept_from : end - self._kept_from]
 
-    def _read_header(self) -> Header:
+    def _read_header(self) -> FileHeader:
         length = int.from_bytes(self.read(0, min(8, self.nbytes)), "little")
         if length > min(MAX_HEADER_BYTES, self.nbytes - 8):
             raise StateError(f"{self.name}: this is no safetensors file, or it is damaged")
@@ -185,11 +190,11 @@ class BlockState:
 class DurableState(BlockState):
     """One rank's part of a durable checkpoint."""
 
-    def __init__(self, name: str, checkpoint: Checkpoint, rank: int) -> None:
+    def __init__(self, name: str, checkpoint: DurableCheckpoint, rank: int) -> None:
         self._stack = ExitStack()
         try:
-            self._lane = LaneFile(checkpoint, rank, self._stack)
-            super().__init__(name, self._lane.manifest)
+            self._rank_shard = RankShardFile(checkpoint, rank, self._stack)
+            super().__init__(name, self._rank_shard.manifest)
         except BaseException:
             self.close()
             raise
@@ -199,7 +204,7 @@ class DurableState(BlockState):
         """Of all of it, which is read and verified for that, and so is every file that it lies in."""
         for _ in self.blocks(0, len(self.manifest["blocks"])):
             pass
-        self._lane.verify_files()
+        self._rank_shard.verify_files()
         return super().digest
 
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:
@@ -207,14 +212,14 @@ class DurableState(BlockState):
         for index in range(first, first + count):
             begin, end = self._place(index)
             data = memoryview(bytearray(end - begin))
-            self._lane.fill(data, begin)
+            self._rank_shard.fill(data, begin)
             yield data
 
     def close(self) -> None:
         self._stack.close()
 
 
-def _durable(url: str) -> Checkpoint:
+def _durable(url: str) -> DurableCheckpoint:
     """The checkpoint in this folder, or the newest complete one in the folder of a job."""
     storage = Storage(url)
     job = storage.url.rpartition("/")[2]
@@ -237,7 +242,7 @@ def _step(metadata: str) -> int:
 class SnapshotAddress:
     """A checkpoint server and one of its steps (a number, or latest)."""
 
-    server: Address
+    server: HttpAddress
     step: str
     query: str
 
@@ -250,7 +255,7 @@ class SnapshotAddress:
         if not (step == "latest" or (step.isascii() and step.isdecimal())):
             raise ConfigError(f"{url[:200]} names no step: write http://host:port/v1/snapshots/STEP")
         query = f"?{parts.query}" if parts.query else ""
-        return cls(Address.parse(f"{parts.scheme}://{parts.netloc}{base}"), step, query)
+        return cls(HttpAddress.parse(f"{parts.scheme}://{parts.netloc}{base}"), step, query)
 
 
 class RemoteState(BlockState):
@@ -260,8 +265,8 @@ class RemoteState(BlockState):
         self.name = url
         where = SnapshotAddress.parse(url)
         self._tls = current_tls()
-        self._connection = Connection(
-            where.server, Access(TokenFile.of(token), _TIMEOUT_S, self._tls.client_context())
+        self._connection = HttpConnection(
+            where.server, HttpAccess(TokenFile.of(token), _TIMEOUT_S, self._tls.client_context())
         )
         try:
             manifest = check_manifest(self._ask(f"{_SNAPSHOTS}{where.step}/manifest{where.query}"))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import FabricError, StateError
 from fabric.ftar.plane import DataPlane
 from fabric.protocol.messages.member_events import PreparedRound
@@ -121,7 +122,7 @@ class GradientSlots:
     def _allocate(self, index: int, private: torch.Tensor | None = None) -> GradientSlot:
         """A slot in the server's memory, or in ``private`` (made where None) while there is no server."""
         try:
-            self.handle.use_labels()
+            self.handle.allocate_gradient_index()
             memory = self.handle.allocate("gradient", index, max(self.nbytes, 1))
             self.handle.begin("gradient", index)
         except FabricError:
@@ -149,8 +150,8 @@ class GradientSlots:
                 raise StateError(f"the gradient of step {held.step} is not published: there was no server")
             following = self._following(slot)
             then_begin = following.index if following is not None else -1
-            told = self._told(generation, held)
-            self.handle.publish_gradient(slot.index, **told, then_begin=then_begin)
+            gradient = self._description(generation, held)
+            self.handle.publish_gradient(slot.index, gradient, _meta(held), then_begin=then_begin)
             if following is not None:
                 self._prepared = following
 
@@ -164,7 +165,7 @@ class GradientSlots:
             slot = self._of(held)
             if slot is None or not slot.shared or slot.published:
                 return False
-            if not self.handle.label_gradient(slot.index, self._told(generation, held)):
+            if not self.handle.publish_via_shm(slot.index, self._description(generation, held), _meta(held)):
                 return False
             slot.published = slot.labelled = True
             following = self._following(slot)
@@ -176,7 +177,7 @@ class GradientSlots:
 
     def _is_withdrawn(self, slot: GradientSlot) -> bool:
         """Whether it may be written, without a word to the server: it never was, or only labelled."""
-        return not slot.used or (slot.labelled and self.handle.unlabel_gradient(slot.index))
+        return not slot.used or (slot.labelled and self.handle.withdraw_via_shm(slot.index))
 
     def _following(self, slot: GradientSlot) -> GradientSlot | None:
         """The slot of the next round, where it can and needs to be withdrawn when ``slot`` is published."""
@@ -184,22 +185,16 @@ class GradientSlots:
         ahead = slot.used == self._uses and self._prepared is None and self._is_full()
         return following if ahead and following.shared and following is not slot else None
 
-    def _told(self, generation: int, held: PreparedRound) -> dict[str, Any]:
-        """What is said of a published gradient beside the slot where it lies."""
-        return {
-            "generation": generation,
-            "step": held.step,
-            "epoch": held.epoch,
-            "nbytes": self.nbytes,
-            "digest": held.gradient_digest,
-            "weight": held.weight,
-            "layout": self.layout,
-            "meta": {
-                "contributions": {name: list(ids) for name, ids in held.contributions},
-                "metrics": dict(held.metrics),
-                **({"nonfinite": held.nonfinite} if held.nonfinite else {}),
-            },
-        }
+    def _description(self, generation: int, held: PreparedRound) -> PublishedGradient:
+        return PublishedGradient(
+            generation=generation,
+            step=held.step,
+            epoch=held.epoch,
+            nbytes=self.nbytes,
+            digest=held.gradient_digest,
+            weight=held.weight,
+            layout=self.layout,
+        )
 
     def find(self, step: int) -> torch.Tensor:
         """The buffer of the newest round of ``step``."""
@@ -229,3 +224,12 @@ class GradientSlots:
             self._slots = [s for s in self._slots if s.used > self._uses - 2]
             for slot in self._slots:
                 slot.shared = False
+
+
+def _meta(held: PreparedRound) -> dict[str, Any]:
+    """What a reader learns of a gradient beside its description."""
+    return {
+        "contributions": {name: list(ids) for name, ids in held.contributions},
+        "metrics": dict(held.metrics),
+        **({"nonfinite": held.nonfinite} if held.nonfinite else {}),
+    }

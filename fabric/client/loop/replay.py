@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from fabric.ckpt_server.state.training_state import Describer, restore, verify
+from fabric.ckpt_server.state.training_state import StateDescriber, restore, verify
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.loop.shutdown import Shutdown
 from fabric.errors import FabricError
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 class Replay(Shutdown):
     """What a session does to get where the others are."""
 
-    _state: Describer
+    _state: StateDescriber
     _gradients: FlatGradients
     _state_step: int
     _until: int

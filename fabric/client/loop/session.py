@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fabric.ckpt_server.state.training_state import Describer
+from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.control.engine import EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.data.loader import (
@@ -66,7 +66,7 @@ class Session(Replay):
         self,
         settings: Settings,
         place: ProcessIdentity,
-        describer: Describer,
+        describer: StateDescriber,
         gradients: FlatGradients,
         parts: EngineParts,
         watch: ModelWatch,

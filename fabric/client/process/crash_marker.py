@@ -5,7 +5,7 @@ processes died to nobody else. See ``fabric.ckpt_server.server.crash_log``.
 """
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.server.crash_log import MARK_BYTES, encode_mark
+from fabric.ckpt_server.server.crash_log import MARKER_BYTES, encode_marker
 from fabric.errors import FabricError
 
 
@@ -20,14 +20,14 @@ class CrashMarker:
     def renew(self) -> None:
         """The server is another one: take the note to it."""
         try:
-            self._word = self._handle.allocate("crash_marker", 0, MARK_BYTES).cast("Q")
+            self._word = self._handle.allocate("crash_marker", 0, MARKER_BYTES).cast("Q")
         except FabricError:
             self._word = None
 
     def at(self, step: int, micro_batch: int) -> None:
         """The main thread begins with this micro-batch."""
         if self._word is not None:
-            self._word[0] = encode_mark(step, micro_batch)
+            self._word[0] = encode_marker(step, micro_batch)
 
     def clear(self) -> None:
         """It is at none: whatever happens now is no micro-batch's doing."""

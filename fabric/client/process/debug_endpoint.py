@@ -22,7 +22,7 @@ from typing import IO, Any
 import torch
 
 from fabric.ckpt_server.wire.channel_protocol import (
-    INSIGHT_NAME,
+    DEBUG_SOCKET_NAME,
     STACKS_NAME,
     STACKS_SIGNAL,
     LineBuffer,
@@ -53,12 +53,12 @@ class DebugEndpoint:
     def __init__(self, run_dir: Path, answers: Answers) -> None:
         self._answers = answers
         self._listener: socket.socket | None = None
-        self._path = run_dir / INSIGHT_NAME
+        self._path = run_dir / DEBUG_SOCKET_NAME
         with contextlib.suppress(OSError, ConfigError):
             _write_stacks_on_signal(run_dir / STACKS_NAME)
             self._path.unlink(missing_ok=True)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with socket_path(run_dir, INSIGHT_NAME) as path:
+            with socket_path(run_dir, DEBUG_SOCKET_NAME) as path:
                 listener.bind(path)
             self._path.chmod(0o600)
             listener.listen(8)

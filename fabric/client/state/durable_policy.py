@@ -11,7 +11,12 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.durable.reader import Checkpoint, Listing, find_checkpoint, list_checkpoints
+from fabric.ckpt_server.durable.reader import (
+    CheckpointListing,
+    DurableCheckpoint,
+    find_checkpoint,
+    list_checkpoints,
+)
 from fabric.ckpt_server.durable.storage import Storage, StorageError
 from fabric.client.process.journal import Journal
 from fabric.client.process.process_identity import ProcessIdentity
@@ -40,10 +45,10 @@ class _ListingThread:
 
     def __init__(self, job: Storage, name: str) -> None:
         self._job, self._name, self._began = job, name, time.monotonic()
-        self._found: Future[Listing] = Future()
+        self._found: Future[CheckpointListing] = Future()
         threading.Thread(target=self._run, name="fabric-storage", daemon=True).start()
 
-    def wait(self, seconds: float) -> Listing:
+    def wait(self, seconds: float) -> CheckpointListing:
         """Raises StorageError; NoAnswer where there is none in that time, and one may come yet."""
         try:
             return self._found.result(seconds)
@@ -90,7 +95,7 @@ class DurableCheckpoints:
             self._journal.write("durable", warning=warning)
         return tuple(c.state for c in listing.complete[-_MOST_TOLD:])
 
-    def _listing(self, job: Storage) -> Listing | None:
+    def _listing(self, job: Storage) -> CheckpointListing | None:
         """What storage holds as soon as it can be listed; None where it cannot, and others hold the state."""
         limit_s, waits = self._settings.contact_s, False
         deadline, look = time.monotonic() + limit_s, _ListingThread(job, self._settings.job)
@@ -174,7 +179,7 @@ class DurableCheckpoints:
         else:
             self._journal.write("durable", step=step, generation=generation)
 
-    def find_state(self, state: SnapshotRef) -> Checkpoint:
+    def find_state(self, state: SnapshotRef) -> DurableCheckpoint:
         """The complete checkpoint of ``state``. Raises StateError."""
         if not self._settings.durable:
             raise StateError(

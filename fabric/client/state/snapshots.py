@@ -15,7 +15,7 @@ from typing import Any
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.format.manifest import of_rank
 from fabric.ckpt_server.state.snapshot import Copier, build_manifest
-from fabric.ckpt_server.state.training_state import Describer, StateView
+from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.mutation_guard import UNNAMED, MutationGuard
 from fabric.client.state.snapshot_policy import SnapshotPolicy
@@ -41,7 +41,7 @@ class Snapshots:
     def __init__(
         self,
         handle: ServerHandle,
-        describer: Describer,
+        describer: StateDescriber,
         copier: Copier,
         policy: SnapshotPolicy,
         who: tuple[str, str],

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fabric.ckpt_server.state.block_copy import Reading
+from fabric.ckpt_server.state.block_copy import BlockPass
 from fabric.ckpt_server.state.snapshot import Copier
-from fabric.ckpt_server.state.training_state import Describer
+from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.state.mutation_guard import MutationGuard
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
@@ -72,10 +72,10 @@ class PendingSnapshot:
 class Digests:
     """One at a time, for the trainer's thread."""
 
-    def __init__(self, describer: Describer, copier: Copier) -> None:
+    def __init__(self, describer: StateDescriber, copier: Copier) -> None:
         self._describer = describer
         self._copier = copier
-        self._reading: tuple[Reading, MutationGuard] | None = None
+        self._reading: tuple[BlockPass, MutationGuard] | None = None
         self._taking: PendingSnapshot | None = None
         self._last = -1, ""  # of which step, and what it came to
 

@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from fabric.ckpt_server.fetch.fetcher import Fetched, StateFetcher
+from fabric.ckpt_server.fetch.fetcher import FetchResult, StateFetcher
 from fabric.ckpt_server.format.digest import file_digest
 from fabric.ckpt_server.format.manifest import state_digest
 from fabric.ckpt_server.format.safetensors_file import read_preamble
-from fabric.ckpt_server.reshard.rank_files import Part, ServedPart, StoredPart
-from fabric.ckpt_server.reshard.relayout import Layout, Misfit, relay
+from fabric.ckpt_server.reshard.rank_files import RankFile, ServedRankFile, StoredRankFile
+from fabric.ckpt_server.reshard.relayout import Layout, Misfit, reshard
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError, IntegrityError, StateError
@@ -38,7 +38,7 @@ class FetchedState:
 
     slot: int
     file: memoryview
-    fetched: Fetched
+    fetched: FetchResult
     resharded: bool = False
 
 
@@ -106,7 +106,7 @@ class StateLoader:
         except FabricError:
             return None
         seconds, nbytes = time.monotonic() - began, len(file)
-        return FetchedState(slot, file, Fetched(nbytes, seconds, {OWN_MEMORY: nbytes}, manifest))
+        return FetchedState(slot, file, FetchResult(nbytes, seconds, {OWN_MEMORY: nbytes}, manifest))
 
     def _from_others(
         self, order: io.FetchState, served: Mapping[int, Sequence[str]], fetcher: StateFetcher
@@ -116,8 +116,8 @@ class StateLoader:
             target = _Target(self._snapshots)
             fetched = fetcher.fetch_state(served[0], order.state, target.allocate)
             return FetchedState(target.slot, target.file, fetched)
-        parts: list[Part] = [
-            ServedPart(
+        parts: list[RankFile] = [
+            ServedRankFile(
                 rank,
                 served.get(rank, ()),
                 order.state,
@@ -130,11 +130,11 @@ class StateLoader:
     def _from_storage(self, order: io.FetchState) -> FetchedState:
         checkpoint = self._durable.find_state(order.state)
         with ExitStack() as stack:
-            return self._take(order, [StoredPart(r, checkpoint, stack) for r in range(checkpoint.ranks)])
+            return self._take(order, [StoredRankFile(r, checkpoint, stack) for r in range(checkpoint.ranks)])
 
     # --- as it was, or cut anew ----------------------------------------------------------------------
 
-    def _take(self, order: io.FetchState, parts: list[Part]) -> FetchedState:
+    def _take(self, order: io.FetchState, parts: list[RankFile]) -> FetchedState:
         """My part of the state as it is where that fits, else my slices of all parts."""
         began = time.monotonic()
         if len(parts) == self._size:
@@ -145,8 +145,10 @@ class StateLoader:
                 mine.complete(target.allocate)
                 return _fetched_state(target, mine.manifest, parts, began)
         target = _Target(self._snapshots, beside=order.state)
-        who = self._snapshots.who
-        manifest = relay(parts, order.state, self._layout, target.allocate, rank=self._rank, who=who)
+        job, replica = self._snapshots.who
+        manifest = reshard(
+            parts, order.state, self._layout, target.allocate, rank=self._rank, job=job, replica=replica
+        )
         return _fetched_state(target, manifest, parts, began, resharded=True)
 
 
@@ -170,7 +172,7 @@ class _Target:
 
 
 def _fetched_state(
-    target: _Target, manifest: dict[str, Any], parts: list[Part], began: float, resharded: bool = False
+    target: _Target, manifest: dict[str, Any], parts: list[RankFile], began: float, resharded: bool = False
 ) -> FetchedState:
     sources: dict[str, int] = {}
     for part in parts:
@@ -178,7 +180,7 @@ def _fetched_state(
             sources[url] = sources.get(url, 0) + nbytes
     compression = next((part.compression for part in parts if part.compression), "")
     seconds = time.monotonic() - began
-    fetched = Fetched(sum(sources.values()), seconds, sources, manifest, compression=compression)
+    fetched = FetchResult(sum(sources.values()), seconds, sources, manifest, compression=compression)
     return FetchedState(target.slot, target.file, fetched, resharded)
 
 

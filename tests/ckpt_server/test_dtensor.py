@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ckpt_server.test_state import to_bytes
+from ckpt_server.test_training_state import to_bytes
 from safetensors.torch import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

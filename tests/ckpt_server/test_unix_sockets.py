@@ -10,15 +10,15 @@ import pytest
 import uvloop
 from server_support import DEADLINE_S, no_more_descriptors
 
-from fabric.ckpt_server.server.unix_sockets import Connection, Response, serve_each
+from fabric.ckpt_server.server.unix_sockets import UnixConnection, UnixResponse, serve_each
 
 
-async def say_back(connection: Connection) -> None:
+async def say_back(connection: UnixConnection) -> None:
     """Answers every line; one of them is a defect."""
     while (line := await connection.receive()) is not None:
         if line == b"break":
             raise RuntimeError("a defect")
-        await connection.send(Response({"said": line.decode()}))
+        await connection.send(UnixResponse({"said": line.decode()}))
 
 
 @asynccontextmanager

@@ -20,7 +20,15 @@ from fabric.ckpt_server.fetch import link_speed
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.fetch.link_speed import FAST_BYTES_S, LinkSpeed
 from fabric.ckpt_server.format.safetensors_file import build_preamble
-from fabric.ckpt_server.wire.compression import IDENTITY, PIECE_BYTES, PLANES, ZSTD, Packer, choose, unpack
+from fabric.ckpt_server.wire.compression import (
+    IDENTITY,
+    PIECE_BYTES,
+    SHUFFLE,
+    ZSTD,
+    Compressor,
+    choose,
+    decompress,
+)
 from fabric.errors import ProtocolError
 from fabric.model import SnapshotRef
 
@@ -38,7 +46,7 @@ def url(served: ServerHandle) -> str:
     return served.url
 
 
-def unpacked(body: bytes, nbytes: int) -> bytes:
+def decompressed(body: bytes, nbytes: int) -> bytes:
     into, at = bytearray(nbytes), 0
 
     def read(part: memoryview) -> None:
@@ -48,7 +56,7 @@ def unpacked(body: bytes, nbytes: int) -> bytes:
         part[:] = body[at : at + len(part)]
         at += len(part)
 
-    assert unpack(read, memoryview(into)) == at == len(body)
+    assert decompress(read, memoryview(into)) == at == len(body)
     return bytes(into)
 
 
@@ -68,19 +76,19 @@ def inflated(body: bytes) -> bytes:
     ],
     ids=["state", "tensor", "slice", "gradient", "blocks", "last block"],
 )
-def test_what_comes_packed_unpacks_to_the_bytes_and_is_less(url, path, expected):
+def test_what_comes_compressed_unpacks_to_the_bytes_and_is_less(url, path, expected):
     plain = fetch(url, path)
     assert plain.body == expected and "Content-Encoding" not in plain.headers
     zstd = fetch(url, path, Accept_Encoding="gzip, zstd")
     assert zstd.headers["Content-Encoding"] == ZSTD and inflated(zstd.body) == expected
-    planes = fetch(url, path, Accept_Encoding=f"{ZSTD}, {PLANES}")
-    assert planes.headers["Content-Encoding"] == PLANES and unpacked(planes.body, len(expected)) == expected
+    shuffled = fetch(url, path, Accept_Encoding=f"{ZSTD}, {SHUFFLE}")
+    assert shuffled.headers["Content-Encoding"] == SHUFFLE and decompressed(shuffled.body, len(expected)) == expected
     if len(expected) > 100_000:
-        assert len(planes.body) < 0.87 * len(expected) < 0.87 * len(plain.body) + 1
-        assert len(planes.body) < len(zstd.body) < len(expected)
-    tags = {answer.headers["ETag"] for answer in (plain, zstd, planes)}
+        assert len(shuffled.body) < 0.87 * len(expected) < 0.87 * len(plain.body) + 1
+        assert len(shuffled.body) < len(zstd.body) < len(expected)
+    tags = {answer.headers["ETag"] for answer in (plain, zstd, shuffled)}
     assert len(tags) == 3, "a strong tag is of one representation"
-    assert all(answer.headers["Vary"] == "Accept-Encoding" for answer in (plain, zstd, planes))
+    assert all(answer.headers["Vary"] == "Accept-Encoding" for answer in (plain, zstd, shuffled))
     assert fetch(url, path, Accept_Encoding=ZSTD, If_None_Match=zstd.headers["ETag"]).status == 304
 
 
@@ -111,9 +119,9 @@ def test_no_such_blocks(url):
         ("zstd;q=0", IDENTITY),
         ("zstd;q=0.000", IDENTITY),
         ("gzip;q=1.0, zstd;q=0.5", ZSTD),
-        ("zstd, x-fabric-planes", PLANES),
-        ("x-fabric-planes, zstd", PLANES),
-        ("x-fabric-planes;q=0.4, zstd;q=0.5", ZSTD),
+        ("zstd, x-fabric-shuffle", SHUFFLE),
+        ("x-fabric-shuffle, zstd", SHUFFLE),
+        ("x-fabric-shuffle;q=0.4, zstd;q=0.5", ZSTD),
         ("zstd;q=2", IDENTITY),
         ("zstd;q=nan", IDENTITY),
         ("zstd;level=3", IDENTITY),
@@ -126,21 +134,21 @@ def test_what_a_reader_takes(header, chosen):
 @settings(deadline=None)
 @given(st.text(max_size=60))
 def test_any_accept_encoding_names_a_coding_or_none(header):
-    assert choose(header) in (IDENTITY, ZSTD, PLANES)
+    assert choose(header) in (IDENTITY, ZSTD, SHUFFLE)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=3000), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_packing_and_unpacking_is_nothing(data, width, repeats):
     data = data * 400 if repeats else data
-    packer, body = Packer(PLANES, width), b""
+    compressor, body = Compressor(SHUFFLE, width), b""
     for at in range(0, len(data), PIECE_BYTES):
-        body += packer.pack(memoryview(data)[at : at + PIECE_BYTES])
-    assert unpacked(body + packer.end(), len(data)) == data
+        body += compressor.pack(memoryview(data)[at : at + PIECE_BYTES])
+    assert decompressed(body + compressor.end(), len(data)) == data
 
 
-def frame(width: int, nbytes: int, packed: bytes, follow: int | None = None) -> bytes:
-    return struct.pack("<B3xII", width, nbytes, len(packed) if follow is None else follow) + packed
+def frame(width: int, nbytes: int, compressed: bytes, follow: int | None = None) -> bytes:
+    return struct.pack("<B3xII", width, nbytes, len(compressed) if follow is None else follow) + compressed
 
 
 BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 28))  # some kilobytes that want to be 256 MiB
@@ -177,7 +185,7 @@ LIES += ["nothing", "too little", "too much", "more behind", "no zstd", "cut"]
 def test_a_frame_that_lies_takes_no_memory_and_is_refused(body):
     tracemalloc.start()
     with pytest.raises((ProtocolError, ConnectionError)):
-        unpacked(body, 1 << 21)
+        decompressed(body, 1 << 21)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 12 * PIECE_BYTES
@@ -192,7 +200,7 @@ def test_no_frame_from_outside_makes_it_stumble(data):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     body = body[: data.draw(st.integers(0, len(body)))]
     try:
-        unpacked(bytes(body), 405)
+        decompressed(bytes(body), 405)
     except (ProtocolError, ConnectionError, AssertionError):
         return
 
@@ -200,52 +208,52 @@ def test_no_frame_from_outside_makes_it_stumble(data):
 # --- who decides -----------------------------------------------------------------------------------------
 
 
-def test_a_fast_link_is_never_packed():
+def test_a_fast_link_is_never_compressed():
     speed = LinkSpeed(2)
     for _ in range(100):
-        assert not speed.next_is_packed()
+        assert not speed.compress_next()
         speed.measured(False, int(FAST_BYTES_S), 2.0)
     assert speed.why == "plain: the link gives 400 MB/s, faster than compressing"
 
 
-def measure(speed: LinkSpeed, plain: float, packed: float, ranges: int) -> list[bool]:
+def measure(speed: LinkSpeed, plain: float, compressed: float, ranges: int) -> list[bool]:
     """How that many ranges come, one after the other, where bytes come that fast on a stream."""
     ways = []
     for _ in range(ranges):
-        ways.append(speed.next_is_packed())
-        speed.measured(ways[-1], 1 << 22, (1 << 22) / (packed if ways[-1] else plain))
+        ways.append(speed.compress_next())
+        speed.measured(ways[-1], 1 << 22, (1 << 22) / (compressed if ways[-1] else plain))
     return ways
 
 
-def test_a_slow_link_is_packed_after_one_trial_and_looked_at_again():
+def test_a_slow_link_is_compressed_after_one_trial_and_looked_at_again():
     speed = LinkSpeed(2)
     assert speed.why.startswith("plain: too little")
     ways = measure(speed, 10e6, 14e6, 40)
     assert ways[:4] == [False] * 4 and all(ways[4:37]) and ways.count(False) == 5
-    assert speed.why == "packed: the link gives 20 MB/s plain and 28 MB/s packed"
+    assert speed.why == "compressed: the link gives 20 MB/s plain and 28 MB/s compressed"
     assert not any(measure(speed, 300e6, 14e6, 100)[40:]), "the link has become fast"
 
 
 def test_small_ranges_measure_nothing():
     speed = LinkSpeed(1)
     measure(speed, 10e6, 14e6, 5)
-    for packed in (False, True):
-        speed.measured(packed, 1000, 0.1)
-    assert speed.why == "packed: the link gives 10 MB/s plain and 14 MB/s packed"
+    for compressed in (False, True):
+        speed.measured(compressed, 1000, 0.1)
+    assert speed.why == "compressed: the link gives 10 MB/s plain and 14 MB/s compressed"
 
 
 def test_packing_that_gains_nothing_is_tried_on_one_range_and_left():
     speed = LinkSpeed(3)
     assert measure(speed, 100e6, 105e6, 30) == [False] * 6 + [True] + [False] * 23
-    assert speed.why == "plain: the link gives 300 MB/s plain and 315 MB/s packed"
+    assert speed.why == "plain: the link gives 300 MB/s plain and 315 MB/s compressed"
 
 
 def test_a_trial_that_fails_is_made_again_and_there_is_one_at_a_time():
     speed = LinkSpeed(1)
     measure(speed, 10e6, 10e6, 2)
-    assert speed.next_is_packed() and not speed.next_is_packed()
+    assert speed.compress_next() and not speed.compress_next()
     speed.failed(True)
-    assert speed.next_is_packed()
+    assert speed.compress_next()
     assert "nothing was left to try" in speed.why
 
 
@@ -253,13 +261,13 @@ def test_a_trial_that_fails_is_made_again_and_there_is_one_at_a_time():
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1e12), st.floats(0, 1e6), st.booleans()), max_size=80))
 def test_whatever_is_measured_there_is_an_answer(measured):
     speed = LinkSpeed(2)
-    for packed, nbytes, seconds, fails in measured:
-        speed.next_is_packed()
+    for compressed, nbytes, seconds, fails in measured:
+        speed.compress_next()
         if fails:
-            speed.failed(packed)
+            speed.failed(compressed)
         else:
-            speed.measured(packed, int(nbytes), seconds)
-        assert speed.why.partition(":")[0] in ("plain", "packed")
+            speed.measured(compressed, int(nbytes), seconds)
+        assert speed.why.partition(":")[0] in ("plain", "compressed")
 
 
 class SlowLink:
@@ -308,7 +316,7 @@ class SlowLink:
             one.close()
 
 
-def test_a_slow_link_brings_a_state_packed_and_says_so(served):
+def test_a_slow_link_brings_a_state_compressed_and_says_so(served):
     nbytes = 48 << 20
     file = build_preamble([("z", "F32", (nbytes // 4,), nbytes)], "{}") + bytes(nbytes)
     publish(served, 7, file, STEP + 1)
@@ -322,26 +330,26 @@ def test_a_slow_link_brings_a_state_packed_and_says_so(served):
     finally:
         link.close()
     assert target == file
-    # Zeros are a thousand times less when packed: no load on this machine hides that.
-    assert fetched.compression.startswith("packed: the link gives"), fetched.compression
+    # Zeros are a thousand times less when compressed: no load on this machine hides that.
+    assert fetched.compression.startswith("compressed: the link gives"), fetched.compression
     assert link.passed < 0.7 * nbytes
 
 
-@pytest.mark.parametrize("offers", [True, False], ids=["packs", "has no blocks by number"])
-def test_bytes_that_come_packed_are_verified(served, url, monkeypatch, offers):
-    """Real weights, packed from the first range on, of a server that packs and one of the version before."""
+@pytest.mark.parametrize("offers", [True, False], ids=["compresses", "has no blocks by number"])
+def test_bytes_that_come_compressed_are_verified(served, url, monkeypatch, offers):
+    """Real weights, compressed from the first range on, of a server that compresses and one of the version before."""
     monkeypatch.setattr(link_speed, "_FIRST_PLAIN", 0)
     monkeypatch.setattr(link_speed, "FAST_BYTES_S", 1e15)
     monkeypatch.setattr(link_speed, "GAIN", 0.0)
     if not offers:
         monkeypatch.setattr(
-            "fabric.ckpt_server.fetch.multi_source.PACKED_PATH", "/v1/snapshots/{}/nothing/{}-{}{}"
+            "fabric.ckpt_server.fetch.multi_source.BLOCKS_PATH", "/v1/snapshots/{}/nothing/{}-{}{}"
         )
     before = random.Random(3).randbytes(len(FILE))
     target = bytearray(before)
     state = SnapshotRef(1, STEP, manifest_of(FILE, STEP)["digest"])
     fetcher = StateFetcher()
-    fetcher.same_host = False  # what is read from memory is not packed
+    fetcher.same_host = False  # what is read from memory is not compressed
     fetched = fetcher.fetch_state([url], state, lambda _: memoryview(target))
     assert target == FILE and not fetched.warnings
-    assert fetched.compression.startswith("packed" if offers else "plain")
+    assert fetched.compression.startswith("compressed" if offers else "plain")

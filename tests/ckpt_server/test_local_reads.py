@@ -19,20 +19,19 @@ from server_support import (
     end,
     fetch,
     manifest_of,
-    options,
     publish,
     snapshot_file,
+    start_server,
     wait_for,
 )
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch import local_source, multi_source
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.fetch.http_source import Address
+from fabric.ckpt_server.fetch.http_source import HttpAddress
 from fabric.ckpt_server.fetch.local_source import HostMemory
-from fabric.ckpt_server.server.local_reads import Door
+from fabric.ckpt_server.server.local_reads import LocalReadServer
 from fabric.ckpt_server.server.slot_content import snapshot_content
-from fabric.ckpt_server.server.slots import SNAPSHOT, Memory
+from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.wire.channel_protocol import LOG_NAME, local_socket_name
 from fabric.errors import Gone, IntegrityError, StateError
 from fabric.model import SnapshotRef
@@ -57,7 +56,7 @@ def readers(url):
 
 
 def place(handle):
-    return Address.parse(handle.url).place
+    return HttpAddress.parse(handle.url).place
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def test_what_is_fetched_is_kept_once(holder, over_the_network):
 
 
 def test_who_is_on_this_host_is_asked_alone_and_the_others_when_he_fails(holder, tmp_path, monkeypatch):
-    other = ServerHandle.start_or_attach(**options(tmp_path / "other", replica="r1"))
+    other = start_server(tmp_path / "other", replica="r1")
     publish(other, 0, FILE, 40)
     monkeypatch.setattr(
         HostMemory,
@@ -170,7 +169,7 @@ def test_a_server_that_is_killed_meanwhile_does_not_take_its_memory_along(holder
         read(body, into)
 
     monkeypatch.setattr(local_source.MemoryBody, "read", read)
-    monkeypatch.setattr(multi_source, "streams_each", lambda *_: 1)
+    monkeypatch.setattr(multi_source, "streams_per_source", lambda *_: 1)
     target = bytearray(len(FILE))
     with pytest.raises(
         StateError
@@ -302,12 +301,12 @@ def test_a_server_that_knows_nothing_of_this_is_asked_over_http(holder, monkeypa
 
 def test_a_reader_that_says_nothing_is_cut_off():
     async def scene():
-        memory = Memory()
+        memory = SlotTable()
         slot = memory.slot(SNAPSHOT, 0)
         region = await memory.allocate(slot, len(FILE))
         os.pwrite(region.fd, FILE, 0)
         memory.publish(slot, snapshot_content(manifest_of(FILE, 40), region.view, "job", "http://x:1"))
-        async with Door(memory, None, stall_s=0.1).open("x:1"):
+        async with LocalReadServer(memory, None, stall_s=0.1).open("x:1"):
             found = await asyncio.to_thread(HostMemory.find, "x:1", STATE, "", len(FILE))
             assert found is not None
             async with asyncio.timeout(DEADLINE_S):

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_support import TOKEN, end, manifest_of, options, publish, snapshot_file, trainer_process
+from server_support import TOKEN, end, manifest_of, publish, snapshot_file, start_server, trainer_process
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import Gone, StateError
 from fabric.model import SnapshotRef
 
@@ -27,10 +28,7 @@ def token_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def pair(tmp_path: Path, token_file: Path) -> Iterator[list[ServerHandle]]:
     """Two servers, as of two replicas."""
-    handles = [
-        ServerHandle.start_or_attach(**options(tmp_path / name, replica=name, token_file=token_file))
-        for name in ("r0", "r1")
-    ]
+    handles = [start_server(tmp_path / name, replica=name, token_file=token_file) for name in ("r0", "r1")]
     yield handles
     for handle in handles:
         handle.close()
@@ -40,17 +38,8 @@ def pair(tmp_path: Path, token_file: Path) -> Iterator[list[ServerHandle]]:
 def publish_result(handle: ServerHandle, slot: int, data: bytes, step: int) -> None:
     handle.begin("gradient", slot)
     handle.allocate("gradient", slot, len(data))[:] = data
-    handle.publish_gradient(
-        slot,
-        generation=1,
-        step=step,
-        epoch=3,
-        nbytes=len(data),
-        digest=bytes_digest(memoryview(data)),
-        weight=4.5,
-        layout="ab",
-        meta={"contributions": {"r0": [1, 2]}, "metrics": {"loss": 0.5}},
-    )
+    gradient = PublishedGradient(1, step, 3, len(data), bytes_digest(memoryview(data)), 4.5, "ab")
+    handle.publish_gradient(slot, gradient, {"contributions": {"r0": [1, 2]}, "metrics": {"loss": 0.5}})
 
 
 def test_state_comes_from_both_servers(pair):
@@ -94,7 +83,7 @@ def test_gradients_are_waited_for_and_gone_is_gone(pair):
 
 
 def test_a_dead_trainers_state_is_fetched_whole(run_dir):
-    with trainer_process(options(run_dir)) as trainer:
+    with trainer_process(run_dir) as trainer:
         trainer.do("publish", slot=0, nbytes=NBYTES, step=40)
     file = snapshot_file(NBYTES, 40)
     target = memoryview(bytearray(len(file)))

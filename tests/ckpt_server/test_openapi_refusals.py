@@ -14,9 +14,8 @@ from urllib.parse import quote, urlsplit
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_support import ROOT, TOKEN, end, fetch, options, publish, publish_gradient, snapshot_file
+from server_support import ROOT, TOKEN, end, fetch, publish, publish_gradient, snapshot_file, start_server
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.format import safetensors_file
 from fabric.ckpt_server.format.manifest import check_manifest, make_manifest
 from fabric.ckpt_server.format.safetensors_file import build_preamble, read_preamble
@@ -49,7 +48,7 @@ PROVOKED = {
     "412": {"If-Match": '"0123456789abcdef0123456789abcdef"'},
     "416": {"Range": "bytes=999999999999-"},
 }
-# Of a trainer that answers, or of none: tests/ckpt_server/test_insight.py has real ones.
+# Of a trainer that answers, or of none: tests/ckpt_server/test_debug_probe.py has real ones.
 ELSEWHERE = {("/debug/flight", "404"), ("/debug/flight", "409"), ("/debug/stacks", "409")}
 MALFORMED = {
     "integer": ["x", "-1", "1.5", "1e3", "9" * 40, "\u0663", ""],
@@ -68,7 +67,7 @@ def url(tmp_path_factory: pytest.TempPathFactory):
     token = folder / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
-    handle = ServerHandle.start_or_attach(**options(folder / "run", token_file=token))
+    handle = start_server(folder / "run", token_file=token)
     publish(handle, 0, snapshot_file(1000), STEP)
     publish_gradient(handle, 0, b"0123456789", STEP)
     yield handle.url
@@ -155,7 +154,7 @@ def test_every_announced_refusal_is_provoked():
     announced = {(path, status) for path in PATHS for status in declared(path) - {"200", "206", "400", "401"}}
     here = {(path, status) for path, status, _ in CASES} | {("/debug/flight", "504")}
     assert announced == here | ELSEWHERE
-    own = (Path(__file__).parent / "test_insight.py").read_text()
+    own = (Path(__file__).parent / "test_debug_probe.py").read_text()
     assert all(f'"{path}"' in own for path, _ in ELSEWHERE)
 
 

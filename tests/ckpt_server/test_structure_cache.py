@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fabric.ckpt_server.state import training_state
-from fabric.ckpt_server.state.structure_cache import outline
-from fabric.ckpt_server.state.training_state import Describer, capture, host_bytes
+from fabric.ckpt_server.state.structure_cache import record_structure
+from fabric.ckpt_server.state.training_state import StateDescriber, capture, host_bytes
 from fabric.errors import StateError
 
 
@@ -66,7 +66,7 @@ def encoded(monkeypatch):
 def test_steps_of_training_describe_their_settings_anew_and_nothing_else(encoded):
     objects = training()
     step(objects)
-    describer = Describer(objects)
+    describer = StateDescriber(objects)
     same(describer, 1)
     for number in (2, 3):
         step(objects)
@@ -82,7 +82,7 @@ def test_steps_of_training_describe_their_settings_anew_and_nothing_else(encoded
 
 def test_an_optimizer_that_gets_its_state_late(encoded):
     objects = training()
-    describer = Describer(objects)
+    describer = StateDescriber(objects)
     before = same(describer, 0)
     step(objects)
     assert len(same(describer, 1).tensors) > len(before.tensors)
@@ -116,7 +116,7 @@ def widen(model):
 @pytest.mark.parametrize("change", [replace_data, transpose_data, shrink, add, tie, widen])
 def test_what_changes_in_a_model(change):
     model = training()["model"]
-    describer = Describer({"model": model})
+    describer = StateDescriber({"model": model})
     same(describer, 1)
     change(model)
     same(describer, 2)
@@ -159,7 +159,7 @@ VALUES = [
 
 def test_any_value_after_any_other():
     holder = Holder(None)
-    describer = Describer({"a": Holder({"same": torch.ones(3)}), "x": holder})
+    describer = StateDescriber({"a": Holder({"same": torch.ones(3)}), "x": holder})
     for one in VALUES:
         for other in VALUES:
             for value in (one, other):
@@ -169,7 +169,7 @@ def test_any_value_after_any_other():
 
 def test_objects_in_containers_are_looked_at_every_time():
     inner = {"list": [1, {"deep": 2}]}
-    describer = Describer({"x": Holder({"a": inner})})
+    describer = StateDescriber({"x": Holder({"a": inner})})
     same(describer, 1)
     inner["list"][1]["deep"] = 3
     same(describer, 2)
@@ -179,7 +179,7 @@ def test_objects_in_containers_are_looked_at_every_time():
 
 def test_what_cannot_be_described_is_refused_whenever_it_comes_and_then_again_described():
     holder = Holder({"a": 1})
-    describer = Describer({"x": holder})
+    describer = StateDescriber({"x": holder})
     same(describer, 1)
     for _ in range(2):
         holder.value = {"a": object()}
@@ -193,7 +193,7 @@ def test_no_tensor_is_kept_alive_between_captures():
     import weakref
 
     holder = Holder({"a": torch.ones(3)})
-    describer = Describer({"x": holder})
+    describer = StateDescriber({"x": holder})
     describer.capture(1)
     gone = weakref.ref(holder.value["a"].untyped_storage())
     holder.value = {"a": torch.ones(3)}
@@ -202,7 +202,7 @@ def test_no_tensor_is_kept_alive_between_captures():
 
 def test_a_view_keeps_the_memory_that_it_describes():
     holder = Holder({"a": torch.ones(3)})
-    describer = Describer({"x": holder})
+    describer = StateDescriber({"x": holder})
     describer.capture(1)
     view = describer.capture(2)
     holder.value["a"].data = torch.zeros(3)
@@ -211,8 +211,8 @@ def test_a_view_keeps_the_memory_that_it_describes():
 
 def test_values_without_an_outline():
     for value in (np.ones(2), {1, 2}, {"a": object()}, {(1,): 2}, math.nan, torch.zeros(2, 3).t()):
-        assert not outline(value, [], [])
+        assert not record_structure(value, [], [])
     deep = []
     for _ in range(50):
         deep = [deep]
-    assert not outline(deep, [], [])
+    assert not record_structure(deep, [], [])

@@ -10,10 +10,12 @@ import pytest
 import torch
 import xxhash
 
+from fabric.ckpt_server.attach.launch import ServerSpec
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.state.snapshot import CpuCopier, build_manifest
 from fabric.ckpt_server.state.training_state import capture, restore, verify
+from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import Gone, StateError
 from fabric.model import SnapshotRef
 
@@ -29,18 +31,9 @@ def servers(tmp_path: Path) -> Iterator[Callable[[int], list[ServerHandle]]]:
 
     def start(count: int) -> list[ServerHandle]:
         for index in range(count):
-            handle = ServerHandle.start_or_attach(
-                job="j",
-                replica=f"r{index}",
-                incarnation=1,
-                run_dir=tmp_path / f"r{index}",
-                bind="127.0.0.1",
-                port="0",
-                advertise="127.0.0.1",
-                token_file=token,
-                lighthouse=(),
-            )
-            started.append(handle)
+            name = f"r{index}"
+            spec = ServerSpec("j", name, tmp_path / name, advertise="127.0.0.1", token_file=token)
+            started.append(ServerHandle.start_or_attach(spec, 1))
         return started
 
     yield start
@@ -143,17 +136,9 @@ def test_gradients(servers) -> None:
         memory = handle.allocate("gradient", step % 2, len(body))
         handle.begin("gradient", step % 2)
         memory[: len(body)] = body
-        handle.publish_gradient(
-            step % 2,
-            generation=1,
-            step=step,
-            epoch=3,
-            nbytes=len(body),
-            digest=xxhash.xxh3_128_hexdigest(body),
-            weight=1.5,
-            layout="0123456789abcdef",
-            meta={"clip": 1.0},
-        )
+        digest = xxhash.xxh3_128_hexdigest(body)
+        gradient = PublishedGradient(1, step, 3, len(body), digest, 1.5, "0123456789abcdef")
+        handle.publish_gradient(step % 2, gradient, {"clip": 1.0})
 
     fetch = StateFetcher(TOKEN)
     into = memoryview(bytearray(len(body)))

@@ -4,23 +4,23 @@ import os
 
 import pytest
 
-from fabric.ckpt_server.server.crash_log import MARK_BYTES, Deaths, encode_mark
-from fabric.ckpt_server.server.memfd import Region
-from fabric.ckpt_server.server.slots import MARK, Memory
-from fabric.ckpt_server.server.trainer_watch import Trainer
+from fabric.ckpt_server.server.crash_log import MARKER_BYTES, CrashLog, encode_marker
+from fabric.ckpt_server.server.memfd import Memfd
+from fabric.ckpt_server.server.slots import CRASH_MARKER, SlotTable
+from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.model import Death
 
 
 @pytest.fixture
 async def watched():
-    memory, trainer = Memory(), Trainer()
-    deaths = Deaths(memory, trainer)
-    slot = memory.slot(MARK, 0)
-    await memory.allocate(slot, MARK_BYTES)
+    memory, trainer = SlotTable(), TrainerWatch()
+    deaths = CrashLog(memory, trainer)
+    slot = memory.slot(CRASH_MARKER, 0)
+    await memory.allocate(slot, MARKER_BYTES)
     trainer.incarnation = 7
 
     def note(value):
-        os.pwrite(slot.region.fd, value.to_bytes(8, "little"), 0)
+        os.pwrite(slot.memfd.fd, value.to_bytes(8, "little"), 0)
 
     yield deaths, trainer, note
     memory.close()
@@ -28,16 +28,16 @@ async def watched():
 
 async def test_a_death_at_a_micro_batch_is_told_again_and_again(watched):
     deaths, _, note = watched
-    note(encode_mark(12, 0))
+    note(encode_marker(12, 0))
     assert deaths.seen("running") == ()
     assert deaths.seen("gone") == deaths.seen("gone") == (Death(7, 12, 0),)
 
 
 def test_a_note_whose_memory_is_still_being_allocated_is_none():
     """Allocating takes a thread's while, and a beat to the lighthouse may fall into it."""
-    memory = Memory()
-    deaths = Deaths(memory, Trainer())
-    memory.slot(MARK, 0).region = Region("a note")
+    memory = SlotTable()
+    deaths = CrashLog(memory, TrainerWatch())
+    memory.slot(CRASH_MARKER, 0).memfd = Memfd("a note")
     assert deaths.seen("running") == () == deaths.seen("gone")
     memory.close()
     assert deaths.seen("gone") == (), "let go"
@@ -45,21 +45,21 @@ def test_a_note_whose_memory_is_still_being_allocated_is_none():
 
 async def test_who_died_at_none_leaves_nothing(watched):
     deaths, _, note = watched
-    note(encode_mark(12, 3))
+    note(encode_marker(12, 3))
     note(0)
     assert deaths.seen("gone") == ()
 
 
 async def test_a_successor_takes_the_note_away_and_outlives_the_evidence(watched):
     deaths, trainer, note = watched
-    note(encode_mark(12, 3))
+    note(encode_marker(12, 3))
     deaths.seen("gone")
     trainer.on_attach()
     trainer.incarnation = 8
     assert deaths.seen("gone") == (Death(7, 12, 3),), "the successor has not died at it"
-    note(encode_mark(12, 5))
+    note(encode_marker(12, 5))
     assert deaths.seen("running") == (Death(7, 12, 3),)
-    note(encode_mark(13, 0))
+    note(encode_marker(13, 0))
     assert deaths.seen("running") == (), "the job is past that step"
 
 
@@ -67,7 +67,7 @@ async def test_both_deaths_of_one_replica_are_told(watched):
     deaths, trainer, note = watched
     for incarnation in (7, 8):
         trainer.incarnation = incarnation
-        note(encode_mark(2**30, 2**20 - 1))
+        note(encode_marker(2**30, 2**20 - 1))
         found = deaths.seen("gone")
         trainer.on_attach()
     assert found == (Death(7, 2**30, 2**20 - 1), Death(8, 2**30, 2**20 - 1))

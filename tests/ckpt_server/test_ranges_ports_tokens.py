@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_support import no_more_descriptors
 
-from fabric.ckpt_server.server.trainer_watch import Trainer, parse_stat
+from fabric.ckpt_server.server.trainer_watch import TrainerWatch, parse_stat
 from fabric.ckpt_server.wire.http_preconditions import (
     PreconditionFailed,
     Unsatisfiable,
@@ -101,7 +101,7 @@ def test_what_the_kernel_says(state, flags, threads, verdict):
 
 
 async def test_what_the_kernel_says_of_real_processes_is_noticed_without_being_asked():
-    trainer = Trainer()
+    trainer = TrainerWatch()
     assert trainer.state == "absent"
     watching = asyncio.create_task(trainer.watch())
 
@@ -131,7 +131,7 @@ async def test_what_the_kernel_says_of_real_processes_is_noticed_without_being_a
 
 @pytest.mark.parametrize("left", [0, 1])
 async def test_who_cannot_be_watched_is_refused_and_the_one_before_is_watched_on(left):
-    trainer = Trainer()
+    trainer = TrainerWatch()
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", "import signal; signal.pause()")
     trainer.attach(child.pid, 1)
     with no_more_descriptors(left) as lowest:

@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 
 import pytest
 from ckpt_server.test_durable_format import manifest_for, objects
-from ckpt_server.test_state import to_bytes
+from ckpt_server.test_training_state import to_bytes
 from server_support import TOKEN, alive
 
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.ckpt_server.server.durable_jobs import Dispatch, Persist
+from fabric.ckpt_server.server.durable_jobs import DurableJobs, PersistRequest
 from fabric.ckpt_server.server.slot_content import snapshot_content
-from fabric.ckpt_server.server.slots import SNAPSHOT, Memory
+from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.state.training_state import capture
 from fabric.errors import Refused
 
@@ -137,7 +137,7 @@ def test_a_server_that_is_done_lets_its_writer_finish_and_one_that_is_killed_tak
     assert steps(url) == [5]
 
 
-async def published(memory: Memory, step: int) -> None:
+async def published(memory: SlotTable, step: int) -> None:
     """Slot 0 holds the snapshot of this step."""
     slot, file = memory.slot(SNAPSHOT, 0), bytes(to_bytes(capture(objects(step), step)))
     await slot.withdraw()
@@ -153,10 +153,10 @@ def test_a_writer_that_comes_after_its_snapshot_was_withdrawn_gets_no_other_stat
     start = asyncio.create_subprocess_exec
     started = []
 
-    async def main() -> Dispatch:
-        memory = Memory()
+    async def main() -> DurableJobs:
+        memory = SlotTable()
         await published(memory, 3)
-        dispatch = Dispatch("job", "r0", memory)
+        dispatch = DurableJobs("job", "r0", memory)
 
         async def withdraw_first(*arguments, **options):
             await memory.slot(SNAPSHOT, 0).withdraw()
@@ -166,7 +166,7 @@ def test_a_writer_that_comes_after_its_snapshot_was_withdrawn_gets_no_other_stat
             return started[-1]
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", withdraw_first)
-        dispatch.start(Persist(1, 3, str(tmp_path), 1, 3))
+        dispatch.start(PersistRequest(1, 3, str(tmp_path), 1, 3))
         await dispatch.finish()
         memory.close()
         return dispatch

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from server_support import end
 
 from fabric.ckpt_server.format.safetensors_file import TensorSpan
-from fabric.ckpt_server.format.tensor_regions import Box, Piece
+from fabric.ckpt_server.format.tensor_regions import RegionRead, TensorRegion
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME
 from fabric.protocol.messages.rank_messages import replica_digest
 
-SCRIPT = Path(__file__).parent / "relayout_rank.py"
+SCRIPT = Path(__file__).parent / "reshard_rank.py"
 BLOCK = 4 << 20
 WIDTH = 90_000
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_had_is_said_and_nothing_is_touched(zygote, fsdp2, tmp_pa
 
 
 @st.composite
-def pieces(draw: Any) -> Piece:
+def pieces(draw: Any) -> RegionRead:
     shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
     begin = [draw(st.integers(0, n - 1)) for n in shape]
     sizes = [draw(st.integers(1, n - at)) for n, at in zip(shape, begin, strict=True)]
@@ -154,7 +154,9 @@ def pieces(draw: Any) -> Piece:
     for n in shape:
         numel *= n
     span = TensorSpan("t", "I64", tuple(shape), 128, 128 + 8 * numel)
-    return Piece("t", 0, span, Box.whole(tuple(shape)), Box(tuple(begin), tuple(sizes)))
+    return RegionRead(
+        "t", 0, span, TensorRegion.whole(tuple(shape)), TensorRegion(tuple(begin), tuple(sizes))
+    )
 
 
 @given(pieces(), st.sampled_from([0, 16, 64, 10**6]))

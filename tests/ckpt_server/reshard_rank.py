@@ -17,23 +17,22 @@ from typing import Any
 import torch
 import torch._dynamo  # a second of every rank's first optimizer; starts no thread
 import torch.distributed as dist
-from server_support import options
+from server_support import start_server
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.durable.reader import find_checkpoint
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.format.manifest import of_rank
-from fabric.ckpt_server.reshard.rank_files import Part, ServedPart, StoredPart
-from fabric.ckpt_server.reshard.relayout import Layout, relay
+from fabric.ckpt_server.reshard.rank_files import RankFile, ServedRankFile, StoredRankFile
+from fabric.ckpt_server.reshard.relayout import Layout, reshard
 from fabric.ckpt_server.state.snapshot import CpuCopier, build_manifest
 from fabric.ckpt_server.state.training_state import capture, restore, verify
-from fabric.ckpt_server.wire.durable_job import Order
+from fabric.ckpt_server.wire.durable_job import DurableJob
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.failpoints import Failpoints
@@ -88,7 +87,7 @@ def give(objects: dict[str, Any], run_dir: str, durable: str) -> dict[str, Any]:
     """Publish my part of the trained state, and write it to storage."""
     train(objects, STEP)
     view = capture(objects, STEP)
-    handle = ServerHandle.start_or_attach(**options(Path(run_dir), orphan_s=600.0))
+    handle = start_server(Path(run_dir), orphan_s=600.0)
     copier = CpuCopier()
     handle.begin("snapshot", 0)
     memory = handle.allocate("snapshot", 0, view.nbytes)
@@ -100,7 +99,7 @@ def give(objects: dict[str, Any], run_dir: str, durable: str) -> dict[str, Any]:
     if len(digests) > 1:
         manifest = of_rank(manifest, dist.get_rank(), digests)
     handle.publish_snapshot(0, manifest)
-    write(Order(durable, "job", "r0", 7), manifest, memory[: view.nbytes], Failpoints(""))
+    write(DurableJob(durable, "job", "r0", 7), manifest, memory[: view.nbytes], Failpoints(""))
     return {"url": handle.url, "digests": digests, "nbytes": view.nbytes, "sums": whole_sums(objects)}
 
 
@@ -109,14 +108,14 @@ def take(objects: dict[str, Any], sources: list[list[str]], digest: str, durable
     took."""
     before = capture(objects, 0).digest()
     state = SnapshotRef(1, STEP, digest)
-    parts: list[Part] = []
+    parts: list[RankFile] = []
     files = ExitStack()
     for rank, urls in enumerate(sources):
         if durable:
             checkpoint = find_checkpoint(Storage(durable).at("job"), "job", state)
-            parts.append(StoredPart(rank, checkpoint, files))
+            parts.append(StoredRankFile(rank, checkpoint, files))
         else:
-            parts.append(ServedPart(rank, urls, state, StateFetcher(rank=rank)))
+            parts.append(ServedRankFile(rank, urls, state, StateFetcher(rank=rank)))
     found: list[memoryview] = []
 
     def allocate(nbytes: int) -> memoryview:
@@ -124,7 +123,7 @@ def take(objects: dict[str, Any], sources: list[list[str]], digest: str, durable
         return found[0]
 
     try:
-        manifest = relay(parts, state, Layout(objects), allocate, rank=dist.get_rank())
+        manifest = reshard(parts, state, Layout(objects), allocate, rank=dist.get_rank())
         restore(found[0], objects)
         verify(objects, STEP, manifest["digest"])
     except StateError as error:

@@ -20,6 +20,7 @@ from server_support import (
 )
 
 from fabric.ckpt_server.fetch.local_source import HostMemory
+from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import SnapshotRef
 from fabric.runtime.host_memory import available_bytes
@@ -130,17 +131,7 @@ def test_a_reader_sees_one_step_whole_or_less_while_the_slot_is_rewritten_all_th
             written += 1
             handle.begin("gradient", 0)
             memory[:] = bytes([written % 251]) * size
-            handle.publish_gradient(
-                0,
-                generation=1,
-                step=written % 2,
-                epoch=1,
-                nbytes=size,
-                digest="",
-                weight=1.0,
-                layout="",
-                meta={},
-            )
+            handle.publish_gradient(0, PublishedGradient(1, written % 2, 1, size, "", 1.0, ""), {})
     finally:
         stop.set()
         for thread in threads:
@@ -157,9 +148,7 @@ def test_an_answer_that_counts_as_sent_refers_to_the_memory_no_more(attach):
     for received in range(16, 160, 4):
         handle.begin("gradient", 0)
         memory[:] = b"\x01" * size
-        handle.publish_gradient(
-            0, generation=1, step=1, epoch=1, nbytes=size, digest="", weight=1.0, layout="", meta={}
-        )
+        handle.publish_gradient(0, PublishedGradient(1, 1, 1, size, "", 1.0, ""), {})
         reader = SlowReader(handle.url, "/v1/gradients/1", received * 1024)
         sent = active(handle.url) == 0
         handle.begin("gradient", 0)
@@ -297,18 +286,7 @@ def test_a_gradient_may_be_published_and_the_slot_of_the_next_begun_in_one_reque
     publish_gradient(handle, 2, b"abc", 2, then_begin=0)
     assert [row["step"] for row in fetch(handle.url, "/v1/gradients").json] == [1, 2]
     with pytest.raises(Refused, match="begin the slot before writing to it"):
-        handle.publish_gradient(
-            1,
-            generation=1,
-            step=3,
-            epoch=1,
-            nbytes=1,
-            digest="d",
-            weight=1,
-            layout="l",
-            meta={},
-            then_begin=2,
-        )
+        handle.publish_gradient(1, PublishedGradient(1, 3, 1, 1, "d", 1, "l"), {}, then_begin=2)
     assert [row["step"] for row in fetch(handle.url, "/v1/gradients").json] == [1, 2]
 
 

@@ -16,7 +16,7 @@ from server_support import ROOT, end, fetch, wait_for
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.server.debug_probe import catches, kernel_threads, parse_dump
-from fabric.ckpt_server.wire.channel_protocol import INSIGHT_NAME, STACKS_SIGNAL, socket_path
+from fabric.ckpt_server.wire.channel_protocol import DEBUG_SOCKET_NAME, STACKS_SIGNAL, socket_path
 
 TRAINER = """
 import ctypes, json, os, sys, threading
@@ -24,12 +24,12 @@ sys.path[:0] = [sys.argv[2], sys.argv[3]]
 from pathlib import Path
 import torch
 import torch.distributed
-from server_support import options
+from server_support import start_server
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 
 folder = Path(sys.argv[1])
-handle = ServerHandle.start_or_attach(**options(folder))
+handle = start_server(folder)
 
 def state():
     return {"step": 7}
@@ -214,7 +214,7 @@ def test_whatever_answers_on_the_socket_the_kernel_is_asked_at_last(attach, run_
                 asking.sendall(said)
 
     with socket.socket(socket.AF_UNIX) as listener:
-        with socket_path(run_dir, INSIGHT_NAME) as path:
+        with socket_path(run_dir, DEBUG_SOCKET_NAME) as path:
             listener.bind(path)
         listener.listen(8)
         thread = threading.Thread(target=answer, args=(listener,), daemon=True)

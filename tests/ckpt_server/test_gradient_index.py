@@ -6,7 +6,7 @@ import threading
 from http.client import HTTPException
 
 import pytest
-from server_support import alive, connect, end, fetch, publish_gradient, told_of_gradient, wait_for
+from server_support import META, alive, connect, description, end, fetch, publish_gradient, wait_for
 
 from fabric.ckpt_server.wire import gradient_index
 from fabric.client.gradients.gradient_slots import GradientSlots
@@ -19,11 +19,11 @@ NBYTES = 2_000_000
 
 def write(handle, slot: int, step: int, nbytes: int = NBYTES) -> None:
     """Withdraw the slot, fill it, and label it."""
-    handle.use_labels()
-    if not handle.unlabel_gradient(slot):
+    handle.allocate_gradient_index()
+    if not handle.withdraw_via_shm(slot):
         handle.begin("gradient", slot)
     handle.allocate("gradient", slot, nbytes)[:nbytes] = bytes([step % 251]) * nbytes
-    assert handle.label_gradient(slot, told_of_gradient(step, nbytes))
+    assert handle.publish_via_shm(slot, description(step, nbytes), META)
 
 
 def steps(handle) -> list[int]:
@@ -49,7 +49,7 @@ def test_a_label_taken_back_ends_the_serving_and_what_is_past_is_gone(attach):
     for slot, step in enumerate((3, 4)):
         write(handle, slot, step)
     assert steps(handle) == [3, 4]
-    assert handle.unlabel_gradient(0)
+    assert handle.withdraw_via_shm(0)
     assert steps(handle) == [4]
     answer = fetch(handle.url, "/v1/gradients/3?generation=1")
     assert answer.status == 409 and answer.json["gone"] is True
@@ -75,9 +75,9 @@ def test_a_slot_that_is_read_may_not_be_written_before_the_server_has_ended_that
     connection.request("GET", "/v1/gradients/1")
     response = connection.getresponse()
     first = response.read(1000)
-    assert not handle.unlabel_gradient(0)
+    assert not handle.withdraw_via_shm(0)
     handle.begin("gradient", 0)
-    assert handle.unlabel_gradient(0)
+    assert handle.withdraw_via_shm(0)
     handle.allocate("gradient", 0, nbytes)[:] = b"\xee" * nbytes
     rest = bytearray()
     with contextlib.suppress(HTTPException, OSError):
@@ -113,29 +113,27 @@ def test_a_label_that_cannot_be_used_is_none(attach):
     handle = attach()
     write(handle, 0, 1)
     write(handle, 1, 2)
-    assert handle.unlabel_gradient(1)
-    assert handle.label_gradient(1, told_of_gradient(2, -1))
+    assert handle.withdraw_via_shm(1)
+    assert handle.publish_via_shm(1, description(2, -1), META)
     assert steps(handle) == [1]
-    assert not handle.label_gradient(
-        1, told_of_gradient(2, NBYTES, meta={"x": "y" * gradient_index.MOST_BYTES})
-    )
-    assert not handle.label_gradient(1, told_of_gradient(2, NBYTES, weight=float("nan")))
-    assert not handle.label_gradient(gradient_index.COUNT, told_of_gradient(2, NBYTES))
+    assert not handle.publish_via_shm(1, description(2, NBYTES), {"x": "y" * gradient_index.MOST_BYTES})
+    assert not handle.publish_via_shm(1, description(2, NBYTES, weight=float("nan")), META)
+    assert not handle.publish_via_shm(gradient_index.COUNT, description(2, NBYTES), META)
 
 
 def test_a_label_that_is_half_there_is_none():
     memory = bytearray(gradient_index.TOTAL_BYTES)
-    side = gradient_index.Labels(memoryview(memory))
-    assert gradient_index.read(memory, 3) == (0, b"")
+    side = gradient_index.GradientIndex(memoryview(memory))
+    assert gradient_index.read_entry(memory, 3) == (0, b"")
     assert side.write(3, b"said")
-    number, body = gradient_index.read(memory, 3)
-    assert number == gradient_index.number_of(memory, 3) > 0 and body == b"said"
+    number, body = gradient_index.read_entry(memory, 3)
+    assert number == gradient_index.entry_number(memory, 3) > 0 and body == b"said"
     at = memory.index(b"said")
     memory[at] ^= 1
-    assert gradient_index.read(memory, 3) == (0, b"")
+    assert gradient_index.read_entry(memory, 3) == (0, b"")
     memory[at] ^= 1
-    assert side.write(3, b"more") and gradient_index.read(memory, 3)[0] > number
-    assert gradient_index.read(memory[:100], 3) == (0, b"")
+    assert side.write(3, b"more") and gradient_index.read_entry(memory, 3)[0] > number
+    assert gradient_index.read_entry(memory[:100], 3) == (0, b"")
 
 
 def test_a_server_that_is_gone_is_noticed_by_who_labels(attach):
@@ -144,7 +142,7 @@ def test_a_server_that_is_gone_is_noticed_by_who_labels(attach):
     end(handle.pid)
     wait_for(lambda: not alive(handle.pid), "the end of the server")
     with pytest.raises(ServerLost):
-        handle.label_gradient(1, told_of_gradient(2, NBYTES))
+        handle.publish_via_shm(1, description(2, NBYTES), META)
 
 
 def test_slots_are_labelled_while_nobody_catches_up_and_requested_otherwise(attach):

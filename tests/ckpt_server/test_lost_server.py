@@ -13,12 +13,12 @@ from ckpt_server.test_durable_format import objects, write_one
 from server_support import alive, fetch, publish, snapshot_file, wait_for
 
 import fabric.client
-from fabric.ckpt_server.attach.request_channel import Requests
+from fabric.ckpt_server.attach.request_channel import RequestChannel
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard.relayout import Layout
 from fabric.ckpt_server.state.snapshot import CpuCopier
-from fabric.ckpt_server.state.training_state import Describer
+from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.process.journal import Journal
 from fabric.client.process.process_identity import ProcessIdentity
@@ -48,7 +48,7 @@ class Fetching:
 
     def __init__(self, handle: ServerHandle, storage: str = "", restarts: bool = True) -> None:
         self.handle, self.restarts, self.copier = handle, restarts, CpuCopier()
-        describer = Describer({"model": torch.nn.Linear(2, 2)})
+        describer = StateDescriber({"model": torch.nn.Linear(2, 2)})
         self.snapshots = Snapshots(
             handle, describer, self.copier, EverySteps(1), ("job", "r0"), False, self.recover
         )
@@ -165,13 +165,13 @@ def stop():
 def asked(monkeypatch):
     """Every request that went out to a server, by name."""
     sent: list[str] = []
-    send = Requests._send
+    send = RequestChannel._send
 
     def noting(self, request, timeout_s):
         sent.append(json.loads(request)["op"])
         send(self, request, timeout_s)
 
-    monkeypatch.setattr(Requests, "_send", noting)
+    monkeypatch.setattr(RequestChannel, "_send", noting)
     return sent
 
 
@@ -228,7 +228,7 @@ class TestAServerThatIsStopped:
         handle, model, said = attach(), torch.nn.Linear(100, 100), []
         keeper = Worker("keeper", raise_)
         with contextlib.closing(CpuCopier()) as copier:
-            describer = Describer({"model": model})
+            describer = StateDescriber({"model": model})
             snapshots = Snapshots(
                 handle, describer, copier, EverySteps(1), ("job", "r0"), False, handle.ensure
             )
@@ -265,7 +265,7 @@ class TestAServerThatIsStopped:
         with contextlib.closing(CpuCopier()) as copier:
             snapshots = Snapshots(
                 handle,
-                Describer({"model": model}),
+                StateDescriber({"model": model}),
                 copier,
                 EverySteps(1),
                 ("job", "r0"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
-from server_support import ROOT, TOKEN, TrainerProcess, end, options, wait_for
+from server_support import ROOT, TOKEN, TrainerProcess, end, wait_for
 
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.network import HeartbeatAck, TrainerStatus
@@ -85,7 +85,7 @@ async def lighthouse(token: str | None = None) -> AsyncIterator[Lighthouse]:
 
 @asynccontextmanager
 async def trainer(run_dir: Path, **others: object) -> AsyncIterator[TrainerProcess]:
-    process = await asyncio.to_thread(TrainerProcess, options(run_dir, **others))
+    process = await asyncio.to_thread(TrainerProcess, run_dir, **others)
     try:
         yield process
     finally:

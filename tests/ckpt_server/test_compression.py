@@ -82,7 +82,10 @@ def test_what_comes_compressed_unpacks_to_the_bytes_and_is_less(url, path, expec
     zstd = fetch(url, path, Accept_Encoding="gzip, zstd")
     assert zstd.headers["Content-Encoding"] == ZSTD and inflated(zstd.body) == expected
     shuffled = fetch(url, path, Accept_Encoding=f"{ZSTD}, {SHUFFLE}")
-    assert shuffled.headers["Content-Encoding"] == SHUFFLE and decompressed(shuffled.body, len(expected)) == expected
+    assert (
+        shuffled.headers["Content-Encoding"] == SHUFFLE
+        and decompressed(shuffled.body, len(expected)) == expected
+    )
     if len(expected) > 100_000:
         assert len(shuffled.body) < 0.87 * len(expected) < 0.87 * len(plain.body) + 1
         assert len(shuffled.body) < len(zstd.body) < len(expected)
@@ -337,7 +340,8 @@ def test_a_slow_link_brings_a_state_compressed_and_says_so(served):
 
 @pytest.mark.parametrize("offers", [True, False], ids=["compresses", "has no blocks by number"])
 def test_bytes_that_come_compressed_are_verified(served, url, monkeypatch, offers):
-    """Real weights, compressed from the first range on, of a server that compresses and one of the version before."""
+    """Real weights, compressed from the first range on, of a server that compresses and one of the version
+    before."""
     monkeypatch.setattr(link_speed, "_FIRST_PLAIN", 0)
     monkeypatch.setattr(link_speed, "FAST_BYTES_S", 1e15)
     monkeypatch.setattr(link_speed, "GAIN", 0.0)

@@ -125,12 +125,12 @@ def source(fd: int, run_dir: str) -> None:
     from fabric.ckpt_server.server import slots
     from fabric.ckpt_server.server.process import ServerSettings, run
 
-    class SharedRegion(slots.Region):
+    class SharedMemfd(slots.Memfd):
         def __init__(self, name: str) -> None:
             super().__init__(name)
             os.dup2(fd, self.fd)
 
-    slots.Region = SharedRegion
+    slots.Memfd = SharedMemfd
     settings = ServerSettings(job="job", replica="r0", run_dir=Path(run_dir), orphan_s=3600.0)
     uvloop.run(run(settings, ready_fd=os.dup(sys.stdout.fileno())))
 

@@ -16,14 +16,13 @@ from safetensors.torch import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fabric.ckpt_server.durable.manifest import MANIFEST, MARKER, Attempt, parse_manifest
+from fabric.ckpt_server.durable.manifest import MANIFEST, MARKER, Attempt, attempts_to_delete, parse_manifest
 from fabric.ckpt_server.durable.reader import (
     find_checkpoint,
     list_checkpoints,
     open_checkpoint,
     open_rank_shard,
 )
-from fabric.ckpt_server.durable.retention import attempts_to_delete
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.format.digest import BLOCK_BYTES, block_digest, bytes_digest, file_digest

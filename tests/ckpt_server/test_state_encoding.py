@@ -16,9 +16,9 @@ from fabric.ckpt_server.format.safetensors_file import parse_json, read_header
 from fabric.ckpt_server.state.encoding import (
     FILE_DTYPE,
     RAW_DTYPE,
+    Blobs,
     StateDecoder,
     StatePath,
-    TensorBlobs,
     encode,
 )
 from fabric.ckpt_server.state.training_state import capture, host_bytes, restore
@@ -185,7 +185,7 @@ def test_subclasses_that_mean_more_are_refused() -> None:
 
 
 def test_names_of_tensors_are_unique_and_readable() -> None:
-    blobs = TensorBlobs()
+    blobs = Blobs()
     encode(
         {0: torch.ones(1), "0": torch.ones(1), "a/b": torch.ones(1), "a": {"b": torch.ones(1)}},
         StatePath.root("x"),

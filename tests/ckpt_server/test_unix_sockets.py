@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from server_support import DEADLINE_S, no_more_descriptors
 
-from fabric.ckpt_server.server.unix_sockets import UnixConnection, UnixResponse, serve_each
+from fabric.ckpt_server.server.unix_sockets import Response, UnixConnection, serve_each
 
 
 async def say_back(connection: UnixConnection) -> None:
@@ -18,7 +18,7 @@ async def say_back(connection: UnixConnection) -> None:
     while (line := await connection.receive()) is not None:
         if line == b"break":
             raise RuntimeError("a defect")
-        await connection.send(UnixResponse({"said": line.decode()}))
+        await connection.send(Response({"said": line.decode()}))
 
 
 @asynccontextmanager

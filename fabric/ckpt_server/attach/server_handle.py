@@ -136,12 +136,7 @@ class ServerHandle:
         self._ask({"op": "publish_snapshot", "slot": slot, "manifest": dict(manifest)}, _PUBLISH_S)
 
     def publish_gradient(
-        self,
-        slot: int,
-        gradient: PublishedGradient,
-        meta: Mapping[str, object],
-        *,
-        then_begin: int = -1,
+        self, slot: int, gradient: PublishedGradient, meta: Mapping[str, object], *, then_begin: int = -1
     ) -> None:
         """Serve the slot's first bytes as ``gradient``, with ``meta`` beside it for readers.
 

@@ -14,7 +14,7 @@ same blocks and digests verify them.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,3 +148,22 @@ def _segment(entry: object, files: Mapping[str, Any], name: str) -> Segment:
             f"{name} refers to byte {begin + nbytes} of {file}, which has {files[file]['nbytes']}"
         )
     return Segment(file, begin, nbytes)
+
+
+def attempts_to_delete(
+    complete: Iterable[Attempt], unfinished: Iterable[Attempt], own: Attempt, keep: int
+) -> list[Attempt]:
+    """The attempts to delete now that ``own`` is complete: unfinished ones first, then all but the newest
+    ``keep`` complete ones.
+
+    Another writer may still fill a folder without a marker. Such a folder goes when it is older than ``own``,
+    or when it is this replica's, which writes one checkpoint at a time.
+    """
+    order = {a: (a.generation, a.step) for a in (*complete, own)}
+    stale = [
+        a
+        for a in unfinished
+        if a != own and ((a.generation, a.step) < order[own] or a.replica == own.replica)
+    ]
+    newest_last = sorted(order, key=lambda a: (*order[a], a == own, a.folder))
+    return stale + newest_last[: max(len(newest_last) - max(keep, 1), 0)]

@@ -20,12 +20,12 @@ from fabric.ckpt_server.durable.manifest import (
     MAX_JSON_BYTES,
     METADATA,
     Attempt,
+    attempts_to_delete,
     parse_manifest,
     parse_rank_shard,
     rank_shard_name,
 )
 from fabric.ckpt_server.durable.reader import list_checkpoints
-from fabric.ckpt_server.durable.retention import attempts_to_delete
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.format.digest import bytes_digest, file_digest
 from fabric.ckpt_server.format.manifest import state_digest

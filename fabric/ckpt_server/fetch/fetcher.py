@@ -31,13 +31,7 @@ from fabric.ckpt_server.fetch.http_source import (
     refusal,
 )
 from fabric.ckpt_server.fetch.local_source import HostMemory
-from fabric.ckpt_server.fetch.multi_source import (
-    FetchSource,
-    MultiSourceFetch,
-    Progress,
-    all_failed,
-    source_error,
-)
+from fabric.ckpt_server.fetch.multi_source import MultiSourceFetch, Progress, Source, all_failed, source_error
 from fabric.ckpt_server.format.manifest import check_manifest, state_digest
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
 from fabric.errors import ConfigError, IntegrityError, StateError
@@ -116,7 +110,7 @@ class StateFetcher:
 
     def fetch_manifest(self, url: str, step: int, generation: int) -> dict[str, Any]:
         """The checked manifest of that state from the source ``url``. Raises StateError or Gone."""
-        source = FetchSource(HttpAddress.parse(url))
+        source = Source(HttpAddress.parse(url))
         manifest = self._ask(source, SnapshotRef(generation, step, ""), self._idle.take(source.address))
         if manifest is None:
             raise all_failed(f"the manifest of step {step}", [source])
@@ -139,7 +133,7 @@ class StateFetcher:
         """
         begun_s = time.monotonic()
         self.warnings = []
-        sources = [FetchSource(HttpAddress.parse(url)) for url in dict.fromkeys(urls)]
+        sources = [Source(HttpAddress.parse(url)) for url in dict.fromkeys(urls)]
         if not sources:
             raise StateError(
                 f"There is no source for step {state.step}; somebody must hold a snapshot of it."
@@ -167,7 +161,7 @@ class StateFetcher:
     def _stripe(
         self,
         manifest: dict[str, Any],
-        group: list[FetchSource],
+        group: list[Source],
         target: memoryview,
         blocks: Collection[int] | None,
     ) -> str:
@@ -185,7 +179,7 @@ class StateFetcher:
                 if source.memory is not None:
                     source.memory.close()
 
-    def _near(self, manifest: dict[str, Any], group: list[FetchSource]) -> list[FetchSource]:
+    def _near(self, manifest: dict[str, Any], group: list[Source]) -> list[Source]:
         """Those of the group whose memory can be read."""
         if not self.same_host:
             return []
@@ -199,7 +193,7 @@ class StateFetcher:
     def _stripe_over(
         self,
         manifest: dict[str, Any],
-        group: list[FetchSource],
+        group: list[Source],
         target: memoryview,
         blocks: Collection[int] | None,
     ) -> str:
@@ -214,11 +208,11 @@ class StateFetcher:
         return striping.compression
 
     def _holders(
-        self, sources: list[FetchSource], state: SnapshotRef
-    ) -> tuple[dict[str, Any] | None, list[FetchSource]]:
+        self, sources: list[Source], state: SnapshotRef
+    ) -> tuple[dict[str, Any] | None, list[Source]]:
         """The manifest of ``state`` and who holds it; None where nobody does, with reasons in the sources."""
         promised: dict[str, Any] | None = None
-        good: list[FetchSource] = []
+        good: list[Source] = []
         for source, manifest in self._manifests(sources, state):
             if state_digest(manifest) != state.digest or manifest.get("rank", 0) != self._rank:
                 source.error = IntegrityError(f"it holds the digest {state_digest(manifest)} for this step")
@@ -230,9 +224,7 @@ class StateFetcher:
             good.append(source)
         return promised, good
 
-    def _manifests(
-        self, sources: list[FetchSource], state: SnapshotRef
-    ) -> list[tuple[FetchSource, dict[str, Any]]]:
+    def _manifests(self, sources: list[Source], state: SnapshotRef) -> list[tuple[Source, dict[str, Any]]]:
         """The manifests of those that answer in time."""
         if len(sources) == 1:
             answers = [self._ask(sources[0], state, self._idle.take(sources[0].address))]
@@ -247,7 +239,7 @@ class StateFetcher:
                 self.warnings.append(f"{source.url} is not used: {source.error}.")
         return found
 
-    def _ask_all(self, sources: list[FetchSource], state: SnapshotRef) -> list[dict[str, Any] | None]:
+    def _ask_all(self, sources: list[Source], state: SnapshotRef) -> list[dict[str, Any] | None]:
         """All sources at once; None for those that have nothing, or are much later than the first."""
         lines = [self._idle.take(source.address) for source in sources]
         with ThreadPoolExecutor(len(sources), "fabric-manifest") as pool:
@@ -264,7 +256,7 @@ class StateFetcher:
                     line.retire()
         return [None if future in late else future.result() for future in asked]
 
-    def _ask(self, source: FetchSource, state: SnapshotRef, line: HttpConnection) -> dict[str, Any] | None:
+    def _ask(self, source: Source, state: SnapshotRef, line: HttpConnection) -> dict[str, Any] | None:
         """The source's manifest, or None with the reason in ``source.error``."""
         step, generation = state.step, state.generation
         path = f"/v1/snapshots/{step}/manifest?generation={generation}&tensors=0"

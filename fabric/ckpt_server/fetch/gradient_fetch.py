@@ -20,7 +20,7 @@ from fabric.ckpt_server.fetch.http_source import (
     read_exactly,
     refusal,
 )
-from fabric.ckpt_server.fetch.multi_source import FetchSource, all_failed, source_error
+from fabric.ckpt_server.fetch.multi_source import Source, all_failed, source_error
 from fabric.ckpt_server.format.digest import SEAL, bytes_digest, seal
 from fabric.ckpt_server.format.manifest import DIGEST_DIGITS, is_hex
 from fabric.ckpt_server.format.safetensors_file import is_count, parse_json
@@ -61,10 +61,10 @@ class GradientFetcher:
     def fetch(
         self, urls: Sequence[str], generation: int, step: int, into: memoryview, wait_s: float
     ) -> GradientMeta:
-        """See ``StateFetcher.fetch_gradient``."""
+        """Do what ``StateFetcher.fetch_gradient`` promises."""
         if into.readonly or not into.c_contiguous:
             raise StateError("A gradient needs writable, contiguous memory as its target.")
-        sources = [FetchSource(HttpAddress.parse(url)) for url in dict.fromkeys(urls)]
+        sources = [Source(HttpAddress.parse(url)) for url in dict.fromkeys(urls)]
         if not sources:
             raise StateError(f"There is no source for the gradient of step {step}.")
         now = time.monotonic()
@@ -102,14 +102,7 @@ class GradientFetcher:
         raise all_failed(f"the gradient of step {step}", sources)
 
     def _ask(
-        self,
-        source: FetchSource,
-        generation: int,
-        step: int,
-        into: memoryview,
-        *,
-        left_s: float,
-        is_last: bool,
+        self, source: Source, generation: int, step: int, into: memoryview, *, left_s: float, is_last: bool
     ) -> GradientMeta:
         """The gradient that one source has; waits up to ``left_s``, and less unless it ``is_last``."""
         wait_s = min(left_s, _WAIT_S if is_last else _TURN_S)

@@ -50,7 +50,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
 
 @dataclass(slots=True)
-class FetchSource:
+class Source:
     """What is known of one source during a fetch; ``error`` says why it is no longer used. ``compresses``:
     whether it can send its bytes packed, as far as is known. ``memory``: where it is on this host, and
     readable;
@@ -76,7 +76,7 @@ class MultiSourceFetch:
     def __init__(
         self,
         manifest: Mapping[str, Any],
-        sources: Sequence[FetchSource],
+        sources: Sequence[Source],
         target: memoryview,
         access: HttpAccess,
         idle: IdleConnections,
@@ -160,7 +160,7 @@ class MultiSourceFetch:
             queue.end_stuck(stuck_s)
             queue.wait(_WAIT_S)
 
-    def _stream(self, queue: RangeQueue, source: FetchSource) -> None:
+    def _stream(self, queue: RangeQueue, source: Source) -> None:
         connection, sound = self._idle.take(source.address), False
         try:
             while (claim := queue.take(source.url, connection.abort)) is not None:
@@ -170,7 +170,7 @@ class MultiSourceFetch:
             self._idle.give(connection, reusable=sound)
 
     def _fetch_claim(
-        self, queue: RangeQueue, source: FetchSource, connection: HttpConnection, claim: RangeClaim
+        self, queue: RangeQueue, source: Source, connection: HttpConnection, claim: RangeClaim
     ) -> None:
         if (memory := source.memory) is not None:
             self._read(queue, source, memory, claim)
@@ -199,7 +199,7 @@ class MultiSourceFetch:
             if failed or claim.reclaimed:  # the end may have reached a connection that was just done
                 connection.close()
 
-    def _read(self, queue: RangeQueue, source: FetchSource, memory: HostMemory, claim: RangeClaim) -> None:
+    def _read(self, queue: RangeQueue, source: Source, memory: HostMemory, claim: RangeClaim) -> None:
         """Brings a range into place out of the memory of a server on this host."""
         failed, body = True, memory.body(claim.block_range.first * self._manifest["block_bytes"])
         try:
@@ -221,7 +221,7 @@ class MultiSourceFetch:
     def _fetch(
         self,
         queue: RangeQueue,
-        source: FetchSource,
+        source: Source,
         connection: HttpConnection,
         claim: RangeClaim,
         compressed: bool,
@@ -242,7 +242,7 @@ class MultiSourceFetch:
             self._finish(queue, source, block, block_digest(part) if is_compressed else _receive(body, part))
         return sum(len(self._block(block)) for block in blocks)
 
-    def _finish(self, queue: RangeQueue, source: FetchSource, block: int, digest: str) -> None:
+    def _finish(self, queue: RangeQueue, source: Source, block: int, digest: str) -> None:
         """``block`` is in place and has this digest. Raises IntegrityError where that is wrong."""
         if digest != self._manifest["blocks"][block]:
             raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
@@ -263,7 +263,7 @@ class MultiSourceFetch:
         return response
 
     def _ask_compressed(
-        self, source: FetchSource, connection: HttpConnection, claim: RangeClaim
+        self, source: Source, connection: HttpConnection, claim: RangeClaim
     ) -> http.client.HTTPResponse | None:
         """The answer in PLANES, or None where the source offers no such thing."""
         first, last = claim.block_range.first, claim.block_range.first + claim.block_range.count - 1
@@ -288,7 +288,7 @@ class MultiSourceFetch:
         if tag is not None and tag.strip('W/"').partition("-")[0] != self._manifest["digest"]:
             raise SourceRefused("it holds another state by now")
 
-    def _count_wrong_bytes(self, queue: RangeQueue, source: FetchSource, error: IntegrityError) -> None:
+    def _count_wrong_bytes(self, queue: RangeQueue, source: Source, error: IntegrityError) -> None:
         with self._lock:
             source.wrong_answers += 1
             drop = source.wrong_answers >= _MAX_WRONG_ANSWERS
@@ -299,7 +299,7 @@ class MultiSourceFetch:
         if drop:
             self._drop(queue, source, IntegrityError(f"it sent wrong bytes {source.wrong_answers} times"))
 
-    def _count_failure(self, queue: RangeQueue, source: FetchSource, error: Exception) -> None:
+    def _count_failure(self, queue: RangeQueue, source: Source, error: Exception) -> None:
         with self._lock:
             source.failures += 1
             drop = source.failures >= _MAX_FAILURES
@@ -308,7 +308,7 @@ class MultiSourceFetch:
         else:
             queue.wait(_WAIT_S * source.failures)
 
-    def _drop(self, queue: RangeQueue, source: FetchSource, error: StateError) -> None:
+    def _drop(self, queue: RangeQueue, source: Source, error: StateError) -> None:
         with self._lock:
             first = source.error is None
             source.error = source.error or error
@@ -356,7 +356,7 @@ def check_range(response: Any, begin: int, end: int, nbytes: int) -> None:
         raise SourceRefused(f"it sends {response.length} bytes where {end - begin} were asked for")
 
 
-def all_failed(what: str, sources: Sequence[FetchSource]) -> StateError:
+def all_failed(what: str, sources: Sequence[Source]) -> StateError:
     """The error that tells of every source why it is of no use."""
     reasons = "; ".join(f"{source.url}: {source.error or 'no reason'}" for source in sources)
     kinds = {type(source.error) for source in sources}

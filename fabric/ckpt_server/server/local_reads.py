@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
-from fabric.ckpt_server.server.unix_sockets import UnixConnection, UnixResponse, serve_each
+from fabric.ckpt_server.server.unix_sockets import Response, UnixConnection, serve_each
 from fabric.ckpt_server.wire.channel_protocol import LOCAL_ASK_S, decode_line, local_socket_name
 from fabric.errors import FabricError, Gone, Refused
 from fabric.protocol.messages.wire import decode_as
@@ -80,7 +80,7 @@ class LocalReadServer:
                 if line is not None:
                     await self._show(connection, decode_as(ReadRequest, decode_line(line), "look"))
             except FabricError as error:
-                await connection.send(UnixResponse({"ok": False, "error": str(error)}))
+                await connection.send(Response({"ok": False, "error": str(error)}))
 
     async def _show(self, connection: UnixConnection, look: ReadRequest) -> None:
         _, uid = connection.peer()
@@ -95,7 +95,7 @@ class LocalReadServer:
             # Opened anew, for who only reads needs no descriptor that can be written to.
             descriptor = os.open(f"/proc/self/fd/{slot.memfd.fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                await connection.send(UnixResponse({"ok": True, "nbytes": slot.content.nbytes}, descriptor))
+                await connection.send(Response({"ok": True, "nbytes": slot.content.nbytes}, descriptor))
             finally:
                 os.close(descriptor)
             while True:

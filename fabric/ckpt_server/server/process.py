@@ -81,19 +81,6 @@ class _ServerParts:
     probe: DebugProbe
     lifetime: Lifetime
 
-    @classmethod
-    def of(cls, settings: ServerSettings, token: TokenFile) -> "_ServerParts":
-        slots, trainer = SlotTable(), TrainerWatch()
-        return cls(
-            settings,
-            token,
-            slots,
-            trainer,
-            DurableJobs(settings.job, settings.replica, slots),
-            DebugProbe(settings.run_dir, trainer),
-            Lifetime(settings.orphan_s),
-        )
-
 
 class AlreadyServed(Refused):
     """Another living server holds the folder's lock."""
@@ -151,7 +138,9 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
     """
     token = TokenFile(settings.token_file)
     check_exposure(settings.bind, token.shown() or None)
-    parts = _ServerParts.of(settings, token)
+    slots, trainer = SlotTable(), TrainerWatch()
+    durable, probe = DurableJobs(settings.job, settings.replica, slots), DebugProbe(settings.run_dir, trainer)
+    parts = _ServerParts(settings, token, slots, trainer, durable, probe, Lifetime(settings.orphan_s))
     with own_folder(settings.run_dir):
         try:
             async with _http(parts) as identity:

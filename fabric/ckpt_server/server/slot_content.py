@@ -156,11 +156,7 @@ def _tensors(header: FileHeader, shards: Mapping[str, Shard]) -> dict[str, objec
 
 
 def _headers(generation: int, step: int, digest: str) -> dict[str, str]:
-    return {
-        "X-Fabric-Generation": str(generation),
-        "X-Fabric-Step": str(step),
-        "X-Fabric-Digest": digest,
-    }
+    return {"X-Fabric-Generation": str(generation), "X-Fabric-Step": str(step), "X-Fabric-Digest": digest}
 
 
 def _dump(value: Mapping[str, object]) -> bytes:

@@ -22,7 +22,7 @@ from fabric.ckpt_server.server.lifetime import Lifetime
 from fabric.ckpt_server.server.slot_content import gradient_content, snapshot_content
 from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotTable
 from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, TrainerWatch
-from fabric.ckpt_server.server.unix_sockets import UnixConnection, UnixResponse, serve_each
+from fabric.ckpt_server.server.unix_sockets import Response, UnixConnection, serve_each
 from fabric.ckpt_server.wire.channel_protocol import MAX_LINE_BYTES, decode_line
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import JobEnd
@@ -92,7 +92,7 @@ class TrainerChannel:
         self._trainer = trainer
         self._lifetime = lifetime
         self._current: UnixConnection | None = None
-        self._operations: dict[str, Callable[[dict[str, Any]], Awaitable[UnixResponse]]] = {
+        self._operations: dict[str, Callable[[dict[str, Any]], Awaitable[Response]]] = {
             "allocate": self._allocate,
             "begin": self._begin,
             "publish_snapshot": self._publish_snapshot,
@@ -156,7 +156,7 @@ class TrainerChannel:
                 response = _refusal(error)
             await connection.send(response)
 
-    async def _do(self, body: dict[str, Any]) -> UnixResponse:
+    async def _do(self, body: dict[str, Any]) -> Response:
         name = body.get("op")
         operation = self._operations.get(name) if isinstance(name, str) else None
         if operation is None:
@@ -166,7 +166,7 @@ class TrainerChannel:
             )
         return await operation(body)
 
-    def _attach(self, body: dict[str, Any], connection: UnixConnection) -> UnixResponse:
+    def _attach(self, body: dict[str, Any], connection: UnixConnection) -> Response:
         if body.get("op") != "attach":
             raise ProtocolError("the first request on this channel must be attach")
         request = decode_as(AttachRequest, body, "attach")
@@ -210,22 +210,22 @@ class TrainerChannel:
             parts=self._memory.snapshot_parts(),
         )
 
-    async def _allocate(self, body: dict[str, Any]) -> UnixResponse:
+    async def _allocate(self, body: dict[str, Any]) -> Response:
         request = decode_as(AllocateRequest, body, "allocate")
         slot = self._memory.slot(request.kind, request.slot)
         if not 0 < request.nbytes <= MAX_FILE_BYTES:
             raise ProtocolError(f"{request.nbytes} bytes cannot be allocated: ask for 1 to {MAX_FILE_BYTES}")
         memfd = await self._memory.allocate(slot, request.nbytes)
-        return UnixResponse({"ok": True, "nbytes": memfd.capacity}, memfd.fd)
+        return Response({"ok": True, "nbytes": memfd.capacity}, memfd.fd)
 
-    async def _begin(self, body: dict[str, Any]) -> UnixResponse:
+    async def _begin(self, body: dict[str, Any]) -> Response:
         request = decode_as(BeginRequest, body, "begin")
         slot = self._memory.slot(request.kind, request.slot)
         if request.unless_read and slot.is_read(time.monotonic()):
             return _success(busy=True, readers=len(slot.readers))
         return _success(readers=await slot.withdraw())
 
-    async def _publish_snapshot(self, body: dict[str, Any]) -> UnixResponse:
+    async def _publish_snapshot(self, body: dict[str, Any]) -> Response:
         request = decode_as(PublishSnapshotRequest, body, "publish_snapshot")
         slot = self._memory.slot(SNAPSHOT, request.slot)
         view, version = self._published_view(slot)
@@ -240,7 +240,7 @@ class TrainerChannel:
         self._trainer.changed.set()  # what a cold start could begin from: told at once
         return _success()
 
-    async def _publish_gradient(self, body: dict[str, Any]) -> UnixResponse:
+    async def _publish_gradient(self, body: dict[str, Any]) -> Response:
         index = body.get("slot")
         slot = self._memory.slot(GRADIENT, index if type(index) is int else -1)
         view, _ = self._published_view(slot)
@@ -255,17 +255,17 @@ class TrainerChannel:
             raise Refused(f"{slot.kind} slot {slot.index} has no memory: allocate it first")
         return slot.memfd.view, slot.version
 
-    async def _persist(self, body: dict[str, Any]) -> UnixResponse:
+    async def _persist(self, body: dict[str, Any]) -> Response:
         self._durable.start(
             decode_as(PersistRequest, {k: v for k, v in body.items() if k != "op"}, "persist")
         )
         return _success()
 
-    async def _void(self, body: dict[str, Any]) -> UnixResponse:
+    async def _void(self, body: dict[str, Any]) -> Response:
         await self._memory.void()
         return _success()
 
-    async def _finish(self, body: dict[str, Any]) -> UnixResponse:
+    async def _finish(self, body: dict[str, Any]) -> Response:
         request = decode_as(FinishRequest, body, "finish")
         if not 0 <= request.linger_s <= 86400:
             raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
@@ -273,17 +273,17 @@ class TrainerChannel:
         self._lifetime.finish(request.linger_s)
         return _success()
 
-    async def _ping(self, _: dict[str, Any]) -> UnixResponse:
+    async def _ping(self, _: dict[str, Any]) -> Response:
         return _success()
 
-    async def _gone(self, _: dict[str, Any]) -> UnixResponse:
+    async def _gone(self, _: dict[str, Any]) -> Response:
         self._trainer.give_up()
         return _success()
 
 
-def _success(**body: object) -> UnixResponse:
-    return UnixResponse({"ok": True, **body})
+def _success(**body: object) -> Response:
+    return Response({"ok": True, **body})
 
 
-def _refusal(error: FabricError) -> UnixResponse:
-    return UnixResponse({"ok": False, "error": str(error)})
+def _refusal(error: FabricError) -> Response:
+    return Response({"ok": False, "error": str(error)})

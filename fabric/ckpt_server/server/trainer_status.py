@@ -137,10 +137,7 @@ class StatusSender:
         for _ in range(_MAX_REDIRECTS):
             try:
                 return await client.ws_connect(
-                    target,
-                    headers=headers,
-                    heartbeat=self._timing.heartbeat_s,
-                    max_msg_size=_MAX_REPLY_BYTES,
+                    target, headers=headers, heartbeat=self._timing.heartbeat_s, max_msg_size=_MAX_REPLY_BYTES
                 )
             except aiohttp.WSServerHandshakeError as error:
                 # The redirect was followed, but the client does not carry a token to another address

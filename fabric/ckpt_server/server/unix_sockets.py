@@ -20,7 +20,7 @@ _LOOK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class UnixResponse:
+class Response:
     """``body`` goes out as a line, with ``fd`` (-1: none) beside it."""
 
     body: Mapping[str, object]
@@ -57,7 +57,7 @@ class UnixConnection:
         """Wait for anything at all, which is thrown away; False at the end."""
         return bool(await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES))
 
-    async def send(self, response: UnixResponse) -> None:
+    async def send(self, response: Response) -> None:
         """Send it. Raises TimeoutError or ConnectionError for a peer that does not read."""
         line = encode_line(response.body)
         if response.fd >= 0:

@@ -183,7 +183,6 @@ class CopyPass(BlockPass):
         self.memory[part.begin : part.end] = part.tensor.numpy()
 
     def digests(self) -> SnapshotDigests:
-        """See ``BlockPass``; the target is let go too."""
         try:
             return super().digests()
         finally:

@@ -120,7 +120,7 @@ class StatePath:
 
 
 @dataclass(slots=True)
-class TensorBlobs:
+class Blobs:
     """The tensors met on a walk, by unique name, in the order met."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def encode(value: object, path: StatePath, blobs: TensorBlobs, ties: dict[object, str] | None = None) -> Any:
+def encode(value: object, path: StatePath, blobs: Blobs, ties: dict[object, str] | None = None) -> Any:
     """``value`` as JSON; tensors go to ``blobs``. Raises StateError with the path of what cannot.
 
     With ``ties``, a tensor that is the very memory of an earlier one is stored once.
@@ -169,7 +169,7 @@ def encode(value: object, path: StatePath, blobs: TensorBlobs, ties: dict[object
 
 
 _Ties = dict[object, str] | None
-_Encoder = Callable[[Any, StatePath, TensorBlobs, _Ties], Any]
+_Encoder = Callable[[Any, StatePath, Blobs, _Ties], Any]
 
 
 def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
@@ -205,7 +205,7 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _encode_tensor(tensor: torch.Tensor, path: StatePath, blobs: TensorBlobs, ties: _Ties) -> Any:
+def _encode_tensor(tensor: torch.Tensor, path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
     if is_sharded(tensor):
         blobs.shardings.add(tensor)
         return {"$shard": [_encode_tensor(local_part(tensor), path, blobs, ties), describe_shard(tensor)]}
@@ -223,9 +223,7 @@ def _encode_tensor(tensor: torch.Tensor, path: StatePath, blobs: TensorBlobs, ti
     return {"$tensor": [name, str(plain.dtype).removeprefix("torch.")]}
 
 
-def _encode_numpy(
-    array: np.ndarray[Any, Any], path: StatePath, blobs: TensorBlobs, word: str = "$array"
-) -> Any:
+def _encode_numpy(array: np.ndarray[Any, Any], path: StatePath, blobs: Blobs, word: str = "$array") -> Any:
     if array.dtype.kind not in _NUMPY_KINDS:
         raise StateError(f"{path.spoken} is a numpy value of dtype {array.dtype}, which cannot be captured.")
     raw = np.frombuffer(array.tobytes(), np.uint8).copy()
@@ -233,9 +231,7 @@ def _encode_numpy(
     return {word: [name, array.dtype.str, list(array.shape)]}
 
 
-def _sorted_pairs(
-    value: Mapping[Any, Any], path: StatePath, blobs: TensorBlobs, ties: _Ties
-) -> list[list[Any]]:
+def _sorted_pairs(value: Mapping[Any, Any], path: StatePath, blobs: Blobs, ties: _Ties) -> list[list[Any]]:
     keyed = []
     for key, item in value.items():
         spelled = _encode_key(key, path)
@@ -255,17 +251,17 @@ def _encode_key(key: object, path: StatePath) -> Any:
         raise StateError(
             f"{path.spoken} has a {type(key).__qualname__} as key; only plain values can be keys."
         )
-    return encode(key, path.key("(key)"), TensorBlobs())
+    return encode(key, path.key("(key)"), Blobs())
 
 
-def _encode_dict(value: Mapping[Any, Any], path: StatePath, blobs: TensorBlobs, ties: _Ties) -> Any:
+def _encode_dict(value: Mapping[Any, Any], path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
     pairs = _sorted_pairs(value, path, blobs, ties)
     if all(type(key) is str and not key.startswith("$") for key, _ in pairs):
         return dict(pairs)
     return {"$map": pairs}
 
 
-def _encode_ordered(value: "OrderedDict[Any, Any]", path: StatePath, blobs: TensorBlobs, ties: _Ties) -> Any:
+def _encode_ordered(value: "OrderedDict[Any, Any]", path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
     metadata = getattr(value, "_metadata", None)
     if metadata is not None:  # a module's state: names are its order, versions its metadata
         extra = encode(dict(metadata), path.key("_metadata"), blobs)
@@ -277,15 +273,11 @@ def _encode_ordered(value: "OrderedDict[Any, Any]", path: StatePath, blobs: Tens
     }
 
 
-def _encode_list(
-    value: list[Any] | tuple[Any, ...], path: StatePath, blobs: TensorBlobs, ties: _Ties
-) -> list[Any]:
+def _encode_list(value: list[Any] | tuple[Any, ...], path: StatePath, blobs: Blobs, ties: _Ties) -> list[Any]:
     return [encode(item, path.index(index), blobs, ties) for index, item in enumerate(value)]
 
 
-def _encode_defaultdict(
-    value: "defaultdict[Any, Any]", path: StatePath, blobs: TensorBlobs, ties: _Ties
-) -> Any:
+def _encode_defaultdict(value: "defaultdict[Any, Any]", path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
     for word, factory in _FACTORIES.items():
         if value.default_factory is factory:
             return {"$defaultdict": [word, _sorted_pairs(value, path, blobs, ties)]}

@@ -42,15 +42,7 @@ from fabric.errors import StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.priority import lower_priority
 
-__all__ = [
-    "Copier",
-    "CopyStream",
-    "CpuCopier",
-    "CudaCopier",
-    "CudaCopyStream",
-    "SnapshotDigests",
-    "build_manifest",
-]
+__all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaCopyStream", "SnapshotDigests", "build_manifest"]
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
@@ -115,10 +107,10 @@ class CpuCopier:
         self._copying: CopyPass | None = None
 
     def prepare(self, target: memoryview) -> None:
-        """See ``Copier``: nothing, the pages are present."""
+        """Do nothing: the pages are present."""
 
     def start(self, view: StateView, target: memoryview) -> None:
-        """See ``Copier``. Raises StateError for a target that is too small, or device tensors."""
+        """Raises StateError for a target that is too small, or device tensors."""
         if self._copying is not None:
             raise StateError("A snapshot is still being copied; join it before the next one is started.")
         for name, tensor in view.tensors:
@@ -128,7 +120,6 @@ class CpuCopier:
         self._begin(self._copying)
 
     def digest(self, view: StateView) -> BlockPass:
-        """See ``Copier``."""
         digesting = DigestPass(view)
         if len(digesting.blocks) > _FEW_BLOCKS:
             self._begin(digesting)
@@ -149,7 +140,7 @@ class CpuCopier:
             copying.help()
 
     def join(self) -> SnapshotDigests:
-        """See ``Copier``. StateError when nothing was started."""
+        """Raises StateError when nothing was started."""
         if self._copying is None:
             raise StateError("No snapshot was started, so there is none to wait for.")
         try:
@@ -284,11 +275,11 @@ class CudaCopier:
         self._current: _DeviceCopy | None = None
 
     def prepare(self, target: memoryview) -> None:
-        """See ``Copier``: page-locking takes a while, and ``start`` runs in the trainer's thread."""
+        """Page-lock the target: that takes a while, and ``start`` runs in the trainer's thread."""
         self._stream.register(as_bytes(target, target.nbytes))
 
     def start(self, view: StateView, target: memoryview) -> None:
-        """See ``Copier``. Raises StateError for a target that is too small, or a foreign device."""
+        """Raises StateError for a target that is too small, or a foreign device."""
         if self._current is not None:
             raise StateError("A snapshot is still being copied; join it before the next one is started.")
         for name, tensor in view.tensors:
@@ -317,7 +308,7 @@ class CudaCopier:
                 current.host.wait()
 
     def join(self) -> SnapshotDigests:
-        """See ``Copier``. StateError when nothing was started."""
+        """Raises StateError when nothing was started."""
         if self._current is None:
             raise StateError("No snapshot was started, so there is none to wait for.")
         try:
@@ -327,7 +318,7 @@ class CudaCopier:
             self._current = None
 
     def digest(self, view: StateView) -> BlockPass:
-        """See ``Copier``. Raises StateError."""
+        """Raises StateError."""
         raise StateError("A state on a device is digested piece by piece, not beside other work.")
 
     def close(self) -> None:

@@ -38,9 +38,9 @@ from fabric.ckpt_server.state.dtensor import Shardings
 from fabric.ckpt_server.state.encoding import (
     FILE_DTYPE,
     TORCH_DTYPE,
+    Blobs,
     StateDecoder,
     StatePath,
-    TensorBlobs,
     bytes_of,
     encode,
     memory_key,
@@ -183,7 +183,7 @@ def _describe(
     has_structure = record_structure(value, words, met)
     if has_structure and known is not None and known.structure == words:
         return known, met
-    blobs = TensorBlobs()
+    blobs = Blobs()
     try:
         text = canonical_json(encode(value, path, blobs, ties))
     except ValueError as error:
@@ -286,7 +286,7 @@ def _states(objects: Mapping[str, object]) -> Iterator[tuple[str, object, object
 
 def _shardings(objects: Mapping[str, object]) -> Shardings:
     """How the sharded tensors in ``objects`` are placed."""
-    blobs = TensorBlobs()
+    blobs = Blobs()
     for name, _, state in _states(objects):
         encode(state, StatePath.root(name), blobs)
     return blobs.shardings

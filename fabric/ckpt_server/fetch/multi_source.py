@@ -175,11 +175,8 @@ class MultiSourceFetch:
         if (memory := source.memory) is not None:
             self._read(queue, source, memory, claim)
             return
-        failed, compressed, begun_s = (
-            True,
-            source.compresses and self._speed.compress_next(),
-            time.monotonic(),
-        )
+        failed, begun_s = True, time.monotonic()
+        compressed = source.compresses and self._speed.compress_next()
         try:
             nbytes = self._fetch(queue, source, connection, claim, compressed)
             failed = False

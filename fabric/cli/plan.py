@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
 from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
-from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, preset
+from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, SlowReplicas, preset
 from fabric.plan.failures import FailureModel
 from fabric.plan.published import ASSUMPTIONS, Figure, reproduce
 from fabric.plan.report import report
@@ -40,11 +40,6 @@ _DESCRIPTION = (
     "steps",
     "arrivals",
     "shape",
-    "rack_replicas",
-    "rack_share",
-    "slow_every_s",
-    "slow_s",
-    "slow_factor",
 )
 
 
@@ -92,7 +87,9 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
                 type=float,
                 help="Mean seconds between episodes in which a replica is slow.",
             ),
-            click.option("--slow", "slow_s", type=float, help="Mean seconds that such an episode lasts."),
+            click.option(
+                "--slow", "slow_length_s", type=float, help="Mean seconds that such an episode lasts."
+            ),
             click.option("--slow-factor", type=float, help="How many times longer it computes meanwhile."),
         )
     ):
@@ -126,6 +123,8 @@ def _plan(options: dict[str, Any]) -> None:
     job = options["from_job"] or options["job"]
     measured, source = _from_job(job, options) if job else ({}, "given")
     described = {name: options[name] for name in _DESCRIPTION if options[name] is not None}
+    described |= {"racks": RackFailures(**_given(options, "rack_"))}
+    described |= {"slow": SlowReplicas(**_given(options, "slow_"))}
     cluster, failures = _cluster(
         options["preset_name"], options["trace_file"], {**measured, **described}, source
     )
@@ -148,6 +147,15 @@ def _plan(options: dict[str, Any]) -> None:
     _print(cluster, outcomes, as_json)
     if page is not None and not as_json:
         click.echo(f"written: {page}")
+
+
+def _given(options: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The options that were given and whose names begin with ``prefix``, without it."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in options.items()
+        if name.startswith(prefix) and value is not None
+    }
 
 
 def _from_job(job: str, options: dict[str, Any]) -> tuple[dict[str, float], str]:

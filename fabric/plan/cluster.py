@@ -11,6 +11,31 @@ DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
+class RackFailures:
+    """Failures that take a whole rack, for ``arrivals`` "racks"."""
+
+    replicas: int = 0  # in one rack
+    share: float = 0.1  # part of the failures of replicas that take a whole rack
+
+
+@dataclass(frozen=True, slots=True)
+class SlowReplicas:
+    """Episodes in which a replica computes slower."""
+
+    every_s: float = 0.0  # mean time between episodes of the whole system; 0: none come
+    length_s: float = 600.0  # mean
+    factor: float = 1.5  # how many times longer the replica computes meanwhile
+
+    def __post_init__(self) -> None:
+        if not (self.every_s >= 0 and math.isfinite(self.every_s)):
+            raise ValueError(f"--slow-every must be zero or more seconds, not {self.every_s:g}")
+        if not (self.length_s > 0 and math.isfinite(self.length_s)):
+            raise ValueError(f"--slow must be a positive number of seconds, not {self.length_s:g}")
+        if not (self.factor >= 1 and math.isfinite(self.factor)):
+            raise ValueError(f"--slow-factor must be 1 or more, not {self.factor:g}")
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Times in seconds, sizes in bytes.
 
@@ -40,11 +65,8 @@ class Cluster:
     stall_s: float = 0.5
     arrivals: str = "poisson"
     shape: float = 0.78
-    rack_replicas: int = 0  # replicas in one rack, for arrivals by racks
-    rack_share: float = 0.1  # part of the failures of replicas that take a whole rack
-    slow_every_s: float = 0.0  # mean time between slow episodes of the whole system; 0: none come
-    slow_s: float = 600.0  # mean length of a slow episode
-    slow_factor: float = 1.5  # how many times longer the replica computes meanwhile
+    racks: RackFailures = RackFailures()
+    slow: SlowReplicas = SlowReplicas()
     source: str = "given"
 
     def __post_init__(self) -> None:
@@ -57,7 +79,7 @@ class Cluster:
                 f"{self.gpus} GPUs make fewer than 2 replicas of {self.replica_gpus}: nothing could go on"
                 f" after a failure"
             )
-        for name in ("mtbf_s", "step_s", "restart_s", "link_bytes_s", "shape", "slow_s"):
+        for name in ("mtbf_s", "step_s", "restart_s", "link_bytes_s", "shape"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a positive number, not {value:g}")
@@ -78,21 +100,18 @@ class Cluster:
             raise ValueError(f"--arrivals must be one of {', '.join(ARRIVALS)}, not {self.arrivals!r}")
         if self.micro_batches < 1 or self.steps < 1:
             raise ValueError("micro_batches and steps must be 1 or more")
-        self._check_racks_and_episodes()
+        self._check_racks()
 
-    def _check_racks_and_episodes(self) -> None:
-        if self.arrivals == "racks" and not 1 <= self.rack_replicas <= self.replicas:
+    def _check_racks(self) -> None:
+        racks = self.racks
+        if self.arrivals == "racks" and not 1 <= racks.replicas <= self.replicas:
             raise ValueError(
-                f"--arrivals racks needs --rack-replicas from 1 to {self.replicas}, not {self.rack_replicas}"
+                f"--arrivals racks needs --rack-replicas from 1 to {self.replicas}, not {racks.replicas}"
             )
-        if self.arrivals != "racks" and self.rack_replicas:
+        if self.arrivals != "racks" and racks.replicas:
             raise ValueError(f"--rack-replicas goes with --arrivals racks, not with {self.arrivals}")
-        if not 0 <= self.rack_share < 1:
-            raise ValueError(f"--rack-share must be 0 up to 1, not {self.rack_share:g}")
-        if not (self.slow_every_s >= 0 and math.isfinite(self.slow_every_s)):
-            raise ValueError(f"--slow-every must be zero or more seconds, not {self.slow_every_s:g}")
-        if not (self.slow_factor >= 1 and math.isfinite(self.slow_factor)):
-            raise ValueError(f"--slow-factor must be 1 or more, not {self.slow_factor:g}")
+        if not 0 <= racks.share < 1:
+            raise ValueError(f"--rack-share must be 0 up to 1, not {racks.share:g}")
 
     @property
     def replicas(self) -> int:
@@ -127,14 +146,13 @@ class Cluster:
         if self.arrivals == "lemons":
             return Lemons(unit_mtbf_s)
         if self.arrivals == "racks":
-            return Racks(unit_mtbf_s, self.rack_replicas, self.rack_share)
+            return Racks(unit_mtbf_s, self.racks.replicas, self.racks.share)
         return Poisson(unit_mtbf_s)
 
     def slow_episodes(self) -> FailSlow | None:
         """The episodes in which a replica computes slower, None where none come."""
-        if not self.slow_every_s:
-            return None
-        return FailSlow(self.slow_every_s * self.replicas, self.slow_s, self.slow_factor)
+        slow = self.slow
+        return FailSlow(slow.every_s * self.replicas, slow.length_s, slow.factor) if slow.every_s else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from fabric.cli.main import cli
 from fabric.plan import published
 from fabric.plan.advice import Estimate, compare, options_for, recommendation, worthwhile_spares
-from fabric.plan.cluster import PRESETS, Cluster, preset
+from fabric.plan.cluster import PRESETS, Cluster, RackFailures, SlowReplicas, preset
 from fabric.plan.report import page, sweeps
 
 SMALL = Cluster(gpus=64, replica_gpus=8, mtbf_s=1800.0, steps=300)
@@ -52,8 +52,8 @@ def effective(cluster, name="fabric"):
 
 def test_failures_by_racks_are_fewer_incidents_and_replication_has_nothing_of_that():
     """Half of the replicas die at one instant: most policies stop once. A rack holds a whole block."""
-    racks = replace(SMALL, arrivals="racks", rack_replicas=4, rack_share=0.9, mtbf_s=600.0, steps=600)
-    alone = replace(racks, rack_share=0.0)
+    racks = replace(SMALL, arrivals="racks", racks=RackFailures(4, 0.9), mtbf_s=600.0, steps=600)
+    alone = replace(racks, racks=RackFailures(4, 0.0))
     next_s = racks.failures().clocks(racks.replicas, np.random.default_rng(0)).next_s
     assert len(set(next_s.tolist())) < racks.replicas
     gains = {name: effective(racks, name) - effective(alone, name) for name in ("FT-HSDP", "replication")}
@@ -62,10 +62,10 @@ def test_failures_by_racks_are_fewer_incidents_and_replication_has_nothing_of_th
 
 
 def test_slow_episodes_cost_time_by_their_length_and_factor():
-    rare = replace(SMALL, mtbf_s=1e7, slow_every_s=3600.0, slow_factor=2.0)
-    assert effective(rare) < effective(replace(rare, slow_every_s=0.0)) - 0.02
-    assert effective(replace(rare, slow_factor=4.0)) < effective(rare)
-    assert effective(replace(rare, slow_s=10.0)) > effective(rare)
+    rare = replace(SMALL, mtbf_s=1e7, slow=SlowReplicas(every_s=3600.0, factor=2.0))
+    assert effective(rare) < effective(replace(rare, slow=SlowReplicas())) - 0.02
+    assert effective(replace(rare, slow=replace(rare.slow, factor=4.0))) < effective(rare)
+    assert effective(replace(rare, slow=replace(rare.slow, length_s=10.0))) > effective(rare)
     alone = compare(rare, seeds=2, options=options_for(rare)[:1])
     assert compare(rare, seeds=2, options=options_for(rare)[:1], workers=2) == alone
 
@@ -76,8 +76,8 @@ def test_the_command_takes_racks_and_slow_episodes():
     slow = run(*described, "--slow-every", "900", "--slow", "300", "--slow-factor", "3", "--json")
     plain = run(*described, "--json")
     assert racks.exit_code == slow.exit_code == plain.exit_code == 0, racks.output + slow.output
-    assert json.loads(racks.output)["cluster"]["rack_replicas"] == 4
-    assert json.loads(slow.output)["cluster"]["slow_factor"] == 3
+    assert json.loads(racks.output)["cluster"]["racks"] == {"replicas": 4, "share": 0.5}
+    assert json.loads(slow.output)["cluster"]["slow"] == {"every_s": 900, "length_s": 300, "factor": 3}
     mean = [json.loads(x.output)["policies"][0]["effective"]["mean"] for x in (slow, plain)]
     assert mean[0] < mean[1]
 
@@ -90,7 +90,7 @@ def test_the_command_takes_racks_and_slow_episodes():
         (("--rack-replicas", "2"), "--rack-replicas goes with --arrivals racks, not with poisson"),
         (("--rack-share", "1"), "--rack-share must be 0 up to 1, not 1"),
         (("--slow-every", "-1"), "--slow-every must be zero or more seconds, not -1"),
-        (("--slow", "0"), "slow_s must be a positive number, not 0"),
+        (("--slow", "0"), "--slow must be a positive number of seconds, not 0"),
         (("--slow-factor", "0.5"), "--slow-factor must be 1 or more, not 0.5"),
     ],
 )

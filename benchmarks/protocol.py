@@ -113,8 +113,8 @@ class SimulatedCrowd:
 
     @property
     def record(self) -> Record:
-        assert self.leader.record is not None
-        return self.leader.record
+        assert self.leader.state.record is not None
+        return self.leader.state.record
 
     def feed(self, event: leader_events.Event) -> None:
         """One event, as the shell feeds it; the store answers at once."""
@@ -151,7 +151,7 @@ class SimulatedCrowd:
             self.feed(leader_events.LeaderTick())
 
     def open(self, name: str, number: int) -> None:
-        record = self.leader.record
+        record = self.leader.state.record
         self.feed(
             leader_events.SessionOpened(
                 m.OpenSession(
@@ -213,7 +213,7 @@ class SimulatedCrowd:
         """The forced epoch in force is reported, decided and run in."""
         self.report_all()
         self.wait(0.2)
-        assert self.leader.epoch.decision is not None, "not decided"
+        assert self.leader.state.epoch.decision is not None, "not decided"
         self.run_all()
         self.wait(0.2)
 
@@ -251,7 +251,7 @@ def lead(count: int) -> dict[str, float]:
 
     def fail_over() -> None:
         record, now = crowd.record, crowd.now
-        crowd.leader = LeaderCore("job", crowd.leader.config, random.Random(2), now)
+        crowd.leader = LeaderCore("job", crowd.leader.state.config, random.Random(2), now)
         crowd.feed(leader_events.Elected("store-0123456789", record))
         for number, member in enumerate(record.roster):
             crowd.open(member.replica, number)

@@ -185,7 +185,7 @@ async def test_of_a_herd_that_comes_back_to_another_leader_nobody_is_taken_for_d
                 await asyncio.sleep(0.2)  # sooner than they are told to, so that some are sent away again
                 away_s = await asyncio.gather(*map(knock, outside))
                 inside += [x for x, seconds in zip(outside, away_s, strict=True) if not seconds]
-            record, kinds = job.core.record, [x.kind for x in job.events.after(0)]
+            record, kinds = job.core.state.record, [x.kind for x in job.events.after(0)]
             assert (len(job.connections.sessions), len(record.roster), record.nonce) == (HERD, HERD, nonce)
             assert "evicting" not in kinds and "epoch" not in kinds
             await close_all(inside)

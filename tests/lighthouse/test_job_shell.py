@@ -236,10 +236,10 @@ async def test_in_a_job_of_many_a_death_is_told_answered_and_decided_and_beats_a
     job = instance.jobs.by_name["job"]
 
     async def all_run() -> bool:
-        return len(job.core.epoch.running) == len(members)
+        return len(job.core.state.epoch.running) == len(members)
 
     await eventually(all_run, "what all said to be heard")
-    assert job.core.record.epoch == 2 and len(job.connections.sessions) == len(members)
+    assert job.core.state.record.epoch == 2 and len(job.connections.sessions) == len(members)
     lines = [x for x in job.events.after(0) if x.kind == "evicting"]
     assert [x.about for x in lines] == [lost.replica]
     await members[3].socket.send_str('{"kind":"Report","version":3}')

@@ -216,7 +216,7 @@ def test_a_death_that_a_peer_noticed_first_names_the_dead_first():
     feed(io.Elected("store", None), 0.0)
     for name in ("r0", "r1", "r2"):
         feed(io.SessionOpened(m.OpenSession(name, 1, 0, 0, "", 0, "h:1", "http://h:2", 6)), 1.0)
-    fence = core.record.fence
+    fence = core.state.record.fence
     for name in ("r0", "r1", "r2"):
         report = m.Report(fence, 1, 0, "", 0, 0, (), False, "", ())
         feed(io.FromMember(name, 1, report), 1.0)

@@ -60,7 +60,7 @@ class World:
         self.members: list[WireMember] = await start_job(
             self.http, self.instance.url, count=2, exchange_s=86400.0, user_code_s=86400.0
         )
-        self.record = self.job.core.record
+        self.record = self.job.core.state.record
         self.beats = 1
 
     @property
@@ -114,7 +114,7 @@ class World:
             fence = self.record.fence
             await member.say(m.Heartbeat(self.beats, fence.epoch, fence.generation, 0, phase="run"))
             assert (await member.next(m.HeartbeatAck)).number == self.beats
-        assert self.job.core.record is self.record, self.job.core.record.reason
+        assert self.job.core.state.record is self.record, self.job.core.state.record.reason
         assert not self.instance.deaths
         kinds = {event.kind for event in self.job.events.after(0)}
         assert not kinds & {"defect", "evicting", "stopped", "write failed"}

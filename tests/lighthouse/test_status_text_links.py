@@ -75,7 +75,7 @@ def test_no_snapshot_is_waited_for_that_nobody_was_asked_for(job):
     outside(job, "b", unreachable="a")
     job.say("b", m.RequestState(job.record.fence, "it holds no state", lost=True))
     goes_on(job, "a c", 1, b="a")
-    assert job.core.serving["b"].step == -1
+    assert job.core.joins.serving["b"].step == -1
     assert said(job) == "nothing: every member runs"
 
 

@@ -38,13 +38,13 @@ class TestWaiting:
     def reported(self, core: LeaderCore, now: float) -> None:
         """Everybody has answered the first epoch."""
         for name in NAMES:
-            report = m.Report(core.record.fence, 1, 0, "", 0, 0, (), False, "", ())
+            report = m.Report(core.state.record.fence, 1, 0, "", 0, 0, (), False, "", ())
             core.handle(io.FromMember(name, 1, report), now)
 
     def running(self, core: LeaderCore, now: float) -> None:
         """Everybody has entered its first round."""
         for name in NAMES:
-            core.handle(io.FromMember(name, 1, m.Running(core.record.fence, 0)), now)
+            core.handle(io.FromMember(name, 1, m.Running(core.state.record.fence, 0)), now)
 
     def committed(self, core: LeaderCore, effects: list, now: float) -> None:
         write = next(e for e in effects if isinstance(e, io.WriteRecord))
@@ -59,7 +59,7 @@ class TestWaiting:
         assert "now 1.0 s" in waiting_for(core.view, 2.0)
         effects = core.handle(io.SessionOpened(session("r2")), 2.5)
         self.committed(core, effects, 2.5)
-        record = core.record
+        record = core.state.record
         until = r"last seen 1\.5 s ago, may take until [\d:]+ UTC"
         assert re.fullmatch(rf"the report of r0, r1, r2 on epoch 1: {until}", waiting_for(core.view, 2.5))
         self.reported(core, 2.6)
@@ -88,7 +88,7 @@ class TestWaiting:
         core.handle(io.FromMember("r2", 1, m.Heartbeat(1, 1, 1, 0)), 8.6)
         said = "r2, in user code in step 0, for 7.0 s now: last seen 0.4 s ago, may take until 12:02:53 UTC"
         assert waiting_for(core.view, 9.0) == said
-        core.record = replace(core.record, roster=core.record.roster[:2])
+        core.state.record = replace(core.state.record, roster=core.state.record.roster[:2])
         assert waiting_for(core.view, 9.0) == "nothing: every member runs", "nobody waits for who is outside"
 
     def test_members_are_told_it_with_the_answers_to_their_beats(self, core):
@@ -97,7 +97,7 @@ class TestWaiting:
         self.committed(core, self.opened(core, 1.0), 1.0)
         self.reported(core, 2.0)
         assert "enter the first round" in waits.attach(answer, core.view, 2.0).waiting_for
-        assert waits.attach(m.Resume(core.record.fence, 1, ()), core.view, 2.0).reason == ""
+        assert waits.attach(m.Resume(core.state.record.fence, 1, ()), core.view, 2.0).reason == ""
         self.running(core, 2.1)
         assert waits.attach(answer, core.view, 2.5).waiting_for, "looked at once a second"
         assert waits.attach(answer, core.view, 3.1) is answer
@@ -106,7 +106,7 @@ class TestWaiting:
         self.committed(core, self.opened(core, 1.0), 1.0)
         self.reported(core, 1.0)
         self.running(core, 1.0)
-        core.handle(io.FromMember("r1", 1, m.Finished(core.record.fence, 9)), 2.0)
+        core.handle(io.FromMember("r1", 1, m.Finished(core.state.record.fence, 9)), 2.0)
         assert waiting_for(core.view, 3.0) == "r0, r2 to finish as r1 did: last seen 2.0 s ago"
 
     def test_a_lost_write(self, core):
@@ -117,5 +117,7 @@ class TestWaiting:
 
     def test_a_complete_job_waits_for_nothing(self, core):
         self.committed(core, self.opened(core, 1.0), 1.0)
-        core.record = replace(core.record, complete=True, base=replace(core.record.base, step=9))
+        core.state.record = replace(
+            core.state.record, complete=True, base=replace(core.state.record.base, step=9)
+        )
         assert waiting_for(core.view, 1.0) == "nothing: the job is complete at step 9"

@@ -7,6 +7,7 @@ import pytest
 from protocol.makers import member_of, record_of, report_of, session_of
 
 from fabric.model import Base, Policy, Sharing, SnapshotRef
+from fabric.protocol.leader import plan
 from fabric.protocol.leader.core import MANY, ROUTINE_S, TOGETHER_S, LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -83,7 +84,7 @@ class Lighthouse:
 
     @property
     def record(self):
-        return self.core.record
+        return self.core.state.record
 
     def sent(self, kind):
         return [
@@ -156,7 +157,7 @@ def test_a_foreign_record_means_to_step_down():
     lighthouse.do(io.WriteFailed(lighthouse.records[0].nonce, definite=True))
     lighthouse.do(io.RecordRead(record_of("z", epoch=9)))
     assert [type(e) for e in lighthouse.effects] == [io.StepDown]
-    assert not lighthouse.core.leading and lighthouse.core.next_deadline() is None
+    assert not lighthouse.core.state.leading and lighthouse.core.next_deadline() is None
 
 
 # --- starting --------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def test_the_first_start_does_not_wait_for_silence_to_end_and_silence_counts_fro
     lighthouse.say("b", m.Heartbeat(1, 0, 0, 0))
     lighthouse.open("c")
     assert lighthouse.record.names == ("a", "b", "c")
-    silence_s = lighthouse.core.config.liveness.silence_s
+    silence_s = lighthouse.core.state.config.liveness.silence_s
     lighthouse.wait(silence_s - 0.2)
     lighthouse.beat("b", 0)
     lighthouse.beat("c", 0)
@@ -285,14 +286,14 @@ def test_deaths_noticed_together_share_an_epoch():
 
 def test_an_epoch_changes_from_the_death_until_the_store_has_the_next():
     lighthouse = started("a b c")
-    assert not lighthouse.core.is_changing
+    assert not lighthouse.core.writer.is_changing
     lighthouse.commits = False
     lighthouse.pulse("a", "gone")
-    assert lighthouse.core.is_changing and lighthouse.core.writing is None
+    assert lighthouse.core.writer.is_changing and lighthouse.core.writer.writing is None
     lighthouse.wait(0.05)
-    assert lighthouse.core.is_changing and lighthouse.core.writing is not None
-    lighthouse.do(io.RecordWritten(lighthouse.core.writing.nonce))
-    assert not lighthouse.core.is_changing
+    assert lighthouse.core.writer.is_changing and lighthouse.core.writer.writing is not None
+    lighthouse.do(io.RecordWritten(lighthouse.core.writer.writing.nonce))
+    assert not lighthouse.core.writer.is_changing
 
 
 def test_a_newcomer_alone_cannot_carry_the_job_before_it_took_part():
@@ -318,9 +319,9 @@ def test_the_last_one_that_is_heard_again_goes_on():
     lighthouse = started("a")
     lighthouse.pulse("a", "stopped")
     lighthouse.wait(1.0)
-    assert "a" in lighthouse.core.epoch.pending_evictions
+    assert "a" in lighthouse.core.state.epoch.pending_evictions
     lighthouse.pulse("a", "running")
-    assert "a" not in lighthouse.core.epoch.pending_evictions and lighthouse.told("heard again")
+    assert "a" not in lighthouse.core.state.epoch.pending_evictions and lighthouse.told("heard again")
 
 
 def test_the_last_one_cannot_be_evicted_by_hand():
@@ -398,7 +399,7 @@ def test_an_abort_of_a_process_that_no_epoch_listed_changes_nothing():
     blamed_link = m.Aborted(before.fence, 5, "timed out", "a", ("b",), stalled=True, unreachable=("a", "b"))
     lighthouse.say("x", blamed_link)
     lighthouse.wait(1.0)
-    assert lighthouse.record is before and not lighthouse.core.epoch.aborted
+    assert lighthouse.record is before and not lighthouse.core.state.epoch.aborted
     assert not lighthouse.told("aborted")
 
 
@@ -410,7 +411,7 @@ def test_an_abort_of_another_process_of_a_member_changes_nothing():
     runs(lighthouse, "a", 5)
     lighthouse.open("b", incarnation=2, generation=1, step=0)
     aborted(lighthouse, "b", "a")
-    assert not lighthouse.core.epoch.aborted
+    assert not lighthouse.core.state.epoch.aborted
 
 
 def test_an_abort_of_a_drained_member_counts_in_the_epoch_that_listed_it():
@@ -423,7 +424,7 @@ def test_an_abort_of_a_drained_member_counts_in_the_epoch_that_listed_it():
     aborted(lighthouse, "c", "a", epoch=before)
     lighthouse.wait(0.3)
     assert lighthouse.record.is_forced and lighthouse.record.names == ("a", "b")
-    assert not lighthouse.core.epoch.departed
+    assert not lighthouse.core.state.epoch.departed
 
 
 def test_whom_the_others_blame_is_left_out_in_the_end():
@@ -732,8 +733,8 @@ def test_a_refused_second_process_of_an_id_silences_nobody():
     del lighthouse.pulses["the second b"]
     lighthouse.do(io.TrainerStatusClosed("b", "http://elsewhere"))
     lighthouse.wait(0.1)
-    assert lighthouse.record.epoch == 1 and not lighthouse.core.epoch.pending_evictions
-    pulse = lighthouse.core.liveness.pulses["b"]
+    assert lighthouse.record.epoch == 1 and not lighthouse.core.state.epoch.pending_evictions
+    pulse = lighthouse.core.state.liveness.pulses["b"]
     assert (pulse.incarnation, pulse.ckpt, pulse.connected) == (1, "http://b", True)
     lighthouse.pulse("b", "stopped")
     lighthouse.wait(0.3)
@@ -745,7 +746,7 @@ def test_after_a_fail_over_the_roster_says_which_of_two_pulses_counts():
     lighthouse.do(elsewhere("b", 2))
     lighthouse.pulse("b")
     lighthouse.do(elsewhere("b", 2, "gone"))
-    pulse = lighthouse.core.liveness.pulses["b"]
+    pulse = lighthouse.core.state.liveness.pulses["b"]
     assert (pulse.incarnation, pulse.trainer, pulse.ckpt) == (1, "running", "http://b")
     assert not lighthouse.told("trainer gone")
 
@@ -754,12 +755,14 @@ def test_a_new_process_on_another_host_counts_once_it_is_let_in():
     lighthouse = started("a b c")
     lighthouse.pulse("b", "gone")
     lighthouse.do(elsewhere("b", 2))
-    assert lighthouse.core.liveness.pulses["b"].trainer == "gone", "what is certain of the old one stays so"
+    assert lighthouse.core.state.liveness.pulses["b"].trainer == "gone", (
+        "what is certain of the old one stays so"
+    )
     lighthouse.wait(0.1)
     lighthouse.open("b", incarnation=2, generation=1, step=5, predecessors=(1,))
     lighthouse.do(elsewhere("b", 2))
     lighthouse.pulse("b", "gone")
-    pulse = lighthouse.core.liveness.pulses["b"]
+    pulse = lighthouse.core.state.liveness.pulses["b"]
     assert (pulse.incarnation, pulse.trainer, pulse.ckpt) == (2, "running", "http://elsewhere")
 
 
@@ -769,8 +772,8 @@ def test_the_server_of_who_was_never_let_in_is_forgotten_with_its_connection():
     lighthouse.do(io.SessionOpened(session_of("x2", layout="wide")))
     assert lighthouse.sent(m.Rejected)
     lighthouse.do(io.TrainerStatusClosed("x2", "http://x2"), io.TrainerStatusClosed("b", "http://b"))
-    assert set(lighthouse.core.liveness.pulses) == {"a", "b"}
-    assert not lighthouse.core.liveness.pulses["b"].connected
+    assert set(lighthouse.core.state.liveness.pulses) == {"a", "b"}
+    assert not lighthouse.core.state.liveness.pulses["b"].connected
 
 
 def test_an_older_process_must_go():
@@ -799,7 +802,7 @@ def test_another_model_or_other_data_is_refused_by_name():
 def test_messages_of_a_process_that_is_not_the_known_one_are_not_heard():
     lighthouse = started()
     lighthouse.do(io.FromMember("a", 9, m.CannotContinue(lighthouse.record.fence, "x")))
-    assert not lighthouse.effects and not lighthouse.core.epoch.pending_evictions
+    assert not lighthouse.effects and not lighthouse.core.state.epoch.pending_evictions
 
 
 def test_a_member_is_a_roster_entry_made_of_its_session():
@@ -819,7 +822,7 @@ def test_what_very_many_say_is_looked_at_together_and_a_death_still_ends_an_epoc
     lighthouse.do(io.TrainerStatusSeen(gone))
     due = lighthouse.core.next_deadline()
     assert due is not None and due <= lighthouse.now + TOGETHER_S
-    lighthouse.wait(TOGETHER_S + 2 * lighthouse.core.config.coalesce_s + TOGETHER_S)
+    lighthouse.wait(TOGETHER_S + 2 * lighthouse.core.state.config.coalesce_s + TOGETHER_S)
     assert lighthouse.records[-1].epoch == 2 and names[7] not in lighthouse.records[-1].names
 
 
@@ -827,7 +830,7 @@ def test_a_large_job_that_waits_for_the_store_is_not_woken_all_the_time():
     lighthouse = Lighthouse(commits=False, start_replicas=MANY, max_replicas=MANY)
     lighthouse.open(*[f"r{i:03d}" for i in range(MANY)])
     lighthouse.wait(1.0)
-    assert lighthouse.core.writing is not None
+    assert lighthouse.core.writer.writing is not None
     ticks = 0
     until = lighthouse.now + 1.0
     while (due := lighthouse.core.next_deadline()) is not None and due <= until:
@@ -845,10 +848,10 @@ def crowd():
     names = " ".join(f"r{i:03d}" for i in range(MANY))
     lighthouse = Lighthouse(record_of(names, epoch=1))
     lighthouse.open(*names.split(), generation=1, step=5, epoch=1)
-    lighthouse.now += lighthouse.core.config.liveness.grace_s + 1
+    lighthouse.now += lighthouse.core.state.config.liveness.grace_s + 1
     for name in names.split():
         lighthouse.beat(name, 5)
-    lighthouse.core.liveness.elected = 0.0  # and the gap before that is forgotten
+    lighthouse.core.state.liveness.elected = 0.0  # and the gap before that is forgotten
     lighthouse.core.next_deadline()
     return lighthouse
 
@@ -863,14 +866,14 @@ def test_silence_is_believed_later_by_a_leader_that_is_called_late():
     """What they said meanwhile may lie before it unread."""
     for late_s, believed in ((0.0, True), (0.6, False)):
         lighthouse = crowd()
-        silent_at = lighthouse.now + lighthouse.core.config.liveness.silence_s
+        silent_at = lighthouse.now + lighthouse.core.state.config.liveness.silence_s
         condemned = []
-        while lighthouse.core._due + late_s < silent_at + 0.6:
-            tick_at(lighthouse, lighthouse.core._due + late_s)
+        while lighthouse.core.timer.due + late_s < silent_at + 0.6:
+            tick_at(lighthouse, lighthouse.core.timer.due + late_s)
             condemned += lighthouse.told("evicting")
         assert bool(condemned) is believed
         for _ in range(4):
-            tick_at(lighthouse, lighthouse.core._due)
+            tick_at(lighthouse, lighthouse.core.timer.due)
             condemned += lighthouse.told("evicting")
         assert condemned, "it is called in time again"
 
@@ -879,9 +882,9 @@ def test_what_tells_nothing_new_waits_for_longer_than_what_does():
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
     lighthouse.beat("r000", 6)
-    assert lighthouse.core._plan_at == lighthouse.now + ROUTINE_S
+    assert lighthouse.core.timer.plan_at == lighthouse.now + ROUTINE_S
     lighthouse.say("r001", m.Finished(lighthouse.record.fence, 5))
-    assert lighthouse.core._plan_at == lighthouse.now + TOGETHER_S
+    assert lighthouse.core.timer.plan_at == lighthouse.now + TOGETHER_S
 
 
 def test_a_death_is_looked_at_however_many_others_speak_meanwhile():
@@ -898,7 +901,7 @@ def test_a_death_is_looked_at_however_many_others_speak_meanwhile():
         if lighthouse.core.next_deadline() <= lighthouse.now:
             lighthouse.do(io.LeaderTick())
     assert lighthouse.records[-1].epoch == 2 and "r007" not in lighthouse.records[-1].names
-    assert lighthouse.now - died <= 2 * TOGETHER_S + lighthouse.core.config.coalesce_s
+    assert lighthouse.now - died <= 2 * TOGETHER_S + lighthouse.core.state.config.coalesce_s
 
 
 def test_after_a_fail_over_nobody_is_dead_while_the_others_still_come_back():
@@ -921,11 +924,11 @@ def herd(**policy):
     return names, Lighthouse(record_of(" ".join(names), epoch=1), **policy)
 
 
-def test_members_that_come_back_to_a_new_leader_are_looked_at_together():
+def test_members_that_come_back_to_a_new_leader_are_looked_at_together(monkeypatch):
     """It is the roster that is large: a plan for each of them would look at all of it, thousands of times."""
     names, lighthouse = herd()
-    plans, plan = [], lighthouse.core._plan
-    lighthouse.core._plan = lambda: (plans.append(lighthouse.now), plan())
+    plans, make_plan = [], plan.make_plan
+    monkeypatch.setattr(plan, "make_plan", lambda core: (plans.append(lighthouse.now), make_plan(core)))
     for name in names:
         lighthouse.now += 0.001
         lighthouse.open(name, generation=1, step=5, epoch=1)
@@ -942,7 +945,7 @@ def test_of_a_herd_nobody_is_dead_who_may_be_waiting_at_the_door():
     for _ in range(4):
         lighthouse.do(io.AcceptQueueFull(20.0))
         lighthouse.wait(19.0)
-        assert lighthouse.record.epoch == 1 and not lighthouse.core.epoch.pending_evictions
+        assert lighthouse.record.epoch == 1 and not lighthouse.core.state.epoch.pending_evictions
     lighthouse.open(*names[:-1], generation=1, step=5, epoch=1)
     for _ in range(4):
         for name in names[:-1]:
@@ -975,19 +978,19 @@ def test_of_a_herd_nobody_is_dead_while_the_leader_cannot_keep_up(late_s, spared
     lighthouse.core.next_deadline()
     until = lighthouse.now + 60.0
     while lighthouse.now < until and lighthouse.record.epoch == 1:
-        tick_at(lighthouse, lighthouse.core._due + late_s)
+        tick_at(lighthouse, lighthouse.core.timer.due + late_s)
         for name in names[:200]:
             lighthouse.beat(name, 5)
         lighthouse.core.next_deadline()
     assert (lighthouse.record.epoch == 1) is spared
     kept_up = lighthouse.now
     while lighthouse.record.epoch == 1:
-        tick_at(lighthouse, lighthouse.core._due)
+        tick_at(lighthouse, lighthouse.core.timer.due)
         for name in names[:200]:
             lighthouse.beat(name, 5)
         lighthouse.core.next_deadline()
     assert lighthouse.record.names == tuple(names[:200])
-    config = lighthouse.core.config.liveness
+    config = lighthouse.core.state.config.liveness
     assert not spared or lighthouse.now - kept_up >= config.reconnect_s + config.grace_s - 1.0
 
 
@@ -995,9 +998,9 @@ def test_a_leader_that_never_keeps_up_spares_nobody_for_ever():
     names, lighthouse = herd()
     lighthouse.open(*names[1:], generation=1, step=5, epoch=1)
     lighthouse.core.next_deadline()
-    spared_s, began = lighthouse.core.config.liveness.overload_s, lighthouse.now
+    spared_s, began = lighthouse.core.state.config.liveness.overload_s, lighthouse.now
     while lighthouse.record.epoch == 1 and lighthouse.now < began + 2 * spared_s:
-        tick_at(lighthouse, lighthouse.core._due + 0.5)
+        tick_at(lighthouse, lighthouse.core.timer.due + 0.5)
         for name in names[1:]:
             lighthouse.beat(name, 5)
         lighthouse.core.next_deadline()
@@ -1009,11 +1012,11 @@ def test_a_leader_that_is_late_when_all_is_well_spares_nobody():
     """Who is lost then has a session to lose: it did not wait to get in."""
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
-    tick_at(lighthouse, lighthouse.core._due + 0.5)
+    tick_at(lighthouse, lighthouse.core.timer.due + 0.5)
     lighthouse.do(io.SessionClosed("r007", 1))
     lighthouse.core.next_deadline()
     for _ in range(8):
-        tick_at(lighthouse, lighthouse.core._due)
+        tick_at(lighthouse, lighthouse.core.timer.due)
     assert lighthouse.record.epoch == 2 and "r007" not in lighthouse.record.names
 
 
@@ -1021,22 +1024,22 @@ def test_what_all_must_answer_is_looked_at_when_all_have():
     lighthouse = crowd()
     lighthouse.do(io.TrainerStatusSeen(m.TrainerStatus("r007", 1, "gone", 1)))
     for _ in range(4):
-        tick_at(lighthouse, lighthouse.core._due)
+        tick_at(lighthouse, lighthouse.core.timer.due)
     record = lighthouse.record
     assert record.epoch == 2 and record.is_forced
     *others, last = record.names
-    tick_at(lighthouse, lighthouse.core._due)
+    tick_at(lighthouse, lighthouse.core.timer.due)
     for name in others:
         lighthouse.say(name, report_of(record, 5, have=()))
-    assert lighthouse.core._plan_at >= lighthouse.now + ROUTINE_S
+    assert lighthouse.core.timer.plan_at >= lighthouse.now + ROUTINE_S
     lighthouse.say(last, report_of(record, 5, have=()))
-    assert lighthouse.core._plan_at <= lighthouse.now + TOGETHER_S
+    assert lighthouse.core.timer.plan_at <= lighthouse.now + TOGETHER_S
 
 
 def test_a_crowd_that_never_ends_spares_nobody_for_ever():
     names, lighthouse = herd()
     lighthouse.open(*names[1:], generation=1, step=5, epoch=1)
-    spared_s = lighthouse.core.config.liveness.overload_s
+    spared_s = lighthouse.core.state.config.liveness.overload_s
     began = lighthouse.now
     while lighthouse.record.epoch == 1 and lighthouse.now < began + 2 * spared_s:
         lighthouse.do(io.AcceptQueueFull(30.0))

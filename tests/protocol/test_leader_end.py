@@ -22,7 +22,7 @@ def of_roster(names, **changes):
     fresh = [x.replica for x in record.roster if x.joining]
     lighthouse = started(names, record=record)
     for name in fresh:
-        lighthouse.core.epoch.running.pop(name)
+        lighthouse.core.state.epoch.running.pop(name)
     return lighthouse
 
 

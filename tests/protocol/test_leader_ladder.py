@@ -74,7 +74,7 @@ def test_a_cold_start_says_how_many_steps_it_lost_wherever_it_begins(durable, he
     lighthouse.beat("b", 117)
     die_and_come_again(lighthouse, durable, held)
     assert f"cold start from {begins} with the memory that held them" in lighthouse.record.reason
-    assert lighthouse.core.steps_lost == 117 - lighthouse.record.base.step
+    assert lighthouse.core.bases.steps_lost == 117 - lighthouse.record.base.step
 
 
 def test_steps_of_a_generation_that_began_again_count_from_where_it_began():
@@ -88,7 +88,7 @@ def test_steps_of_a_generation_that_began_again_count_from_where_it_began():
 def test_a_leader_that_was_elected_since_says_that_it_does_not_know_what_was_lost():
     lighthouse = all_dead(durable=[NEW])
     assert "how many steps were lost is not known" in lighthouse.record.reason
-    assert lighthouse.core.steps_lost is None
+    assert lighthouse.core.bases.steps_lost is None
 
 
 def test_what_a_member_says_when_it_comes_back_to_a_new_leader_counts():
@@ -132,7 +132,7 @@ def test_what_one_could_load_and_another_not_stays_on_the_ladder():
     fall(lighthouse, "a")
     lighthouse.wait(0.1)
     lighthouse.beat("b", 60, generation=lighthouse.record.generation)
-    assert lighthouse.core.unusable == {} and lighthouse.record.names == ("b",)
+    assert lighthouse.core.bases.unusable == {} and lighthouse.record.names == ("b",)
 
 
 def outvoted(lighthouse, name, step):
@@ -217,10 +217,10 @@ def test_a_checkpoint_that_was_written_since_is_known_by_its_writers_pulse():
     assert not lighthouse.do(
         io.TrainerStatusSeen(m.TrainerStatus("a", 2, "running", 10, "http://a", durable=(NEW,)))
     )
-    assert lighthouse.core.liveness.durable() == {OLD, NEW}
+    assert lighthouse.core.state.liveness.durable() == {OLD, NEW}
     error = "the disk is full"
     lighthouse.do(
         io.TrainerStatusSeen(m.TrainerStatus("a", 2, "running", 11, "http://a", durable_error=error))
     )
     assert [t.why for t in lighthouse.told("durable failed")] == [error]
-    assert lighthouse.core.liveness.durable() == {OLD, NEW}
+    assert lighthouse.core.state.liveness.durable() == {OLD, NEW}

@@ -82,7 +82,7 @@ def test_a_broken_link_that_may_be_made_again_costs_nobody_its_place():
 def test_a_missing_link_is_no_evidence_against_anybody():
     lighthouse = started("a b c d")
     complain(lighthouse, a="b", b="a")
-    assert lighthouse.core.failures == () and lighthouse.record.failures == ()
+    assert lighthouse.core.evidence.failures == () and lighthouse.record.failures == ()
 
 
 def test_who_is_silent_altogether_is_judged_for_that():
@@ -139,7 +139,7 @@ def cut():
 def test_who_was_left_out_stays_out_while_it_misses_a_member(cut):
     goes_on(cut, "a c d", 60, b="a")
     assert cut.record.names == ("a", "c", "d") and cut.record.epoch == 2
-    assert cut.core.kept_out(cut.core.liveness.peers["b"]) == (
+    assert cut.core.admission.kept_out(cut.core.state.liveness.peers["b"]) == (
         "it cannot reach a: it is let in when it reaches every member"
     )
 
@@ -148,7 +148,9 @@ def test_it_is_let_in_when_its_links_have_held_for_a_while(cut):
     goes_on(cut, "a c d", 10, b="a")
     goes_on(cut, "a c d", CALM_S - 1, b="")
     assert cut.record.names == ("a", "c", "d")
-    assert "it is let in when they have held for 5 s" in cut.core.kept_out(cut.core.liveness.peers["b"])
+    assert "it is let in when they have held for 5 s" in cut.core.admission.kept_out(
+        cut.core.state.liveness.peers["b"]
+    )
     goes_on(cut, "a c d", 2, b="")
     assert cut.record.names == ("a", "c", "d", "b")
 
@@ -205,10 +207,12 @@ def test_nothing_is_kept_for_whom_it_does_not_get_to(cut):
     outside(cut, "b", 3, "a")
     cut.say("b", m.RequestState(cut.record.fence, "it holds no state", lost=True))
     goes_on(cut, "a c d", 3, b="a")
-    assert not cut.sent(m.TakeSnapshotFor) and cut.core.serving["b"].step == -1
+    assert not cut.sent(m.TakeSnapshotFor) and cut.core.joins.serving["b"].step == -1
     for _ in range(3):
         cut.say("b", m.RequestState(cut.record.fence, "nobody delivers it", lost=True))
-    assert not cut.core.serving["b"].blocking_reason, "the others would wait for it as soon as it is back"
+    assert not cut.core.joins.serving["b"].blocking_reason, (
+        "the others would wait for it as soon as it is back"
+    )
 
 
 def test_after_a_fail_over_complaints_count_as_before():

@@ -7,7 +7,7 @@ from protocol.makers import member_of, record_of
 from protocol.test_leader import Lighthouse, runs, started
 
 from fabric.model import HostFailure, OperatorOverrides
-from fabric.protocol.leader.orders import MAX_FAILURES
+from fabric.protocol.leader.evidence import MAX_FAILURES
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 
@@ -83,10 +83,13 @@ def test_what_was_decided_in_the_epoch_outlives_an_order_in_it():
     record = lighthouse.record
     assert record.is_forced and record.names == ("a", "b")
     runs(lighthouse, "a b", 5)
-    decision = lighthouse.core.epoch.decision
+    decision = lighthouse.core.state.epoch.decision
     assert decision is not None
     order(lighthouse, "pause")
-    assert lighthouse.core.epoch.decision is decision and set(lighthouse.core.epoch.running) == {"a", "b"}
+    assert lighthouse.core.state.epoch.decision is decision and set(lighthouse.core.state.epoch.running) == {
+        "a",
+        "b",
+    }
 
 
 def test_the_next_leader_knows_what_was_ordered():
@@ -179,11 +182,13 @@ def test_a_process_that_has_ended_is_no_spare_and_one_that_goes_on_is():
     runs(lighthouse, "a d", 5)
     lighthouse.wait(0.1)
     assert lighthouse.record.names == ("a", "d")
-    assert all(lighthouse.core.liveness.peers[x].connected for x in "bc"), "their sessions still stand"
-    assert not lighthouse.core.waiting_outside.get("b") and not lighthouse.core.waiting_outside.get("c")
+    assert all(lighthouse.core.state.liveness.peers[x].connected for x in "bc"), "their sessions still stand"
+    assert not lighthouse.core.admission.waiting_outside.get(
+        "b"
+    ) and not lighthouse.core.admission.waiting_outside.get("c")
     lighthouse.pulse("c")
     assert "the job has its 2 members" in told_to(lighthouse, "c")[0]
-    assert not lighthouse.core.waiting_outside.get("b")
+    assert not lighthouse.core.admission.waiting_outside.get("b")
 
 
 def test_back_to_what_the_replicas_ask_for_is_said_as_that():
@@ -215,13 +220,13 @@ def test_who_failed_three_times_in_half_an_hour_is_kept_out_and_told_until_when(
     first = lighthouse.record.failures[0].at
     fail(lighthouse, "c")
     assert lighthouse.record.names == ("a", "b")
-    penalty = next(x for x in lighthouse.core.penalties() if x.kind == "replica")
+    penalty = next(x for x in lighthouse.core.evidence.penalties() if x.kind == "replica")
     assert (penalty.about, penalty.times) == ("c", 3) and penalty.until == first + 1800.0
-    peer = lighthouse.core.liveness.peers["c"]
-    sentence = lighthouse.core.kept_out(peer)
+    peer = lighthouse.core.state.liveness.peers["c"]
+    sentence = lighthouse.core.admission.kept_out(peer)
     assert "replica c failed 3 times, last: its process is gone; it is not admitted before" in sentence
     assert "fabric admit c" in sentence
-    assert lighthouse.core.waiting_outside["c"] == sentence, "it was told"
+    assert lighthouse.core.admission.waiting_outside["c"] == sentence, "it was told"
     lighthouse.now += 1800.0
     lighthouse.beat("c", 5)
     assert "c" in lighthouse.record.names
@@ -245,7 +250,7 @@ def test_a_newcomer_that_is_kept_out_by_a_penalty_costs_the_members_no_snapshot(
     assert not lighthouse.sent(m.TakeSnapshotFor)
     order(lighthouse, "admit", "c")
     lighthouse.wait(0.1)
-    asked = lighthouse.core.serving["c"].asked
+    asked = lighthouse.core.joins.serving["c"].asked
     assert asked == {"a", "b"}
 
 
@@ -286,33 +291,33 @@ def test_three_failures_on_one_host_keep_every_replica_of_that_host_out_where_th
     lighthouse = led(record)
     lighthouse.incarnations["f"] = 2
     lighthouse.open("f", incarnation=2, generation=1, step=5)
-    peer = lighthouse.core.liveness.peers["f"]
-    assert lighthouse.core.kept_out(peer) == "", "another host"
+    peer = lighthouse.core.state.liveness.peers["f"]
+    assert lighthouse.core.admission.kept_out(peer) == "", "another host"
     peer.session = replace(peer.session, link="h3:1")
-    assert "host h3 failed 3 times" in lighthouse.core.kept_out(peer)
+    assert "host h3 failed 3 times" in lighthouse.core.admission.kept_out(peer)
     order(lighthouse, "admit", "h3")
-    assert lighthouse.core.kept_out(peer) == ""
+    assert lighthouse.core.admission.kept_out(peer) == ""
 
 
 def test_a_host_is_not_to_blame_where_the_job_has_no_other():
     record = replace(on_hosts(a="h3", b="h3"), failures=against("h3", "c", "d", "e"))
     lighthouse = led(record)
     lighthouse.open("f", incarnation=2, generation=1, step=5)
-    peer = lighthouse.core.liveness.peers["f"]
+    peer = lighthouse.core.state.liveness.peers["f"]
     peer.session = replace(peer.session, link="h3:1")
-    assert lighthouse.core.kept_out(peer) == ""
+    assert lighthouse.core.admission.kept_out(peer) == ""
 
 
 def test_what_failed_together_on_one_host_is_one_failure_of_it():
     record = replace(on_hosts(a="h1", b="h2"), failures=against("h3", "c", "d", "e", epochs=(3, 3, 3)))
-    assert not led(record).core.penalties()
+    assert not led(record).core.evidence.penalties()
 
 
 @pytest.mark.parametrize(("clock_s", "until"), [(60.0, 1800.0), (-3600.0, -3600.0 + 1800.0)])
 def test_the_next_leader_goes_by_its_own_time_of_day_and_no_penalty_grows_by_it(clock_s, until):
     record = replace(on_hosts(a="h1", b="h2"), failures=against("h3", "c", "c", "c"))
     lighthouse = led(record, UNIX_S + clock_s)
-    about = {x.about: x.until - UNIX_S for x in lighthouse.core.penalties()}
+    about = {x.about: x.until - UNIX_S for x in lighthouse.core.evidence.penalties()}
     assert about == {"c": pytest.approx(until), "h3": pytest.approx(until)}
     assert all(x.at <= UNIX_S + max(clock_s, 0.0) for x in lighthouse.record.failures)
 
@@ -415,11 +420,11 @@ def objections(lighthouse, name, *actions):
     found = []
     for action in actions or ("drain", "evict"):
         asked = io.Operator(action, name, "ann", "a test")
-        found.append(lighthouse.core.objection(asked))
+        found.append(lighthouse.core.orders.objection(asked))
         lighthouse.do(asked)
         if action in ("drain", "evict"):
             assert [t.why for t in lighthouse.told(f"not {action}ed")] == [found[-1]], "it is on record"
-        assert not lighthouse.core.epoch.pending_evictions and not lighthouse.core.draining
+        assert not lighthouse.core.state.epoch.pending_evictions and not lighthouse.core.orders.draining
         assert not [e for e in lighthouse.effects if isinstance(e, io.WriteRecord)]
     return found
 
@@ -488,7 +493,7 @@ def test_only_a_job_that_has_failed_is_retried():
     assert why == "job job has not failed: there is nothing to begin again"
     order(lighthouse, "retry")
     lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 5, "ValueError: x"))
-    assert lighthouse.record.failed and not lighthouse.core.restart_after_failure
+    assert lighthouse.record.failed and not lighthouse.core.endings.restart_after_failure
 
 
 def test_what_is_said_of_a_dead_replica_outside_tells_what_is_so():
@@ -505,17 +510,19 @@ def test_what_is_said_of_a_dead_replica_outside_tells_what_is_so():
 
 def test_the_last_member_that_would_stay_is_not_drained():
     lighthouse = started()
-    assert not lighthouse.core.objection(io.Operator("drain", "a", "ann", "a test"))
+    assert not lighthouse.core.orders.objection(io.Operator("drain", "a", "ann", "a test"))
     order(lighthouse, "drain", "a")
     order(lighthouse, "drain", "b")
     (told,) = lighthouse.told("not drained")
-    assert "nobody else would stay" in told.why and list(lighthouse.core.draining) == ["a"]
-    assert not lighthouse.core.objection(io.Operator("drain", "a", "ann", "again")), "it is leaving already"
+    assert "nobody else would stay" in told.why and list(lighthouse.core.orders.draining) == ["a"]
+    assert not lighthouse.core.orders.objection(io.Operator("drain", "a", "ann", "again")), (
+        "it is leaving already"
+    )
 
 
 def test_a_process_that_waits_outside_can_be_sent_away_but_not_evicted():
     lighthouse = started()
     order(lighthouse, "pause")
     lighthouse.open("d")
-    assert not lighthouse.core.objection(io.Operator("drain", "d", "ann", "a test"))
+    assert not lighthouse.core.orders.objection(io.Operator("drain", "d", "ann", "a test"))
     assert "`fabric drain d`" in objections(lighthouse, "d", "evict")[0]

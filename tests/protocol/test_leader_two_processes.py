@@ -156,13 +156,13 @@ def test_a_death_that_was_seen_stays_certain_when_a_newer_process_pulses_from_el
 def test_a_vouched_end_stays_certain_when_a_third_process_comes_that_vouches_for_nobody():
     lighthouse = for_a_minute("a")
     lighthouse.lose("a")
-    lighthouse.core.config = replace(
-        lighthouse.core.config, policy=replace(lighthouse.core.config.policy, min_replicas=2)
+    lighthouse.core.state.config = replace(
+        lighthouse.core.state.config, policy=replace(lighthouse.core.state.config.policy, min_replicas=2)
     )
     lighthouse.open("a", incarnation=2, predecessors=(1,))
     lighthouse.do(lio.SessionClosed("a", 2))
     lighthouse.open("a", incarnation=3)
-    assert lighthouse.core.liveness.proven_dead(lighthouse.record.roster[0])
+    assert lighthouse.core.state.liveness.proven_dead(lighthouse.record.roster[0])
 
 
 def test_who_vouches_for_another_process_vouches_for_nobody_here():
@@ -316,7 +316,7 @@ def test_nobody_is_answered_while_a_new_generation_is_being_written():
     lighthouse.pulse("c", incarnation=2)
     lighthouse.commits = False
     lighthouse.wait(AUTONOMY_AND_MARGIN_S + 6.0)
-    assert lighthouse.core.writing.generation == 2
+    assert lighthouse.core.writer.writing.generation == 2
     lighthouse.open("a", incarnation=1, generation=1, step=6, epoch=1)
     lighthouse.beat("a", 6)
     assert not lighthouse.sent(m.HeartbeatAck)

@@ -186,7 +186,7 @@ def test_an_awaited_newcomer_has_its_time_and_no_more():
 def test_a_failure_counts_although_no_beat_has_come_since_the_generation_began():
     """A loop that raises at its very first step: the last the leader heard of it was the session."""
     lighthouse = started("a b")
-    peer = lighthouse.core.liveness.peers["a"]
+    peer = lighthouse.core.state.liveness.peers["a"]
     peer.beat, peer.session = None, replace(peer.session, generation=0)
     assert peer.generation != lighthouse.record.generation
     lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 0, "ValueError: no such sample"))

@@ -66,7 +66,7 @@ def with_a_suspect(**policy):
 
 def comes_from(lighthouse, name, host):
     newcomer(lighthouse, name)
-    peer = lighthouse.core.liveness.peers[name]
+    peer = lighthouse.core.state.liveness.peers[name]
     peer.session = replace(peer.session, link=f"{host}:1")
     lighthouse.wait(0.5)
     return peer
@@ -75,16 +75,16 @@ def comes_from(lighthouse, name, host):
 def test_a_replica_on_a_suspect_host_stands_by_where_the_job_has_its_members():
     lighthouse = with_a_suspect()
     lighthouse.open("d", incarnation=2, generation=1, step=5)
-    peer = lighthouse.core.liveness.peers["d"]
+    peer = lighthouse.core.state.liveness.peers["d"]
     peer.session = replace(peer.session, link="h3:1")
     lighthouse.pulse("d", incarnation=2)
     lighthouse.beat("d", 5)
     lighthouse.wait(0.5)
     assert "d" not in lighthouse.record.names
-    sentence = lighthouse.core.kept_out(peer)
+    sentence = lighthouse.core.admission.kept_out(peer)
     assert "its host h3 failed 2 times in the last days, last: a test" in sentence
     assert "`fabric admit h3` lets it in at once" in sentence
-    assert lighthouse.core.waiting_outside["d"] == sentence, "it was told"
+    assert lighthouse.core.admission.waiting_outside["d"] == sentence, "it was told"
 
 
 def test_it_comes_in_where_a_member_is_missing():
@@ -96,45 +96,45 @@ def test_it_comes_in_where_a_member_is_missing():
 def test_an_operator_lets_the_host_in():
     lighthouse = with_a_suspect()
     lighthouse.open("d", incarnation=2, generation=1, step=5)
-    peer = lighthouse.core.liveness.peers["d"]
+    peer = lighthouse.core.state.liveness.peers["d"]
     peer.session = replace(peer.session, link="h3:1")
-    assert lighthouse.core.knows_of("h3")
+    assert lighthouse.core.evidence.knows_of("h3")
     order(lighthouse, "admit", "h3")
     assert not lighthouse.record.hosts, "it is written"
-    assert lighthouse.core.kept_out(peer) == ""
+    assert lighthouse.core.admission.kept_out(peer) == ""
 
 
 def test_an_admitted_replica_takes_its_host_along():
     lighthouse = with_a_suspect()
     lighthouse.open("d", incarnation=2, generation=1, step=5)
-    peer = lighthouse.core.liveness.peers["d"]
+    peer = lighthouse.core.state.liveness.peers["d"]
     peer.session = replace(peer.session, link="h3:1")
     order(lighthouse, "admit", "d")
-    assert lighthouse.core.kept_out(peer) == ""
+    assert lighthouse.core.admission.kept_out(peer) == ""
 
 
 def test_after_days_it_is_a_member_like_any_other():
     lighthouse = with_a_suspect()
     lighthouse.open("d", incarnation=2, generation=1, step=5)
-    peer = lighthouse.core.liveness.peers["d"]
+    peer = lighthouse.core.state.liveness.peers["d"]
     peer.session = replace(peer.session, link="h3:1")
-    assert lighthouse.core.stands_by(peer)
-    lighthouse.core._now += DAY_S
-    assert not lighthouse.core.stands_by(peer)
+    assert lighthouse.core.evidence.stands_by(peer)
+    lighthouse.core.state.now += DAY_S
+    assert not lighthouse.core.evidence.stands_by(peer)
 
 
 def test_no_host_is_suspect_where_the_job_has_no_other_or_failures_do_not_count():
     record = replace(on_hosts(a="h3", b="h3"), hosts=failed(0.5, 0.1))
     lighthouse = led(record, start_replicas=2)
-    peer = lighthouse.core.liveness.peers["a"]
+    peer = lighthouse.core.state.liveness.peers["a"]
     peer.session = replace(peer.session, link="h3:1")
-    assert lighthouse.core.suspect_host(peer) is None
+    assert lighthouse.core.evidence.suspect_host(peer) is None
     lighthouse = with_a_suspect()
-    peer = lighthouse.core.liveness.peers["a"]
+    peer = lighthouse.core.state.liveness.peers["a"]
     peer.session = replace(peer.session, link="h3:1")
-    assert lighthouse.core.suspect_host(peer) is not None
-    lighthouse.core.config = replace(lighthouse.core.config, failures=0)
-    assert lighthouse.core.suspect_host(peer) is None
+    assert lighthouse.core.evidence.suspect_host(peer) is not None
+    lighthouse.core.state.config = replace(lighthouse.core.state.config, failures=0)
+    assert lighthouse.core.evidence.suspect_host(peer) is None
 
 
 def test_what_fails_is_written_with_its_host_and_the_next_leader_knows_it():
@@ -148,7 +148,9 @@ def test_what_fails_is_written_with_its_host_and_the_next_leader_knows_it():
     assert history.why == "its process is gone"
     following = Lighthouse(start_replicas=2)
     following.do(io.Elected("s", lighthouse.record, UNIX_S - 5000.0))
-    assert [(x.host, x.at) for x in following.core.hosts] == [("h2", UNIX_S - 5000.0)], "by its own clock"
+    assert [(x.host, x.at) for x in following.core.evidence.hosts] == [("h2", UNIX_S - 5000.0)], (
+        "by its own clock"
+    )
 
 
 def test_replicas_that_fail_together_on_one_host_are_one_failure_of_it():

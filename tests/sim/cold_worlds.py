@@ -16,9 +16,10 @@ from sim.trainer import Trainer
 from sim.world import Settings, World
 
 from fabric.model import Member as Entry
-from fabric.protocol.leader import base, refusal
-from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader import refusal
+from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.liveness import Liveness
+from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import leader_events as lio
 from fabric.protocol.messages import network as m
@@ -382,9 +383,9 @@ def believe_whoever_vouches(patch: Patch) -> None:
 
 
 def start_cold_after_half_the_autonomy(patch: Patch) -> None:
-    limit = base.LeaderBase.out_of_sight_s.fget
+    limit = JobState.out_of_sight_s.fget
     assert limit is not None
-    patch.setattr(base.LeaderBase, "out_of_sight_s", property(lambda leader: limit(leader) / 2))
+    patch.setattr(JobState, "out_of_sight_s", property(lambda state: limit(state) / 2))
 
 
 def date_contact_from_the_answer(patch: Patch) -> None:
@@ -447,12 +448,12 @@ def count_rounds_of_older_generations(patch: Patch) -> None:
 def begin_before_all_servers_are_heard(patch: Patch) -> None:
     """Nor by what the sessions say of them."""
     patch.setattr(Liveness, "servers_to_hear", lambda live, roster, now: {})
-    held = LeaderCore._held_states
+    held = BaseChoice.held_states
 
-    def by_pulses_alone(leader: LeaderCore, peers: list[Any]) -> Any:
-        return leader.liveness.whole(1 + len(peers[0].session.ranks)) or held(leader, peers)
+    def by_pulses_alone(bases: BaseChoice, peers: list[Any]) -> Any:
+        return bases.state.liveness.whole(1 + len(peers[0].session.ranks)) or held(bases, peers)
 
-    patch.setattr(LeaderCore, "_held_states", by_pulses_alone)
+    patch.setattr(BaseChoice, "held_states", by_pulses_alone)
 
 
 MUTATIONS: dict[str, Callable[[Patch], None]] = {

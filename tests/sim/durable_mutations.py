@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fabric.model import DURABLE, Base, SnapshotRef
-from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.liveness import Liveness, Peer
 from fabric.protocol.member import core as member_core
 from fabric.protocol.member.core import MemberCore
@@ -17,28 +17,28 @@ Patch = pytest.MonkeyPatch
 
 
 def ask_again_for_what_nobody_could_load(patch: Patch) -> None:
-    chosen = LeaderCore._base
+    chosen = BaseChoice.choose
 
-    def base(leader: LeaderCore, peers: list[Peer]) -> tuple[Base | None, str]:
-        leader.unusable.clear()
-        return chosen(leader, peers)
+    def base(bases: BaseChoice, peers: list[Peer]) -> tuple[Base | None, str]:
+        bases.unusable.clear()
+        return chosen(bases, peers)
 
-    patch.setattr(LeaderCore, "_base", base)
+    patch.setattr(BaseChoice, "choose", base)
 
 
 def pass_over_what_one_could_not_load_and_others_did(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_note_loaded", lambda leader, generation: None)
+    patch.setattr(BaseChoice, "note_loaded", lambda bases, generation: None)
 
 
 def begin_from_scratch_when_nothing_can_be_loaded(patch: Patch) -> None:
-    chosen = LeaderCore._base
+    chosen = BaseChoice.choose
 
-    def base(leader: LeaderCore, peers: list[Peer]) -> tuple[Base | None, str]:
+    def base(bases: BaseChoice, peers: list[Peer]) -> tuple[Base | None, str]:
         first = peers[0].session
-        found, passed = chosen(leader, peers)
+        found, passed = chosen(bases, peers)
         return found or Base(0, 0, first.digest, (first.ckpt,)), passed
 
-    patch.setattr(LeaderCore, "_base", base)
+    patch.setattr(BaseChoice, "choose", base)
 
 
 def begin_from_the_oldest(patch: Patch) -> None:

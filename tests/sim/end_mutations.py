@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from fabric.model import JobEnd, Record
-from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.endings import Endings
 from fabric.protocol.member import core as member_core
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
@@ -40,7 +40,7 @@ def wait_in_the_roster_without_the_state(patch: Patch) -> None:
 
 
 def wait_outside_for_another_end(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_refuse_early_ends", lambda leader, record: None)
+    patch.setattr(Endings, "refuse_early_ends", lambda endings, record: None)
     end_with_any_state(patch)
 
 
@@ -53,7 +53,7 @@ def end_with_any_state(patch: Patch) -> None:
 
 
 def forget_word_of_the_end(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "note_ended", lambda leader, replica, ended: None)
+    patch.setattr(Endings, "note_ended", lambda endings, replica, ended: None)
 
 
 def tell_members_nothing_of_my_end(patch: Patch) -> None:
@@ -61,11 +61,11 @@ def tell_members_nothing_of_my_end(patch: Patch) -> None:
 
 
 def mark_the_end_where_the_first_word_of_it_says(patch: Patch) -> None:
-    def note(leader: LeaderCore, _: str, ended: JobEnd | None) -> None:
-        if ended is not None and leader.record is not None:
-            leader.end_step = ended.step + 1
+    def note(endings: Endings, _: str, ended: JobEnd | None) -> None:
+        if ended is not None and endings.state.record is not None:
+            endings.end_step = ended.step + 1
 
-    patch.setattr(LeaderCore, "note_ended", note)
+    patch.setattr(Endings, "note_ended", note)
 
 
 def end_with_who_wanted_more_unsaid(patch: Patch) -> None:

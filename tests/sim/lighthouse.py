@@ -39,7 +39,7 @@ class Lighthouse(Process):
 
     @property
     def leads(self) -> bool:
-        return self.alive and self.core is not None and self.core.leading
+        return self.alive and self.core is not None and self.core.state.leading
 
     # --- election ----------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Lighthouse(Process):
             self._happened(effect.kind)
 
     def _happened(self, kind: str) -> None:
-        record = self.core.record if self.core is not None else None
+        record = self.core.state.record if self.core is not None else None
         if kind == "resume":
             self.world.happened("decided", "")
         elif kind == "epoch" and record is not None:
@@ -174,8 +174,8 @@ class Lighthouse(Process):
         if isinstance(effect.message, m.RosterDelta):
             self.store.checks.announced_change(effect.message)
         if isinstance(effect.message, m.Resume) and self.core is not None:
-            assert self.core.epoch.decision is not None
-            self.store.checks.decided(self.core.epoch.decision)
+            assert self.core.state.epoch.decision is not None
+            self.store.checks.decided(self.core.state.epoch.decision)
         connection = self._connection_to(effect.replica, effect.incarnation)
         if connection is None:
             return
@@ -230,7 +230,7 @@ class Lighthouse(Process):
         self._opening = (name, session.incarnation, connection)
         self.feed(io.SessionOpened(session))
         self._opening = None
-        peer = self.core.liveness.peers.get(name) if self.core is not None else None
+        peer = self.core.state.liveness.peers.get(name) if self.core is not None else None
         if peer is None or peer.session is not session:
             connection.close(1, "refused")
             return

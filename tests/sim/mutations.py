@@ -11,9 +11,12 @@ from sim.faults import Aims
 from sim.store import Store
 
 from fabric.model import Record
-from fabric.protocol.leader import core as leader_core
-from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader import decisions as leader_decisions
+from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.liveness import Liveness
+from fabric.protocol.leader.rebuilds import RingRebuilder
+from fabric.protocol.leader.record_writer import RecordWriter
+from fabric.protocol.leader.state import JobState
 from fabric.protocol.member import core as member_core
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.round import Round
@@ -120,13 +123,13 @@ def share_out_what_somebody_has(patch: Patch) -> None:
 
 
 def announce_before_the_store_has_it(patch: Patch) -> None:
-    write = LeaderCore._write
+    write = RecordWriter.write
 
-    def written(leader: LeaderCore, record: Record) -> None:
-        write(leader, record)
-        leader._announce(record, leader.record)
+    def written(writer: RecordWriter, record: Record) -> None:
+        write(writer, record)
+        writer.announce(record, writer.state.record)
 
-    patch.setattr(LeaderCore, "_write", written)
+    patch.setattr(RecordWriter, "write", written)
 
 
 def accept_messages_of_older_epochs(patch: Patch) -> None:
@@ -146,7 +149,7 @@ def accept_messages_of_older_epochs(patch: Patch) -> None:
 
 
 def go_on_with_newcomers_alone(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_knows", lambda leader, member: True)
+    patch.setattr(JobState, "knows", lambda state, member: True)
 
 
 def start_again_without_waiting(patch: Patch) -> None:
@@ -180,7 +183,7 @@ def resume_by_the_maximum_committed(patch: Patch) -> None:
         newest = max(x.step for x in valid.values())
         return deciding._redo(record, valid, newest, work)
 
-    patch.setattr(leader_core, "decide", decide)
+    patch.setattr(leader_decisions, "decide", decide)
 
 
 def count_the_holds_of_newcomers(patch: Patch) -> None:
@@ -225,11 +228,11 @@ def rebuild_the_report_for_another_leader(patch: Patch) -> None:
 
 
 def plan_over_an_unresolved_forced_epoch(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_is_settled", lambda leader, record: not leader.epoch.aborted)
+    patch.setattr(JobState, "is_settled", lambda state, record: not state.epoch.aborted)
 
 
 def form_no_new_epoch_after_an_abort(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_rebuild_ring", lambda leader, record: False)
+    patch.setattr(RingRebuilder, "rebuild", lambda rebuilds, record: False)
 
 
 def use_the_result_of_an_old_round(patch: Patch) -> None:
@@ -333,12 +336,12 @@ def commit_on_its_own_for_too_long(patch: Patch) -> None:
 
 
 def complete_when_somebody_has_finished(patch: Patch) -> None:
-    def complete(leader: LeaderCore, record: Record) -> bool:
-        if leader.finished:
-            leader._write_complete(record, max(leader.finished.values()))
-        return bool(leader.finished)
+    def complete(endings: Endings, record: Record) -> bool:
+        if endings.finished:
+            endings.writer.write_complete(record, max(endings.finished.values()))
+        return bool(endings.finished)
 
-    patch.setattr(LeaderCore, "_complete", complete)
+    patch.setattr(Endings, "complete", complete)
 
 
 def leave_before_the_job_is_complete(patch: Patch) -> None:

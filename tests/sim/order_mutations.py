@@ -7,69 +7,71 @@ import pytest
 from sim.faults import Aims
 
 from fabric.model import Record
-from fabric.protocol.leader.core import LeaderCore
-from fabric.protocol.leader.orders import Admission
+from fabric.protocol.leader.admission import Admission
+from fabric.protocol.leader.evidence import FailureEvidence, Penalty
+from fabric.protocol.leader.joins import Joins
+from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.starts import Starts
 
 Patch = pytest.MonkeyPatch
 
 
 def let_the_penalised_in(patch: Patch) -> None:
-    patch.setattr(Admission, "_penalty_of", lambda leader, member: None)
+    patch.setattr(FailureEvidence, "penalty_of", lambda evidence, member: None)
 
 
 def forget_the_evidence_of_the_last_leader(patch: Patch) -> None:
-    recall = Admission._recall
+    recall = FailureEvidence.recall
 
-    def recalled(leader: Admission, record: Record) -> None:
-        recall(leader, replace(record, failures=()))
+    def recalled(evidence: FailureEvidence, record: Record) -> None:
+        recall(evidence, replace(record, failures=()))
 
-    patch.setattr(Admission, "_recall", recalled)
+    patch.setattr(FailureEvidence, "recall", recalled)
 
 
 def one_failure_is_forgiven(patch: Patch) -> None:
-    find = Admission._find_penalties
+    find = FailureEvidence.find_penalties
 
-    def found(leader: Admission) -> list:
-        config, leader.config = leader.config, replace(leader.config, failures=leader.config.failures + 1)
-        penalties = find(leader)
-        leader.config = config
-        return penalties
+    def penalties(evidence: FailureEvidence) -> list[Penalty]:
+        state, config = evidence.state, evidence.state.config
+        state.config = replace(config, failures=config.failures + 1)
+        found = find(evidence)
+        state.config = config
+        return found
 
-    patch.setattr(Admission, "_find_penalties", found)
+    patch.setattr(FailureEvidence, "find_penalties", penalties)
 
 
 def begin_again_with_the_penalised(patch: Patch) -> None:
-    patch.setattr(
-        LeaderCore,
-        "_startable",
-        lambda leader: sorted(
-            (p for p in leader.liveness.peers.values() if p.connected and not leader._suspicion(p)),
-            key=lambda p: p.session.replica,
-        ),
-    )
+    def candidates(starts: Starts) -> list[Peer]:
+        state = starts.state
+        peers = [p for p in state.liveness.peers.values() if p.connected and not state.suspicion(p)]
+        return sorted(peers, key=lambda p: p.session.replica)
+
+    patch.setattr(Starts, "candidates", candidates)
 
 
 def let_a_suspect_in_beside_a_full_job(patch: Patch) -> None:
-    patch.setattr(Admission, "stands_by", lambda leader, peer: peer.session.spare)
+    patch.setattr(FailureEvidence, "stands_by", lambda evidence, peer: peer.session.spare)
 
 
 def let_in_while_joins_are_paused(patch: Patch) -> None:
     kept_out = Admission.kept_out
 
-    def said(leader: Admission, peer: object) -> str:
-        why = kept_out(leader, peer)  # type: ignore[arg-type]
+    def reason(admission: Admission, peer: Peer) -> str:
+        why = kept_out(admission, peer)
         return "" if why.startswith("nobody is admitted") else why
 
-    patch.setattr(Admission, "kept_out", said)
+    patch.setattr(Admission, "kept_out", reason)
 
 
 def let_nobody_into_a_job_that_is_parked(patch: Patch) -> None:
-    admit = LeaderCore._admit
+    admit = Joins.admit
 
-    def admitted(leader: LeaderCore, record: Record) -> bool:
-        return not leader._is_parked(record) and admit(leader, record)
+    def admitted(joins: Joins, record: Record) -> bool:
+        return not joins.state.is_parked(record) and admit(joins, record)
 
-    patch.setattr(LeaderCore, "_admit", admitted)
+    patch.setattr(Joins, "admit", admitted)
 
 
 # The leader dies once it has left somebody out.

@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from fabric.model import Fence, Record
+from fabric.model import Fence, Member, Record
 from fabric.protocol.leader import rebuilds
-from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.evictions import Evictions
+from fabric.protocol.leader.joins import Joins
+from fabric.protocol.leader.rebuilds import RingRebuilder
+from fabric.protocol.leader.record_writer import RecordWriter
+from fabric.protocol.leader.state import JobState
 from fabric.protocol.member import core as member_core
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
@@ -17,11 +21,11 @@ Patch = pytest.MonkeyPatch
 
 
 def wait_for_ever_for_an_answer(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_evict_unresponsive", lambda leader, record: None)
+    patch.setattr(Evictions, "evict_unresponsive", lambda evictions, record: None)
 
 
 def wait_for_ever_for_user_code(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_evict_stragglers", lambda leader, peer, beat: None)
+    patch.setattr(Evictions, "evict_stragglers", lambda evictions, peer, beat: None)
 
 
 def wait_for_ever_for_a_newcomer_in_its_first_round(patch: Patch) -> None:
@@ -35,7 +39,7 @@ def wait_for_ever_for_a_newcomer_in_its_first_round(patch: Patch) -> None:
 
 
 def evict_nobody_who_stalls(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_worst", lambda leader, record: ("", ""))
+    patch.setattr(RingRebuilder, "worst", lambda rebuilds, record: ("", ""))
 
 
 def forget_whom_the_exchange_waited_for(patch: Patch) -> None:
@@ -56,7 +60,7 @@ def excuse_nobody(patch: Patch) -> None:
 
 
 def wait_for_ever_for_a_state(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_evict_slow_joiners", lambda leader, record: None)
+    patch.setattr(Evictions, "evict_slow_joiners", lambda evictions, record: None)
 
 
 # With the kind of world (of ``stall_worlds.KINDS``) that is to show it.
@@ -76,16 +80,16 @@ STALLS: dict[str, tuple[Callable[[Patch], None], str]] = {
 
 def never_fall_back(patch: Patch) -> None:
     """However often a newcomer falls off, it is told to replay again."""
-    patch.setattr(LeaderCore, "_admit_blocking_join", lambda leader, record: False)
+    patch.setattr(Joins, "admit_blocking_join", lambda joins, record: False)
 
 
 def serve_the_awaited_a_step_that_nobody_reaches(patch: Patch) -> None:
-    ask = LeaderCore._ask_to_serve
+    ask = Joins.ask_to_serve
 
-    def asked(leader: LeaderCore, record: Record, joiner: str, step: int) -> None:
-        ask(leader, record, joiner, step + leader._is_blocking_join(joiner))
+    def asked(joins: Joins, record: Record, joiner: str, step: int) -> None:
+        ask(joins, record, joiner, step + joins.state.is_blocking_join(joiner))
 
-    patch.setattr(LeaderCore, "_ask_to_serve", asked)
+    patch.setattr(Joins, "ask_to_serve", asked)
 
 
 def let_the_awaited_in_with_what_it_had(patch: Patch) -> None:
@@ -102,25 +106,25 @@ def let_the_awaited_in_with_what_it_had(patch: Patch) -> None:
 
 
 def admit_the_awaited_by_a_planned_epoch(patch: Patch) -> None:
-    write = LeaderCore._write_epoch
+    write = RecordWriter.write_epoch
 
     def planned(
-        leader: LeaderCore, record: Record, roster: tuple, forced: bool, why: str, **more: str
+        writer: RecordWriter, record: Record, roster: tuple, forced: bool, why: str, **more: str
     ) -> None:
         awaits = any(x.blocking_join and not record.lists(x.replica, x.incarnation) for x in roster)
-        write(leader, record, roster, forced and not awaits, why, **more)
+        write(writer, record, roster, forced and not awaits, why, **more)
 
-    patch.setattr(LeaderCore, "_write_epoch", planned)
+    patch.setattr(RecordWriter, "write_epoch", planned)
 
 
 def count_the_awaited_as_knowing(patch: Patch) -> None:
     """From its admission on it passes for one that knows every step."""
-    knows = LeaderCore._knows
+    knows = JobState.knows
 
-    def known(leader: LeaderCore, member: object) -> bool:
-        return getattr(member, "blocking_join") or knows(leader, member)  # type: ignore[arg-type]  # noqa: B009
+    def known(state: JobState, member: Member) -> bool:
+        return member.blocking_join or knows(state, member)
 
-    patch.setattr(LeaderCore, "_knows", known)
+    patch.setattr(JobState, "knows", known)
 
 
 JOINS: dict[str, Callable[[Patch], None]] = {

@@ -8,7 +8,7 @@ from sim.lighthouse import Lighthouse
 from sim.world import Settings, World
 
 from fabric.model import Record
-from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.starts import Starts
 from fabric.protocol.member.core import MemberCore
 
 # What a hunt over these worlds must have met.
@@ -119,7 +119,7 @@ def compare_the_ids_of_stores(patch: pytest.MonkeyPatch) -> None:
 
 def begin_at_the_first_epoch_in_an_empty_store(patch: pytest.MonkeyPatch) -> None:
     """Whatever epochs its processes have known."""
-    patch.setattr(LeaderCore, "_newest_of_another_store", lambda self: (0, 0))
+    patch.setattr(Starts, "newest_of_another_store", lambda self: (0, 0))
 
 
 def answer_members_when_the_lease_has_ended(patch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from sim.link_worlds import CalmWorld, LinkWorld
 from sim.run import hunt
 
 from fabric.protocol.leader import core as leader_core
-from fabric.protocol.leader.core import LeaderCore
+from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.liveness import Liveness
+from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.rules.link_graph import Healing
 
 SEEDS = 24
@@ -33,12 +34,12 @@ def test_nobody_is_evicted_while_only_lighthouses_and_the_store_fail():
 
 
 def leave_nobody_out_for_a_link(patch: Patch) -> None:
-    patch.setattr(LeaderCore, "_leave_out_unreachable", lambda leader, record: False)
+    patch.setattr(RingRebuilder, "_leave_out_unreachable", lambda rebuilds, record: False)
 
 
 def let_in_whoever_asks(patch: Patch) -> None:
     """Whether it reaches the members or not."""
-    patch.setattr(LeaderCore, "_cut_off", lambda leader, record, peer: "")
+    patch.setattr(Admission, "_cut_off", lambda admission, record, peer: "")
 
 
 def let_in_as_soon_as_a_link_is_whole(patch: Patch) -> None:

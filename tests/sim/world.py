@@ -328,20 +328,21 @@ class World:
         core = next((x.core for x in self.lighthouses.values() if x.leads), None)
         if core is None:
             return "nobody leads"
-        epoch = core.epoch
+        epoch = core.state.epoch
         known = {
             "running": sorted(epoch.running),
             "aborted": sorted(epoch.aborted),
             "reports": sorted(epoch.reports),
             "decided": epoch.decision is not None,
             "evicting": epoch.pending_evictions,
-            "draining": sorted(core.draining),
+            "draining": sorted(core.orders.draining),
             "serving": {
-                n: (s.step, sorted(s.taken), sorted(s.missed), s.has_sources) for n, s in core.serving.items()
+                n: (s.step, sorted(s.taken), sorted(s.missed), s.has_sources)
+                for n, s in core.joins.serving.items()
             },
-            "writing": core.writing is not None,
-            "reading": core.reading,
-            "finished": sorted(core.finished),
+            "writing": core.writer.writing is not None,
+            "reading": core.writer.reading,
+            "finished": sorted(core.endings.finished),
         }
         return ", ".join(f"{name} {value}" for name, value in known.items() if value)
 

@@ -1,86 +1,109 @@
 """What follows an abort: the same members form again, or go on without those that nothing gets through to, or
 that hold the others up."""
 
-from fabric.model import Member, Record
-from fabric.protocol.leader.joins import Joins
+from dataclasses import dataclass, field
+
+from fabric.model import (
+    Member,
+    Record,
+)
+from fabric.protocol.leader.evictions import Evictions
 from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.outbox import LeaderOutbox
+from fabric.protocol.leader.record_writer import RecordWriter
+from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import missing_links, reachable_set
-from fabric.protocol.rules.wait_graph import RingRebuilds, blamed_link, ring_order, root_waiters
+from fabric.protocol.rules.wait_graph import (
+    RingRebuilds,
+    blamed_link,
+    ring_order,
+    root_waiters,
+)
 
 # Seconds since a process was last heard, by either source, after which a missing link to it may be its death.
 # Then the verdict on that is waited for, which says more.
 QUIET_S = 0.75
 
 
-class RingRebuilding(Joins):
-    """A leader that ends every abort with an epoch."""
+@dataclass(slots=True, eq=False)
+class RingRebuilder:
+    """Rule 3: ends every abort with an epoch."""
+
+    state: JobState
+    outbox: LeaderOutbox
+    writer: RecordWriter
+    evictions: Evictions
+    ring_rebuilds: RingRebuilds = field(default_factory=RingRebuilds)
 
     def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
         """An abort in any epoch since the last forced one ends only with the next forced one: a planned epoch
         helps nobody who waits in the one before it. A leaving member's abort holds the others up too. A
         process that no such epoch listed was in no such round, whatever it says."""
         name = peer.session.replica
-        if not self._in_force(peer) and (name, peer.incarnation) not in self.epoch.departed:
+        if not self.state.in_force(peer) and (name, peer.incarnation) not in self.state.epoch.departed:
             return
         if message.waiting_for or message.stalled:
             # It was in the round that ends: if the others wait for it in the next one, that counts from then.
-            self.stragglers.came(name)
-        if not self._is_recent(message.fence):
+            self.evictions.stragglers.came(name)
+        if not self.state.is_recent(message.fence):
             return
         self._note_missing(name, message)
-        if name in self.epoch.aborted:
+        if name in self.state.epoch.aborted:
             return
-        if not self.epoch.aborted:
-            self.epoch.aborted_at = self._now
-        self.epoch.aborted[name] = message
-        self._record_event("aborted", name, message.why, self._pending())
+        if not self.state.epoch.aborted:
+            self.state.epoch.aborted_at = self.state.now
+        self.state.epoch.aborted[name] = message
+        self.outbox.record_event("aborted", name, message.why, self.state.next_incident_id())
+
+    def note_step(self) -> None:
+        """A member has committed a further step: the newest ring works."""
+        if self.ring_rebuilds.tries:
+            self.ring_rebuilds = RingRebuilds()
 
     def _note_missing(self, name: str, message: m.Aborted) -> None:
         """One that has spoken may learn of more links that are cut."""
-        epoch, said = self.epoch, self.epoch.unreachable.get(name, ())
+        epoch, said = self.state.epoch, self.state.epoch.unreachable.get(name, ())
         if not set(message.unreachable) - set(said):
             return
         if not epoch.unreachable:
-            epoch.complained_at = self._now
+            epoch.complained_at = self.state.now
         epoch.unreachable[name] = tuple(dict.fromkeys((*said, *message.unreachable)))
 
-    def _rebuild_ring(self, record: Record) -> bool:
+    def rebuild(self, record: Record) -> bool:
         """Rule 3: every abort leads to a new epoch. Left out are those that others cannot reach, newcomers
         that could not be linked, and whoever stalled the exchange twice without an excuse. Else the same
         members form again, in a ring order without the links complained of."""
-        epoch = self.epoch
-        if not epoch.aborted or self._now < self.rebuild_due:
+        epoch = self.state.epoch
+        if not epoch.aborted or self.state.now < self.rebuild_due:
             return False
         if self._leave_out_unreachable(record) or self._leave_out_newcomers(record):
             return True
         self._blame(record)
-        worst, why = self._worst(record)
-        if worst and self._is_spared_by(worst):
-            self._schedule_eviction(worst, why)
+        worst, why = self.worst(record)
+        if worst and self.state.is_spared_by(worst):
+            self.evictions.schedule(worst, why)
             self.ring_rebuilds = RingRebuilds()
             return True
         why = "; ".join(f"{name}: {a.why}" for name, a in sorted(epoch.aborted.items()))
-        self._write_epoch(record, self._reordered(record), forced=True, why=f"ring rebuilt ({why})")
+        self.writer.write_epoch(record, self._reordered(record), forced=True, why=f"ring rebuilt ({why})")
         return True
-
-    # --- links that are missing --------------------------------------------------------------------------
 
     def _leave_out_unreachable(self, record: Record) -> bool:
         """The largest set of members goes on whose members reach each other; of equal ones the more senior. A
         missing link is nobody's failure. A member that is silent may have died of more than its link."""
-        missing = missing_links(self.epoch.unreachable, record.names)
+        missing = missing_links(self.state.epoch.unreachable, record.names)
         if not missing:
             return False
         seniority = sorted(record.roster, key=lambda x: (x.since, x.data_slot, x.replica))
-        newcomers = [x.replica for x in seniority if not self._knows(x)]
+        newcomers = [x.replica for x in seniority if not self.state.knows(x)]
         kept = set(reachable_set([x.replica for x in seniority], missing, newcomers))
         torn: dict[str, set[str]] = {}
         for a, b in missing:
             torn.setdefault(a, set()).add(b)
             torn.setdefault(b, set()).add(a)
         if any(x.replica in torn and self._is_quiet(x) for x in record.roster):
-            self.epoch.complained_at = self._now
+            self.state.epoch.complained_at = self.state.now
             return True
         for member in record.roster:
             if member.replica not in kept:
@@ -90,33 +113,31 @@ class RingRebuilding(Joins):
 
     def _leave_out(self, member: Member, why: str) -> None:
         """Nobody's failure: it keeps its state, and comes back when its links have held for a while."""
-        self.epoch.not_counted_as_failure.add(member.replica)
-        self.epoch.cut_off.add(member.replica)
-        self._schedule_eviction(member.replica, why)
+        self.state.epoch.not_counted_as_failure.add(member.replica)
+        self.state.epoch.cut_off.add(member.replica)
+        self.evictions.schedule(member.replica, why)
         self.ring_rebuilds = RingRebuilds()
 
     def _is_quiet(self, member: Member) -> bool:
         """Whether neither its session nor its checkpoint server was heard just now."""
-        heard = self.liveness.heard_at(member)
-        return self._now - max(heard, self.liveness.elected) > QUIET_S
+        heard = self.state.liveness.heard_at(member)
+        return self.state.now - max(heard, self.state.liveness.elected) > QUIET_S
 
     def _leave_out_newcomers(self, record: Record) -> bool:
         """A newcomer that somebody could not link to, and that has entered no round: nobody waits for it."""
-        about = {a.about for a in self.epoch.aborted.values()}
+        about = {a.about for a in self.state.epoch.aborted.values()}
         out = [x for x in record.roster if x.joining and not x.blocking_join and x.replica in about]
-        out = [x for x in out if x.replica not in self.epoch.running]
+        out = [x for x in out if x.replica not in self.state.epoch.running]
         if not out or record.is_forced:
             return False
         for member in out:
             self._leave_out(member, "the others could not link to it, and have not waited for it")
         return True
 
-    # --- members that hold the others up -----------------------------------------------------------------
-
     def _blame(self, record: Record) -> None:
-        ring_rebuilds, aborted = self.ring_rebuilds, self.epoch.aborted
+        ring_rebuilds, aborted = self.ring_rebuilds, self.state.epoch.aborted
         ring_rebuilds.tries += 1
-        ring_rebuilds.blame.update(a.about for a in aborted.values() if self._lists(a.about))
+        ring_rebuilds.blame.update(a.about for a in aborted.values() if self.state.lists(a.about))
         for name, message in aborted.items():
             link = blamed_link(record.names, message.about, by=name)
             if link is not None:
@@ -125,10 +146,10 @@ class RingRebuilding(Joins):
             waiting = {name: a.waiting_for for name, a in aborted.items()}
             ring_rebuilds.stuck.update(root_waiters(waiting, record.names))
 
-    def _worst(self, record: Record) -> tuple[str, str]:
+    def worst(self, record: Record) -> tuple[str, str]:
         """Whom to leave out, and why; two empty strings where the links or nobody is to blame."""
         ring_rebuilds = self.ring_rebuilds
-        stuck = [name for name, times in ring_rebuilds.stuck.items() if times > 1 and self._lists(name)]
+        stuck = [name for name, times in ring_rebuilds.stuck.items() if times > 1 and self.state.lists(name)]
         if len(stuck) == 1:
             return stuck[
                 0
@@ -142,6 +163,16 @@ class RingRebuilding(Joins):
     def _reordered(self, record: Record) -> tuple[Member, ...]:
         by_name = {x.replica: x for x in record.roster}
         return tuple(by_name[name] for name in ring_order(record.names, self.ring_rebuilds.links))
+
+    @property
+    def rebuild_due(self) -> float:
+        """When the same members form again after an abort, unless a death shows itself before."""
+        if self.state.epoch.unreachable:
+            return self.state.epoch.complained_at + self.state.config.complaints_s
+        delay_s = min(
+            self.state.config.rebuild_s * 2**self.ring_rebuilds.tries, self.state.config.rebuild_limit_s
+        )
+        return self.state.epoch.aborted_at + float(delay_s)
 
 
 def _some(names: list[str], most: int = 4) -> str:

@@ -9,9 +9,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fabric.model import Member, OperatorOverrides, Policy, Record, SnapshotRef
-from fabric.protocol.leader.base import Backoff, EpochState, Serving
+from fabric.protocol.leader.admission import Backoff
+from fabric.protocol.leader.evidence import Penalty
+from fabric.protocol.leader.joins import Serving
 from fabric.protocol.leader.liveness import Liveness, Peer, PulseState
-from fabric.protocol.leader.orders import Penalty
+from fabric.protocol.leader.state import EpochState
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 
@@ -144,183 +146,185 @@ class LeaderView:
 
     @property
     def job(self) -> str:
-        return self._core.job
+        return self._core.state.job
 
     @property
     def liveness(self) -> LivenessView:
-        return LivenessView(self._core.liveness)
+        return LivenessView(self._core.state.liveness)
 
     @property
     def peers(self) -> Mapping[str, Peer]:
         """Replica -> the session of the process that counts for it."""
-        return MappingProxyType(self._core.liveness.peers)
+        return MappingProxyType(self._core.state.liveness.peers)
 
     @property
     def epoch(self) -> EpochView:
         """The epoch in force."""
-        return EpochView(self._core.epoch)
+        return EpochView(self._core.state.epoch)
 
     # --- the record ------------------------------------------------------------------------------------
 
     @property
     def record(self) -> Record | None:
         """The record that the store has committed."""
-        return self._core.record
+        return self._core.state.record
 
     @property
     def record_in_flight(self) -> Record | None:
         """The record whose write the store has not answered yet."""
-        return self._core.writing
+        return self._core.writer.writing
 
     @property
     def is_reading(self) -> bool:
         """Whether the core waits for the record to be read again."""
-        return self._core.reading
+        return self._core.writer.reading
 
     @property
     def is_changing(self) -> bool:
         """Whether a record is being written, or an eviction is pending."""
-        return self._core.is_changing
+        return self._core.writer.is_changing
 
     @property
     def is_complete(self) -> bool:
-        return self._core.record is not None and self._core.record.complete
+        return self._core.state.record is not None and self._core.state.record.complete
 
     @property
     def failed_reason(self) -> str:
         """Why a failed job refuses new processes, or empty."""
-        return self._core.refused_for
+        return self._core.endings.refused_for
 
     @property
     def restarts_after_failure(self) -> bool:
         """Whether an operator wants the failed job to begin again."""
-        return self._core.restart_after_failure
+        return self._core.endings.restart_after_failure
 
     # --- steps -----------------------------------------------------------------------------------------
 
     def top_step(self) -> int:
         """The highest step of any member. The call looks at every peer."""
-        return self._core.top_step()
+        return self._core.state.top_step()
 
     @property
     def highest_step(self) -> int | None:
         """The highest step of this generation that this leader has heard of."""
-        return self._core.highest_step
+        return self._core.progress.highest_step
 
     @property
     def steps_lost(self) -> int | None:
         """Steps that the newest cold start lost, where the leader knows."""
-        return self._core.steps_lost
+        return self._core.bases.steps_lost
 
     @property
     def last_step_at(self) -> float:
         """When a member last reported a further step."""
-        return self._core.stepped
+        return self._core.progress.last_step_at
 
     @property
     def finished(self) -> Mapping[str, int]:
         """Replica -> the step at which it finished."""
-        return MappingProxyType(self._core.finished)
+        return MappingProxyType(self._core.endings.finished)
 
     @property
     def awaited_in_step(self) -> Mapping[str, tuple[int, float]]:
         """Replica that the others wait for in the exchange -> the step, and since when."""
-        return MappingProxyType(self._core.stragglers.since)
+        return MappingProxyType(self._core.evictions.stragglers.since)
 
     def patience_s(self, peer: Peer) -> float:
         """How long the others wait for this member's user code."""
-        return self._core.patience_s(peer)
+        return self._core.state.patience_s(peer)
 
     @property
     def ring_rebuild_at(self) -> float:
         """When the same members connect their ring again after an abort."""
-        return self._core.rebuild_due
+        return self._core.rebuilds.rebuild_due
 
     # --- who takes part --------------------------------------------------------------------------------
 
     @property
     def policy(self) -> Policy:
-        return self._core.config.policy
+        return self._core.state.config.policy
 
     @property
     def coalesce_s(self) -> float:
         """Deaths noticed within so many seconds share one epoch."""
-        return self._core.config.coalesce_s
+        return self._core.state.config.coalesce_s
 
     @property
     def min_members(self) -> int:
         """How many members the job needs to step, from the next epoch on."""
-        return self._core.least
+        return self._core.limits.least
 
     @property
     def max_members(self) -> int:
-        return self._core.most
+        return self._core.limits.most
 
     @property
     def start_wait_s(self) -> float:
         """How long a start waits for all replicas."""
-        return self._core.start_wait_s
+        return self._core.starts.start_wait_s
 
     @property
     def start_waits_since(self) -> float | None:
         """Since when a start waits for more replicas."""
-        return self._core.waiting_since
+        return self._core.starts.waiting_since
 
     def startable(self) -> int:
         """How many replicas could begin a generation now."""
-        return self._core.startable()
+        return self._core.starts.startable()
 
     @property
     def out_of_contact_limit_s(self) -> float:
         """A process that has been out of contact for so long commits no more."""
-        return self._core.out_of_sight_s
+        return self._core.state.out_of_sight_s
 
     @property
     def serving(self) -> Mapping[str, Serving]:
         """Joiner -> the snapshot that the members take for it."""
-        return MappingProxyType(self._core.serving)
+        return MappingProxyType(self._core.joins.serving)
 
     @property
     def notified_refusals(self) -> Mapping[str, str]:
         """Joiner -> why the leader does not admit it, as it was notified."""
-        return MappingProxyType(self._core.waiting_outside)
+        return MappingProxyType(self._core.admission.waiting_outside)
 
     def admission_refusal(self, peer: Peer) -> str:
         """Why the leader does not admit this joiner now, or empty."""
-        return self._core.kept_out(peer)
+        return self._core.admission.kept_out(peer)
 
     def readmission_backoff(self, peer: Peer) -> Backoff:
         """How often this process was evicted, and until when it waits."""
-        return self._core.readmission_backoff.get((peer.session.replica, peer.incarnation), Backoff())
+        return self._core.admission.readmission_backoff.get(
+            (peer.session.replica, peer.incarnation), Backoff()
+        )
 
     def was_evicted_in_user_code(self, peer: Peer) -> bool:
         """Whether the others waited too long for this process, which has not come back from its user code."""
-        return (peer.session.replica, peer.incarnation) in self._core.evicted_in_user_code
+        return (peer.session.replica, peer.incarnation) in self._core.admission.evicted_in_user_code
 
     # --- operators and hosts ---------------------------------------------------------------------------
 
     @property
     def overrides(self) -> OperatorOverrides:
         """What operators have ordered; the record has it with the next write."""
-        return self._core.overrides
+        return self._core.limits.overrides
 
     @property
     def has_unwritten_overrides(self) -> bool:
         """Whether the next leader would not know the newest orders."""
-        return self._core.has_unwritten_orders
+        return self._core.writer.has_unwritten_overrides
 
     def objection(self, asked: io.Operator) -> str:
         """Why the leader refuses this order, or empty."""
-        return self._core.objection(asked)
+        return self._core.orders.objection(asked)
 
     def knows_of(self, about: str) -> bool:
         """Whether the leader has heard of a replica or a host of this name."""
-        return self._core.knows_of(about)
+        return self._core.evidence.knows_of(about)
 
     def penalties(self) -> list[Penalty]:
         """Replicas and hosts that are kept out because they failed too often."""
-        return self._core.penalties()
+        return self._core.evidence.penalties()
 
     def hosts_that_failed(self) -> list[dict[str, Any]]:
         """Each host with failures in its history, the most suspect first."""
-        return self._core.hosts_that_failed()
+        return self._core.evidence.hosts_that_failed()

@@ -1,0 +1,171 @@
+"""Which newcomers are let in, and what the others are told."""
+
+from dataclasses import dataclass, field
+
+from fabric.model import (
+    Record,
+    counted,
+)
+from fabric.protocol.leader.endings import Endings
+from fabric.protocol.leader.evidence import FailureEvidence
+from fabric.protocol.leader.liveness import Peer, as_member
+from fabric.protocol.leader.orders import OperatorOrders
+from fabric.protocol.leader.outbox import LeaderOutbox
+from fabric.protocol.leader.state import JobState, RosterLimits
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules.link_graph import Healing
+
+# Seconds that an evicted process waits before it is admitted again, doubled every time.
+READMIT_S = 0.25
+READMIT_LIMIT_S = 30.0
+# Whoever held the others up for nothing waits so many times as long before it may do so again.
+READMIT_STALLS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How often a process was evicted, and from when on it may be admitted again."""
+
+    times: int = 0
+    until: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """Keeps out whom operators, failures, missing links or a backoff keep out."""
+
+    state: JobState
+    outbox: LeaderOutbox
+    limits: RosterLimits
+    evidence: FailureEvidence
+    orders: OperatorOrders
+    endings: Endings
+    readmission_backoff: dict[tuple[str, int], Backoff] = field(default_factory=dict)
+    healing: Healing = field(default_factory=Healing)
+    # (replica, incarnation) -> the step that it stood at. The others would only wait for it again.
+    evicted_in_user_code: dict[tuple[str, int], int] = field(default_factory=dict)
+    waiting_outside: dict[str, str] = field(default_factory=dict)  # newcomer -> why, as it was told
+
+    def kept_out(self, peer: Peer) -> str:
+        """Why this newcomer is not let in although it could be, in a sentence, or empty."""
+        record, name = self.state.record, peer.session.replica
+        if record is None or record.member(name) is not None:
+            return ""
+        if name in self.orders.draining:
+            return self.orders.draining[name]
+        if self.limits.overrides.paused:
+            return f"nobody is admitted: paused {self.limits.overrides.paused}; `fabric resume` ends that"
+        penalty = self.evidence.penalty_of(as_member(peer.session))
+        # A penalty that would keep the whole job standing is none.
+        if penalty is not None and len(record.roster) >= self.limits.least:
+            return penalty.sentence
+        return self._cut_off(record, peer) or self._surplus(record, peer)
+
+    def _surplus(self, record: Record, peer: Peer) -> str:
+        """Why the job does not need this newcomer now, in a sentence, or empty."""
+        enough = self.limits.full if self.evidence.stands_by(peer) else self.limits.most
+        if len(record.roster) < enough:
+            return ""
+        why = (
+            f"the job has its {counted(enough, 'member')}: this one stands by, to take the place of one "
+            "that dies"
+        )
+        suspect = self.evidence.suspect_host(peer) if not peer.session.spare else None
+        if suspect is not None and len(record.roster) < self.limits.most:
+            why += (
+                f"; its host {suspect.host} failed {counted(suspect.times, 'time')} in the last days, last: "
+                f"{suspect.why}; `fabric admit {suspect.host}` lets it in at once"
+            )
+        return why
+
+    def _cut_off(self, record: Record, peer: Peer) -> str:
+        """Why this newcomer would only be left out again for its links, in a sentence, or empty. A job that
+        is short of members does not wait for links to prove themselves."""
+        missing = self.out_of_reach(record, peer)
+        if missing:
+            names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+            return f"it cannot reach {names}: it is let in when it reaches every member"
+        process = peer.session.replica, peer.incarnation
+        if self.state.is_parked(record) or self.healing.is_calm(process, self.state.now):
+            return ""
+        return (
+            "its links to members were cut, and are whole again: it is let in when they have held for "
+            f"{self.healing.calm_s(process):g} s"
+        )
+
+    @staticmethod
+    def out_of_reach(record: Record, peer: Peer) -> list[str]:
+        """Members that this newcomer says it cannot reach."""
+        said = peer.beat.unreachable if peer.beat is not None else ()
+        return [name for name in said if record.member(name) is not None]
+
+    def is_penalised(self, record: Record, peer: Peer) -> bool:
+        return (
+            len(record.roster) >= self.limits.least
+            and self.evidence.penalty_of(as_member(peer.session)) is not None
+        )
+
+    def notify_kept_out(self, record: Record) -> None:
+        """Who waits outside is told why, once for every reason."""
+        peers = self.state.liveness.peers
+        for name in sorted(record.strangers(peers.keys()) | (self.waiting_outside.keys() & peers.keys())):
+            peer = peers[name]
+            why = self.kept_out(peer) if peer.connected and name not in self.orders.draining else ""
+            # The session of a process that has ended may stand for a while: that one does not wait.
+            why = "" if why and self.state.suspicion(peer) else why
+            if why == self.waiting_outside.get(name, ""):
+                continue
+            self.waiting_outside.pop(name, None)
+            if why:
+                self.waiting_outside[name] = why
+                self.outbox.record_event("kept out", name, why)
+                self.outbox.send(name, m.Rejected(why, retry=True))
+
+    def _is_backing_off(self, peer: Peer) -> bool:
+        """Whether it was evicted not long ago, or is still where it was evicted for being."""
+        process = peer.session.replica, peer.incarnation
+        return (
+            self.state.now < self.readmission_backoff.get(process, Backoff()).until
+            or process in self.evicted_in_user_code
+        )
+
+    def note_return(self, peer: Peer, beat: m.Heartbeat) -> None:
+        """Whoever waits, or went on, has come back from the user's code; and whose links are still cut."""
+        process = peer.session.replica, peer.incarnation
+        if self.state.record is not None and beat.unreachable and self.out_of_reach(self.state.record, peer):
+            self.healing.missed(process, self.state.now)
+        if beat.waits or beat.step > self.evicted_in_user_code.get(process, beat.step):
+            self.evicted_in_user_code.pop(process, None)
+
+    def back_off(self, record: Record) -> None:
+        """Who is evicted waits before it is admitted again, longer every time: its return stops nobody,
+        but its next eviction would."""
+        for member in self.state.record.roster if self.state.record is not None else ():
+            if record.lists(member.replica, member.incarnation) or member.leaving:
+                continue
+            self.outbox.loss_incidents[member.replica] = record.incident_id
+            key = (member.replica, member.incarnation)
+            if member.replica in self.state.epoch.cut_off:
+                self.healing.left_out(key, self.state.now)
+                continue
+            times = self.readmission_backoff.get(key, Backoff()).times + 1
+            wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
+            if member.replica in self.state.epoch.slow_joiners:
+                wait_s = max(wait_s, READMIT_STALLS * self.state.join_stall_s(member.replica))
+            self.readmission_backoff[key] = Backoff(times, self.state.now + wait_s)
+
+    def readmit(self, about: str) -> None:
+        """An operator wants this replica back at once."""
+        for key in [k for k in self.readmission_backoff if k[0] == about]:
+            del self.readmission_backoff[key]
+        self.healing.forget(about)
+
+    def is_welcome(self, record: Record, peer: Peer) -> bool:
+        if not peer.connected or peer.beat is None or self.kept_out(peer):
+            return False
+        if record.member(peer.session.replica) is not None or peer.session.replica in self.endings.finished:
+            return False
+        if self._is_backing_off(peer):
+            return False
+        # Else it does not know yet that it is outside, or would be evicted at once.
+        return peer.beat.epoch == record.epoch and not self.state.suspicion(peer)

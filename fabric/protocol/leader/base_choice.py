@@ -1,0 +1,99 @@
+"""Which state a generation begins from."""
+
+from dataclasses import dataclass, field
+
+from fabric.model import (
+    DURABLE,
+    Base,
+    Record,
+    SnapshotRef,
+)
+from fabric.protocol.leader.liveness import Peer, as_member
+from fabric.protocol.leader.state import JobState
+from fabric.protocol.messages import network as m
+
+
+@dataclass(slots=True, eq=False)
+class BaseChoice:
+    """Knows which states are held where, and which of them proved to be of no use."""
+
+    state: JobState
+    unusable: dict[SnapshotRef, str] = field(default_factory=dict)  # could not be loaded -> why
+    mistrusted: dict[SnapshotRef, str] = field(default_factory=dict)  # its state is wrong -> why
+    silent_servers: set[str] = field(default_factory=set)  # servers that delivered nothing, and are not heard
+    base_loaded_generation: int = 0  # the newest generation whose base a member has loaded
+    steps_lost: int | None = None  # by the newest cold start, where that is known
+
+    def choose(self, peers: list[Peer]) -> tuple[Base | None, str]:
+        """The ladder: the highest (generation, step) that anything still holds, memory before durable storage
+        where both hold it, without what could not be loaded before, or is of a state that was found wrong.
+        None when nothing else is left. And in words what was passed over."""
+        found = self.held_states(peers)
+        for ref in self.state.liveness.durable():
+            found.setdefault(ref, set()).add(DURABLE)
+        passed = {ref: f"could not be loaded: {why}" for ref, why in self.unusable.items()}
+        passed |= {ref: f"is not trusted: {why}" for ref, why in self.mistrusted.items() if ref in found}
+        newest_first = sorted(passed, key=lambda ref: (-ref.generation, -ref.step))
+        told = "; ".join(f"step {x.step} of generation {x.generation} {passed[x]}" for x in newest_first)
+        usable = {ref: urls for ref, urls in found.items() if ref not in passed}
+        if any(ref.generation for ref in self.unusable):
+            # The job has been further: the initial state of its new processes stands for none of that.
+            usable = {ref: urls for ref, urls in usable.items() if ref.generation}
+        if found and not usable:
+            return None, told
+        if not usable:
+            first = peers[0].session
+            urls = tuple(a.ckpt for a in as_member(first).addresses)
+            return Base(first.generation, first.step, first.digest, urls), told
+        best = max(usable, key=lambda ref: (ref.generation, ref.step, len(usable[ref]), ref.digest))
+        return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), told
+
+    def held_states(self, peers: list[Peer]) -> dict[SnapshotRef, set[str]]:
+        """What the checkpoint servers have in memory, every lane of it, and who has it: by their own word. Of
+        a server that is not heard its trainer's word counts."""
+        whole = self.state.liveness.whole(1 + len(peers[0].session.ranks))
+        heard = self.state.liveness.heard_servers()
+        for peer in self.state.liveness.peers.values():
+            urls = {a.ckpt for a in as_member(peer.session).addresses}
+            if not peer.connected or urls & heard or urls & self.silent_servers:
+                continue
+            # Its checkpoint server does not talk to me: what the trainer says of it may be out of date.
+            for ref in peer.session.snapshots:
+                whole.setdefault(ref, set()).update(urls)
+        return whole
+
+    def mistrust(self, names: tuple[str, ...], why: str) -> None:
+        """Of these members the state is wrong, and since when nobody knows: no generation begins from what
+        their checkpoint servers alone have in memory."""
+        record, held = self.state.record, self.state.liveness.held()
+        wrong = [x for x in record.roster if x.replica in names] if record is not None else []
+        urls = {url for member in wrong for url in self.state.liveness.ckpts(member)}
+        known = {ref: text for ref, text in self.mistrusted.items() if ref in held}
+        self.mistrusted = {**known, **{ref: why for ref, where in held.items() if where <= urls}}
+
+    def forgive(self) -> None:
+        """An operator restarts the job: every state may be tried again."""
+        self.unusable.clear()
+        self.mistrusted.clear()
+
+    def note_cannot_load(self, message: m.CannotContinue, record: Record) -> None:
+        """A member could not load the base. A silent source that delivers nothing counts no more."""
+        if message.unusable and self.base_loaded_generation != record.generation:
+            self.unusable.setdefault(base_ref(record), message.why)
+        self.silent_servers.update(set(record.base.sources) - self.state.liveness.heard_servers())
+
+    def note_loaded(self, generation: int) -> None:
+        """Whoever is in this generation could load what it began from, so that can be loaded."""
+        record = self.state.record
+        if (
+            record is not None
+            and generation == record.generation
+            and self.base_loaded_generation != generation
+        ):
+            self.base_loaded_generation = generation
+            self.unusable.pop(base_ref(record), None)
+
+
+def base_ref(record: Record) -> SnapshotRef:
+    """The state that the record's generation begins from."""
+    return SnapshotRef(record.base.generation, record.base.step, record.base.digest)

@@ -1,0 +1,75 @@
+"""How members go on after a forced epoch."""
+
+from dataclasses import dataclass, replace
+
+from fabric.model import (
+    Record,
+)
+from fabric.protocol.leader.base_choice import BaseChoice
+from fabric.protocol.leader.evictions import Evictions
+from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.outbox import LeaderOutbox
+from fabric.protocol.leader.state import JobState
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules.decide import Evict, Undecidable, decide
+
+
+@dataclass(slots=True, eq=False)
+class Decisions:
+    """Rule 5: decides from the reports of all members."""
+
+    state: JobState
+    outbox: LeaderOutbox
+    bases: BaseChoice
+    evictions: Evictions
+
+    def on_report(self, peer: Peer, message: m.Report) -> None:
+        if not self.state.is_current(message.fence) or not self.state.in_force(peer):
+            return
+        self.state.epoch.reports.setdefault(peer.session.replica, message)
+        self.bases.note_loaded(message.state_generation)
+        if self.state.epoch.decision is not None:
+            self.outbox.send(peer.session.replica, self.row(peer.session.replica))
+
+    def decide_epoch(self, record: Record) -> None:
+        """Rule 5."""
+        reports = self.state.epoch.reports
+        if not record.is_forced or self.state.epoch.decision is not None:
+            return
+        if any(x.replica not in reports for x in record.roster):
+            return
+        decision = decide(record, reports, self.state.micro_batches())
+        if isinstance(decision, Evict):
+            if decision.state:
+                self.bases.mistrust(decision.replicas, decision.reason)
+            for name in decision.replicas:
+                self.state.epoch.cannot_continue.add(name)
+                self.evictions.schedule(name, decision.reason)
+            self.evictions.evict(record)
+        elif isinstance(decision, Undecidable):
+            self._stop_job(record, decision.reason)
+        else:
+            self.state.epoch.decision, self.state.epoch.decided_at = decision, self.state.now
+            self.state.epoch.rows = {
+                a.replica: replace(decision, table=(a,)) for a in decision.table if a.drop or a.micro_batches
+            }
+            self.state.epoch.no_row = replace(decision, table=())
+            self.outbox.record_event(
+                "resume", "", f"step {decision.step}: {decision.reason}", record.incident_id
+            )
+            for member in record.roster:
+                self.outbox.send(member.replica, self.row(member.replica))
+
+    def row(self, replica: str) -> m.Resume:
+        """The decision as this member is told it: most have nothing to add, and are told the same object."""
+        assert self.state.epoch.no_row is not None
+        return self.state.epoch.rows.get(replica, self.state.epoch.no_row)
+
+    def _stop_job(self, record: Record, reason: str) -> None:
+        """A person is needed: said once to everybody."""
+        if self.state.epoch.stopped:
+            return
+        self.state.epoch.stopped = reason
+        self.outbox.record_event("stopped", "", reason, record.incident_id)
+        for member in record.roster:
+            self.outbox.send(member.replica, m.Rejected(reason))

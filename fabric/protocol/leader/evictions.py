@@ -1,0 +1,130 @@
+"""Which members are left out of the next epoch."""
+
+from dataclasses import dataclass, field
+
+from fabric.model import (
+    Record,
+)
+from fabric.protocol.leader.admission import Admission
+from fabric.protocol.leader.endings import Endings
+from fabric.protocol.leader.evidence import FailureEvidence
+from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.outbox import LeaderOutbox
+from fabric.protocol.leader.record_writer import RecordWriter
+from fabric.protocol.leader.starts import Starts
+from fabric.protocol.leader.state import JobState
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules.wait_graph import (
+    StragglerTracker,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Evictions:
+    """Rule 2: schedules evictions, and writes the epoch that answers them."""
+
+    state: JobState
+    outbox: LeaderOutbox
+    writer: RecordWriter
+    evidence: FailureEvidence
+    starts: Starts
+    admission: Admission
+    endings: Endings
+    stragglers: StragglerTracker = field(default_factory=StragglerTracker)
+
+    def schedule(self, replica: str, reason: str) -> None:
+        if replica in self.state.epoch.pending_evictions or not self.state.lists(replica):
+            return
+        if not self.state.epoch.pending_evictions:
+            self.state.epoch.evictions_since = self.state.now
+        self.state.epoch.pending_evictions[replica] = reason
+        self.outbox.record_event("evicting", replica, reason, self.state.next_incident_id())
+
+    def cancel(self, record: Record) -> None:
+        """Nobody could take over: whoever is heard, and was not found wrong or fallen, goes on."""
+        for member in record.roster:
+            if (
+                member.replica not in self.state.epoch.pending_evictions
+                or member.replica in self.state.epoch.cannot_continue
+            ):
+                continue
+            if not self.state.liveness.failure_reason(member, self.state.now):
+                del self.state.epoch.pending_evictions[member.replica]
+                self.outbox.record_event(
+                    "heard again", member.replica, "it goes on, for nobody could take over"
+                )
+
+    def evict(self, record: Record) -> bool:
+        """Rule 2, and the wait for a cold start when nobody who knows the job's state is left."""
+        for member in self.state.liveness.suspects(record.roster, self.state.now):
+            if member.replica not in self.state.epoch.pending_evictions:
+                verdict = self.state.liveness.failure_reason(member, self.state.now)
+                if verdict:
+                    self.schedule(member.replica, verdict)
+        condemned = self.state.epoch.pending_evictions
+        if not any(self.state.knows(x) for x in record.roster if x.replica not in condemned):
+            self.cancel(record)
+        if not condemned:
+            return False
+        left = tuple(x for x in record.roster if x.replica not in condemned)
+        if not any(self.state.knows(x) for x in left):
+            return self.starts.start_again(record)
+        if self.state.now - self.state.epoch.evictions_since < self.state.config.coalesce_s:
+            return True
+        why = "; ".join(f"{name} evicted: {reason}" for name, reason in sorted(condemned.items()))
+        self.evidence.note_failures(record)
+        self.writer.write_epoch(record, left, forced=True, why=why)
+        return True
+
+    def evict_unresponsive(self, record: Record) -> None:
+        """Who lives and does not answer a forced epoch has as long as its user code, which may hold the
+        interpreter's lock and so keep its control thread from answering; then the others go on."""
+        reports, condemned = self.state.epoch.reports, self.state.epoch.pending_evictions
+        if not record.is_forced or self.state.epoch.decision is not None:
+            return
+        answered = (x for x in record.roster if x.replica in reports and x.replica not in condemned)
+        if not any(self.state.knows(x) for x in answered):
+            return
+        # Since this leader could hear it: not while it was itself stopped, or another led.
+        waited_s = self.state.now - max(self.state.epoch.since, self.state.liveness.elected)
+        for member in record.roster:
+            peer = self.state.liveness.peers.get(member.replica)
+            if member.replica in reports or peer is None or waited_s < self.state.patience_s(peer):
+                continue
+            self.schedule(
+                member.replica, f"it lives, but did not answer epoch {record.epoch} for {waited_s:.0f} s"
+            )
+
+    def evict_stragglers(self, peer: Peer, beat: m.Heartbeat) -> None:
+        """User code is no failure, but the others do not wait for ever: see ``user_code_s`` and ``busy``."""
+        name = peer.session.replica
+        if beat.step > self.stragglers.since.get(name, (beat.step, 0.0))[0]:
+            self.stragglers.came(name)
+        if (
+            not beat.waiting_for
+            or not self.state.in_force(peer)
+            or beat.epoch != (self.state.record.epoch if self.state.record else 0)
+        ):
+            return
+        for other in beat.waiting_for:
+            late = self.state.liveness.peers.get(other)
+            if (
+                late is None
+                or not self.state.lists(other)
+                or self.state.is_blocking_join(other)
+                or other in self.endings.finished
+            ):
+                continue
+            waited_s = self.stragglers.waited_s(other, beat.step, self.state.now)
+            if waited_s >= self.state.patience_s(late) and self.state.is_spared_by(other):
+                busy = late.beat.busy if late.beat is not None else ""
+                doing = f"busy with {busy}" if busy else "in user code"
+                self.admission.evicted_in_user_code[late.session.replica, late.incarnation] = late.step
+                self.schedule(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
+
+    def evict_slow_joiners(self, record: Record) -> None:
+        for name in self.state.blocking_joiners(record):
+            limit_s = self.state.join_stall_s(name)
+            if self.state.now - self.state.epoch.decided_at >= limit_s:
+                self.state.epoch.slow_joiners.add(name)
+                self.schedule(name, f"the others waited {limit_s:g} s for its state, which did not arrive")

@@ -1,0 +1,195 @@
+"""What speaks against replicas, hosts and micro-batches: failures of the last while, and deaths.
+
+The record holds the failures, so that the next leader knows them.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from fabric.model import (
+    Death,
+    HostFailure,
+    HostHistory,
+    Member,
+    Poison,
+    Record,
+    counted,
+)
+from fabric.protocol.leader.liveness import Peer, as_member
+from fabric.protocol.leader.state import JobState
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules import host_history, poison
+
+# A record stays small: beyond so many the oldest evidence is forgotten.
+MAX_FAILURES = 256
+MAX_WHY_CHARACTERS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """``about`` (``kind``: replica or host) failed ``times`` times and is kept out until ``until``, Unix
+    seconds; ``why`` it failed last."""
+
+    kind: str
+    about: str
+    times: int
+    until: float
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        end = f"{datetime.fromtimestamp(self.until, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        return (
+            f"{self.kind} {self.about} failed {counted(self.times, 'time')}, last: {self.why}; it is not "
+            f"admitted before {end}: mend it, then `fabric admit {self.about}` lets it in at once"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class FailureEvidence:
+    """Counts failures by replica and host, and keeps out who failed too often."""
+
+    state: JobState
+    failures: tuple[HostFailure, ...] = ()
+    hosts: tuple[HostHistory, ...] = ()
+    forgiven_deaths: set[tuple[str, Death]] = field(default_factory=set)
+    # When, from what, and the result: the same question comes for every newcomer.
+    _penalties: tuple[float, tuple[HostFailure, ...], Record | None, list[Penalty]] = (0.0, (), None, [])
+
+    def recall(self, record: Record) -> None:
+        """What earlier leaders wrote, by clocks that may have been others."""
+        now = self.state.unix_now
+        self.failures = tuple(x if x.at <= now else replace(x, at=now) for x in record.failures)
+        self.hosts = host_history.by_this_clock(record.hosts, now)
+
+    def note_failures(self, record: Record) -> None:
+        """Before the epoch without them is written. Once per epoch, however often that write is tried."""
+        now = self.state.unix_now
+        known = {(x.replica, x.epoch) for x in self.failures}
+        found = [
+            HostFailure(name, host_of(member), record.epoch, round(now, 1), why[:MAX_WHY_CHARACTERS])
+            for name, why in sorted(self.state.epoch.pending_evictions.items())
+            if name not in self.state.epoch.not_counted_as_failure
+            and (member := record.member(name)) is not None
+            if (name, record.epoch) not in known
+        ]
+        recent = [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
+        self.failures = (*recent, *found)[-MAX_FAILURES:] if self.state.config.failures else ()
+        # What failed together on one host is one failure of it.
+        already = {x.host for x in self.failures if x.epoch == record.epoch and x not in found}
+        failed = {x.host: x.why for x in found if x.host and x.host not in already}
+        if failed and self.state.config.failures:
+            self.hosts = host_history.with_failures(self.hosts, failed, now, self.state.config.half_life_s)
+
+    def _age_s(self, failure: HostFailure) -> float:
+        return self.state.unix_now - failure.at
+
+    def penalties(self) -> list[Penalty]:
+        """Of replicas and hosts, as the evidence has them now. A host is to blame only where the job has
+        another one."""
+        if self._penalties[:3] != (self.state.now, self.failures, self.state.record):
+            self._penalties = (self.state.now, self.failures, self.state.record, self.find_penalties())
+        return self._penalties[3]
+
+    def find_penalties(self) -> list[Penalty]:
+        limit, found = self.state.config.failures, list[Penalty]()
+        recent = [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
+        if not limit or len(recent) < limit:
+            return []
+        for kind in ("replica", "host"):
+            # Replicas of one host that failed in one epoch are one failure of that host.
+            by_epoch = {(getattr(x, kind), x.epoch): x for x in recent if getattr(x, kind)}
+            counts = Counter(about for about, _ in by_epoch)
+            for about, times in sorted(counts.items()):
+                if times >= limit and (kind == "replica" or self._has_other_host(about)):
+                    own = [x for (name, _), x in by_epoch.items() if name == about]
+                    found.append(self._penalty(kind, about, own))
+        return found
+
+    def _penalty(self, kind: str, about: str, failures: list[HostFailure]) -> Penalty:
+        """It ends when fewer than the limit lie within the window."""
+        newest = sorted(failures, key=self._age_s)
+        until = newest[self.state.config.failures - 1].at + self.state.config.failures_s
+        return Penalty(kind, about, len(failures), until, newest[0].why)
+
+    def _has_other_host(self, host: str) -> bool:
+        return self.state.record is not None and any(host_of(x) != host for x in self.state.record.roster)
+
+    def penalty_of(self, member: Member) -> Penalty | None:
+        """Why this replica, or its host, is kept out."""
+        found = self.penalties()
+        if not found:
+            return None
+        names = {("replica", member.replica), ("host", host_of(member))}
+        return max((x for x in found if (x.kind, x.about) in names), key=lambda x: x.until, default=None)
+
+    def knows_of(self, about: str) -> bool:
+        """Whether a replica or a host of this name was ever heard of here."""
+        members = [as_member(x.session) for x in self.state.liveness.peers.values()]
+        members += self.state.record.roster if self.state.record is not None else ()
+        accused = {y for x in self.failures for y in (x.replica, x.host)} | {x.host for x in self.hosts}
+        return about in accused or any(about in (x.replica, host_of(x)) for x in members)
+
+    def forgive_past(self, about: str) -> None:
+        """Of a host, or of a replica and so of the hosts that it failed on and is on now."""
+        peer = self.state.liveness.peers.get(about)
+        hosts = {about, *(x.host for x in self.failures if x.replica == about)}
+        hosts |= {host_of(as_member(peer.session))} if peer is not None else set()
+        self.failures = tuple(x for x in self.failures if about not in (x.replica, x.host))
+        self.hosts = tuple(x for x in self.hosts if x.host not in hosts)
+
+    def suspect_host(self, peer: Peer) -> HostHistory | None:
+        """Its host, where that has failed so often in the last days that it is likely to fail again."""
+        host, now = host_of(as_member(peer.session)), self.state.unix_now
+        if not self.state.config.failures or not self.hosts or not self._has_other_host(host):
+            return None
+        found = (x for x in self.hosts if x.host == host)
+        return next((x for x in found if self.host_score(x, now) >= host_history.SUSPECT), None)
+
+    def hosts_that_failed(self) -> list[dict[str, Any]]:
+        """For people, the most suspect first: what is remembered, what it comes to now, and who is there."""
+        now = self.state.unix_now
+        there = defaultdict[str, set[str]](set)
+        for member in (
+            *(self.state.record.roster if self.state.record else ()),
+            *map(as_member, self._sessions()),
+        ):
+            there[host_of(member)].add(member.replica)
+        found = [
+            {**asdict(x), "score": round(value, 3), "replicas": sorted(there.get(x.host, ()))}
+            | {"suspect": value >= host_history.SUSPECT and self._has_other_host(x.host)}
+            for x in self.hosts
+            if (value := self.host_score(x, now)) >= host_history.FORGOTTEN
+        ]
+        return sorted(found, key=lambda x: (-x["score"], x["host"]))
+
+    def _sessions(self) -> list[m.OpenSession]:
+        return [x.session for x in self.state.liveness.peers.values() if x.connected]
+
+    def host_score(self, host: HostHistory, unix_s: float) -> float:
+        """What its failures come to at that time."""
+        return host_history.score(host, unix_s, self.state.config.half_life_s)
+
+    def stands_by(self, peer: Peer) -> bool:
+        """Whether it takes part only while members are missing: it asked to, or its host is suspect."""
+        return peer.session.spare or self.suspect_host(peer) is not None
+
+    def known_poison(self, record: Record) -> tuple[Poison, ...]:
+        """What nobody computes from the next forced record on: what it was, and what was proven since."""
+        if record.sharing.on_poison != "skip":
+            return ()
+        return poison.merged(record.poison, poison.proven(self.state.deaths(), self.forgiven_deaths))
+
+    def forgive_deaths(self) -> None:
+        """Somebody has looked at it and starts again: what killed before counts no more."""
+        self.forgiven_deaths = {
+            (replica, death) for replica, deaths in self.state.deaths() for death in deaths
+        }
+
+
+def host_of(member: Member) -> str:
+    """Where all of its ranks are reached, or empty."""
+    hosts = {x.link.rpartition(":")[0] for x in member.addresses}
+    return hosts.pop() if len(hosts) == 1 else ""

@@ -1,0 +1,101 @@
+"""The plan: what a leader does next, as a table of rules in order. And when it looks at the table again."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fabric.model import Record
+
+if TYPE_CHECKING:
+    from fabric.protocol.leader.core import LeaderCore
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRule:
+    """One row of the plan. ``apply`` returns whether the rule made the move of this pass, which then ends."""
+
+    name: str
+    apply: Callable[["LeaderCore", Record], bool]
+
+
+def first_move(rules: tuple[PlanRule, ...], leader: "LeaderCore", record: Record) -> bool:
+    """Apply the rules in order until one of them makes its move."""
+    return any(rule.apply(leader, record) for rule in rules)
+
+
+def _and_go_on(act: Callable[["LeaderCore", Record], object]) -> Callable[["LeaderCore", Record], bool]:
+    """A rule that never ends the pass."""
+
+    def apply(leader: "LeaderCore", record: Record) -> bool:
+        act(leader, record)
+        return False
+
+    return apply
+
+
+def _fail(leader: "LeaderCore", record: Record) -> bool:
+    if not leader.endings.fail(record):
+        return False
+    if leader.endings.restart_after_failure:
+        leader.starts.start_again(record)
+    return True
+
+
+def _change_settled_roster(leader: "LeaderCore", record: Record) -> None:
+    """Rule 4: a planned epoch only while every member runs in the epoch in force."""
+    if leader.state.is_settled(record):
+        first_move(SETTLED_RULES, leader, record)
+
+
+# Of these the first that applies makes the move. They wait until every member runs in the epoch in force.
+SETTLED_RULES: tuple[PlanRule, ...] = (
+    PlanRule("rescale", lambda leader, record: leader.orders.rescale(record)),
+    PlanRule("drain", lambda leader, record: leader.orders.drain(record)),
+    PlanRule("admit", lambda leader, record: leader.joins.admit(record)),
+    PlanRule("serve newcomers", _and_go_on(lambda leader, record: leader.joins.serve(record))),
+)
+
+# One pass over a job that has a record and is not complete.
+PLAN_RULES: tuple[PlanRule, ...] = (
+    PlanRule("write overrides", lambda leader, record: leader.writer.write_overrides(record)),
+    PlanRule(
+        "evict slow joiners", _and_go_on(lambda leader, record: leader.evictions.evict_slow_joiners(record))
+    ),
+    PlanRule(
+        "evict unresponsive members",
+        _and_go_on(lambda leader, record: leader.evictions.evict_unresponsive(record)),
+    ),
+    PlanRule("complete", lambda leader, record: leader.endings.complete(record)),
+    PlanRule("fail, or start a failed job again", _fail),
+    PlanRule("evict", lambda leader, record: leader.evictions.evict(record)),
+    PlanRule("rebuild the ring", lambda leader, record: leader.rebuilds.rebuild(record)),
+    PlanRule("decide", _and_go_on(lambda leader, record: leader.decisions.decide_epoch(record))),
+    PlanRule(
+        "serve blocking joins",
+        _and_go_on(lambda leader, record: leader.joins.serve_blocking_joins(record)),
+    ),
+    PlanRule("change a settled roster", _and_go_on(_change_settled_roster)),
+    PlanRule(
+        "notify the replicas kept out",
+        _and_go_on(lambda leader, record: leader.admission.notify_kept_out(record)),
+    ),
+)
+
+
+def make_plan(leader: "LeaderCore") -> None:
+    """Make the first move that is due."""
+    record = leader.state.record
+    if record is None:
+        leader.starts.start(None)
+    elif not record.complete:
+        first_move(PLAN_RULES, leader, record)
+
+
+@dataclass(slots=True)
+class PlanTimer:
+    """When the leader plans, and when it asked to be called."""
+
+    plan_at: float = math.inf  # when the events since the last plan are looked at, at the latest
+    deadline: float | None = None  # as the last plan left it
+    due: float = math.inf  # when the leader asked for a tick

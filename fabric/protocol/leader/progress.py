@@ -1,0 +1,37 @@
+"""How far the job has come, by the word of its members."""
+
+from dataclasses import dataclass
+
+from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.outbox import LeaderOutbox
+from fabric.protocol.leader.state import JobState
+from fabric.protocol.messages import network as m
+
+# Seconds between two events of steps that had no data.
+EMPTY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """The newest step, and steps without data."""
+
+    state: JobState
+    outbox: LeaderOutbox
+    last_step_at: float  # when a member last told of a further step
+    highest_step: int | None = None  # of this generation; None: an earlier leader may know of more
+    empty: tuple[int, int] = (0, -1)  # generation and number of the newest step of weight 0 in an event
+    empty_due: float = 0.0  # when the next such event may follow
+
+    def note_step(self, peer: Peer) -> None:
+        if self.state.in_force(peer) and self.state.is_of_generation(peer):
+            self.highest_step = max(self.highest_step or 0, peer.step)
+
+    def record_empty_step(self, peer: Peer, beat: m.Heartbeat) -> None:
+        """Once per step, by the first member that says so. Of many in a second the newest is told."""
+        newest = (beat.generation, beat.empty)
+        if not 0 <= beat.empty <= beat.step or newest <= self.empty or self.state.now < self.empty_due:
+            return
+        if self.state.in_force(peer) and self.state.is_of_generation(peer):
+            self.empty, self.empty_due = newest, self.state.now + EMPTY_S
+            why = f"step {beat.empty} was committed with total weight 0: nobody had data for it"
+            self.outbox.record_event("empty step", "", why)

@@ -1,0 +1,170 @@
+"""How a job begins, the first time and from a base after a loss."""
+
+from dataclasses import dataclass, replace
+
+from fabric.model import (
+    DURABLE,
+    Base,
+    Record,
+    counted,
+    incident_id_of,
+)
+from fabric.protocol.leader.base_choice import BaseChoice
+from fabric.protocol.leader.endings import Endings
+from fabric.protocol.leader.evidence import FailureEvidence
+from fabric.protocol.leader.liveness import Peer, as_member
+from fabric.protocol.leader.progress import Progress
+from fabric.protocol.leader.record_writer import RecordWriter
+from fabric.protocol.leader.state import JobState, RosterLimits
+from fabric.protocol.rules.assignment import seated
+
+# Seconds that a job which has already run waits for the rest of its replicas before it begins again.
+COLD_WAIT_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Starts:
+    """Rule 6: begins a generation when enough replicas are there."""
+
+    state: JobState
+    limits: RosterLimits
+    evidence: FailureEvidence
+    writer: RecordWriter
+    bases: BaseChoice
+    progress: Progress
+    endings: Endings
+    waiting_since: float | None = None
+
+    def start_again(self, record: Record) -> bool:
+        """Rule 6: only when no member that may still be committing is merely out of sight. Who has caught
+        up to the end of the job from outside has proved that nothing is left to do."""
+        if self.endings.finished:
+            self.writer.write_complete(record, max(self.endings.finished.values()))
+            return True
+        limit = self.state.out_of_sight_s
+        for member in record.roster:
+            if not self.state.knows(member) or member.replica in self.state.epoch.cannot_continue:
+                continue
+            if self.state.liveness.proven_dead(member):
+                continue
+            if not self.state.liveness.out_of_contact(member, self.state.now, limit):
+                return True
+        self.start(record)
+        return True
+
+    def start(self, record: Record | None) -> None:
+        """Rule 6: a new generation from the newest state that anybody still holds."""
+        open_ = self.candidates()
+        regular = [p for p in open_ if not p.session.spare]
+        if not self._may_start(record, open_, regular):
+            return
+        if record is not None and record.failed:
+            self.bases.forgive()
+            self.evidence.forgive_deaths()
+        spares = [p for p in open_ if p.session.spare]
+        peers = regular[: self.limits.most] + spares[: max(0, self.limits.full - len(regular))]
+        base, passed = self.bases.choose(peers)
+        if base is None:
+            self.endings.failure = (
+                f"no state is left that could be loaded: {passed}; mend the storage, or name another "
+                "FABRIC_DURABLE to begin from nothing"
+            )
+            return
+        newest = self.newest_of_another_store() if record is None else (record.generation, record.epoch)
+        highest = self.progress.highest_step
+        self.bases.steps_lost = None if highest is None else max(0, highest - base.step)
+        epoch = newest[1] + 1
+        sharing = peers[0].session.sharing
+        starting = [replace(as_member(p.session), since=epoch) for p in peers]
+        # Above the base's too: a durable checkpoint may be of a job whose record is gone.
+        generation = max(newest[0], base.generation) + 1
+        self.writer.write(
+            Record(
+                store_id=self.state.store_id,
+                generation=generation,
+                cold=epoch,
+                epoch=epoch,
+                forced=epoch,
+                nonce=self.writer.nonce(),
+                roster=seated(starting, self.writer.data_slots, sharing),
+                base=base,
+                reason=self._start_reason(record, base, passed),
+                incident_id=incident_id_of(epoch),
+                sharing=sharing,
+                poison=self.evidence.known_poison(record) if record is not None else (),
+                min_replicas=self.limits.overrides.min_replicas,
+            )
+        )
+
+    def _may_start(self, record: Record | None, open_: list[Peer], regular: list[Peer]) -> bool:
+        """Whether those who are there begin now: they are enough, the rest had its time to come, and of a job
+        that has run every checkpoint server that may hold its newest state has been heard."""
+        if not open_ or len(open_) < self.limits.least:
+            self.waiting_since = None
+            return False
+        if self.waiting_since is None:
+            self.waiting_since = self.state.now
+        waited = self.state.now - self.waiting_since
+        if len(regular) < self.state.config.policy.start_replicas and waited < self.start_wait_s:
+            return False
+        if record is not None and self.state.liveness.servers_to_hear(record.roster, self.state.now):
+            return False
+        self.waiting_since = None
+        return True
+
+    @property
+    def start_wait_s(self) -> float:
+        """How long a start waits for all its replicas. A job that has run goes on soon with those that are
+        there, for the others join while it runs."""
+        wait_s = self.state.config.policy.start_wait_s
+        return wait_s if self.state.record is None else min(wait_s, COLD_WAIT_S)
+
+    def startable(self) -> int:
+        """How many could begin a generation now."""
+        return len(self.candidates())
+
+    def candidates(self) -> list[Peer]:
+        """Who could begin a generation; the penalised only where too few are left without them. The first one
+        is begun with whoever has a session and of whom no kernel says otherwise: while thousands come, some
+        are always silent for a while, and a job that waited until all of them are heard would not begin. Of
+        those who begin again after a loss silence may be all that tells who is lost."""
+        live, now = self.state.liveness, self.state.now
+        there = [p for p in live.peers.values() if p.connected]
+        suspects = live.suspects([p.session for p in there], now)
+        if self.state.record is None:
+            doubted = {x.replica for x in suspects if live.kernel_evidence(as_member(x), now)}
+        else:
+            doubted = {x.replica for x in suspects if live.suspicion(x, now)}
+        found = [p for p in there if p.session.replica not in doubted]
+        found.sort(key=lambda p: p.session.replica)
+        if not self.evidence.penalties():
+            return found
+        good = [p for p in found if self.evidence.penalty_of(as_member(p.session)) is None]
+        return good if len(good) >= self.limits.least else found
+
+    def _start_reason(self, record: Record | None, base: Base, passed: str) -> str:
+        if record is None and base.generation == 0 and not self.bases.steps_lost:
+            return "first start"
+        lost = (
+            f", {counted(self.bases.steps_lost, 'step')} lost with the memory that held them"
+            if self.bases.steps_lost
+            else ""
+        )
+        if record is not None and self.bases.steps_lost is None:
+            lost = (
+                ", and how many steps were lost is not known: this lighthouse was elected since, and heard "
+                f"nobody of generation {record.generation}"
+            )
+        where = ", a durable checkpoint" if base.sources == (DURABLE,) else ""
+        passed = f" ({passed})" if passed else ""
+        return f"cold start from step {base.step} of generation {base.generation}{where}{lost}{passed}"
+
+    def newest_of_another_store(self) -> tuple[int, int]:
+        """The newest generation and epoch of the processes that are here although the store is empty: it was
+        wiped or replaced while their job ran. What begins now is above both, for they know links, published
+        gradients and states by these numbers. And the step that they had come to."""
+        peers = [p for p in self.state.liveness.peers.values() if p.connected]
+        generation = max((p.generation for p in peers), default=0)
+        if generation:
+            self.progress.highest_step = max(p.step for p in peers if p.generation == generation)
+        return generation, max((p.newest_epoch for p in peers), default=0)

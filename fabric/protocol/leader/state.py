@@ -1,0 +1,278 @@
+"""What a leader knows of one job: the record in force, the processes, and the answers in this epoch."""
+
+from dataclasses import dataclass, field, replace
+
+from fabric.model import (
+    Death,
+    Fence,
+    Member,
+    OperatorOverrides,
+    Policy,
+    Record,
+    incident_id_of,
+)
+from fabric.protocol.leader.liveness import Liveness, LivenessConfig, Peer
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.rules.assignment import waits_for_data
+
+# From so many replicas on, what they say often is looked at together.
+MANY = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderConfig:
+    """Seconds. ``coalesce_s``: deaths noticed within it share one epoch. ``rebuild_s``: how long after an
+    abort a death may still show itself before the same members form again; doubled per try. ``complaints_s``:
+    how long after the first word of a missing link the others are waited for, as a cut mostly has many."""
+
+    policy: Policy = field(default_factory=Policy)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    coalesce_s: float = 0.01
+    rebuild_s: float = 0.1
+    rebuild_limit_s: float = 5.0
+    complaints_s: float = 0.3
+    autonomy_s: float = 1800.0
+    autonomy_margin_s: float = 60.0
+    failures: int = 3  # so many within ``failures_s`` keep a replica or a host out (0: never)
+    failures_s: float = 1800.0
+    half_life_s: float = 86400.0  # after so long a failure makes its host half as suspect
+
+
+@dataclass(slots=True)
+class EpochState:
+    """What is known about the epoch in force; begun anew with every record, at ``since``."""
+
+    since: float
+    reports: dict[str, m.Report] = field(default_factory=dict)
+    decision: m.Resume | None = None
+    rows: dict[str, m.Resume] = field(default_factory=dict)  # the decision as each is told it, where it adds
+    no_row: m.Resume | None = None  # and as all others are told it
+    stopped: str = ""  # why nobody can decide it: the job needs a person
+    running: dict[str, int] = field(default_factory=dict)  # replica -> a round of it that it entered
+    aborted: dict[str, m.Aborted] = field(default_factory=dict)
+    aborted_at: float = 0.0
+    unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by whom, whom
+    complained_at: float = 0.0  # when somebody first said so, or the leader last waited for more
+    cut_off: set[str] = field(default_factory=set)  # condemned for a missing link
+    pending_evictions: dict[str, str] = field(default_factory=dict)
+    decided_at: float = 0.0
+    not_counted_as_failure: set[str] = field(
+        default_factory=set
+    )  # evicted because a person or a link says so
+    slow_joiners: set[str] = field(default_factory=set)  # held the others up, and did not get in
+    cannot_continue: set[str] = field(
+        default_factory=set
+    )  # their state is of no use: they said so, or it is wrong
+    evictions_since: float = 0.0
+    # (replica, incarnation) that an epoch since the last forced one listed, and that the record does not.
+    departed: frozenset[tuple[str, int]] = frozenset()
+    ended_at: float | None = None  # when all had finished but newcomers that take part in no round
+
+
+class JobState:
+    """The committed record, all processes, the answers in the epoch in force, and questions to them."""
+
+    def __init__(self, job: str, config: LeaderConfig, now: float) -> None:
+        self.job = job
+        self.config = config
+        self.store_id = ""
+        self.leading = False
+        self.record: Record | None = None  # as the store has it
+        self.liveness = Liveness(config.liveness, now)
+        self.epoch = EpochState(now)
+        self.autonomy_s = 0.0  # the longest that any session has named
+        self.now = now
+        self.unix_offset_s = 0.0  # the time of day minus ``now``
+
+    @property
+    def unix_now(self) -> float:
+        """The time of day, in Unix seconds."""
+        return self.now + self.unix_offset_s
+
+    def top_step(self) -> int:
+        """The highest step that a member has told of, else where the generation began; of a complete job its
+        last. It looks at everybody."""
+        record = self.record
+        if record is None:
+            return 0
+        if record.complete:
+            return record.base.step
+        peers = self.liveness.peers.values()
+        steps = [p.step for p in peers if p.generation == record.generation and self.in_force(p)]
+        return max(steps, default=record.base.step)
+
+    @property
+    def out_of_sight_s(self) -> float:
+        """Who has been out of contact for so long commits no more. A trainer has its own setting, and the
+        record knows those of members that this leader has not heard."""
+        named = self.record.autonomy_s if self.record is not None else 0.0
+        return max(self.config.autonomy_s, self.autonomy_s, named) + self.config.autonomy_margin_s
+
+    def lists(self, replica: str) -> bool:
+        return self.record is not None and self.record.member(replica) is not None
+
+    def in_force(self, peer: Peer) -> bool:
+        record = self.record
+        return record is not None and record.lists(peer.session.replica, peer.incarnation)
+
+    def is_current(self, fence: object) -> bool:
+        return self.record is not None and fence == self.record.fence
+
+    def join_stall_s(self, replica: str) -> float:
+        """How long the others wait for this newcomer's state when it comes in by the fallback."""
+        peer = self.liveness.peers.get(replica)
+        return peer.session.exchange_s if peer is not None else 0.0
+
+    def patience_s(self, peer: Peer) -> float:
+        """How long the others wait for this member's user code: as agreed, or as it has announced."""
+        busy = peer.beat is not None and peer.beat.busy
+        return peer.beat.busy_s if busy and peer.beat is not None else peer.session.user_code_s
+
+    def is_of_generation(self, peer: Peer) -> bool:
+        return self.record is not None and peer.generation == self.record.generation
+
+    def is_recent(self, fence: Fence) -> bool:
+        """Whether no forced epoch came since: what a member says of itself there still holds. At the end its
+        links end because all go."""
+        record = self.record
+        if record is None or record.complete or fence.generation != record.generation:
+            return False
+        return record.forced <= fence.epoch <= record.epoch
+
+    def is_parked(self, record: Record) -> bool:
+        """Whether its members stand still: they are too few, or none of them can read a part of the data."""
+        if not self.is_decided(record):
+            return False
+        return self.is_short(record) or waits_for_data(record.sharing, record.roster)
+
+    def is_short(self, record: Record) -> bool:
+        return len(record.roster) < (record.min_replicas or self.config.policy.min_replicas)
+
+    def is_decided(self, record: Record) -> bool:
+        return not record.is_forced or self.epoch.decision is not None
+
+    def is_settled(self, record: Record) -> bool:
+        """Rule 4: every member runs in the current epoch, and nothing is outstanding."""
+        if self.epoch.aborted or (record.is_forced and self.epoch.decision is None):
+            return False
+        return not record.missing(self.epoch.running.keys()) or self.is_parked(record)
+
+    def suspicion(self, peer: Peer) -> str:
+        """Why this process would be evicted at once if it were in a roster, or empty."""
+        return self.liveness.suspicion(peer.session, self.now)
+
+    def knows(self, member: Member) -> bool:
+        """Whether it knows every step that may be committed: it is not fresh, or has entered a round of
+        this epoch with its own state there, so that nothing is committed without it from then on."""
+        if not member.joining:
+            return True
+        entered, peer = self.epoch.running.get(member.replica), self.liveness.peers.get(member.replica)
+        if entered is None or peer is None or peer.incarnation != member.incarnation:
+            return False
+        return peer.step >= entered >= 0 and self.is_of_generation(peer)
+
+    def is_spared_by(self, replica: str) -> bool:
+        """Whether the job goes on without this one: somebody else knows its state."""
+        assert self.record is not None
+        others = [x for x in self.record.roster if x.replica not in (replica, *self.epoch.pending_evictions)]
+        return any(self.knows(x) for x in others)
+
+    def addressed(self, member: Member) -> Member:
+        """With its checkpoint servers where they are now: one that died was started again elsewhere."""
+        pulse = self.liveness.pulses.get(member.replica)
+        if not member.ranks and (pulse is None or pulse.ckpt == member.ckpt):
+            return member
+        found = self.liveness.ckpts(member)
+        if found == [a.ckpt for a in member.addresses]:
+            return member
+        ranks = tuple(replace(a, ckpt=url) for a, url in zip(member.ranks, found[1:], strict=True))
+        return replace(member, ckpt=found[0], ranks=ranks)
+
+    def proven(self, member: Member) -> Member:
+        knows, found = self.knows(member), self.addressed(member)
+        awaited = member.blocking_join and not knows
+        if (found.joining, found.blocking_join) == (not knows, awaited):
+            return found  # nearly everybody: a new epoch of thousands copies hardly any entry
+        return replace(found, joining=not knows, blocking_join=awaited)
+
+    def deaths(self) -> list[tuple[str, tuple[Death, ...]]]:
+        """Which micro-batches processes died at, as their checkpoint servers say."""
+        return [(replica, pulse.deaths) for replica, pulse in self.liveness.pulses.items() if pulse.deaths]
+
+    def micro_batches(self) -> int:
+        return next(iter(self.liveness.peers.values())).session.micro_batches
+
+    def next_incident_id(self) -> str:
+        """The cause of what no epoch has answered yet."""
+        return incident_id_of((self.record.epoch if self.record else 0) + 1)
+
+    @property
+    def is_large(self) -> bool:
+        """By those who are here, and by those who were members when another led and come back now."""
+        return len(self.liveness.peers) >= MANY or (
+            self.record is not None and len(self.record.roster) >= MANY
+        )
+
+    def is_blocking_join(self, replica: str) -> bool:
+        member = self.record.member(replica) if self.record is not None else None
+        return member is not None and member.blocking_join
+
+    def blocking_joiners(self, record: Record) -> list[str]:
+        """Those for whose state the others wait in the round that was decided."""
+        if self.epoch.decision is None:
+            return []
+        return [x.replica for x in record.roster if x.blocking_join and x.replica not in self.epoch.running]
+
+    def departed(self, record: Record) -> frozenset[tuple[str, int]]:
+        """Those that a planned epoch left out may still stand in a round of an epoch before it."""
+        if record.is_forced or self.record is None:
+            return frozenset()
+        listed = ((x.replica, x.incarnation) for x in self.record.roster)
+        return self.epoch.departed.union(x for x in listed if not record.lists(*x))
+
+
+@dataclass(slots=True, eq=False)
+class RosterLimits:
+    """How many members a job needs and may have: as operators want, else as the sessions ask."""
+
+    state: JobState
+    overrides: OperatorOverrides = field(
+        default_factory=OperatorOverrides
+    )  # the record has them with the next write
+
+    @property
+    def least(self) -> int:
+        """How many members the job needs to step, from the next epoch on."""
+        return self.overrides.min_replicas or self.state.config.policy.min_replicas
+
+    @property
+    def most(self) -> int:
+        """How many members there may be."""
+        return self.overrides.max_replicas or max(
+            self.state.config.policy.max_replicas, self.overrides.min_replicas
+        )
+
+    @property
+    def full(self) -> int:
+        """With how many members no spare is needed."""
+        return min(self.overrides.max_replicas or self.state.config.policy.start_replicas, self.most)
+
+    def apply(self, event: io.Operator) -> None:
+        """Pause, resume or scale; saying it again changes nothing."""
+        orders, said = self.overrides, f"by {event.who}: {event.why}"
+        if event.action == "pause":
+            orders = orders if orders.paused else replace(orders, paused=said)
+        elif event.action == "resume":
+            orders = replace(orders, paused="")
+        elif event.action == "scale":
+            orders = self._scaled(event, said)
+        self.overrides = orders
+
+    def _scaled(self, event: io.Operator, said: str) -> OperatorOverrides:
+        old = self.overrides
+        least = old.min_replicas if event.min_replicas is None else event.min_replicas
+        most = old.max_replicas if event.max_replicas is None else event.max_replicas
+        if (least, most) == (old.min_replicas, old.max_replicas):
+            return old
+        return replace(old, min_replicas=least, max_replicas=most, scaled=said if least or most else "")

@@ -39,7 +39,7 @@ VAGUE_LOCALS = {"found", "said", "told", "known", "mine", "whole", "one"}
 HEADLESS = re.compile(r"(?:Who|What|Whoever|Whom|Of those|Nobody|Whichever)\b")
 BANNED = re.compile(
     r"\b(?:is had|are had|beside the steps|by itself|anew|whoever"
-    r"|(?:is|are) no (?!longer\b|more\b|less\b)\w+)",
+    r"|(?<!there )(?:is|are) no (?!longer\b|more\b|less\b)\w+)",
     re.IGNORECASE,
 )
 # What a shell may ask of a core; everything else goes through the core's view.

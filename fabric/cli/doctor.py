@@ -78,19 +78,19 @@ def examine(
 
 def _settings() -> Iterator[Finding]:
     try:
-        found = settings()
+        chosen = settings()
     except ConfigError as error:
         yield Finding("bad", "the settings cannot be used", str(error))
         return
-    if not found.disable:
-        yield from _replica(found)
+    if not chosen.disable:
+        yield from _replica(chosen)
 
 
-def _replica(found: Settings) -> Iterator[Finding]:
+def _replica(chosen: Settings) -> Iterator[Finding]:
     checks: tuple[Callable[[Settings], Finding], ...] = (_token, _run_dir, _durable, _bind, _advertise)
     for check in checks:
-        yield check(found)
-    yield from asyncio.run(_lighthouses(found))
+        yield check(chosen)
+    yield from asyncio.run(_lighthouses(chosen))
 
 
 def _versions() -> Iterator[Finding]:
@@ -111,23 +111,23 @@ def _versions() -> Iterator[Finding]:
         yield Finding("ok", f"torch {torch}")
 
 
-def _token(found: Settings) -> Finding:
-    if found.token_file is None:
+def _token(chosen: Settings) -> Finding:
+    if chosen.token_file is None:
         return Finding(
             "warn", "no token file is set", "set FABRIC_TOKEN_FILE wherever others reach this network"
         )
     try:
-        mode = found.token_file.stat().st_mode
-        _ = found.token
+        mode = chosen.token_file.stat().st_mode
+        _ = chosen.token
     except (OSError, FabricError) as error:
-        return Finding("bad", f"the token file {found.token_file} cannot be used", str(error))
+        return Finding("bad", f"the token file {chosen.token_file} cannot be used", str(error))
     if mode & 0o077:
-        return Finding("warn", f"others can read {found.token_file}", f"chmod 600 {found.token_file}")
-    return Finding("ok", f"token file {found.token_file}")
+        return Finding("warn", f"others can read {chosen.token_file}", f"chmod 600 {chosen.token_file}")
+    return Finding("ok", f"token file {chosen.token_file}")
 
 
-def _run_dir(found: Settings) -> Finding:
-    home = found.home
+def _run_dir(chosen: Settings) -> Finding:
+    home = chosen.home
     longest = len(os.fsencode(home)) + _LONGEST_SOCKET_NAME
     if longest > _UNIX_PATH_BYTES:
         return Finding(
@@ -141,30 +141,30 @@ def _run_dir(found: Settings) -> Finding:
     return Finding("ok", f"run folder {home}")
 
 
-def _durable(found: Settings) -> Finding:
-    if not found.durable:
+def _durable(chosen: Settings) -> Finding:
+    if not chosen.durable:
         return Finding("ok", "no durable checkpoints: FABRIC_DURABLE is not set")
     try:
-        Storage(found.durable).try_writing()
+        Storage(chosen.durable).try_writing()
     except StorageError as error:
         return Finding(
             "bad", str(error), "set FABRIC_DURABLE to a folder or fsspec URL that this user may write to"
         )
-    return Finding("ok", f"durable checkpoints can be written to {found.durable}")
+    return Finding("ok", f"durable checkpoints can be written to {chosen.durable}")
 
 
-def _bind(found: Settings) -> Finding:
+def _bind(chosen: Settings) -> Finding:
     try:
-        probe = bind_first_free(found.bind, parse_ports(found.ports))
+        probe = bind_first_free(chosen.bind, parse_ports(chosen.ports))
     except FabricError as error:
-        return Finding("bad", f"no port of {found.ports} is free at {found.bind}", str(error))
+        return Finding("bad", f"no port of {chosen.ports} is free at {chosen.bind}", str(error))
     port = probe.getsockname()[1]
     probe.close()
-    return Finding("ok", f"listens at {found.bind}, for instance on port {port}")
+    return Finding("ok", f"listens at {chosen.bind}, for instance on port {port}")
 
 
-def _advertise(found: Settings) -> Finding:
-    host = advertised_host(found)
+def _advertise(chosen: Settings) -> Finding:
+    host = advertised_host(chosen)
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError as error:
@@ -174,32 +174,32 @@ def _advertise(found: Settings) -> Finding:
             "set FABRIC_ADVERTISE to one that peers know",
         )
     loopback = all(str(address).startswith("127.") or address == "::1" for address in addresses)
-    if loopback and found.bind not in ("127.0.0.1", "::1", "localhost"):
+    if loopback and chosen.bind not in ("127.0.0.1", "::1", "localhost"):
         return Finding(
             "bad", f"{host} is this host's own loopback: no peer reaches it there", "set FABRIC_ADVERTISE"
         )
     return Finding("ok", f"peers reach it at {host} ({', '.join(sorted(map(str, addresses)))})")
 
 
-async def _lighthouses(found: Settings) -> list[Finding]:
+async def _lighthouses(chosen: Settings) -> list[Finding]:
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-    connector = aiohttp.TCPConnector(ssl=found.tls.client_context() or True)
+    connector = aiohttp.TCPConnector(ssl=chosen.tls.client_context() or True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-        findings = [finding for url in found.lighthouse for finding in await _lighthouse(http, url, found)]
+        findings = [finding for url in chosen.lighthouse for finding in await _lighthouse(http, url, chosen)]
     if not any(finding.level == "ok" for finding in findings):
         findings.append(Finding("bad", "no lighthouse works", "start one, or correct FABRIC_LIGHTHOUSE"))
     return findings
 
 
-async def _lighthouse(http: aiohttp.ClientSession, url: str, found: Settings) -> list[Finding]:
-    tls = found.tls
+async def _lighthouse(http: aiohttp.ClientSession, url: str, chosen: Settings) -> list[Finding]:
+    tls = chosen.tls
     try:
         async with http.get(f"{url}/healthz") as answer:
             body = await answer.json()
             date = email.utils.parsedate_to_datetime(answer.headers["Date"]).timestamp()
         role = "leads" if body["is_leader"] else f"follows {body['leader']}"
         ok, reachable = bool(body["ok"]), bool(body["store_reachable"])
-        refused = await _refuses(http, url, found)
+        refused = await _refuses(http, url, chosen)
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
         advice = "docs/api.md, 'TLS'" if permanent_cause(error, tls) else "is a lighthouse there?"
         return [Finding("warn", f"{url} does not answer ({describe(error, url, tls)})", advice)]
@@ -218,14 +218,14 @@ async def _lighthouse(http: aiohttp.ClientSession, url: str, found: Settings) ->
     return findings
 
 
-async def _refuses(http: aiohttp.ClientSession, url: str, found: Settings) -> str:
+async def _refuses(http: aiohttp.ClientSession, url: str, chosen: Settings) -> str:
     """Why this lighthouse does not let this job in, empty where it does; it need not lead for that."""
     try:
-        token = found.token.decode()
+        token = chosen.token.decode()
     except ConfigError:
         return ""  # which is said already
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    path = f"{url}/v1/jobs/{quote(found.job, safe='')}"
+    path = f"{url}/v1/jobs/{quote(chosen.job, safe='')}"
     async with http.get(path, headers=headers, allow_redirects=False) as answer:
         return str((await answer.json())["error"]) if answer.status == 401 else ""
 

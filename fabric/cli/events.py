@@ -26,38 +26,38 @@ def events(
     lighthouse: str, job: str, token_file: Path | None, follow: bool, after: int, as_json: bool
 ) -> None:
     """Show what happened to a job, oldest first."""
-    found = lighthouses_of(lighthouse, job, token_file, needs_job=True)
+    lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=True)
     if follow:
         try:
-            asyncio.run(_follow(found, after, as_json))
+            asyncio.run(_follow(lighthouses, after, as_json))
         except KeyboardInterrupt:
             return
     with understood("the lighthouse"):
-        for event in found.ask(f"{found.path('events')}?after={after}") if not follow else ():
+        for event in lighthouses.ask(f"{lighthouses.path('events')}?after={after}") if not follow else ():
             _print(event, as_json)
 
 
-async def _follow(found: Lighthouses, last: int, as_json: bool) -> None:
+async def _follow(lighthouses: Lighthouses, last: int, as_json: bool) -> None:
     """Print as they come; after a fail-over goes on at the next leader, where the last one stopped."""
-    said = False
+    is_waiting = False
     while True:
         try:
-            path = f"{found.path('events')}?follow=1&after={last}"
-            async with found.open(path, total_s=None) as answer:
-                said = False
+            path = f"{lighthouses.path('events')}?follow=1&after={last}"
+            async with lighthouses.open(path, total_s=None) as answer:
+                is_waiting = False
                 async for line in answer.content:
                     with understood("the lighthouse"):
                         event = json.loads(line)
                         _print(event, as_json)
                         last = max(last, int(event["id"]))
         except BrokenPipeError:
-            raise  # of standard output: whoever read it has seen enough
+            raise  # the reader of standard output has seen enough
         except (Unreachable, aiohttp.ClientError, OSError, TimeoutError) as error:
             if last == 0:
                 raise Unreachable(f"the events end here: {error}") from error
-            if not said:
+            if not is_waiting:
                 click.echo(f"waiting for a lighthouse: {error}", err=True)
-            said = True
+            is_waiting = True
         await asyncio.sleep(_PAUSE_S)
 
 

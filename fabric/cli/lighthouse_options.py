@@ -1,4 +1,4 @@
-"""What every command that talks to a lighthouse shares: which one is meant, and the token."""
+"""The options of every command that asks a lighthouse: its address, the job and the token."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -17,7 +17,7 @@ from fabric.runtime.http.tls import Tls
 
 # Name of the command -> where it is, and what it says of itself in the list.
 _COMMANDS: dict[str, tuple[str, str]] = {
-    "admit": ("fabric.cli.operate:admit", "Let in whom failures keep out."),
+    "admit": ("fabric.cli.operate:admit", "Let in a replica or a host that failures keep out."),
     "ckpt-server": ("fabric.cli.ckpt_server:ckpt_server", "Hold and serve one replica's snapshots."),
     "demo": (
         "fabric.cli.demo.command:demo",
@@ -27,15 +27,15 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("fabric.cli.doctor:doctor", "Check this host, and say what to do."),
     "drain": ("fabric.cli.operate:drain", "Let a replica leave its job at a step boundary."),
     "events": ("fabric.cli.events:events", "Show what happened to a job, or follow what happens."),
-    "evict": ("fabric.cli.operate:evict", "Leave a replica out of its job at once."),
+    "evict": ("fabric.cli.operate:evict", "Evict a replica from its job at once."),
     "inspect": ("fabric.cli.states.inspect:inspect_state", "Show what is in a state, a file or a URL."),
-    "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Decide who takes part in each job."),
-    "pause": ("fabric.cli.operate:pause", "Admit nobody to a job for now."),
+    "lighthouse": ("fabric.cli.lighthouse:lighthouse", "Run a lighthouse: watch members, announce epochs."),
+    "pause": ("fabric.cli.operate:pause", "Pause joins: no replica enters a job for now."),
     "plan": ("fabric.cli.plan:plan", "Compare failure policies for a cluster, and say what to run."),
     "pull": ("fabric.cli.states.pull:pull", "Fetch a snapshot into a file, verified."),
-    "resume": ("fabric.cli.operate:resume", "Admit newcomers again."),
+    "resume": ("fabric.cli.operate:resume", "Resume joins after `fabric pause`."),
     "retry": ("fabric.cli.operate:retry", "Let a job that has failed begin again."),
-    "run": ("fabric.cli.run:run", "Run a training script, polite to those that train already."),
+    "run": ("fabric.cli.run:run", "Run a training script; import torch at low priority."),
     "scale": ("fabric.cli.operate:scale", "Set how many members a job needs and may have."),
     "status": ("fabric.cli.status:status", "Show the jobs of a lighthouse, or one of them."),
     "top": ("fabric.cli.status:top", "The same, live."),
@@ -75,7 +75,7 @@ def main() -> None:
     """The entry point."""
     if sys.argv[1:2] == ["run"]:
         run = importlib.import_module("fabric.cli.run")
-        # What a script raises is its own affair, and for its own hooks to see: it runs outside of all this.
+        # A script's errors are for its own hooks, so it runs outside of the error handling below.
         if run.names_a_program(sys.argv[2:]):
             run.run_program(sys.argv[2:])
             return

@@ -1,4 +1,4 @@
-"""What a person decides, with who and why: about a replica, about who joins, about a job's size."""
+"""Operator commands: drain, evict, admit, pause, resume, scale, retry. Each records who and why."""
 
 import getpass
 import os
@@ -24,10 +24,10 @@ def _command(action: str, help_text: str, done: str) -> Callable[..., None]:
     @click.option("--why", required=True, help="The reason, for the record.")
     @click.option("--who", default="", help="Who decides; by default this user at this host.")
     def run(lighthouse: str, job: str, token_file: Path | None, replica: str, why: str, who: str) -> None:
-        found = lighthouses_of(lighthouse, job, token_file, needs_job=True)
+        lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=True)
         body = {"replica": replica, "who": who or _me(), "why": why}
-        found.ask(found.path(action), body)
-        click.echo(f"{replica} of job {found.job} {done}")
+        lighthouses.ask(lighthouses.path(action), body)
+        click.echo(f"{replica} of job {lighthouses.job} {done}")
 
     return run
 
@@ -37,14 +37,14 @@ def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) ->
     @lighthouse_options
     @click.option("--why", required=True, help="The reason, for the record.")
     @click.option("--who", default="", help="Who decides; by default this user at this host.")
-    def run(lighthouse: str, job: str, token_file: Path | None, why: str, who: str, **said: Any) -> None:
-        found = lighthouses_of(lighthouse, job, token_file, needs_job=True)
-        given = {name: value for name, value in said.items() if value is not None}
+    def run(lighthouse: str, job: str, token_file: Path | None, why: str, who: str, **options: Any) -> None:
+        lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=True)
+        given = {name: value for name, value in options.items() if value is not None}
         if action == "scale" and not given:
             raise click.UsageError("give --min, --max or both; 0 is what the replicas themselves ask for")
-        answer = found.ask(found.path(action), {**given, "who": who or _me(), "why": why})
+        answer = lighthouses.ask(lighthouses.path(action), {**given, "who": who or _me(), "why": why})
         with understood("the lighthouse"):
-            words = [f"job {found.job} {done}".format(**given, **_limits(answer))]
+            words = [f"job {lighthouses.job} {done}".format(**given, **_limits(answer))]
             words += [str(answer["note"])] if "note" in answer else []
         for line in words:
             click.echo(printable(line))
@@ -71,35 +71,35 @@ def _me() -> str:
 
 drain = _command(
     "drain",
-    "Let REPLICA leave its job at the next step boundary; nobody waits, nothing is lost.",
+    "Let REPLICA leave its job at the next step boundary; no member waits, nothing is lost.",
     "leaves at the next step boundary; its process ends with exit code 0",
 )
 evict = _command(
     "evict",
-    "Leave REPLICA out of its job at once, as if it had died; the others redo its part of the step.",
+    "Evict REPLICA from its job at once, as if it had died; the others redo its part of the step.",
     "is being evicted; it may come back, as after a death",
 )
 pause = _order(
     "pause",
-    "Admit nobody to a job until `fabric resume`; its members go on, also without those who die.",
+    "Pause joins until `fabric resume`; the members go on, also without those that die.",
     "admits nobody now; its members go on",
 )
-resume = _order("resume", "Admit newcomers again, after `fabric pause`.", "admits newcomers again")
+resume = _order("resume", "Resume joins after `fabric pause`.", "admits newcomers again")
 scale = _order(
     "scale",
-    "Set how many members a job needs to step and how many it may have; surplus ones leave, newest first.",
+    "Set how many members a job needs to step and how many it may have; surplus members leave, newest first.",
     "needs {least}, and may have {most}",
     click.option("--min", type=_REPLICAS, help="Needed to step; 0: as the replicas ask."),
     click.option("--max", type=_REPLICAS, help="At most so many; 0: as the replicas ask."),
 )
 admit = _order(
     "admit",
-    "Let a replica or a host in again that is kept out for failing too often: the evidence is dropped.",
+    "Let in a replica or a host that is kept out for failing too often; its failures are forgotten.",
     "holds nothing against {about} any more",
     click.argument("about", metavar="REPLICA|HOST"),
 )
 retry = _order(
     "retry",
-    "Let a job that has failed begin again, from what memory holds; start its replicas after that.",
+    "Let a failed job begin again from the state in memory; start its replicas after that.",
     "may begin again",
 )

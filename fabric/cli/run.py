@@ -59,34 +59,34 @@ def why_refused() -> str:
     Launchers restart what ends with exit code 1. Importing torch for that would cost seconds every time.
     Where no lighthouse tells in time, ``attach`` finds out.
     """
-    said: list[str] = []
-    looking = threading.Thread(target=lambda: said.append(_ask()), name="fabric-look", daemon=True)
+    answers: list[str] = []
+    looking = threading.Thread(target=lambda: answers.append(_ask()), name="fabric-look", daemon=True)
     looking.start()
     looking.join(_LOOK_S)
-    return said[0] if said else ""
+    return answers[0] if answers else ""
 
 
 def _ask() -> str:
     try:
-        found = settings()
-        if found.disable:
+        chosen = settings()
+        if chosen.disable:
             return ""
         # Here, for it imports what a script without services needs not.
         lighthouses = importlib.import_module("fabric.runtime.http.lighthouse_client")
-        job = lighthouses.Lighthouses(found.lighthouse, found.job, found.token.decode(), found.tls)
+        job = lighthouses.Lighthouses(chosen.lighthouse, chosen.job, chosen.token.decode(), chosen.tls)
         why = job.ask(job.path()).get("failed", "")
     except (FabricError, AttributeError):
         return ""  # settings that cannot be, or a job that nobody knows: attach says it
     if not why:
         return ""
     return (
-        f"{found.replica}: job {found.job} has failed: {why}; when that is mended say "
-        f"`fabric retry --job {found.job} --why ...` and start the replicas again"
+        f"{chosen.replica}: job {chosen.job} has failed: {why}; when that is mended say "
+        f"`fabric retry --job {chosen.job} --why ...` and start the replicas again"
     )
 
 
 def _import() -> None:
-    """What a trainer spends its first seconds on."""
+    """Import the modules that take most of a trainer's first seconds."""
     importlib.import_module("fabric.client")
     torch = importlib.import_module("torch")
     # A process's first optimizer imports torch's compiler, which takes as long as torch itself.

@@ -32,13 +32,13 @@ _HOSTS = 5
 @click.option("--json", "as_json", is_flag=True, help="Print what the lighthouse answers as it is.")
 def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
     """Show the jobs of a lighthouse, or one of them."""
-    found = lighthouses_of(lighthouse, job, token_file, needs_job=False)
-    body = found.ask(found.path())
+    lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=False)
+    body = lighthouses.ask(lighthouses.path())
     if as_json:
         click.echo(json.dumps(body, indent=2))
         return
     console = Console()
-    console.print(_picture(found, body, console.width))
+    console.print(_picture(lighthouses, body, console.width))
 
 
 @click.command()
@@ -46,18 +46,18 @@ def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) ->
 @click.option("--every-s", default=1.0, show_default=True, help="How often to look.")
 def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> None:
     """Show the jobs of a lighthouse, or one of them, live, until Ctrl-C."""
-    found = lighthouses_of(lighthouse, job, token_file, needs_job=False)
+    lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=False)
     console = Console()
     if not console.is_terminal:
-        _print_again_and_again(found, console, every_s)
+        _print_again_and_again(lighthouses, console, every_s)
         return
-    shown = _look(found, console.width)
+    shown = _look(lighthouses, console.width)
     with Live(shown, console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(max(0.1, every_s))
                 try:
-                    shown = _look(found, console.width)
+                    shown = _look(lighthouses, console.width)
                     live.update(shown, refresh=True)
                 except Unreachable as error:
                     # A fail-over passes: the last picture stays, and says that it is old.
@@ -69,12 +69,12 @@ def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> N
             raise
 
 
-def _print_again_and_again(found: Lighthouses, console: Console, every_s: float) -> None:
+def _print_again_and_again(lighthouses: Lighthouses, console: Console, every_s: float) -> None:
     """Into a file or a pipe: one picture after the other."""
     try:
         while True:
             try:
-                console.print(_look(found, console.width), "")
+                console.print(_look(lighthouses, console.width), "")
             except Unreachable as error:
                 console.print(f"no picture: {error}", "", markup=False)
             console.file.flush()
@@ -83,14 +83,14 @@ def _print_again_and_again(found: Lighthouses, console: Console, every_s: float)
         return
 
 
-def _look(found: Lighthouses, width: int) -> RenderableType:
-    return _picture(found, found.ask(found.path()), width)
+def _look(lighthouses: Lighthouses, width: int) -> RenderableType:
+    return _picture(lighthouses, lighthouses.ask(lighthouses.path()), width)
 
 
-def _picture(found: Lighthouses, answer: Any, width: int) -> RenderableType:
+def _picture(lighthouses: Lighthouses, answer: Any, width: int) -> RenderableType:
     with understood("the lighthouse"):
         body = all_printable(answer)
-        return _job(body, width) if found.job else _jobs(body)
+        return _job(body, width) if lighthouses.job else _jobs(body)
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> RenderableType:
@@ -142,18 +142,18 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
 
 
 def recoverable(state: dict[str, Any] | None) -> str:
-    """What would be left if all trainers died now."""
+    """Describe the state that survives if all trainers die now."""
     if state is None:
         return "nothing: nobody holds a whole snapshot"
     behind, age_s = state["steps_behind"], state["age_s"]
-    said = [f"step {state['step']} of generation {state['generation']}"]
-    said += [f"{age_s:.1f} s old"] if age_s is not None else []
-    said += [f"{counted(behind, 'step')} behind"] if behind is not None else []
-    return ", ".join(said)
+    parts = [f"step {state['step']} of generation {state['generation']}"]
+    parts += [f"{age_s:.1f} s old"] if age_s is not None else []
+    parts += [f"{counted(behind, 'step')} behind"] if behind is not None else []
+    return ", ".join(parts)
 
 
 def _shards(state: dict[str, Any] | None) -> list[str]:
-    """Who reads and computes which shards, where only some replicas can read each."""
+    """Describe the shards that each replica reads and computes, where only some replicas can read each."""
     if state is None:
         return []
     lines = [
@@ -177,45 +177,45 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
-    """What operators have said, and who is kept out for failing."""
-    orders, found = record.get("orders", {}), []
+    """Describe the operator overrides, and the replicas and hosts that are kept out for failing."""
+    orders, lines = record.get("orders", {}), []
     if orders.get("paused"):
-        found.append(f"joins are paused {orders['paused']}")
+        lines.append(f"joins are paused {orders['paused']}")
     if orders.get("scaled"):
         policy = job["policy"]
-        found.append(
+        lines.append(
             f"needs {policy['min_replicas']}, may have {policy['max_replicas']} replicas: {orders['scaled']}"
         )
     for penalty in job.get("penalties", ()):
         until = time.strftime("%H:%M:%S", time.localtime(penalty["until"]))
-        found.append(
+        lines.append(
             f"{penalty['kind']} {penalty['about']} failed {penalty['times']} times, last: {penalty['why']}; "
             f"kept out until {until}"
         )
-    return [*found, *_hosts(job.get("hosts", ()))]
+    return [*lines, *_hosts(job.get("hosts", ()))]
 
 
 def _hosts(hosts: Sequence[dict[str, Any]]) -> list[str]:
     """Those that failed in the last days, the most suspect first."""
-    found = [
+    lines = [
         f"host {x['host']} ({', '.join(x['replicas']) or 'nobody is there'}) failed "
         f"{counted(x['times'], 'time')}, last {time.strftime('%d %b %H:%M', time.localtime(x['at']))}: "
         f"{x['why']}"
         + ("; suspect: who comes back there stands by while the job has its members" if x["suspect"] else "")
         for x in hosts[:_HOSTS]
     ]
-    return found + ([f"and {len(hosts) - _HOSTS} more hosts that failed"] if len(hosts) > _HOSTS else [])
+    return lines + ([f"and {len(hosts) - _HOSTS} more hosts that failed"] if len(hosts) > _HOSTS else [])
 
 
 def _trouble(job: dict[str, Any], rows: list[tuple[dict[str, Any], str]]) -> list[str]:
-    """Who is not as it should be, where the table is too long to see that."""
-    found = [
+    """List the members that are not alive, where the table is too long to see them."""
+    suspects = [
         f"{x['replica']} ({x['verdict']})" for x, role in rows if role != "spare" and x["verdict"] != "alive"
     ]
-    if len(rows) <= _LONG or job["complete"] or not found:
+    if len(rows) <= _LONG or job["complete"] or not suspects:
         return []
-    more = f" and {len(found) - _LONG} more" if len(found) > _LONG else ""
-    return [f"not as they should be: {', '.join(found[:_LONG])}{more}"]
+    more = f" and {len(suspects) - _LONG} more" if len(suspects) > _LONG else ""
+    return [f"not as they should be: {', '.join(suspects[:_LONG])}{more}"]
 
 
 def _goodput(ledger: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ def store_access_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def store_access(given: dict[str, Any]) -> EtcdAccess:
-    """What these options say, taken out of ``given``."""
+    """Return the access that these options name; removes them from ``given``."""
     return EtcdAccess(
         ca_file=given.pop("store_ca"),
         cert_file=given.pop("store_cert"),

@@ -28,9 +28,9 @@ def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def current_tls() -> Tls:
-    """What was given to the command that runs. Raises ConfigError."""
+    """Return the TLS options of the running command. Raises ConfigError."""
     context = click.get_current_context(silent=True)
-    found = context.find_object(Tls) if context is not None else None
-    tls = found if found is not None else Tls()
+    tls = context.find_object(Tls) if context is not None else None
+    tls = tls if tls is not None else Tls()
     tls.check()
     return tls

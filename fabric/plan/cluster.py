@@ -37,34 +37,27 @@ class SlowReplicas:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Times in seconds, sizes in bytes.
-
-    ``gpus``, ``replica_gpus``: how many there are, and how many make one replica. ``mtbf_s``: mean time
-    between failures of the whole system. ``step_s``: an optimizer step without failures; ``exchange_s`` of
-    it is the all-reduce. ``restart_s``: a global restart, and what a replica needs to come back by itself.
-    ``repair_median_s``: the time that a failed machine is away beyond that, median of a log-normal with
-    ``repair_sigma``; 0 where another machine takes its place at once. ``save_s``: what everybody waits for
-    a durable checkpoint. ``state_bytes`` and ``link_bytes_s`` bound how fast a spare can join.
-    ``micro_batches``: per replica and step. ``steps``: to train. ``stall_s``: what survivors lose at a
-    failure under this project's policy, measured. ``shape``: of Weibull arrivals.
-    """
+    """A cluster and its job. Times in seconds, sizes in bytes."""
 
     gpus: int
-    replica_gpus: int
-    mtbf_s: float
-    step_s: float = 10.0
-    exchange_s: float = 0.5
-    restart_s: float = 600.0
+    replica_gpus: int  # so many make one replica
+    mtbf_s: float  # mean time between failures of the whole system
+    step_s: float = 10.0  # an optimizer step without failures
+    exchange_s: float = 0.5  # the all-reduce, a part of step_s
+    restart_s: float = 600.0  # a global restart; also the return of one replica
+    # The time that a failed machine is away beyond a restart: median and sigma of a log-normal. 0: another
+    # machine takes its place at once.
     repair_median_s: float = 0.0
     repair_sigma: float = 1.0
-    save_s: float = 60.0
+    save_s: float = 60.0  # a durable checkpoint blocks all replicas for so long
+    # These two bound how fast a spare can join.
     state_bytes: float = 0.0
     link_bytes_s: float = 10e9
-    micro_batches: int = 8
+    micro_batches: int = 8  # per replica and step
     steps: int = 5000
-    stall_s: float = 0.5
+    stall_s: float = 0.5  # the loss of survivors at a failure under fabric's policy, measured
     arrivals: str = "poisson"
-    shape: float = 0.78
+    shape: float = 0.78  # of Weibull arrivals
     racks: RackFailures = RackFailures()
     slow: SlowReplicas = SlowReplicas()
     source: str = "given"
@@ -119,7 +112,7 @@ class Cluster:
 
     @property
     def join_s(self) -> float:
-        """What a spare takes to fetch the state: its bytes over the link, and no less than one step."""
+        """The time of a spare's state transfer: its bytes over the link, and at least one step."""
         return max(self.step_s, self.state_bytes / self.link_bytes_s)
 
     def job(self) -> SimulatedJob:

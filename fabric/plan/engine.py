@@ -25,29 +25,21 @@ from fabric.plan.failures import FailSlow, FailureModel, Repair, Times, Units
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJob:
-    """What is trained. Times in seconds.
+    """A job for the simulator. Times in seconds."""
 
-    ``groups``: units of failure. ``steps``: optimizer steps to commit. ``compute_s``: one group's work on
-    1/N of the global batch. ``exchange_s``: the all-reduce of a step. ``jitter``: relative standard
-    deviation of a slot's compute time, per group. ``save_s``, ``save_every``: a checkpoint blocks
-    everybody, every so many steps (0 means never). ``restart_s``: of a global restart. ``repair``: how long
-    a single group is away. ``spares``: groups that stand by, and ``spare_join_s`` what one takes to stand
-    in. ``give_up_after``: the simulation ends without success at so many times the ideal time.
-    """
-
-    groups: int
-    steps: int
-    compute_s: float
-    exchange_s: float = 0.0
-    jitter: float = 0.05
-    save_s: float = 0.0
-    save_every: int = 0
-    restart_s: float = 600.0
+    groups: int  # units of failure
+    steps: int  # optimizer steps to commit
+    compute_s: float  # one group's work on 1/N of the global batch
+    exchange_s: float = 0.0  # the all-reduce of a step
+    jitter: float = 0.05  # relative standard deviation of a slot's compute time, per group
+    save_s: float = 0.0  # a checkpoint blocks all groups for so long
+    save_every: int = 0  # steps from one checkpoint to the next; 0: never
+    restart_s: float = 600.0  # a global restart
     restart_fails: bool = True
-    repair: Repair = field(default_factory=lambda: Repair(600.0))
-    spares: int = 0
-    spare_join_s: float = 60.0
-    give_up_after: float = 100.0
+    repair: Repair = field(default_factory=lambda: Repair(600.0))  # how long a single group is away
+    spares: int = 0  # groups that stand by
+    spare_join_s: float = 60.0  # the time in which a spare takes a place
+    give_up_after: float = 100.0  # the simulation fails after so many times the ideal time
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.steps < 1:
@@ -70,19 +62,15 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True)
 class MaskingCost:
-    """What survivors do after a failure that the policy masks.
+    """The cost of a failure that the policy masks; the exchange is then tried again."""
 
-    ``slots``: further slots of the busiest survivor, ``workers``: how many survivors compute any.
-    ``stall_s``: what everybody waits besides. The exchange is then tried again.
-    """
-
-    slots: float
-    workers: int
-    stall_s: float
+    slots: float  # further slots of the busiest survivor
+    workers: int  # survivors that compute any of them
+    stall_s: float  # all groups wait for so long besides
 
 
 class FailurePolicy(Protocol):
-    """What a step costs and what a failure does. The engine calls `begin` first, and after every global
+    """The cost of a step and the effect of a failure. The engine calls `begin` first, and after every global
     restart."""
 
     @property
@@ -117,20 +105,14 @@ class FailurePolicy(Protocol):
 
 @dataclass(slots=True)
 class TimeLedger:
-    """Where the time went, in seconds; the fields add up to ``total_s``.
+    """Where the time went, in seconds; the fields add up to ``total_s``."""
 
-    ``training_s``: at most one slot and one exchange per step, by its progress. ``redundant_s``: further
-    slots, and waiting for the slowest group. ``stall_s``: failed exchanges, patches, waits after failures
-    and for joins. ``recovery_s``: global restarts. ``rework_s``: steps that were rolled back.
-    ``checkpoint_s``: saves.
-    """
-
-    training_s: float = 0.0
-    redundant_s: float = 0.0
-    stall_s: float = 0.0
-    recovery_s: float = 0.0
-    rework_s: float = 0.0
-    checkpoint_s: float = 0.0
+    training_s: float = 0.0  # at most one slot and one exchange per step, by its progress
+    redundant_s: float = 0.0  # further slots, and waiting for the slowest group
+    stall_s: float = 0.0  # failed exchanges, patches, waits after failures and for joins
+    recovery_s: float = 0.0  # global restarts
+    rework_s: float = 0.0  # steps that were rolled back
+    checkpoint_s: float = 0.0  # saves
     failures: int = 0
     restarts: int = 0
     finished: bool = True
@@ -288,7 +270,7 @@ class _Run:
         return self._policy.fail(lost.tolist())
 
     def _replaced(self, struck_s: float, repaired_s: float) -> float:
-        """When the place of a failed group is filled: by a spare, or by itself after its repair."""
+        """When a failed group's place is filled: by a spare, or by the group after its repair."""
         if self._spares:
             stands_in_s = max(struck_s, self._spares[0]) + self._job.spare_join_s
             if stands_in_s < repaired_s:
@@ -315,7 +297,7 @@ class _Run:
         self._keep()
 
     def _keep(self) -> None:
-        """What was spent since the last checkpoint will not be rolled back."""
+        """Enter the time since the last checkpoint for good: no restart rolls it back."""
         spent, ledger = self._since_save, self._ledger
         ledger.training_s += spent.training_s
         ledger.redundant_s += spent.redundant_s

@@ -43,12 +43,12 @@ def sweeps(cluster: Cluster, progress: Callable[[int, int], None] = lambda done,
         _add(over_scale, gpus, scaled)
         progress(2 * number + 2, runs)
     label = "time to train / ideal"
-    found = [
+    plots = [
         Sweep("Over the mean time between failures", "minutes between failures", label, over_mtbf),
         Sweep("Over the scale, with equal GPUs", "GPUs", label, over_scale),
     ]
     redundancy = _over_redundancy(cluster)
-    return [redundancy, *found] if redundancy is not None else found
+    return [redundancy, *plots] if redundancy is not None else plots
 
 
 def _add(lines: dict[str, list[tuple[float, float]]], x: float, cluster: Cluster) -> None:

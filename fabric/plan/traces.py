@@ -106,7 +106,7 @@ def _from_json(text: str, path: Path) -> list[_Event]:
 
 def _event(at: object, unit: object, event: object, seconds: float, where: str) -> _Event:
     try:
-        at_s = float(at) * seconds  # type: ignore[arg-type]  # what is no number raises
+        at_s = float(at) * seconds  # type: ignore[arg-type]  # anything but a number raises
     except (TypeError, ValueError):
         raise ValueError(f"{where}: the time is no number: {str(at)[:40]!r}") from None
     if not 0 <= at_s < 1e12:
@@ -141,19 +141,13 @@ def _trace(events: Sequence[_Event], path: Path) -> ClusterTrace:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPhases:
-    """What a job's recovery records say, medians in seconds.
+    """A job's recovery records in five numbers; times are medians in seconds."""
 
-    ``failures``: deaths counted; ``mtbf_s``: the time between the first and the last of them per interval.
-    ``stall_s``: from a death's detection to the first step committed without the dead. ``away_s``: from the
-    detection to the join of the replica that came back; 0 where none did. ``steps_lost``: per failure,
-    mean.
-    """
-
-    failures: int
-    mtbf_s: float
-    stall_s: float
-    away_s: float
-    steps_lost: float
+    failures: int  # deaths
+    mtbf_s: float  # from the first death to the last, per interval
+    stall_s: float  # from a death's detection to the first step committed without the dead replica
+    away_s: float  # from the detection to the replica's return; 0 where none returned
+    steps_lost: float  # per failure, mean
 
 
 def phases_of(records: Iterable[Mapping[str, Any]]) -> RecoveryPhases:

@@ -1,6 +1,6 @@
 """Whether a run kept the promises of the protocol, judged from the journals of all its replicas.
 
-Four questions, each over independent records. Agreement: whoever committed a step of a generation
+Four questions, each over independent records. Agreement: all replicas that committed a step of a generation
 wrote down the same gradient, contributions and metrics, and all states of a step have one digest.
 Plus one: every process commits step after step (``walk``). Exactly once: the micro-batches of a step
 are each in its gradient once, and their samples, as the contributors listed them, are those that the
@@ -26,7 +26,7 @@ RoundKey = tuple[str, int, int, int]
 # A journal says the same thing in many lines; beyond this many sentences none adds anything.
 MAX_SENTENCES = 200
 _WEIGHT_TOLERANCE = 1e-9
-# What a killed process may still seem to write after the kill was recorded, in seconds.
+# The log may show lines of a killed process for so many seconds after its kill.
 _KILL_SLACK_S = 1.0
 
 
@@ -267,7 +267,7 @@ def _prescribed(order: DataOrder, line: JournalLine) -> list[str]:
 
 
 def _contributed(evidence: Evidence) -> list[str]:
-    """What a commit counts for a replica is what that replica wrote down before it sent it."""
+    """A commit counts for a replica exactly the contribution that this replica wrote down before."""
     broken: list[str] = []
     for (generation, step), lines in evidence.commits.items():
         commit = lines[0]
@@ -346,7 +346,7 @@ def _ends(evidence: Evidence) -> list[str]:
             last[replica] = line
     lineage = evidence.lineage()
     end = max(lineage, default=-1) + 1
-    # Who was still catching up when the others finished may end behind them.
+    # A replica that was catching up when the others finished may end behind them.
     members = lineage[end - 1].fields["members"] if end else ()
     broken.extend(
         f"{replica} finished at step {line.integer('step')}, the run at step {end}."
@@ -375,11 +375,11 @@ def _supervised(run: RecordedRun) -> list[str]:
         journal = run.journals.get(replica)
         groups = journal.incarnations() if journal is not None else ()
         if event["event"] == "journal":
-            wanted, found = event.get("lines"), [len(group) for group in groups]
-            if wanted != found:
+            wanted, lines = event.get("lines"), [len(group) for group in groups]
+            if wanted != lines:
                 broken.append(
                     f"The supervisor saw {wanted} lines from the processes of {replica}, its journal "
-                    f"has {found}."
+                    f"has {lines}."
                 )
         elif event["event"] == "kill":
             broken.extend(_killed(replica, event.get("pid"), float(event["t"]), groups))

@@ -176,7 +176,7 @@ class JournalLine:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJournal:
-    """What one replica wrote, in file order, and the sentences about what could not be read."""
+    """The journal of one replica, in file order, with a sentence for each line that cannot be read."""
 
     replica: str
     lines: tuple[JournalLine, ...]
@@ -225,7 +225,7 @@ def parse_journal(replica: str, content: bytes) -> ReplicaJournal:
     for number, raw in enumerate(content.split(b"\n"), start=1):
         if not raw.strip():
             continue
-        whole, entry = _salvage(raw)
+        is_whole, entry = _salvage(raw)
         if entry is None:
             if torn is not None:
                 broken.append(_unreadable(replica, torn))
@@ -242,7 +242,7 @@ def parse_journal(replica: str, content: bytes) -> ReplicaJournal:
             )
         if torn is not None and line.event not in ("start", "lost"):
             broken.append(_unreadable(replica, torn))
-        if not whole and line.event != "start":
+        if not is_whole and line.event != "start":
             broken.append(_unreadable(replica, number))
         torn = None
         lines.append(line)

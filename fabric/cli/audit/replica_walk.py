@@ -3,7 +3,7 @@
 A committed step rises by exactly one, from zero or from the step that was fetched in a ``join``; the
 digest of the state follows every commit; a contribution is written once per round and before its
 commit; nothing follows the end. A process that was killed may stop anywhere, one that finished may
-not. What an incarnation alone cannot show (that others saw the same) is in ``audit``.
+not. ``audit`` checks that several replicas saw the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,8 +39,8 @@ class ReplicaWalk:
     rounds: set[tuple[int, int, int]] = field(default_factory=set)
 
 
-# What may follow the end: a stop, and the links of an epoch that were made in the moment of the end. The
-# network's thread tells of them, and nothing of the state depends on them.
+# Lines that may follow the end: a stop, and links of an epoch that were made at that moment. The network's
+# thread writes them, and the state does not depend on them.
 _AFTER_END = frozenset(("stop", "plane"))
 
 
@@ -152,7 +152,7 @@ def _joined(state: ReplicaWalk, line: JournalLine) -> list[str]:
         broken.append(f"joins at step {step} with the state of step {state.next_step}")
     if replayed != state.replayed:
         broken.append(f"says that it replayed {replayed} steps and recorded {state.replayed}")
-    # Who is left out again may come back with the state that it has, and fetch none.
+    # A replica that is evicted again may return with its own state, without a fetch.
     state.replayed = 0
     state.joining = False
     return broken

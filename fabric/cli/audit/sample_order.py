@@ -50,12 +50,12 @@ class DataOrder:
         begin = shard * self.dataset_size // shards
         length = (shard + 1) * self.dataset_size // shards - begin
         number = step * counts[shard] + micro_batch - sum(counts[:shard])
-        found = []
+        samples = []
         for position in range(number * self.micro_batch_size, (number + 1) * self.micro_batch_size):
             words = [self.seed, position // length, shard + 1]
             order = np.random.Generator(np.random.PCG64(words)).permutation(length)
-            found.append(begin + int(order[position % length]))
-        return found
+            samples.append(begin + int(order[position % length]))
+        return samples
 
     def _at(self, position: int) -> int:
         if "stream" in self.data:

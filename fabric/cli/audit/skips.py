@@ -1,9 +1,9 @@
 """Which micro-batches a commit may leave out, and whether the journals explain those that it did.
 
 Two reasons are known. Poison: two processes died at a micro-batch, and the members recorded that nobody
-computes it. Seats: under policy ``shrink`` a part of the batch is its seat's alone, and where only some
-replicas can read a part it is theirs alone; it is left out when none of them contributed. What is left out
-must be listed by the commit itself.
+computes it. Data slots: under policy ``shrink`` a part of the batch belongs to one data slot, and where only
+some replicas can read a part it is theirs alone; it is left out when none of them contributed. The commit
+itself must list every skipped micro-batch.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""What a run amounts to, in numbers: everything here is computed from the journals.
+"""A run in numbers, all computed from the journals.
 
 A *failure* is a process of a replica that did not finish. A *join* is a process that entered the
 running job with a fetched state. The *stall* of a survivor is the time between two of its live
@@ -119,14 +119,14 @@ def step_gaps(evidence: Evidence) -> Iterator[tuple[JournalLine, float]]:
 
 def failures(evidence: Evidence) -> list[ReplicaDeath]:
     """The processes that ended without having finished, in order of time."""
-    found: list[ReplicaDeath] = []
+    deaths: list[ReplicaDeath] = []
     for lines in _lives(evidence):
         if finished(lines):
             continue
         t = _death(evidence, lines)
         last = max((line.integer("step") + 1 for line in lines_of(lines, "commit")), default=0)
-        found.append(_describe(evidence, lines[0].replica, t, last))
-    return sorted(found, key=lambda failure: failure.t)
+        deaths.append(_describe(evidence, lines[0].replica, t, last))
+    return sorted(deaths, key=lambda failure: failure.t)
 
 
 def joins(evidence: Evidence) -> list[ReplicaJoin]:
@@ -136,7 +136,7 @@ def joins(evidence: Evidence) -> list[ReplicaJoin]:
     """
     commits = [line.t for lines in evidence.commits.values() for line in lines]
     begun = min(commits, default=float("inf"))
-    found: list[ReplicaJoin] = []
+    entries: list[ReplicaJoin] = []
     for lines in _lives(evidence):
         fetched: JournalLine | None = None
         replayed = 0
@@ -148,9 +148,9 @@ def joins(evidence: Evidence) -> list[ReplicaJoin]:
             elif fetched is not None:
                 # Before the first commit of all, fetching is how replicas start from one state.
                 if fetched.t > begun:
-                    found.append(_join(fetched, line, replayed))
+                    entries.append(_join(fetched, line, replayed))
                 fetched = None
-    return sorted(found, key=lambda join: join.t)
+    return sorted(entries, key=lambda join: join.t)
 
 
 def _join(fetched: JournalLine, first: JournalLine, replayed: int) -> ReplicaJoin:

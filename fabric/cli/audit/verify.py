@@ -21,7 +21,7 @@ MAX_SUMMARY_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the journals amount to, and every broken promise as a sentence."""
+    """The result of a judgement: the numbers, and every broken promise as a sentence."""
 
     evidence: Evidence
     summary: RunSummary

@@ -34,7 +34,7 @@ class ChartMark:
 
 @dataclass(frozen=True, slots=True)
 class RosterSpan:
-    """What a replica was from ``start`` to ``end`` seconds; ``epoch`` None while it caught up."""
+    """A replica's epoch from ``start`` to ``end`` seconds; None while it catches up."""
 
     start: float
     end: float

@@ -28,8 +28,8 @@ class JournalFollower:
         except FileNotFoundError:
             return []
         self._offset += len(arrived)
-        *whole, self._rest = (self._rest + arrived).split(b"\n")
-        entries = [entry for entry in map(_decode, whole) if entry is not None]
+        *lines, self._rest = (self._rest + arrived).split(b"\n")
+        entries = [entry for entry in map(_decode, lines) if entry is not None]
         for entry in entries:
             if entry["event"] == "start" or not self.counts:
                 self.counts.append(0)
@@ -47,7 +47,7 @@ def _decode(raw: bytes) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class ReplicaView:
-    """What is shown of one replica. ``step`` counts its committed steps, ``pid`` is of its trainer."""
+    """One replica's row of the table. ``step`` counts its committed steps, ``pid`` is of its trainer."""
 
     replica: str
     phase: str = "starting"

@@ -88,8 +88,8 @@ class Processes:
 
     def living(self) -> list[int]:
         """The pids of all processes that carry the mark, zombies excepted."""
-        found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-        return [pid for pid in found if self._is_ours(pid)]
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+        return [pid for pid in pids if self._is_ours(pid)]
 
     def _is_ours(self, pid: int) -> bool:
         # A zombie's environment is empty, that of another user cannot be read.

@@ -1,4 +1,4 @@
-"""What a person sees while the demo runs: a live table in a terminal, plain lines elsewhere."""
+"""Show the demo while it runs: a live table in a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class DemoProgress:
             self._console.print(Text(stamp + line), soft_wrap=True)
 
     def update(self) -> None:
-        """Show where everybody is."""
+        """Show every replica's phase and step."""
         if self._live is not None:
             self._live.update(self._picture(), refresh=True)
             return
@@ -70,6 +70,6 @@ class DemoProgress:
 
 
 def _plain(views: Sequence[ReplicaView]) -> str:
-    known = [view.loss for view in views if view.loss is not None and view.step]
-    loss = f"loss {known[0]:.4f}, " if known else ""
+    losses = [view.loss for view in views if view.loss is not None and view.step]
+    loss = f"loss {losses[0]:.4f}, " if losses else ""
     return loss + ", ".join(f"{view.replica} {view.phase} ({view.step})" for view in views)

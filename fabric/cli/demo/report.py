@@ -16,7 +16,7 @@ from fabric.cli.audit.journal import JournalLine, ReplicaJournal, lines_of
 from fabric.cli.audit.summary import mean_loss, step_gaps
 from fabric.cli.audit.verify import Verdict
 from fabric.cli.demo.charts import ChartMark, LossPoint, RosterSpan, bars, colour, curves, rosters
-from fabric.cli.demo.tables import Cells, failure_rows, join_rows
+from fabric.cli.demo.tables import TextTable, failure_rows, join_rows
 
 
 def write_report(directory: Path, verdict: Verdict) -> None:
@@ -99,15 +99,14 @@ def _legend(index: int, replica: str) -> str:
     )
 
 
-def _table(rows: Cells, empty: str) -> str:
-    head, body = rows
-    if not body:
+def _table(table: TextTable, empty: str) -> str:
+    if not table.rows:
         return f"<p>{empty}</p>"
 
     def row(tag: str, cells: Iterable[str]) -> str:
         return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
-    return f"<table>{row('th', head)}{''.join(row('td', cells) for cells in body)}</table>"
+    return f"<table>{row('th', table.head)}{''.join(row('td', cells) for cells in table.rows)}</table>"
 
 
 def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[LossPoint]]]:
@@ -134,7 +133,7 @@ def _step_times(evidence: Evidence, zero: float) -> dict[str, list[LossPoint]]:
 
 
 def _spans(journal: ReplicaJournal, zero: float) -> list[RosterSpan]:
-    """What the replica was when: by its own record of the epochs, from each line to the next."""
+    """The replica's epoch over time, from each epoch line of its journal to the next."""
     spans: list[RosterSpan] = []
     for lines in journal.incarnations():
         start, epoch = lines[0].t, None

@@ -39,8 +39,8 @@ MAX_ANSWER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What was asked for. ``kill_at`` None: nobody is killed. ``drop`` is the control run: a survivor
-    leaves a micro-batch that it inherits out of its gradient."""
+    """The arguments of ``fabric demo``. ``kill_at`` None: no replica is killed. ``drop`` is the control
+    run: a survivor leaves a micro-batch that it inherits out of its gradient."""
 
     out: Path
     replicas: int
@@ -149,7 +149,7 @@ class _Supervisor:
 
     def _start_replica(self, name: str) -> None:
         options, out = self._options, self._options.out
-        # Not by `fabric run`: the whole run lasts as long as a polite start may take on a crowded host.
+        # Without `fabric run`: the demo is as short as a low-priority start may take on a crowded host.
         command = ["torch.distributed.run", "--standalone", "--nnodes=1", "--nproc-per-node=1"]
         command += ["--max-restarts=100", "--monitor-interval=0.1"]
         command += ["-m", "fabric.cli.demo.trainer", "--steps", str(options.steps)]
@@ -244,7 +244,7 @@ class _Supervisor:
 
 
 def last_words(log: Path) -> str:
-    """What a failed process said: its own sentence where there is one, else the end of its log."""
+    """Return the error of a failed process: its own sentence, or the end of its log without one."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - MAX_LOG_BYTES))
         lines = file.read().decode(errors="replace").splitlines()

@@ -1,15 +1,22 @@
 """The summary as tables: the cells once, shown in the terminal here and in the page by ``report``."""
 
+from dataclasses import dataclass
+
 from rich.console import Console
 from rich.table import Table
 
 from fabric.cli.audit.summary import RunSummary
 
-# A head and rows of text.
-Cells = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table of the report, every cell as text."""
+
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
 
 
-def overview_rows(summary: RunSummary) -> Cells:
+def overview_rows(summary: RunSummary) -> TextTable:
     """The run as a whole, one fact per row."""
     rows: list[tuple[str, ...]] = [
         ("steps", str(summary.steps)),
@@ -22,20 +29,20 @@ def overview_rows(summary: RunSummary) -> Cells:
         ("longest stall of a survivor", f"{summary.max_survivor_stall_s:.3f} s"),
         ("final loss", f"{summary.final_loss:.4f}"),
     ]
-    return ("the run", ""), rows
+    return TextTable(("the run", ""), rows)
 
 
-def failure_rows(summary: RunSummary) -> Cells:
+def failure_rows(summary: RunSummary) -> TextTable:
     """One row per process that died; times count from its death."""
     head = ("replica", "at step", "detected", "epoch committed", "first step committed")
     rows: list[tuple[str, ...]] = [
         (f.replica, str(f.step), _s(f.detected_s), _s(f.epoch_s), _s(f.first_commit_s))
         for f in summary.failure_list
     ]
-    return head, rows
+    return TextTable(head, rows)
 
 
-def join_rows(summary: RunSummary) -> Cells:
+def join_rows(summary: RunSummary) -> TextTable:
     """One row per process that entered the running job; ``replayed`` counts steps."""
     head = ("replica", "at step", "fetched", "in", "rate", "replayed", "caught up")
     rows: list[tuple[str, ...]] = [
@@ -50,7 +57,7 @@ def join_rows(summary: RunSummary) -> Cells:
         )
         for j in summary.join_list
     ]
-    return head, rows
+    return TextTable(head, rows)
 
 
 def print_tables(console: Console, summary: RunSummary) -> None:
@@ -60,13 +67,13 @@ def print_tables(console: Console, summary: RunSummary) -> None:
         ("Failures, seconds after the process died", failure_rows(summary)),
         ("Joins", join_rows(summary)),
     )
-    for title, (head, rows) in sections:
-        if not rows:
+    for title, text in sections:
+        if not text.rows:
             continue
         table = Table(title=title or None, title_justify="left")
-        for name in head:
+        for name in text.head:
             table.add_column(name)
-        for row in rows:
+        for row in text.rows:
             table.add_row(*row)
         console.print(table)
 

@@ -1,4 +1,4 @@
-"""What every replica of the demo runs: a byte-level GPT, trained by the documented loop.
+"""The trainer of every replica of the demo: a byte-level GPT, trained by the documented loop.
 
 Nothing in the loop knows of failures. The same file runs alone with ``FABRIC_DISABLE=1``. The option
 ``--drop-inherited`` is for the control run of the demo's own test: it leaves one micro-batch, inherited

@@ -50,12 +50,12 @@ def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
     """Show what is in STATE: a file, the URL of a checkpoint server (its newest snapshot) or of a snapshot,
     or a durable checkpoint (its folder, or that of its job for the newest). Of several ranks: a URL of each,
     with commas between them, or the durable folder (FOLDER#1 is the part of rank 1)."""
-    with open_state(state, token_of(token_file)) as found:
-        tell_part(found)
-        spans = list(found.tensors.values())
+    with open_state(state, token_of(token_file)) as opened:
+        tell_part(opened)
+        spans = list(opened.tensors.values())
         if as_json:
             tensors = {s.name: {"dtype": s.dtype, "shape": s.shape, "nbytes": s.end - s.begin} for s in spans}
-            body = {"step": found.step, "digest": found.digest, "nbytes": found.nbytes, "tensors": tensors}
+            body = {"step": opened.step, "digest": opened.digest, "nbytes": opened.nbytes, "tensors": tensors}
             click.echo(json.dumps(body, indent=2))
             return
         table = Table("tensor", "dtype", "shape", "bytes")
@@ -70,20 +70,20 @@ def inspect_state(state: str, token_file: Path | None, as_json: bool) -> None:
         console = Console()
         console.print(table)
         console.print(
-            Text(f"step {found.step}, {len(spans)} tensors, {found.nbytes:,} bytes, digest {found.digest}")
+            Text(f"step {opened.step}, {len(spans)} tensors, {opened.nbytes:,} bytes, digest {opened.digest}")
         )
 
 
 @click.command()
-@click.argument("one")
-@click.argument("other")
+@click.argument("first")
+@click.argument("second")
 @_token_option
 @_json_option
-def diff(one: str, other: str, token_file: Path | None, as_json: bool) -> None:
+def diff(first: str, second: str, token_file: Path | None, as_json: bool) -> None:
     """Show which tensors of two states differ, and by how much; each is named as for inspect, and they may be
     of different layouts of ranks. Exit code 1 where any differs."""
     token = token_of(token_file)
-    with open_state(one, token) as a, open_state(other, token) as b:
+    with open_state(first, token) as a, open_state(second, token) as b:
         tell_part(a)
         tell_part(b)
         rows = differences(a, b)
@@ -96,36 +96,36 @@ def diff(one: str, other: str, token_file: Path | None, as_json: bool) -> None:
 
 def differences(a: ReadableState, b: ReadableState) -> list[dict[str, Any]]:
     """One entry per tensor that is not bitwise equal in both: in the order of ``a``, then of ``b``."""
-    found = []
+    entries = []
     for name, span in a.tensors.items():
         other = b.tensors.get(name)
         if other is None:
-            found.append({"tensor": name, "why": f"only in {a.name}"})
+            entries.append({"tensor": name, "why": f"only in {a.name}"})
         elif (span.dtype, span.shape) != (other.dtype, other.shape):
             kinds = [f"{s.dtype} {'x'.join(map(str, s.shape))}" for s in (span, other)]
-            found.append({"tensor": name, "why": f"{kinds[0]} in {a.name}, {kinds[1]} in {b.name}"})
+            entries.append({"tensor": name, "why": f"{kinds[0]} in {a.name}, {kinds[1]} in {b.name}"})
         else:
             entry = _compare(a, span, b, other)
-            found += [entry] if entry is not None else []
-    found += [{"tensor": n, "why": f"only in {b.name}"} for n in b.tensors if n not in a.tensors]
-    return found
+            entries += [entry] if entry is not None else []
+    entries += [{"tensor": n, "why": f"only in {b.name}"} for n in b.tensors if n not in a.tensors]
+    return entries
 
 
 def _compare(
-    a: ReadableState, mine: TensorSpan, b: ReadableState, theirs: TensorSpan
+    a: ReadableState, left_span: TensorSpan, b: ReadableState, right_span: TensorSpan
 ) -> dict[str, Any] | None:
     """How two tensors of one shape differ, None where they are bitwise equal."""
-    size = _PIECE_ELEMENTS * ELEMENT_BYTES[mine.dtype]
+    size = _PIECE_ELEMENTS * ELEMENT_BYTES[left_span.dtype]
     different, largest, unlike = 0, 0.0, 0
-    for offset in range(0, mine.end - mine.begin, size):
-        end = min(offset + size, mine.end - mine.begin)
+    for offset in range(0, left_span.end - left_span.begin, size):
+        end = min(offset + size, left_span.end - left_span.begin)
         x, y = (
-            a.read(mine.begin + offset, mine.begin + end),
-            b.read(theirs.begin + offset, theirs.begin + end),
+            a.read(left_span.begin + offset, left_span.begin + end),
+            b.read(right_span.begin + offset, right_span.begin + end),
         )
         if x == y:
             continue
-        left, right = values(x, mine.dtype), values(y, mine.dtype)
+        left, right = values(x, left_span.dtype), values(y, left_span.dtype)
         same = np.frombuffer(x, np.uint8).reshape(left.size, -1) == np.frombuffer(y, np.uint8).reshape(
             left.size, -1
         )
@@ -137,9 +137,9 @@ def _compare(
         largest = max(largest, float(np.max(gap[np.isfinite(gap)], initial=0.0)))
     if not different:
         return None
-    elements = (mine.end - mine.begin) // ELEMENT_BYTES[mine.dtype]
+    elements = (left_span.end - left_span.begin) // ELEMENT_BYTES[left_span.dtype]
     entry: dict[str, Any] = {
-        "tensor": mine.name,
+        "tensor": left_span.name,
         "different": different,
         "elements": elements,
         "largest": largest,

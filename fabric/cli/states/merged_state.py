@@ -1,9 +1,8 @@
 """A state of several ranks as the one file that a single process would have written of it: every sharded
 tensor put together from the ranks' parts, piece by piece as it is read.
 
-What several ranks hold of a state, they must hold alike: whatever is read is read of all of them and
-compared. Ranks that hold different things under one name (the stages of a pipeline) are no parts of one
-file, and are refused.
+An entry that several ranks hold must be equal in all of them: each read compares all copies. Ranks that hold
+different things under one name (the stages of a pipeline) do not make one file, and are refused.
 """
 
 import math
@@ -60,11 +59,11 @@ class MergedState:
         self._check_one_state()
         self.step, self.rank, self.ranks = parts[0].step, 0, 1
         description = self._description()
-        found = [(tensor, *self._find(tensor)) for tensor in self._states[0].tensors]
-        found.sort(key=lambda entry: file_order(entry[0], entry[1]))
+        layout = [(tensor, *self._find(tensor)) for tensor in self._states[0].tensors]
+        layout.sort(key=lambda entry: file_order(entry[0], entry[1]))
         sizes = [
             TensorEntry(name, dtype, shape, ELEMENT_BYTES[dtype] * math.prod(shape))
-            for name, dtype, shape, _ in found
+            for name, dtype, shape, _ in layout
         ]
         self.preamble = build_preamble(sizes, canonical_json(description))
         self.nbytes = len(self.preamble) + sum(entry.nbytes for entry in sizes)
@@ -72,7 +71,7 @@ class MergedState:
         self.tensors = {span.name: span for span in spans}
         self.manifest = {"digest": replica_digest([part.manifest["digest"] for part in self._states])}
         self._spans, self._begins = spans, [span.begin for span in spans]
-        self._parts = {tensor: held for tensor, _, _, held in found}
+        self._parts = {tensor: held for tensor, _, _, held in layout}
 
     @property
     def digest(self) -> str:
@@ -87,16 +86,16 @@ class MergedState:
         low, high = begin - span.begin, end - span.begin
         first, last = low // row, -(-high // row)
         rows = TensorRegion((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-        found = np.zeros((*rows.sizes, item), np.uint8)
+        rows_read = np.zeros((*rows.sizes, item), np.uint8)
         for part in self._parts[span.name]:
             common = part.box.common(rows)
             if common.elements:
                 data = part.rows(common.begin[0] - part.box.begin[0], common.sizes[0])
-                target = found[common.within(rows)]
+                target = rows_read[common.within(rows)]
                 if part.again and (target != data).any():
                     raise self._unlike(f"{span.name} is not the same at rank {part.state.rank} as at another")
                 target[...] = data
-        return memoryview(found.tobytes())[low - first * row : high - first * row]
+        return memoryview(rows_read.tobytes())[low - first * row : high - first * row]
 
     def _check_one_state(self) -> None:
         ranks, first = [part.rank for part in self._states], self._states[0].manifest
@@ -106,23 +105,23 @@ class MergedState:
                 " address of each rank, or a single rank's"
             )
         for part in self._states:
-            known = [part.manifest[key] for key in ("generation", "step", "ranks")]
-            if known != [first[key] for key in ("generation", "step", "ranks")]:
+            identity = [part.manifest[key] for key in ("generation", "step", "ranks")]
+            if identity != [first[key] for key in ("generation", "step", "ranks")]:
                 raise StateError(
                     f"{self.name}: rank {part.rank} has another state (step {part.step}) than rank 0 (step"
                     f" {first['step']}): name one step of all, http://host:port/v1/snapshots/STEP"
                 )
 
     def _description(self) -> Any:
-        """What the file says of the state: the same at all ranks, but for how things are sharded."""
+        """Return the description of the state, which is equal at all ranks but for the shards."""
         try:
-            found = [_without_shards(parse_json(part.header.metadata)) for part in self._states]
+            descriptions = [_without_shards(parse_json(part.header.metadata)) for part in self._states]
         except (RecursionError, LookupError, TypeError) as error:
             raise StateError(f"{self.name}: its description of the state is damaged") from error
-        for rank, one in enumerate(found):
-            if one != found[0]:
+        for rank, description in enumerate(descriptions):
+            if description != descriptions[0]:
                 raise self._unlike(f"rank {rank} describes another state than rank 0")
-        return found[0]
+        return descriptions[0]
 
     def _find(self, tensor: str) -> tuple[str, tuple[int, ...], list[_RankPart]]:
         """The dtype and shape of the whole tensor, and who holds what of it."""

@@ -38,7 +38,7 @@ def pull(url: str, output: Path, token_file: Path | None) -> None:
     between them (one URL alone, or FOLDER#1, is one rank's part).
 
     The file is there when it is whole and verified; until then OUTPUT.part holds what has come, and a later
-    call goes on from it (what is put together begins anew).
+    call continues from it (a state of several ranks starts over).
     """
     if output.exists() and not output.is_file():
         raise ConfigError(f"{output} is a {'folder' if output.is_dir() else 'device'}: name a file to write")
@@ -95,8 +95,8 @@ def fetch_into(part: Path, state: BlockState, progress: Callable[[int], None] = 
 
 
 def export_into(part: Path, state: MergedState, progress: Callable[[int], None]) -> None:
-    """Write ``part`` anew, the ranks' parts put together; each is verified as it is read. Raises FabricError
-    or OSError."""
+    """Write ``part`` from its beginning, merged from the ranks' parts. Each part is verified as it is read.
+    Raises FabricError or OSError."""
     with _open(part) as file:
         _make_room(file.fileno(), 0, state.nbytes)
         file.write(state.preamble)
@@ -150,8 +150,8 @@ def _runs(missing: list[int]) -> list[tuple[int, int]]:
 
 
 def _check_whole(descriptor: int, state: BlockState) -> None:
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as whole, memoryview(whole) as view:
-        found = file_digest(view)
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+        digest = file_digest(view)
     wanted = state.manifest["digest"]
-    if found != wanted:
-        raise IntegrityError(f"what came from {state.name} has the digest {found} and not {wanted}")
+    if digest != wanted:
+        raise IntegrityError(f"what came from {state.name} has the digest {digest} and not {wanted}")

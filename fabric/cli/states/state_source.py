@@ -88,9 +88,9 @@ def open_manifested(name: str, token: str, stack: ExitStack) -> "BlockState | Me
         url, mark, rank = name.partition("#")
         if mark and not (rank.isascii() and rank.isdecimal() and len(rank) < 10):
             raise ConfigError(f"{name[:200]} names no rank: write FOLDER#1 for that of rank 1")
-        found = _durable(url)
-        ranks = [int(rank)] if mark else range(found.ranks)
-        parts = [stack.enter_context(closing(DurableState(name, found, one))) for one in ranks]
+        checkpoint = _durable(url)
+        ranks = [int(rank)] if mark else range(checkpoint.ranks)
+        parts = [stack.enter_context(closing(DurableState(name, checkpoint, number))) for number in ranks]
     return parts[0] if len(parts) == 1 else MergedState(name, parts)
 
 
@@ -250,8 +250,8 @@ class SnapshotAddress:
     def parse(cls, url: str) -> "SnapshotAddress":
         """From ``http://host:port``, with ``/v1/snapshots/STEP`` after it or without. Raises ConfigError."""
         parts = urlsplit(url)
-        base, found, rest = parts.path.partition(_SNAPSHOTS)
-        step = rest.split("/")[0] if found else "latest"
+        base, mark, rest = parts.path.partition(_SNAPSHOTS)
+        step = rest.split("/")[0] if mark else "latest"
         if not (step == "latest" or (step.isascii() and step.isdecimal())):
             raise ConfigError(f"{url[:200]} names no step: write http://host:port/v1/snapshots/STEP")
         query = f"?{parts.query}" if parts.query else ""
@@ -278,7 +278,7 @@ class RemoteState(BlockState):
 
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:
         """See BlockState. In one request: between two of them the server could need the slot."""
-        whole = False
+        is_complete = False
         try:
             response = self._connection.get(
                 self._path, (self._place(first)[0], self._place(first + count - 1)[1])
@@ -294,11 +294,11 @@ class RemoteState(BlockState):
                         f"block {index} of {self.name} does not match its digest: fetch it again"
                     )
                 yield data
-            whole = True
+            is_complete = True
         except TRANSIENT as error:
             raise Unreachable(f"{self.name} was lost: {error}") from error
         finally:
-            if not whole:
+            if not is_complete:
                 self._connection.close()
 
     def _ask(self, path: str) -> Any:
@@ -313,13 +313,13 @@ class RemoteState(BlockState):
             ) from error
 
     def _refused(self, response: HTTPResponse) -> StateError:
-        """Why there is no manifest: also because somebody else answers there, as /healthz tells."""
+        """Return the reason for a missing manifest; /healthz shows whether another service answers there."""
         refused = refusal(response)
         self._connection.close()
         health = self._connection.get("/healthz")
         with suppress(StateError):
-            told = read_json(health, _MAX_HEALTH_BYTES)
-            if isinstance(told, dict) and "ok" in told and "is_leader" not in told:
+            answer = read_json(health, _MAX_HEALTH_BYTES)
+            if isinstance(answer, dict) and "ok" in answer and "is_leader" not in answer:
                 return type(refused)(f"{self.name}: {refused}")
         return StateError(
             f"{self.name} is no checkpoint server: take the address under `ckpt` from `fabric status --json`"

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable
 
 # Beats leave no cycles: the youngest generation is looked at after 300 sessions have come, and nearly never
-# otherwise. The last one, by count of the middle one's collections, is never due by itself.
+# otherwise. The last one, by count of the middle one's collections, is never due on its own.
 THRESHOLDS = (50_000, 10, 1 << 30)
 # So many of the middle one's collections make a whole one due, as by default.
 WHOLE = 10

@@ -1,6 +1,6 @@
 """The lighthouse process: store, election, jobs and HTTP put together, begun and ended in order.
 
-It ends by a signal, or by a defect in one of its own tasks: then its supervisor starts it anew, and
+It ends by a signal, or by a defect in one of its own tasks: then its supervisor starts it again, and
 another lighthouse leads meanwhile. Ending gives the lease back first, while HTTP is still up, so that
 sessions are closed with a reason and find the next leader at once.
 """
@@ -233,7 +233,7 @@ async def _connect(store: Store, wait_s: float) -> None:
     deadline = loop.time() + wait_s
     jitter = random.Random()  # noqa: S311 - spreads attempts, protects nothing
     pause_s = _STORE_RETRY_S[0]
-    said = ""
+    logged = ""
     while True:
         try:
             await store.connect()
@@ -241,9 +241,9 @@ async def _connect(store: Store, wait_s: float) -> None:
         except StoreUnavailable as error:
             if loop.time() + pause_s > deadline:
                 raise
-            if str(error) != said:
-                said = str(error)
-                log.warning("waiting for the store: %s", said)
+            if str(error) != logged:
+                logged = str(error)
+                log.warning("waiting for the store: %s", logged)
         await asyncio.sleep(pause_s * jitter.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, _STORE_RETRY_S[1])
 
@@ -264,7 +264,7 @@ def _tell_ready(path: Path | None, url: str, me: Candidate) -> None:
 
 
 def _forget_ready(path: Path | None) -> None:
-    """What an earlier process wrote there, or this one, says nothing of now."""
+    """Remove the ready file of an earlier process, or of this one."""
     if path is not None:
         with suppress(OSError):
             path.unlink(missing_ok=True)

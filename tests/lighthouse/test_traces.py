@@ -80,7 +80,7 @@ def test_a_recovery_arrives_as_one_trace_with_its_own_times():
         back = by_name["r1 joined"]
         assert (back.start_time_unix_nano, back.end_time_unix_nano) == (104 * 10**9, 1055 * 10**8)
         said = {a.key: a.value.string_value for a in root.attributes}
-        assert (said["fabric.cause"], said["fabric.verdict"]) == ("e2", "absent rank")
+        assert (said["fabric.incident_id"], said["fabric.verdict"]) == ("e2", "absent rank")
     finally:
         collector.close()
 

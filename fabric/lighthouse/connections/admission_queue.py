@@ -17,7 +17,7 @@ MOST_WAITING = 1000
 _PER_TURN = 8
 # A long turn admits as many as PER_S says, up to this; otherwise members inside would take all the time.
 _MOST_PER_TURN = 50
-# What a core that is busy with heartbeats admits, roughly; the number only spreads the returns.
+# The rate at which a busy core admits, roughly; the number only spreads the returns.
 PER_S = 500
 _AGAIN_S = (1, 30)
 # Within so many seconds a waiting connection is admitted, or gives up and comes again.

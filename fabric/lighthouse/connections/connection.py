@@ -1,8 +1,8 @@
-"""One member's WebSocket as a job sees it: what a core orders is written at once, and never waited for.
+"""One member's WebSocket as a job sees it: the job writes at once and waits for nothing.
 
-Sessions are many and messages to all of them are the same, so a message is made into a frame once and the
-bytes go straight to the transport. What waits for a member that does not read is bounded: a connection that
-is over the bound, or that does not close in time, is cut.
+Thousands of sessions get the same message, so the job encodes it once and passes the bytes to the transport.
+The queue for a member that does not read is bounded. A connection over the bound, or one that does not close
+in time, is cut.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _CLOSE_WITHIN_S = 2.0
 _MAX_CLOSE_REASON = 123
 
 
-# How many messages are remembered as frames: those of one change of the epoch.
+# So many messages are kept as frames: those of one change of the epoch.
 _FRAMES = 16
 _TEXT, _BINARY = 0x81, 0x82
 # Frames from this size on are paced: so many bytes per turn of the loop, so many of them a second (the roster
@@ -40,24 +40,24 @@ _LARGE_BYTES = 16 * 1024
 _PER_TURN_BYTES = 2 << 20
 _PER_S_BYTES = 256 << 20
 _PER_TURN = 200
-# A pause that is shorter than this is none: timers are no finer.
+# Timers are not finer than this; a shorter pause is skipped.
 _PAUSE_S = 0.001
 
 
 class FrameCache:
-    """Messages as the bytes that travel, those that go to many made once."""
+    """Messages as frames; a message to many members is encoded once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, bool], tuple[LeaderMessage, bytes]] = {}
 
     def of(self, message: LeaderMessage, accepts_compression: bool) -> bytes:
-        """The whole frame; compressed where it is long and the receiver ``accepts_compression``."""
+        """The frame of this message; a long one is compressed where the receiver ``accepts_compression``."""
         if type(message) is HeartbeatAck:
-            return _frame(_TEXT, wire.encode(message))  # for one alone
+            return _frame(_TEXT, wire.encode(message))  # only one member gets it
         # The message is kept with its frame, so that nothing else can have its id.
-        known = self._made.get((id(message), accepts_compression))
-        if known is not None:
-            return known[1]
+        cached = self._made.get((id(message), accepts_compression))
+        if cached is not None:
+            return cached[1]
         plain = wire.encode(message)
         data = wire.packed(plain) if accepts_compression else plain
         frame = _frame(_TEXT if data is plain else _BINARY, data)
@@ -68,12 +68,12 @@ class FrameCache:
 
 
 def text_frame(text: str) -> bytes:
-    """A frame of what was put into words already."""
+    """A frame of text that is encoded already."""
     return _frame(_TEXT, text.encode())
 
 
 def _frame(kind: int, data: bytes) -> bytes:
-    """A server's frame: whole and not masked."""
+    """A server's frame: in one piece and not masked."""
     size = len(data)
     if size < 126:
         return bytes((kind, size)) + data
@@ -122,7 +122,7 @@ class MemberConnection:
         self._cut = loop.call_later(_CLOSE_WITHIN_S, self._abort)
 
     async def ended(self) -> None:
-        """Wait until the end that was begun is over, if any was."""
+        """Wait until a close that has begun is over."""
         if self._closing is not None:
             await self._closing
 
@@ -144,9 +144,8 @@ class MemberConnection:
 
 
 class WorkQueue:
-    """Work that may wait, done in order and so much of it per turn of the loop: what thousands are told, and
-    what they answer, comes at once, and neither lease nor beats must wait for all of it. ``per_turn``: how
-    many pieces."""
+    """Work that may wait, done in order, ``per_turn`` pieces in one turn of the loop. The answers of
+    thousands arrive at once; neither the lease nor heartbeats must wait for all of them."""
 
     def __init__(self, per_turn: int = _PER_TURN) -> None:
         self._per_turn = per_turn
@@ -173,16 +172,16 @@ class WorkQueue:
                 work, size = self._waiting.popleft()
                 written, left = written + size, left - 1
                 work()
-        finally:  # a piece that fails is told of by the loop, and costs the others nothing
+        finally:  # the loop logs a piece that fails; the others go on
             self._has_turn = False
             if self._waiting:
                 self._take_turn(written / _PER_S_BYTES)
 
 
 class SendPacer:
-    """Sends large frames in turns, and others at once. A change of the epoch is small: 10,000 are told of it
-    in a tenth of a second, and in turns each would stand behind the beats and answers of those before it.
-    Small frames may overtake; the protocol bears what comes in another order."""
+    """Sends large frames in turns, and small ones at once. A change of the epoch is small: it reaches 10,000
+    members in a tenth of a second. In turns, each would wait behind the heartbeats and answers of others.
+    Small frames may overtake large ones; the protocol allows that."""
 
     def __init__(self) -> None:
         self._turns = WorkQueue()

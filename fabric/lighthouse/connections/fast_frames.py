@@ -64,7 +64,7 @@ class FastFrames(asyncio.Protocol):
 
 
 def _unmasked(mask: bytes, body: bytes) -> str | None:
-    """The text, or None where it is no UTF-8."""
+    """The text, or None for bytes that are not UTF-8."""
     size = len(body)
     masks = int.from_bytes((mask * (size // 4 + 1))[:size], "little")
     try:

@@ -1,4 +1,4 @@
-"""What members and checkpoint servers may say: decoded, checked and bounded before a core hears it.
+"""Messages of members and checkpoint servers: decoded, checked and bounded before a core hears them.
 
 A core trusts its events to be well-formed and puts names, addresses and reasons into the record, which
 has a size limit in the store. So names must be names, addresses short, and sentences are cut.

@@ -1,5 +1,5 @@
-"""Which addresses the lighthouse may ask: those from which a job's processes came, and networks it was
-given."""
+"""The addresses that the lighthouse may ask: those from which a job's processes connected, and networks that
+the operator allowed."""
 
 import asyncio
 import ipaddress
@@ -43,13 +43,12 @@ class AllowedHosts:
         if any(asked in network for network in self.networks):
             return True
         came = [_address(source) for source in sources]
-        # Who came over loopback is on this very host, and may be known there by any of its addresses.
+        # A process that connects over loopback runs on this host; each address of the host may be its own.
         return asked in came or (any(x is not None and x.is_loopback for x in came) and _is_this_host(asked))
 
 
 class ConfinedResolver(AbstractResolver):
-    """Resolves names to addresses that may be asked, and to no others: what was checked is what is
-    dialled."""
+    """Resolves names to allowed addresses only, so that the address that was checked is the one dialled."""
 
     def __init__(self, hosts: AllowedHosts, sources: Iterable[str]) -> None:
         self._hosts = hosts
@@ -60,8 +59,8 @@ class ConfinedResolver(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         """Raises NotThere where the name leads elsewhere."""
-        found = await self._names.resolve(host, port, family)
-        may = [x for x in found if await asyncio.to_thread(self._hosts.allow, x["host"], self._sources)]
+        addresses = await self._names.resolve(host, port, family)
+        may = [x for x in addresses if await asyncio.to_thread(self._hosts.allow, x["host"], self._sources)]
         if not may:
             raise HostNotAllowed(host)
         return may

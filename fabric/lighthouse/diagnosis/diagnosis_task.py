@@ -1,9 +1,9 @@
-"""Finds out why, beside the epoch change: asks the ranks concerned in a failure, and stores one diagnosis
-with it.
+"""Finds the cause of a failure: probes the ranks concerned, and stores one diagnosis with the recovery
+record.
 
-It begins the moment a replica is condemned or a round is aborted, while the process is still there to be
-asked, and also when the others have waited long for one that is not condemned yet. Nothing waits for it: the
-leader goes on, and what is found is written into the recovery record when it is known.
+A diagnosis begins when an eviction is pending or a member aborts, while the process is still there to be
+probed. A diagnosis also begins when members have waited long for one that is not evicted yet. No decision
+waits for it: the recovery record gets the diagnosis when it is ready.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from fabric.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-# So many inquiries at a time in one job; what comes beyond them is not asked about.
+# So many diagnoses at a time in one job; further failures get none.
 MOST_AT_ONCE = 4
-# An abort's companions say what they know within this time, and none of them is dead yet.
+# Within this time the other members of an aborted round report, too.
 _COMPANIONS_S = 0.1
-# The others have waited so long, or half of what they wait at most: somebody should know why.
+# Members have waited so long, or half of their limit, for another one: a stall to diagnose.
 STALLED_S = 10.0
 _LOOK_S = 0.5
 
@@ -37,14 +37,14 @@ Tell = Callable[[str, str, str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class FailureSnapshot:
-    """The leader's core and its epoch as they were when it began; the epoch's object stays as it was left."""
+    """The leader and the epoch in which the failure happened; the epoch's view outlives that epoch."""
 
     view: LeaderView
     record: Record
     epoch: EpochView
 
     def case(self, waited_for: str = "") -> Symptoms:
-        """What is known of it by now. Of thousands only those are looked at whom somebody names."""
+        """The symptoms by now. Of thousands of members only those count that a symptom names."""
         condemned, aborted = dict(self.epoch.pending_evictions), dict(self.epoch.aborted)
         if waited_for and waited_for not in condemned:
             condemned[waited_for] = "the others wait for it"
@@ -68,8 +68,8 @@ class FailureSnapshot:
         return pulse.trainer if pulse.connected else "silent"
 
     def places(self, names: tuple[str, ...], addresses: PeerAddresses) -> list[ProbeTarget]:
-        """Every rank of these replicas, as many as are asked at most."""
-        found = []
+        """Every rank of these replicas, up to the limit of probes."""
+        targets = []
         for name in names:
             member = self.record.member(name)
             for rank, url in enumerate(self.view.liveness.server_urls(member) if member is not None else ()):
@@ -78,8 +78,8 @@ class FailureSnapshot:
                         addresses.of(name, rank),
                         addresses.is_trusted(name),
                     )
-                    found.append(ProbeTarget(name, rank, url, hosts, is_trusted))
-        return found[: rank_probe.MAX_RANKS]
+                    targets.append(ProbeTarget(name, rank, url, hosts, is_trusted))
+        return targets[: rank_probe.MAX_RANKS]
 
 
 class DiagnosisTask:
@@ -100,7 +100,7 @@ class DiagnosisTask:
         self._tasks = tasks
         self._tell = tell
         self._keep = keep
-        self._begun: set[int] = set()  # records that were asked about, or never will be
+        self._begun: set[int] = set()  # records with a diagnosis under way, done or skipped
         self._running = 0
         self._stalls: set[tuple[str, int]] = set()
         self._looked = 0.0
@@ -109,7 +109,7 @@ class DiagnosisTask:
         """``changed``: records that are new or have changed. ``now``: the core's clock, seconds."""
         record = view.record
         if record is None or record.complete:
-            return  # members that end their links have finished: nobody waits for anybody
+            return  # members that end their links have finished; there is nothing to diagnose
         for recovery in changed:
             if recovery.id in self._begun or recovery.diagnosis is not None:
                 continue
@@ -148,23 +148,23 @@ class DiagnosisTask:
         self, scene: FailureSnapshot, recovery: RecoveryRecord | None, waited_for: str
     ) -> None:
         try:
-            found = await self._find_out(scene, waited_for)
+            diagnosis = await self._find_out(scene, waited_for)
         except Exception as error:
             log.exception("a failure cannot be explained", extra=fields(job=scene.view.job))
-            found = Diagnosis(
+            diagnosis = Diagnosis(
                 UNKNOWN, (), f"asking for it failed: {type(error).__name__}: {error}", time.time()
             )
         finally:
             self._running -= 1
         incident_id = ""
         if recovery is not None:
-            recovery.diagnosis = found.to_json()
+            recovery.diagnosis = diagnosis.to_json()
             incident_id = recovery.incident_id
             self._keep(recovery)
-        about = found.about[0] if len(found.about) == 1 else ""
-        whom = f" ({', '.join(found.about)})" if len(found.about) > 1 else ""
+        about = diagnosis.about[0] if len(diagnosis.about) == 1 else ""
+        whom = f" ({', '.join(diagnosis.about)})" if len(diagnosis.about) > 1 else ""
         kind = "diagnosis" if recovery is not None else "stalled"
-        self._tell(kind, about, f"{found.verdict}{whom}: {found.why}", incident_id)
+        self._tell(kind, about, f"{diagnosis.verdict}{whom}: {diagnosis.why}", incident_id)
 
     async def _find_out(self, scene: FailureSnapshot, waited_for: str) -> Diagnosis:
         begun = time.monotonic()
@@ -172,6 +172,6 @@ class DiagnosisTask:
             await asyncio.sleep(_COMPANIONS_S)
         case = scene.case(waited_for)
         seen = await rank_probe.ask(scene.places(case.concerned(), self._peer_addresses), self._access)
-        # Who aborted or was condemned meanwhile, and whose process has turned out to be gone, counts too.
-        found = diagnose(scene.case(waited_for), seen)
-        return replace(found, t=time.time(), seconds=time.monotonic() - begun)
+        # Aborts, evictions and ends of processes that came meanwhile count, too.
+        diagnosis = diagnose(scene.case(waited_for), seen)
+        return replace(diagnosis, t=time.time(), seconds=time.monotonic() - begun)

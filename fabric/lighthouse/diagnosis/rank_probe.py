@@ -1,8 +1,7 @@
-"""Asks the ranks concerned what they are doing, at their checkpoint servers, within a bound that nobody
-waits for.
+"""Probes ranks: asks their checkpoint servers what the trainers are doing.
 
-What a server answers is another process's word: bounded in size, and every field is taken for what it is. A
-rank that does not answer in time is told of as such. It is asked only where it has connected from, see
+An answer is another process's word: its size is bounded, and every field is checked. A probe says when a rank
+does not answer in time. It is asked only where it has connected from, see
 ``peer_addresses``, or in a network that the lighthouse was given (``ProbeAccess.hosts``).
 """
 
@@ -25,14 +24,14 @@ from fabric.lighthouse.diagnosis.allowed_hosts import (
 from fabric.lighthouse.diagnosis.verdict import RankProbe
 from fabric.runtime.http.tls import Tls
 
-# A trainer that holds the interpreter's lock is asked for a second, then its stacks are had by a signal.
+# A trainer that holds the interpreter's lock is asked for a second; then a signal writes its stacks.
 ASK_S = 3.0
 MAX_RANKS = 16
 MAX_ANSWER_BYTES = 256 * 1024
 _LAST_COLLECTIVES = 100
 _MAX_FRAMES = 50
-# What is parsed may take many times its size in memory. So answers are parsed one after the other, beside the
-# loop, and of each so many values at most are kept.
+# A parsed answer may take many times its size in memory. So a thread parses one answer after the other, and
+# keeps so many values of each at most.
 _parser = ThreadPoolExecutor(1, "fabric-inquiry")
 _MAX_VALUES = 20_000
 _MAX_DEPTH = 12
@@ -58,7 +57,7 @@ class ProbeTarget:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAccess:
-    """What checkpoint servers want to see: the job's token, and certificates where TLS is configured.
+    """The credentials for checkpoint servers: the job's token, and certificates where TLS is configured.
     ``hosts``: where they may be besides the addresses that they have connected from."""
 
     token: str | None = None
@@ -140,7 +139,7 @@ async def _get(
 
 
 def _parse(data: bytes) -> Any:
-    """What is kept of an answer: of long lists their end, of everything so many values."""
+    """The part of an answer that is kept: so many values, so deeply nested."""
     return _kept(json.loads(data), [_MAX_VALUES], _MAX_DEPTH)
 
 
@@ -161,15 +160,15 @@ def _main_thread(stacks: Mapping[str, Any]) -> tuple[str, tuple[str, ...], str]:
     first = _mapping(kernel[0]) if isinstance(kernel, list) and kernel else {}
     sleeps = " ".join(str(first.get(name, "")) for name in ("state", "wchan") if first.get(name))
     how = str(stacks.get("how", ""))[:20]
-    found: tuple[str, ...] = ()
+    main_frames: tuple[str, ...] = ()
     for thread in threads if isinstance(threads, list) else ():
         frames = _mapping(thread).get("stack")
         if isinstance(frames, list):
             # By word of the interpreter the main thread comes first, in what a signal wrote it comes last.
-            if how == "interpreter" and found:
+            if how == "interpreter" and main_frames:
                 break
-            found = tuple(str(frame) for frame in frames[:_MAX_FRAMES])
-    return how, found, sleeps
+            main_frames = tuple(str(frame) for frame in frames[:_MAX_FRAMES])
+    return how, main_frames, sleeps
 
 
 def _entries(flight: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

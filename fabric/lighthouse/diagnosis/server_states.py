@@ -1,5 +1,5 @@
-"""What a lighthouse makes of checkpoint servers beside their trainers: who is silent although its trainer
-speaks, and whose durable checkpoints fail. People are told when it begins and when it is over."""
+"""Trouble of checkpoint servers: a server is silent although its trainer speaks, or durable checkpoints fail.
+An event says when the trouble begins and when it is over."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ class HeardStatus:
 
 @dataclass(slots=True)
 class CheckpointServers:
-    """Those of one job. ``failing``: why the last durable checkpoint of a replica was not written, where none
-    has been written by anybody since."""
+    """The checkpoint servers of one job. ``failing``: why a replica's last durable checkpoint was not
+    written, until a replica writes one."""
 
     failing: dict[str, str] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
@@ -32,14 +32,16 @@ class CheckpointServers:
     _errors: dict[str, str] = field(default_factory=dict)
 
     def look(self, view: LeaderView, now: float, note: Callable[[str, str, str], None]) -> None:
-        """See what has changed, and ``note`` (kind, replica, why) what people should hear."""
+        """Look for changes, and ``note`` each as an event (kind, replica, why)."""
         self._look_at_storage(view.liveness)
         record = view.record
         roster = record.roster if record is not None and not record.complete and not record.failed else ()
-        silent = {member.replica: said for member in roster if (said := silence(view.liveness, member, now))}
-        for replica, said in silent.items():
+        silent = {
+            member.replica: sentence for member in roster if (sentence := silence(view.liveness, member, now))
+        }
+        for replica, sentence in silent.items():
             if replica not in self.silent:
-                note("server silent", replica, said)
+                note("server silent", replica, sentence)
         for replica in sorted(self.silent - silent.keys()):
             if any(member.replica == replica for member in roster):
                 note("server heard", replica, "its checkpoint server answers again")
@@ -59,7 +61,7 @@ class CheckpointServers:
 
 
 def silence(liveness: LivenessView, member: Member, now: float) -> str:
-    """That a checkpoint server of this member does not answer, though its trainer is here, or empty."""
+    """The sentence that a checkpoint server of this member is silent while its trainer speaks, or empty."""
     peer = liveness.peers.get(member.replica)
     if peer is None or not peer.connected or peer.incarnation != member.incarnation:
         return ""

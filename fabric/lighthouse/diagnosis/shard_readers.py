@@ -8,7 +8,7 @@ from fabric.model import Member, Record, Sharing
 from fabric.protocol.rules.assignment import readers_of
 from fabric.protocol.rules.spare import settle, stack_of
 
-# What follows when no member can read a shard, by ``Sharing.on_loss``.
+# The consequence when no member can read a shard, by ``Sharing.on_loss``.
 _LOSSES = {
     "wait": "the job waits for a replica that can read it",
     "shrink": "its part of each step is skipped",

@@ -1,4 +1,4 @@
-"""What a job waits for, in a sentence with its reason, and until when, as a time of day (UTC)."""
+"""Sentences on what a job waits for: with the reason, and until when, as a time of day (UTC)."""
 
 import math
 import time
@@ -24,7 +24,7 @@ _LOOK_S = 1.0
 
 
 def policy_kept(asked: Policy, kept: Policy) -> str:
-    """What a replica asked for that the job, which others began, does not do."""
+    """How this replica's policy differs from the one that the first session set."""
     there, here = asdict(kept), asdict(asked)
     return "it asked for " + ", ".join(
         f"{name} {here[name]:g}, the job has {there[name]:g}" for name in here if here[name] != there[name]
@@ -32,9 +32,9 @@ def policy_kept(asked: Policy, kept: Policy) -> str:
 
 
 def numbers(asked: io.Operator) -> str:
-    """What an operator's order to scale says, to go on with."""
-    found = (("min", asked.min_replicas), ("max", asked.max_replicas))
-    return "".join(f", {name} {value}" for name, value in found if value is not None)
+    """The limits in an operator's order to scale, as the end of a sentence."""
+    limits = (("min", asked.min_replicas), ("max", asked.max_replicas))
+    return "".join(f", {name} {value}" for name, value in limits if value is not None)
 
 
 def others(replica: str, sessions: Collection[str], record: Record | None, allowed: int) -> int:
@@ -70,7 +70,7 @@ def time_of_day(due: float, now: float) -> str:
 
 
 def waiting_for(view: LeaderView, now: float) -> str:
-    """What must happen before the leader's next move, in a sentence."""
+    """Say what the leader waits for before its next move."""
     record = view.record
     if view.is_reading:
         return "the store, to read the record again after a write that was refused or got lost"
@@ -88,14 +88,14 @@ def waiting_for(view: LeaderView, now: float) -> str:
 
 
 class WaitSentence:
-    """What the members of one job are told, with the answers to their beats, that it waits for."""
+    """The sentence on what a job waits for, as members get it with each HeartbeatAck."""
 
     def __init__(self) -> None:
         self._text = ""
         self._looked = -math.inf
 
     def attach(self, message: LeaderMessage, view: LeaderView, now: float) -> LeaderMessage:
-        """``message`` with that, where it answers a beat and the job waits."""
+        """Add the sentence where ``message`` is a HeartbeatAck and the job waits."""
         if not isinstance(message, HeartbeatAck):
             return message
         if now - self._looked >= _LOOK_S:
@@ -125,7 +125,7 @@ def _waiting_to_start(view: LeaderView, now: float) -> str:
 
 
 def _waiting_in_epoch(view: LeaderView, record: Record, now: float) -> str:
-    """The first of what may be outstanding, in the order in which one depends on the other."""
+    """The first outstanding condition, in the order in which one depends on the other."""
     for look in (
         _waiting_to_evict,
         _waiting_to_form_again,
@@ -207,8 +207,8 @@ def _waiting_for_snapshots(view: LeaderView, _: Record, now: float) -> str:
     for joiner, serving in sorted(view.serving.items()):
         late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
         if not serving.has_sources and late:
-            said = _heard(view, late, None, now)
-            return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{said}"
+            last_heard = _heard(view, late, None, now)
+            return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{last_heard}"
     return ""
 
 
@@ -221,7 +221,7 @@ def _waiting_for_data(_: LeaderView, record: Record, _now: float) -> str:
 
 
 def _waiting_to_end(view: LeaderView, record: Record, now: float) -> str:
-    """For whom those wait that have finished."""
+    """Finished members wait for the others."""
     late = [x.replica for x in record.roster if x.replica not in view.finished and not x.leaving]
     if not view.finished or not late:
         return ""
@@ -229,17 +229,17 @@ def _waiting_to_end(view: LeaderView, record: Record, now: float) -> str:
 
 
 def _beats(view: LeaderView, record: Record) -> dict[str, Heartbeat]:
-    """What the members of this epoch said last, of those that have said anything in it."""
-    found = {}
+    """The newest heartbeats of this epoch, by member."""
+    beats = {}
     for member in record.roster:
         peer = view.peers.get(member.replica)
         if peer is not None and peer.connected and peer.incarnation == member.incarnation and peer.beat:
-            found[member.replica] = peer.beat
-    return {name: beat for name, beat in found.items() if beat.epoch == record.epoch}
+            beats[member.replica] = peer.beat
+    return {name: beat for name, beat in beats.items() if beat.epoch == record.epoch}
 
 
 def _waiting_to_link(view: LeaderView, record: Record, now: float) -> str:
-    """Whose links of this epoch do not stand, and have not for long: they contribute nothing before."""
+    """Members whose links of this epoch have not come up for long; they contribute nothing before."""
     since = max(view.epoch.since, view.epoch.decided_at)
     if now - since < _WORTH_S:
         return ""
@@ -250,7 +250,7 @@ def _waiting_to_link(view: LeaderView, record: Record, now: float) -> str:
 
 
 def _waiting_in_exchange(view: LeaderView, record: Record, now: float) -> str:
-    """Everybody is in the same step and waits for nobody in particular, but for the bytes."""
+    """Every member is in the exchange of one step and waits for bytes."""
     beats = _beats(view, record)
     if now - view.last_step_at < _LONG_S or len(beats) < len(record.roster):
         return ""
@@ -262,43 +262,43 @@ def _waiting_in_exchange(view: LeaderView, record: Record, now: float) -> str:
 
 
 def _waiting_in_step(view: LeaderView, record: Record, now: float) -> str:
-    """For whom the others wait in the exchange, and have waited for long."""
-    found = []
+    """Members wait long in the exchange for one that has not come."""
+    awaited = []
     for name, (step, since) in view.awaited_in_step.items():
         peer = view.peers.get(name)
         if peer is None or not peer.connected or not record.lists(name, peer.incarnation):
             continue
         if peer.step <= step and now - since >= _WORTH_S:
-            found.append((since, name, step))
-    # Who has come since is named by nobody's newest beat.
-    beats = [peer.beat for peer in view.peers.values() if found and peer.connected and peer.beat]
+            awaited.append((since, name, step))
+    # A member that has come since is missing in every newest heartbeat.
+    beats = [peer.beat for peer in view.peers.values() if awaited and peer.connected and peer.beat]
     named = {(name, beat.step) for beat in beats for name in beat.waiting_for}
-    found = [(since, name, step) for since, name, step in found if (name, step) in named]
-    if not found:
+    awaited = [(since, name, step) for since, name, step in awaited if (name, step) in named]
+    if not awaited:
         return ""
-    # Somebody in user code explains more than a link does.
-    absent = [x for x in found if not _is_back(view.peers[x[1]], x[2])]
+    # User code explains more than a link does.
+    absent = [x for x in awaited if not _is_back(view.peers[x[1]], x[2])]
     if not absent:
-        return _waiting_for_words(view, found, now)
-    found = absent
-    since, name, step = min(found)
+        return _waiting_for_words(view, awaited, now)
+    awaited = absent
+    since, name, step = min(awaited)
     peer = view.peers[name]
     busy = f"busy with {peer.beat.busy}" if peer.beat is not None and peer.beat.busy else "in user code"
-    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    said = _heard(view, [name], since, now)
+    others = f" (and {len(awaited) - 1} more)" if len(awaited) > 1 else ""
+    last_heard = _heard(view, [name], since, now)
     member = record.member(name)
     if member is not None and (trouble := silence(view.liveness, member, now)):
-        said += f"; {trouble}"
-    return f"{name}{others}, {busy} in step {step}, for {now - since:.1f} s now{said}"
+        last_heard += f"; {trouble}"
+    return f"{name}{others}, {busy} in step {step}, for {now - since:.1f} s now{last_heard}"
 
 
 def _is_back(peer: Peer, step: int) -> bool:
-    """Whether its main thread has come back from the user's code in this step, and waits."""
+    """Whether its main thread has returned from user code in this step, and waits."""
     return peer.beat is not None and peer.beat.step == step and peer.beat.waits and not peer.beat.busy
 
 
 def _waiting_for_words(view: LeaderView, found: list[tuple[float, str, int]], now: float) -> str:
-    """Those who are missed have come, and wait too: what they said has not arrived."""
+    """The awaited members have come, and wait too: their bytes have not arrived."""
     since, _, step = min(found)
     missed = {name for _, name, _ in found}
     links = [
@@ -316,7 +316,7 @@ def _waiting_for_words(view: LeaderView, found: list[tuple[float, str, int]], no
 
 def _heard(view: LeaderView, names: list[str], since: float | None, now: float) -> str:
     """When the one of them that has been silent for longest was heard, and until when it may take (waited for
-    since ``since``; None: for that there is no bound of its own)."""
+    since ``since``; None: without a bound of its own)."""
     peers = [peer for name in names if (peer := view.peers.get(name)) is not None]
     if not peers:
         return ""

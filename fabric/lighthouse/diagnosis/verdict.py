@@ -1,9 +1,8 @@
-"""What kept the others waiting: one verdict from what the leader knew and what the ranks said when asked.
-Pure.
+"""One verdict on a failure, from the leader's symptoms and the probes of ranks. Pure.
 
-The verdicts are those that a person acts on differently: continue or replace a process that is stopped, look
-at the code of a rank that did not come, mend a program whose ranks ask for different things, look at a
-network. What fits none of them is unknown, with everything that was seen beside it.
+Each verdict asks a person for another act: continue or replace a stopped process, look at the code of a rank
+that did not come, mend a program whose ranks call different operations, look at a network. A failure that
+fits none of them is unknown, and the diagnosis shows all probes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,37 +20,35 @@ CUT_LINK = "cut link"
 UNKNOWN = "unknown"
 VERDICTS = (STOPPED, ABSENT, MISMATCH, SLOW_LINK, CUT_LINK, UNKNOWN)
 
-# What is kept of each rank: a recovery record stays small however much there was to see.
+# Bounds for each rank: a recovery record stays small.
 _FRAMES = 10
 _FRAME_CHARACTERS = 120
 _SENTENCE = 300
 _NAMED = 100
-# Whose sizes may differ from rank to rank.
+# Operations whose sizes may differ from rank to rank.
 _UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
 
 
 @dataclass(frozen=True, slots=True)
 class Symptoms:
-    """What the leader knew: who was condemned and why, who aborted and how, the roster, and of each of those
-    that these name what was last said of its process (``running``, ``stopped``, ``gone``, or ``silent``:
-    nothing is heard)."""
+    """The leader's side of a failure."""
 
-    condemned: Mapping[str, str]
+    condemned: Mapping[str, str]  # replica -> why it is evicted
     aborted: Mapping[str, Aborted]
-    names: Sequence[str]
-    processes: Mapping[str, str]
+    names: Sequence[str]  # the roster
+    processes: Mapping[str, str]  # replica -> running, stopped, gone, silent or unknown
 
     def concerned(self) -> tuple[str, ...]:
-        """Whom to look at: the condemned, else whom the others waited for or complained of."""
+        """Replicas to probe: those to be evicted, else those that others waited for or complained of."""
         if self.condemned:
             return tuple(sorted(self.condemned))
-        found = [*self.stuck(), *(a.about for a in self.aborted.values())]
-        found += [name for a in self.aborted.values() for name in a.waiting_for]
-        return tuple(dict.fromkeys(name for name in found if name in self.names))
+        names = [*self.stuck(), *(a.about for a in self.aborted.values())]
+        names += [name for a in self.aborted.values() for name in a.waiting_for]
+        return tuple(dict.fromkeys(name for name in names if name in self.names))
 
     def stuck(self) -> tuple[str, ...]:
-        """Those who are waited for in a round that stalled, and have not said that they wait for somebody.
-        Who aborted itself speaks, and was in the exchange: a round can stall only when everybody is in it."""
+        """Replicas that others wait for in a stalled round, and that wait for no other one. A replica that
+        aborted was in the exchange: a round can stall only when every member is in it."""
         if not any(a.stalled for a in self.aborted.values()):
             return ()
         waiting = {name: a.waiting_for for name, a in self.aborted.items()}
@@ -82,15 +79,14 @@ class RankProbe:
 
     @property
     def has_come(self) -> bool:
-        """Whether, by its own word, it owes the others nothing: it has put in what is its part, or has no
-        round."""
+        """Whether, by its own word, it has contributed its part to the round, or has no round."""
         if self.says is None:
             return False
         round_ = self.says.get("round")
         return not isinstance(round_, Mapping) or round_.get("contributed") is True
 
     def to_json(self) -> dict[str, Any]:
-        """What is kept of it, bounded."""
+        """The bounded form for the recovery record."""
         says = self.says or {}
         last = self.flight[-1] if self.flight else None
         return {
@@ -128,12 +124,12 @@ class Diagnosis:
             "why": self.why[: 2 * _SENTENCE],
             "t": self.t,
             "seconds": round(self.seconds, 3),
-            "seen": [one.to_json() for one in self.seen],
+            "seen": [probe.to_json() for probe in self.seen],
         }
 
 
 def diagnose(case: Symptoms, seen: Sequence[RankProbe]) -> Diagnosis:
-    """The first verdict that what was seen supports, the most certain ones first."""
+    """The first verdict that symptoms and probes support; the most certain rules come first."""
     for rule in (
         _stopped,
         _mismatched,
@@ -144,23 +140,23 @@ def diagnose(case: Symptoms, seen: Sequence[RankProbe]) -> Diagnosis:
         _did_not_come,
         _silent,
     ):
-        found = rule(case, seen)
-        if found is not None:
-            verdict, about, why = found
+        finding = rule(case, seen)
+        if finding is not None:
+            verdict, about, why = finding
             return Diagnosis(verdict, about, why, seen=tuple(seen))
     about = case.concerned()
-    said = "; ".join(f"{name}: {why}" for name, why in sorted(case.condemned.items()))
-    return Diagnosis(UNKNOWN, about, said or "nothing that was seen explains it", seen=tuple(seen))
+    reasons = "; ".join(f"{name}: {why}" for name, why in sorted(case.condemned.items()))
+    return Diagnosis(UNKNOWN, about, reasons or "nothing that was seen explains it", seen=tuple(seen))
 
 
 Finding = tuple[str, tuple[str, ...], str]
 
 
 def _stopped(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    for one in seen:
-        if one.process == "stopped":
-            why = f"process {one.pid} of {one.name} is stopped (SIGSTOP, or a debugger)"
-            return STOPPED, (one.replica,), why
+    for probe in seen:
+        if probe.process == "stopped":
+            why = f"process {probe.pid} of {probe.name} is stopped (SIGSTOP, or a debugger)"
+            return STOPPED, (probe.replica,), why
     for name in case.concerned():
         if case.processes.get(name) == "stopped":
             return STOPPED, (name,), f"the kernel says that the process of {name} is stopped"
@@ -186,14 +182,14 @@ def _mismatched(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
 
 def _gone(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     gone = [name for name in case.concerned() if case.processes.get(name) == "gone"]
-    gone += [one.replica for one in seen if one.process == "gone" and one.replica not in gone]
+    gone += [probe.replica for probe in seen if probe.process == "gone" and probe.replica not in gone]
     if gone:
         return ABSENT, tuple(gone), f"the process of {', '.join(gone)} has ended"
     return None
 
 
 def _cut_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """Members said to which others nothing gets through, and those are not dead or silent themselves."""
+    """Members say which others they cannot reach, while those processes run."""
     pairs = {
         (min(name, other), max(name, other))
         for name, a in case.aborted.items()
@@ -219,11 +215,11 @@ def _behind_in_collectives(case: Symptoms, seen: Sequence[RankProbe]) -> Finding
 
 
 def _slow_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """All who are concerned run, nobody is without an excuse, and bytes did not come."""
+    """Every process concerned runs and is in the exchange, and bytes did not come."""
     if case.condemned:
         return None
     complaints = {name: a for name, a in case.aborted.items() if a.about and a.about in case.names}
-    come = {one.replica for one in seen if one.has_come}
+    come = {probe.replica for probe in seen if probe.has_come}
     if not complaints or set(case.stuck()) - come:
         return None
     ends = {*complaints, *(a.about for a in complaints.values())}
@@ -238,16 +234,20 @@ def _slow_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
 
 
 def _did_not_come(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """It runs, and the others wait for it: what its main thread does says why."""
+    """A process runs, and the others wait for it; its main thread says why."""
     absent = [
-        one for one in seen if one.replica in (*case.stuck(), *case.condemned) and one.process == "running"
+        probe
+        for probe in seen
+        if probe.replica in (*case.stuck(), *case.condemned) and probe.process == "running"
     ]
-    # Of a replica of several ranks, the one that is not held up by another.
-    for one in [*(x for x in absent if not x.flight or all(map(_is_done, x.flight))), *absent]:
-        if not one.main and not one.kernel:
+    # Of several ranks, first the one that no other rank holds up.
+    for probe in [*(x for x in absent if not x.flight or all(map(_is_done, x.flight))), *absent]:
+        if not probe.main and not probe.kernel:
             continue
-        stuck = "" if one.how == "interpreter" else ", and holds the interpreter's lock" if one.main else ""
-        return ABSENT, (one.replica,), f"{one.name} runs, and has not come{stuck}{_at(one)}"
+        stuck = (
+            "" if probe.how == "interpreter" else ", and holds the interpreter's lock" if probe.main else ""
+        )
+        return ABSENT, (probe.replica,), f"{probe.name} runs, and has not come{stuck}{_at(probe)}"
     return None
 
 
@@ -258,19 +258,19 @@ def _silent(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
     return None
 
 
-def _at(one: RankProbe) -> str:
-    if one.main:
-        return f": its main thread is at {one.main[0][-_FRAME_CHARACTERS:]}"
-    return f": its main thread sleeps in {one.kernel}" if one.kernel else ""
+def _at(probe: RankProbe) -> str:
+    if probe.main:
+        return f": its main thread is at {probe.main[0][-_FRAME_CHARACTERS:]}"
+    return f": its main thread sleeps in {probe.kernel}" if probe.kernel else ""
 
 
 def _pairs(seen: Sequence[RankProbe]) -> Iterable[tuple[RankProbe, RankProbe]]:
     """Ranks of one replica that have recorded collectives, each with the next."""
     by_replica: dict[str, list[RankProbe]] = {}
-    for one in seen:
-        by_replica.setdefault(one.replica, []).append(one)
+    for probe in seen:
+        by_replica.setdefault(probe.replica, []).append(probe)
     for ranks in by_replica.values():
-        ranks.sort(key=lambda one: one.rank)
+        ranks.sort(key=lambda probe: probe.rank)
         yield from ((ranks[0], other) for other in ranks[1:])
 
 
@@ -282,14 +282,14 @@ def _is_done(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("retired"))
 
 
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    if one.get("is_p2p") or other.get("is_p2p"):
+def _differ(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if entry.get("is_p2p") or other.get("is_p2p"):
         return False
-    name = str(one.get("profiling_name"))
+    name = str(entry.get("profiling_name"))
     if name != str(other.get("profiling_name")):
         return True
-    sizes = one.get("input_sizes") != other.get("input_sizes")
-    types = one.get("input_dtypes") != other.get("input_dtypes")
+    sizes = entry.get("input_sizes") != other.get("input_sizes")
+    types = entry.get("input_dtypes") != other.get("input_dtypes")
     return types or (sizes and not any(word in name for word in _UNEVEN))
 
 

@@ -1,4 +1,5 @@
-"""Who leads: a queue of keys in the store, one per candidate, each under that candidate's own lease.
+"""Election of the leader: a queue of keys in the store, one per candidate, each under that candidate's own
+lease.
 
 The key with the lowest create revision leads; the others stand in line and renew their leases meanwhile, so
 that when a leader's key goes the next one leads at once: no election, no write, one message from the store.
@@ -197,10 +198,10 @@ class Election:
             self._hooks.written("refused" if revision is None else "written")
         except StoreIndefinite:
             self._hooks.written("indefinite")
-        found = await self._store.get(key)
-        if found is None or found.value != value:
+        entry = await self._store.get(key)
+        if entry is None or entry.value != value:
             return None
-        guard = Compare(key, create_revision=found.create_revision)
+        guard = Compare(key, create_revision=entry.create_revision)
         return Term(store_id, guard, self._clock, self._end)
 
     async def _hold(self, term: Term, lease: Lease, sent: float) -> None:
@@ -237,8 +238,8 @@ class Election:
     async def _await_turn(self, term: Term) -> None:
         """Return when no key in the line is older than mine. Raises LeaseGone when mine is not there."""
         while True:
-            found, revision = await self._store.list(self.prefix)
-            line = {kv.key: kv for kv in found}
+            entries, revision = await self._store.list(self.prefix)
+            line = {kv.key: kv for kv in entries}
             if self._learn(line, term):
                 return
             with suppress(Compacted):  # the watch came too late: look again
@@ -262,8 +263,8 @@ class Election:
         )
         while True:
             with suppress(StoreError):
-                found, revision = await self._store.list(term.key)
-                if all((kv.key, kv.create_revision) != (term.key, term.revision) for kv in found):
+                entries, revision = await self._store.list(term.key)
+                if all((kv.key, kv.create_revision) != (term.key, term.revision) for kv in entries):
                     return gone
                 async with aclosing(self._store.watch(term.key, revision + 1)) as events:
                     async for event in events:
@@ -272,7 +273,7 @@ class Election:
             await asyncio.sleep(pause_s)
 
     def _learn(self, line: Mapping[str, KeyValue], term: Term) -> bool:
-        """Who leads, by the line as it stands; whether that is me."""
+        """Take the leader from the line as it stands; return whether that is me."""
         if term.key not in line:
             raise LeaseGone(f"the key {term.key} is gone, and with it the place in the line: start over")
         first = min(line.values(), key=lambda kv: kv.create_revision)
@@ -305,7 +306,7 @@ class Election:
 
     async def _renew(self, term: Term, lease: Lease, sent: float, store: Store) -> str:
         """Renew the lease in time until it is gone; returns the sentence of that."""
-        said, connected = "", store is self._store
+        logged, connected = "", store is self._store
         renew = sent + lease.ttl_s / 3
         # At once: at the first renewal there may be no descriptor left for it.
         with suppress(StoreError, TimeoutError):
@@ -334,9 +335,9 @@ class Election:
                     return str(error)
                 except StoreError as error:
                     why = str(error)
-            if why and why != said:
+            if why and why != logged:
                 log.warning("election: %s", why)
-            said = why
+            logged = why
             # After a failure the store is asked more often, for the time is running.
             renew = sent + lease.ttl_s / (20 if why else 3)
         return "its term is over"
@@ -378,15 +379,15 @@ def _margin(ttl_s: float) -> float:
 
 
 def _candidate(value: bytes) -> Candidate | None:
-    """Whom the key's value names, or None for what no lighthouse wrote."""
+    """The candidate that the key's value names, or None for a value that no lighthouse wrote."""
     if len(value) > _MAX_VALUE_BYTES:
         return None
     try:
         body = json.loads(value)
     except ValueError:
         return None
-    found = [body.get("id"), body.get("url")] if isinstance(body, dict) else [None]
-    if not all(isinstance(text, str) and text.isprintable() for text in found):
+    texts = [body.get("id"), body.get("url")] if isinstance(body, dict) else [None]
+    if not all(isinstance(text, str) and text.isprintable() for text in texts):
         return None
-    leader = Candidate(*found)
+    leader = Candidate(*texts)
     return leader if leader.url.startswith(("http://", "https://")) else None

@@ -36,7 +36,7 @@ class WriteProbe:
 
     async def ask(self) -> str:
         """Ask once; returns the refusal."""
-        said = self.refusal
+        logged = self.refusal
         try:
             async with asyncio.timeout(self.answer_s):
                 await self.store.commit([Compare(self.key, create_revision=_NEVER)], [Put(self.key, b"")])
@@ -45,8 +45,8 @@ class WriteProbe:
             pass  # whether it can be reached is asked elsewhere, more often
         except StoreError as error:
             self.refusal = str(error)
-        if bool(self.refusal) != bool(said):
+        if bool(self.refusal) != bool(logged):
             log.warning(
-                "the store takes writes again" if said else f"the store refuses writes: {self.refusal}"
+                "the store takes writes again" if logged else f"the store refuses writes: {self.refusal}"
             )
         return self.refusal

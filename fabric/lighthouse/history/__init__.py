@@ -1,1 +1,1 @@
-"""What failures cost a job: recovery records and the ledger of its time."""
+"""Recovery records, and the ledger of a job's time."""

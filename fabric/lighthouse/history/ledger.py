@@ -70,7 +70,7 @@ class GoodputLedger:
         # The first step that is heard of at all is none that was made meanwhile.
         stepped = look.step > self._step >= 0
         if look.is_recovering:
-            # What came before the failure was what it was: the step under way is not lost.
+            # The time before the failure keeps its state: the step under way is not lost.
             self._count(self.state, now)
             self.state, self._stepped = RECOVERING, now
         elif stepped or self.state == RECOVERING:
@@ -147,7 +147,7 @@ class GoodputLedger:
             self.seconds[name] += value
         if not state or not self.state:
             return
-        # Under way then and now. What lies between is counted with the next step, or as a stall.
+        # Under way then and now. The time between counts with the next step, or as a stall.
         gap = max(0.0, wall - t)
         self._counted = min(self._counted, now - gap)
         if self.state in (TRAINING, DEGRADED):

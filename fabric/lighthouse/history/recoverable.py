@@ -1,4 +1,4 @@
-"""What would be left of a job if all its trainers died now."""
+"""The state that would be left of a job if all its trainers died now."""
 
 from dataclasses import asdict
 from typing import Any

@@ -1,8 +1,8 @@
-"""What each failure cost: one recovery record per failure, filled in as the leader's core learns of it.
+"""The cost of each failure: one recovery record per failure, filled in as the leader core learns of it.
 
-A record begins when a member is condemned or aborts, and is complete when a step has been committed since and
-every replica that was lost is a member again. Times are Unix seconds as the lighthouse saw them, so they
-include the way of the news to it: of the first step after a failure it hears by a member's next beat.
+A record begins when an eviction is pending or a member aborts. It is complete when a step has been committed
+since and every lost replica is a member again. Times are Unix seconds as the lighthouse saw them: a heartbeat
+brings the news of the first step after a failure.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from fabric.protocol.leader.view import EpochView, LeaderView
 
 # So many of the newest are kept, in memory and in the store.
 CAPACITY = 200
-# So many of those that one failure cost are shown and stored by name, the rest counted: with thousands by
-# name it would be over what a store takes, and be written again for each that comes back.
+# A record names so many lost replicas and counts the rest. A record that names thousands would be too large
+# for a store, and each return would write it again.
 NAMED = 100
-# While one is open the core is looked at after every event, or this often at most where members are many.
+# An open record is brought up to date after every event, or this often where members are many.
 _MANY = 100
 _LOOK_S = 0.05
 
@@ -90,8 +90,8 @@ def from_json(body: Any) -> RecoveryRecord:
             for name, back in body["lost"].items()
         }
         incarnations = {str(name): int(number) for name, number in body.get("incarnations", {}).items()}
-        known = {name: value for name, value in body.items() if name in _FIELDS}
-        recovery = RecoveryRecord(**{**known, "lost": lost, "incarnations": incarnations})
+        values = {name: value for name, value in body.items() if name in _FIELDS}
+        recovery = RecoveryRecord(**{**values, "lost": lost, "incarnations": incarnations})
         if not isinstance(recovery.diagnosis, dict | None):
             raise TypeError("its diagnosis is no object")
         recovery.unnamed = {str(name): int(number) for name, number in recovery.unnamed.items()}
@@ -102,7 +102,7 @@ def from_json(body: Any) -> RecoveryRecord:
 
 
 class Recoveries:
-    """Those of one job, oldest first. ``observe`` after every event of its core."""
+    """The recovery records of one job, oldest first. Call ``observe`` after every event of its core."""
 
     def __init__(self) -> None:
         self.kept: list[RecoveryRecord] = []
@@ -118,18 +118,18 @@ class Recoveries:
         return any(not recovery.step_committed for recovery in self._pending)
 
     def restore(self, stored: list[RecoveryRecord]) -> None:
-        """What an earlier leader wrote; those that are open go on here."""
+        """Take the records of an earlier leader; open ones go on here."""
         new = {recovery.id for recovery in self.kept}
         older = [recovery for recovery in stored if recovery.id not in new]
         self.kept = sorted([*older, *self.kept], key=lambda recovery: recovery.id)[-CAPACITY:]
         self._pending = [recovery for recovery in self.kept if recovery.is_open]
 
     def begin(self, record: Record | None) -> None:
-        """A term begins with this record: it is no news."""
+        """A term begins with this record, which answers no failure."""
         self._record = record
 
     def observe(self, view: LeaderView, event: int, now: float) -> list[RecoveryRecord]:
-        """Look at the core as it is; returns what changed. ``event``: id of the newest one told."""
+        """Bring the records up to date; return those that changed. ``event``: the id of the newest event."""
         record = view.record
         changed: dict[int, RecoveryRecord] = {}
         if record is not None and record is not self._record:
@@ -185,7 +185,7 @@ class Recoveries:
         for member in before.roster:
             if not record.lists(member.replica, member.incarnation) and not member.leaving:
                 if recovery.kind == "abort" and recovery.why != record.reason[:1000]:
-                    # What a peer noticed first; who is lost, and why, stands before it.
+                    # A peer noticed the failure first; the loss and its reason come before that sentence.
                     recovery.why = f"{record.reason} ({recovery.why})"[:1000]
                 recovery.kind = "death"
                 self._supersede(member.replica, recovery)
@@ -199,7 +199,7 @@ class Recoveries:
         return [recovery]
 
     def _open_late(self, view: LeaderView, record: Record, event: int, now: float) -> RecoveryRecord:
-        """Condemned and evicted within one event: the epoch is the first that is seen of it."""
+        """Open a record for an eviction that began and ended within one event."""
         recovery = RecoveryRecord(
             event, "abort", record.reason[:1000], view.top_step(), now, incident_id=record.incident_id
         )
@@ -207,7 +207,7 @@ class Recoveries:
         return recovery
 
     def _supersede(self, replica: str, recovery: RecoveryRecord) -> None:
-        """Lost again: the older records wait for it no longer."""
+        """A replica is lost again: older records no longer wait for it."""
         for older in self.kept:
             if older is not recovery and replica in older.lost and not older.lost[replica].joined:
                 del older.lost[replica]
@@ -227,7 +227,7 @@ def _is_by_order(before: Record, record: Record) -> bool:
 
 
 def _fill(recovery: RecoveryRecord, view: LeaderView, now: float, top: Callable[[], int]) -> bool:
-    """Note what has come true since; whether anything has. ``top``: the job's newest step."""
+    """Fill in what has happened since; return whether anything has. ``top``: the job's newest step."""
     record = view.record
     if record is None or not recovery.epoch_committed:
         return False

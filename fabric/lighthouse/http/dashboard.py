@@ -57,8 +57,8 @@ def add_routes(app: web.Application, tokens: Tokens) -> None:
 
 
 def scope_of_cookie(request: web.Request, tokens: Tokens) -> Scope | bool:
-    """What the request's cookie opens; False where it has none of ours that has not ended, or does not come
-    from our own page."""
+    """The scope that the request's cookie opens. False without a valid cookie of ours, or where the request
+    does not come from our own page."""
     expires, _, rest = request.cookies.get(COOKIE, "").partition(".")
     proof, _, job = rest.partition(".")
     # One that lasts longer than any that is made now was made while a clock was wrong.
@@ -146,7 +146,7 @@ async def stream(
 
 
 async def _news(job: Job, looks: StatusCache, leads: Callable[[], bool]) -> AsyncIterator[tuple[str, str]]:
-    last_event, told, said = 0, {"job": "", "recoveries": ""}, time.monotonic()
+    last_event, sent, sent_at = 0, {"job": "", "recoveries": ""}, time.monotonic()
     while leads() and job.is_running:
         events = job.events.after(last_event)
         news = []
@@ -155,12 +155,12 @@ async def _news(job: Job, looks: StatusCache, leads: Callable[[], bool]) -> Asyn
             news.append(("events", json.dumps([asdict(event) for event in events[-200:]])))
         look = looks.look(job)
         for kind, body in (("recoveries", look.recoveries), ("job", look.view)):
-            if body != told[kind]:
-                told[kind] = body
+            if body != sent[kind]:
+                sent[kind] = body
                 news.append((kind, body))
-        if not news and time.monotonic() - said > _SILENCE_S:
+        if not news and time.monotonic() - sent_at > _SILENCE_S:
             news.append(("still", "{}"))
         for item in news:
-            said = time.monotonic()
+            sent_at = time.monotonic()
             yield item
         await asyncio.sleep(looks.period_s(job))

@@ -64,13 +64,13 @@ def job_view(job: Job) -> dict[str, Any]:
 
 def _servers(view: LeaderView) -> list[tuple[str, int, PulseState]]:
     """Every checkpoint server that has spoken, by replica and rank; of a complete job those that still do."""
-    found = [
+    servers = [
         (name, rank, pulse)
         for rank in view.liveness.status_ranks
         for name, pulse in view.liveness.statuses(rank).items()
         if pulse.connected or not view.is_complete
     ]
-    return sorted(found, key=lambda entry: entry[:2])
+    return sorted(servers, key=lambda entry: entry[:2])
 
 
 def _durable(view: LeaderView) -> dict[str, Any] | None:
@@ -113,7 +113,8 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
         "phase": "" if is_complete else session["phase"],
         "step": view.top_step() if is_complete else session["step"],
         "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == member.incarnation else None,
-        "verdict": verdict or (f"alive, but {said}" if (said := silence(liveness, member, now)) else "alive"),
+        "verdict": verdict
+        or (f"alive, but {trouble}" if (trouble := silence(liveness, member, now)) else "alive"),
     }
 
 

@@ -1,8 +1,8 @@
-"""What a person tells the lighthouse about a job, over HTTP: each with who and why, each safe to say again.
+"""Operator commands over HTTP: each says who and why, and each is safe to repeat.
 
-What cannot be is refused, and changes nothing: the core says why (``objection``). Drain and evict are
-answered with 202 when the leader has taken them up. Pause, resume, scale and admit are orders that hold until
-somebody says otherwise: they are answered when the store has them. Retry holds while this lighthouse leads.
+An impossible command is refused and changes nothing; the core's ``objection`` says why. Drain and evict are
+answered with 202 when the leader has taken them. Pause, resume, scale and admit hold until another command
+ends them, and are answered when the store has them. Retry holds while this lighthouse leads.
 """
 
 import json
@@ -93,7 +93,7 @@ def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
 
 
 def _check(job: Job, asked: io.Operator) -> None:
-    """Raises Refused or ProtocolError for what cannot be; nothing is changed then."""
+    """Raise Refused or ProtocolError for an impossible command, and change nothing."""
     objection = job.view.objection(asked)
     if objection:
         raise Refused(objection)
@@ -102,7 +102,7 @@ def _check(job: Job, asked: io.Operator) -> None:
 
 
 def _note(job: Job, action: str) -> str:
-    """What somebody who says this may not expect of the job as it is, in a sentence, or empty."""
+    """A consequence that the operator may not expect, in a sentence, or empty."""
     view, record = job.view, job.view.record
     if action == "retry":
         return "It begins again when its replicas are started."

@@ -30,7 +30,7 @@ from fabric.runtime.http.browser_guard import pages_kept_out
 from fabric.runtime.http.http_service import Handler, errors_as_json, json_error, query_integer
 from fabric.store import Store
 
-# What an instance answers itself, whoever leads, and without the token: nothing there says anything of a job.
+# Every instance answers these itself, leader or not, without a token: they reveal nothing about a job.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/metrics"}) | dashboard.OPEN_PATHS
 MAX_BODY_BYTES = 64 * 1024
 # A follower's client comes back within this time; an election takes about a lease.
@@ -40,9 +40,9 @@ _MAX_ID = 2**62
 
 @dataclass(slots=True)
 class StoreProbe:
-    """Whether the store answers, asked at most once a second however often somebody wants to know. Nobody
-    waits longer than ``patience_s`` for that: kubelets wait for one second; the last answer counts until
-    then."""
+    """Whether the store answers, asked at most once a second however many requests come. A request waits at
+    most
+    ``patience_s``, for kubelets wait one second; the last answer counts until then."""
 
     store: Store
     key: str
@@ -73,7 +73,7 @@ class StoreProbe:
 
 @dataclass(frozen=True, slots=True)
 class LighthouseParts:
-    """What the routes answer from."""
+    """The parts of a lighthouse that routes use."""
 
     election: Election
     jobs: Jobs
@@ -130,7 +130,7 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
 
 
 async def _keep_no_answer(request: web.Request, response: web.StreamResponse) -> None:
-    """What a job's token opened must not stay in a cache on the way."""
+    """Keep answers that need a job's token out of caches on the way."""
     if request.path.startswith("/v1/"):
         response.headers.setdefault("Cache-Control", "no-store")
 
@@ -237,7 +237,7 @@ class LighthouseRoutes:
         return response
 
     async def recoveries(self, request: web.Request) -> web.Response:
-        """What each failure cost, one JSON object per line, oldest first."""
+        """The recovery records, one JSON object per line, oldest first."""
         job = self._job(request)
         if isinstance(job, web.Response):
             return job

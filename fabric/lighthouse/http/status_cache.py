@@ -1,7 +1,7 @@
-"""What the page shows of each job, computed once for all who look at it.
+"""The status of each job as JSON, computed once for all viewers.
 
-The view of a job grows with its members. Each of many viewers asks several times a second, and the same
-thread answers the members' beats. So an answer is kept until it is due again, whoever asks meanwhile.
+The status of a job grows with its members. Each of many viewers asks several times a second, and the same
+thread answers heartbeats. So every viewer gets the same answer until the next one is due.
 """
 
 import json
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from fabric.lighthouse.http.job_status import job_view
 from fabric.lighthouse.jobs.job import Job
 
-# How often there is a new look at a job (more rarely where its members are many).
+# Seconds between two computations, more where members are many.
 _LOOK_S = 0.25
 _ROWS_PER_S = 4000
 
@@ -28,20 +28,20 @@ class CachedStatus:
 
 
 class StatusCache:
-    """The newest look at each job that somebody looks at."""
+    """The newest status of each job that has viewers."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._newest: WeakKeyDictionary[Job, CachedStatus] = WeakKeyDictionary()
 
     def period_s(self, job: Job) -> float:
-        """How long a look at this job counts, in seconds."""
+        """For how many seconds a status of this job counts."""
         return max(_LOOK_S, len(job.view.peers) / _ROWS_PER_S)
 
     def look(self, job: Job) -> CachedStatus:
         """The job as it is now, or was less than ``period_s`` ago."""
-        found, now = self._newest.get(job), self._clock()
-        if found is None or now - found.at >= self.period_s(job):
+        cached, now = self._newest.get(job), self._clock()
+        if cached is None or now - cached.at >= self.period_s(job):
             recoveries = json.dumps([recovery.to_json() for recovery in job.history.recoveries.kept[-50:]])
-            found = self._newest[job] = CachedStatus(json.dumps(job_view(job)), recoveries, now)
-        return found
+            cached = self._newest[job] = CachedStatus(json.dumps(job_view(job)), recoveries, now)
+        return cached

@@ -1,8 +1,8 @@
-"""Who may ask about which job: the lighthouse's own token opens all of them, a job's token that job alone.
+"""Access to jobs: the lighthouse's own token opens all of them, a job's token opens that job.
 
 A job's token lies in a file that is named like the job, in one folder. The folder is looked at again when a
-request comes, at most once a second: a job is let in, or shut out, without a restart. What is no name of a
-job there is passed over, so a mounted Kubernetes secret will do as it is.
+request comes, at most once a second: a job is let in, or shut out, without a restart. Files without the
+name of a job are ignored, so a mounted Kubernetes secret works as it is.
 
 A folder or file that cannot be read for the moment (too few descriptors, a storage that hangs) shuts nobody
 out: the tokens stay as they were, and a token that is not among them is answered with 503 instead of 401.
@@ -62,12 +62,12 @@ class Tokens:
         return self._own.is_open and self._folder is None
 
     def scope(self, given: str) -> Scope:
-        """What this token opens. Raises Unauthorized where that is nothing, and StoreUnavailable where it
-        cannot be known now."""
+        """The scope of this token. Raises Unauthorized for an unknown token, and StoreUnavailable where the
+        tokens cannot be read now."""
         if self._own.accepts(given):
             return None
-        known = self._look.known
-        jobs = frozenset(name for name, x in known.items() if any([is_same(given, t) for t in x.tokens]))  # noqa: C419
+        entries = self._look.known
+        jobs = frozenset(name for name, x in entries.items() if any([is_same(given, t) for t in x.tokens]))  # noqa: C419
         if jobs:
             return jobs
         if self._look.blind:
@@ -80,12 +80,12 @@ class Tokens:
         """The tokens of ``job``, of the lighthouse where it is empty; the first is the one to show."""
         if not job:
             return self._own.accepted()
-        known = self._look.known.get(job)
-        return known.tokens if known is not None else ()
+        entry = self._look.known.get(job)
+        return entry.tokens if entry is not None else ()
 
     def shown_to_servers(self, job: str, *, is_trusted: bool) -> str | None:
-        """What opens the checkpoint servers of ``job``: its own token. The lighthouse's opens every job, so
-        it is shown only where no job has its own, or to members that showed it themselves
+        """The token for the checkpoint servers of ``job``: the job's own. The lighthouse's opens every job,
+        so it is shown only where no job has its own, or to members that showed it themselves
         (``is_trusted``)."""
         if keys := self.keys(job):
             return keys[0]
@@ -122,7 +122,7 @@ _HANGS = f"does not answer within {HANG_S:g} s"
 
 
 def _in_thread(
-    work: Callable[[Path, dict[str, _TokenEntry]], _FolderScan], folder: Path, known: dict[str, _TokenEntry]
+    work: Callable[[Path, dict[str, _TokenEntry]], _FolderScan], folder: Path, entries: dict[str, _TokenEntry]
 ) -> "asyncio.Future[_FolderScan]":
     """In a thread that nothing waits for at the end, also where it hangs."""
     loop = asyncio.get_running_loop()
@@ -133,14 +133,14 @@ def _in_thread(
             outcome.set_result(look)
 
     def run() -> None:
-        look = work(folder, known)
+        look = work(folder, entries)
         with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(tell, look)
 
     try:
         threading.Thread(target=run, name="fabric-tokens", daemon=True).start()
     except RuntimeError as error:
-        outcome.set_result(_FolderScan(known, f"cannot be read ({error})"))
+        outcome.set_result(_FolderScan(entries, f"cannot be read ({error})"))
     return outcome
 
 
@@ -149,7 +149,7 @@ def _look_at(folder: Path, before: dict[str, _TokenEntry]) -> _FolderScan:
         files = sorted(folder.iterdir())
     except OSError as error:
         return _FolderScan(before, f"cannot be read ({error.strerror})")
-    found: dict[str, _TokenEntry] = {}
+    entries: dict[str, _TokenEntry] = {}
     blind = ""
     for file in files:
         try:
@@ -158,15 +158,15 @@ def _look_at(folder: Path, before: dict[str, _TokenEntry]) -> _FolderScan:
             if not file.is_file():
                 continue
             stamp = (there.st_mtime_ns, there.st_ino, there.st_size)
-            known = before.get(file.name)
-            found[file.name] = known if known and known.stamp == stamp else _read(file, stamp)
+            old = before.get(file.name)
+            entries[file.name] = old if old and old.stamp == stamp else _read(file, stamp)
         except (ProtocolError, FileNotFoundError):
             continue
         except OSError as error:
             blind = f"has a file {file.name} that cannot be read ({error.strerror})"
             if file.name in before:
-                found[file.name] = before[file.name]
-    return _FolderScan(found, blind)
+                entries[file.name] = before[file.name]
+    return _FolderScan(entries, blind)
 
 
 def _read(file: Path, stamp: tuple[int, int, int]) -> _TokenEntry:

@@ -1,8 +1,8 @@
 """The two WebSockets of a job: a trainer's session, and the pulse of a checkpoint server.
 
-Whatever cannot be understood ends its own connection with a sentence and nothing else. There are no
-pings on a session: a trainer may hold the interpreter's lock for long, which is no reason to hang up on
-it. The kernel's keep-alive finds hosts that have vanished.
+A message that cannot be understood ends its own connection with a sentence, and nothing else. There are no
+pings on a session: a trainer may hold the interpreter's lock for long, and must not lose its session
+for that. The kernel's keep-alive finds hosts that have vanished.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ async def pulse(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
 
 
 class JobLookup:
-    """A connection's job: found, or made, with the first message that can be understood."""
+    """Finds or makes the job of a connection, with the first message that is valid."""
 
     def __init__(self, jobs: Jobs, name: str) -> None:
         self.name = name
@@ -106,7 +106,7 @@ class JobLookup:
         self._jobs = jobs
 
     def take(self) -> Job:
-        """The job. Raises StoreUnavailable when this lighthouse does not lead it (any more)."""
+        """Return the job. Raises StoreUnavailable when this lighthouse does not lead it (any more)."""
         if self.job is None:
             self.job = self._jobs.find_or_make(self.name)
         if not self._jobs.leads or not self.job.is_running:
@@ -204,7 +204,7 @@ async def _serve(
 async def _read(
     place: JobLookup, socket: web.WebSocketResponse, connection: MemberConnection, take: Callable[[str], bool]
 ) -> None:
-    """What the library reads: of a session only from the first frame on that is not usual."""
+    """Take what the library reads; of a session it reads from the first unusual frame on."""
     wait_s: float | None = FIRST_MESSAGE_S
     while True:
         try:

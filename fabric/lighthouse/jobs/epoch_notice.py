@@ -1,10 +1,10 @@
-"""What checkpoint servers are told of the epoch in force."""
+"""The notice that tells checkpoint servers which epoch is in force."""
 
 from fabric.model import Record
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 
-# Those of a large job are asked to pulse so much less often, down to once a second.
+# Checkpoint servers of a large job send their status less often, down to once a second.
 _PULSES_PER_S = 2000
 
 

@@ -43,7 +43,7 @@ from fabric.runtime.logs import fields
 log = logging.getLogger(__name__)
 
 _REMAKE_S = 1.0
-# What all members answer when they hear of an epoch.
+# Every member sends these when it hears of an epoch.
 _ANSWERS = ('{"kind":"Report"', '{"kind":"Running"')
 
 
@@ -90,7 +90,7 @@ class Job:
 
     @property
     def view(self) -> LeaderView:
-        """What the core shows."""
+        """The core as this shell may read it."""
         return self.core.view
 
     @property
@@ -229,8 +229,8 @@ class Job:
             self._feed(io.FromMember(connection.replica, connection.incarnation, message))
 
     def defer(self, text: str, work: Callable[[], object]) -> bool:
-        """Whether ``work`` on this text waits for its turn. What thousands answer at once is done between
-        their heartbeats."""
+        """Whether ``work`` on this text waits for its turn. Answers of thousands are handled
+        between their heartbeats."""
         if is_deferred := self._is_many and text.startswith(_ANSWERS):
             self._answers.add(work)
         return is_deferred

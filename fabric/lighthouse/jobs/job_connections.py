@@ -83,13 +83,13 @@ class JobConnections:
         return True
 
     def is_news(self, connection: MemberConnection, status: m.TrainerStatus, now: float) -> bool:
-        """Whether the core should hear this status. Growing ages of the same snapshots are no news."""
+        """Whether the core should hear this status. Growing ages of the same snapshots do not count."""
         heard, key = self.servers[connection], (status.replica, status.rank)
-        known = heard.get(key)
+        last = heard.get(key)
         if (
-            known is not None
-            and now - known.fed_at < STATUS_S
-            and replace(known.status, number=status.number, ages_s=status.ages_s) == status
+            last is not None
+            and now - last.fed_at < STATUS_S
+            and replace(last.status, number=status.number, ages_s=status.ages_s) == status
         ):
             return False
         heard[key] = HeardStatus(status, now)

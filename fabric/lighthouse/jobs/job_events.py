@@ -83,7 +83,7 @@ class EventLog:
                 await changed.wait()
 
     def end_followers(self) -> None:
-        """Whoever follows gets what is there and then the end."""
+        """Followers get the remaining events, and then the end."""
         self._round += 1
         self._wake()
 

@@ -1,6 +1,6 @@
 """A job's time ledger and recovery records, and their way into the store.
 
-Both are for people: no decision waits for them. What the store does not take stays in memory.
+Both are for people: no decision waits for them. A record that the store refuses stays in memory.
 """
 
 import asyncio

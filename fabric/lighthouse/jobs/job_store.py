@@ -87,24 +87,24 @@ class StoredRecord:
         self._revision = revision
         return True
 
-    async def keep(self, recovery: RecoveryRecord, known: list[int]) -> None:
+    async def keep(self, recovery: RecoveryRecord, ids: list[int]) -> None:
         """Write a recovery record, and remove the one that fell out of ``known`` (ascending ids) last. Raises
         as ``Store.commit`` does; a deposed leader's is refused and forgotten."""
         folder = self._recoveries
         body = json.dumps(recovery.to_json()).encode()
         operations: list[Operation] = [Put(f"{folder}{recovery.id:020d}", body)]
-        if len(known) >= CAPACITY and recovery.id == known[-1]:
-            found, _ = await self._store.list(folder)
-            old = [kv.key for kv in found if kv.key < f"{folder}{known[0]:020d}"]
+        if len(ids) >= CAPACITY and recovery.id == ids[-1]:
+            entries, _ = await self._store.list(folder)
+            old = [kv.key for kv in entries if kv.key < f"{folder}{ids[0]:020d}"]
             operations += [Delete(key) for key in old[:50]]
         await self._commit([self._term.guard], operations)
 
     async def delete(self) -> bool:
         """Remove all records and the ledger of a job that is over; False when a guard refused.
         Raises as ``Store.commit`` does."""
-        found, _ = await self._store.list(self._recoveries)
-        for first in range(0, len(found), 50):
-            some = [Delete(kv.key) for kv in found[first : first + 50]]
+        entries, _ = await self._store.list(self._recoveries)
+        for first in range(0, len(entries), 50):
+            some = [Delete(kv.key) for kv in entries[first : first + 50]]
             await self._commit([self._term.guard], some)
         guards = [self._term.guard, Compare(self._key, mod_revision=self._revision)]
         return await self._commit(guards, [Delete(self._key), Delete(self._ledger)]) is not None
@@ -119,9 +119,9 @@ class StoredRecord:
         holder = await self._store.get(self._term.key)
         if holder is None or holder.create_revision != self._term.revision:
             raise Deposed("another lighthouse has been elected")
-        found = await self._store.get(self._key)
-        record = None if found is None else wire.decode_record(found.value)
-        self._revision = 0 if found is None else found.mod_revision
+        entry = await self._store.get(self._key)
+        record = None if entry is None else wire.decode_record(entry.value)
+        self._revision = 0 if entry is None else entry.mod_revision
         return record
 
 

@@ -39,7 +39,7 @@ _LOOK_S = 60.0
 @dataclass(frozen=True, slots=True)
 class Quotas:
     """``jobs`` that are not complete, and ``replicas`` of each, at most. ``retain_s``: how long the record of
-    a complete job is kept, which tells whoever comes late that it is over."""
+    a complete job is kept, which tells late replicas that it is over."""
 
     jobs: int = 4096
     replicas: int = MAX_REPLICAS
@@ -108,7 +108,7 @@ class Jobs:
         return self._context is not None and self._context.term.holds()
 
     def find(self, name: str) -> Job | None:
-        """The job of that name; raises ProtocolError for what is no name, Refused when its record in the
+        """The job of that name; raises ProtocolError for a bad name, Refused when its record in the
         store cannot be read."""
         check_name("job", name)
         if name in self.unreadable:
@@ -177,12 +177,12 @@ class Jobs:
         """All records, asking until the store answers or the term is over."""
         while not context.term.is_over:
             try:
-                found, _ = await self._store.list(records_prefix(self._namespace))
+                entries, _ = await self._store.list(records_prefix(self._namespace))
             except StoreError as error:
                 log.warning("the jobs' records cannot be read yet: %s", error)
                 await asyncio.sleep(_RETRY_S)
             else:
-                return [entry for entry in found if job_of(self._namespace, entry.key)]
+                return [entry for entry in entries if job_of(self._namespace, entry.key)]
         return []
 
     # --- jobs that are over ----------------------------------------------------------------------------
@@ -211,19 +211,20 @@ class Jobs:
         return True
 
     async def _load_recoveries(self, name: str, recoveries: Recoveries) -> None:
-        """What earlier leaders wrote; for people, so a store that does not answer is not asked twice."""
+        """Load the records of earlier leaders. They are for people: a store that does not answer is asked
+        once."""
         try:
-            found, _ = await self._store.list(recoveries_of(self._namespace, name))
-            recoveries.restore([from_json(json.loads(entry.value)) for entry in found])
+            entries, _ = await self._store.list(recoveries_of(self._namespace, name))
+            recoveries.restore([from_json(json.loads(entry.value)) for entry in entries])
         except (StoreError, ProtocolError, ValueError) as error:
             log.warning("job %s: its older recovery records are not shown: %s", name, error)
 
     async def _load_ledger(self, name: str, job: Job) -> None:
         """As an earlier leader left it; for people, like the recovery records."""
         try:
-            found = await self._store.get(ledger_of(self._namespace, name))
-            if found is not None:
-                job.history.ledger.restore(json.loads(found.value), job.now, time.time())
+            entry = await self._store.get(ledger_of(self._namespace, name))
+            if entry is not None:
+                job.history.ledger.restore(json.loads(entry.value), job.now, time.time())
         except StoreError as error:
             log.warning("job %s: its ledger is not read, and not written in this term: %s", name, error)
             return

@@ -1,4 +1,4 @@
-"""What the jobs of one term share: who leads, by which rules, and who is told."""
+"""The context that all jobs of one term share: the term, the leader's settings, metrics and tasks."""
 
 import random
 import secrets
@@ -17,7 +17,7 @@ from fabric.runtime.tasks import Tasks
 
 @dataclass(frozen=True, slots=True)
 class TermContext:
-    """What the jobs of one term share."""
+    """The context of one term."""
 
     term: Term
     config: LeaderConfig

@@ -1,4 +1,4 @@
-"""What Prometheus is told: decisions and store writes as they happen, the rest when it is asked.
+"""Metrics for Prometheus: decisions and store writes as they happen, the rest at every scrape.
 
 Everything lives in a registry of its own, so that nothing of the process or of other libraries leaks in.
 """
@@ -111,7 +111,7 @@ class LighthouseMetrics:
                 seconds = max(0.0, at - recovery.detected)
                 self._recovery_seconds.labels(job, phase.partition(" ")[0]).observe(seconds)
         if not recovery.is_open:
-            self._told = {told for told in self._told if told[:2] != (job, recovery.id)}
+            self._told = {phase_key for phase_key in self._told if phase_key[:2] != (job, recovery.id)}
 
     def record_write(self, job: str, outcome: str, duration_s: float) -> None:
         self._record_writes.labels(job, outcome).inc()

@@ -1,4 +1,4 @@
-"""Each recovery as a trace, for whoever collects OpenTelemetry: an optional extra, off unless asked for.
+"""Each recovery as an OpenTelemetry trace: an optional extra, off unless asked for.
 
 A trace is made of a recovery record when nothing is missing in it any more, with the record's own times:
 what the lighthouse saw. It is sent by a thread of the SDK's; nothing waits for it, and a collector that is
@@ -93,28 +93,28 @@ def trace_id(job: str, recovery: int) -> int:
 def phases(recovery: RecoveryRecord) -> list[tuple[str, float, float]]:
     """(name, begin, end) of each phase that has come, Unix seconds."""
     names = ("epoch committed", "links up", "first step committed")
-    found, begin = [], recovery.detected
+    spans, begin = [], recovery.detected
     ends = (recovery.epoch_committed, recovery.links_up, recovery.step_committed)
     for name, end in zip(names, ends, strict=True):
         if end:
-            found.append((name, begin, max(begin, end)))
+            spans.append((name, begin, max(begin, end)))
             begin = max(begin, end)
     for replica, back in sorted(recovery.lost.items()):
         begin = recovery.detected
         ends = (back.started, back.has_state, back.joined)
         for what, end in zip(("started", "state transferred", "joined"), ends, strict=True):
             if end:
-                found.append((f"{replica} {what}", begin, max(begin, end)))
+                spans.append((f"{replica} {what}", begin, max(begin, end)))
                 begin = max(begin, end)
-    return found
+    return spans
 
 
 def attributes(job: str, recovery: RecoveryRecord) -> dict[str, Any]:
-    """What the trace as a whole is about; ``fabric.incident_id`` is in all logs."""
+    """Attributes of the trace; ``fabric.incident_id`` is in all logs."""
     diagnosis = recovery.diagnosis or {}
     return {
         "fabric.job": job,
-        "fabric.cause": recovery.incident_id,
+        "fabric.incident_id": recovery.incident_id,
         "fabric.kind": recovery.kind,
         "fabric.why": recovery.why,
         "fabric.verdict": str(diagnosis.get("verdict", "")),

@@ -92,7 +92,8 @@ class LivenessView:
 
 
 class EpochView:
-    """What members have said in one epoch. It goes on to show that epoch when another is in force."""
+    """Reports, aborts and decision of one epoch. The view goes on to show that epoch when another is in
+    force."""
 
     __slots__ = ("_epoch",)
 
@@ -305,7 +306,7 @@ class LeaderView:
 
     @property
     def overrides(self) -> OperatorOverrides:
-        """What operators have ordered; the record has it with the next write."""
+        """The operators' overrides, which the record has with the next write."""
         return self._core.limits.overrides
 
     @property

@@ -13,6 +13,7 @@ from fabric.client.data.sampler import SoloSampler, StepSampler
 from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
 from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.errors import ConfigError, FabricError
+from fabric.model import Base, Member, Record
 
 
 class Counting:
@@ -84,6 +85,23 @@ def test_shards_cut_a_step_as_the_verifier_has_it(shards, micro, step, size):
 def test_each_seat_reads_its_own_shard_and_those_of_the_layout_after_it():
     loader = make_loader(list(range(30)), (12, 2, 0), list, 0, LoaderOptions(redundancy=2), ("r0", 3, ""))
     assert loader.shards == [(0, 10), (10, 20)]
+
+
+def test_with_a_rack_the_record_says_which_shards_are_read():
+    """``shards`` is not known before the first step, and a member beyond the shards reads none."""
+    sizes, options = (12, 2, 0), LoaderOptions(redundancy=2)
+    loader = make_loader(list(range(30)), sizes, list, 0, options, ("trainer", 3, "rack7"))
+    with pytest.raises(FabricError, match="inside the loop"):
+        _ = loader.shards
+    for slot, shards in ((1, [(10, 20), (20, 30)]), (3, [])):
+        roster = (Member("other", 1, "", "", data_slot=0), Member("trainer", 1, "", "", data_slot=slot))
+        loader.sit(Record("store", 1, 1, 1, 1, "n", roster, Base(1, 0)), "trainer")
+        assert loader.shards == shards
+    given = LoaderOptions(redundancy=2, data_slot=2)
+    assert make_loader(list(range(30)), sizes, list, 0, given, ("trainer", 3, "rack7")).shards == [
+        (20, 30),
+        (0, 10),
+    ]
 
 
 @pytest.mark.parametrize(

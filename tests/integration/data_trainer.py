@@ -69,11 +69,14 @@ def train(dataset: object, after: Callable[[object], None] = lambda step: None, 
     sizes = int(os.environ.get("DATA_GLOBAL", "24")), int(os.environ.get("DATA_MICRO", "2"))
     data = session.loader(dataset, global_batch_size=sizes[0], micro_batch_size=sizes[1], seed=3, **options)
     if isinstance(dataset, OnSomeHosts):
-        dataset.ranges = data.shards
+        if not session.settings.rack:
+            dataset.ranges = data.shards
         model.eval()  # without dropout, so that one process can repeat the steps
     until = int(os.environ.get("TINY_STEPS", "30"))
     for step in session.steps(data, until):
         leave_time(session, until - step.number, PAUSE_S)
+        if isinstance(dataset, OnSomeHosts):
+            dataset.ranges = data.shards  # with racks they are known from the first step on
         for x, y in step:
             time.sleep(PAUSE_S)  # stands for a device that computes
             step.backward(torch.nn.functional.mse_loss(model(x), y))

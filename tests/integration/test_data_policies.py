@@ -226,6 +226,32 @@ def test_seven_replicas_with_three_readers_per_shard_mask_three_deaths(zygote, t
         assert report(job, "r0")["values"] == pytest.approx(undisturbed(7), rel=1e-4)
 
 
+def test_a_rack_dies_and_no_shard_is_without_a_reader(zygote, tmp_path):
+    """Four replicas in two racks, two readers per shard. By their numbers r0 and r1 would be the only readers
+    of shard 1, and the job would wait for one of them."""
+    given = environment("local", {"redundancy": 2}, DATA_MICRO="1", TINY_PATIENT_STEPS="0")
+    with Job(zygote, tmp_path, replicas=4, environment=given) as job:
+        for replica, rack, points in (
+            ("r0", "a", "forward@8=kill"),
+            ("r1", "a", "forward@12=kill"),
+            ("r2", "b", ""),
+            ("r3", "b", ""),
+        ):
+            job.start(replica, points, FABRIC_RACK=rack)
+        job.finish(restart=False)
+        assert {r for r, code in job.codes.items() if code} == {"r0", "r1"}, job.logs()
+        verdict = judge(read_run(job.folder))
+        assert set(verdict.broken) == {"r0 did not finish.", "r1 did not finish."}
+        assert (verdict.summary.samples_skipped, verdict.summary.samples_repeated) == (0, 0)
+        slots = job.events("r2", "epoch")[0]["data_slots"]
+        assert {slots["r0"], slots["r1"]} in ({0, 2}, {1, 3}), "replicas of one rack read distinct shards"
+        shards = job.status()["data_shards"]
+        assert {x["replica"]: x["rack"] for x in shards["members"]} == {"r2": "b", "r3": "b"}
+        assert (shards["redundancy"], shards["depth"], shards["lost"]) == (2, 2, [])
+        assert set(shards["last_reader"].values()) == {"r2", "r3"} and len(shards["last_reader"]) == 4
+        assert "one reader left: when it dies, the job waits" in shards["warning"]
+
+
 def undisturbed(shards):
     """The parameters (sums of absolute values) after the same steps in one process, without fabric."""
     from tiny_trainer import Samples, build

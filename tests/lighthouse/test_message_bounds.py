@@ -75,6 +75,13 @@ def test_the_address_of_a_checkpoint_server_is_a_scheme_a_host_and_a_port(url):
             decode(text(replace(message, ckpt=url)))
 
 
+@pytest.mark.parametrize("rack", ["r" * (validation.MAX_NAME + 1), "a\x1b[2J"])
+def test_a_rack_is_a_short_name_that_can_be_printed(rack):
+    assert decode_session(text(replace(SESSION, rack="row7.rack12"))).rack == "row7.rack12"
+    with pytest.raises(ProtocolError, match="rack must be at most 64 printable characters"):
+        decode_session(text(replace(SESSION, rack=rack)))
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -22,6 +22,7 @@ def test_arguments_come_before_environment_before_defaults():
         ({"FABRIC_REPLICA": ""}, "FABRIC_REPLICA"),
         ({"FABRIC_REPLICA": "a/../b"}, "FABRIC_REPLICA"),
         ({"FABRIC_JOB": "x" * 65}, "FABRIC_JOB"),
+        ({"FABRIC_RACK": "row 7"}, "FABRIC_RACK"),
         ({"FABRIC_REPLICAS": "0"}, "FABRIC_REPLICAS"),
         ({"FABRIC_REPLICAS": "5:2"}, "must not exceed"),
         ({"FABRIC_REPLICAS": "two"}, "FABRIC_REPLICAS"),

@@ -24,7 +24,7 @@ from fabric.store import open_store
 from fabric.store.memory import MemorySpace, MemoryStore
 
 
-async def test_who_knocks_is_let_in_in_order_and_others_have_their_turn_between():
+async def test_connections_are_admitted_in_order_with_turns_for_others_between():
     queue, entered, between = AdmissionQueue(), [], []
 
     async def knock(number: int) -> None:
@@ -43,7 +43,7 @@ async def test_who_knocks_is_let_in_in_order_and_others_have_their_turn_between(
     assert min(steps) <= 8, "few, where a turn takes no time"
 
 
-async def test_where_those_inside_take_long_more_are_let_in_per_turn(monkeypatch):
+async def test_a_long_turn_of_the_loop_admits_more_connections(monkeypatch):
     queue, loop, entered = AdmissionQueue(per_s=640), asyncio.get_running_loop(), []
 
     async def knock() -> None:
@@ -62,7 +62,7 @@ async def test_where_those_inside_take_long_more_are_let_in_per_turn(monkeypatch
     await asyncio.gather(*waiting)
 
 
-async def test_who_has_gone_away_takes_nobodys_turn():
+async def test_a_connection_that_went_away_takes_no_turn():
     queue = AdmissionQueue()
     waiting = [asyncio.ensure_future(queue.admit()) for _ in range(20)]
     await asyncio.sleep(0)  # all of them stand in line
@@ -72,7 +72,7 @@ async def test_who_has_gone_away_takes_nobodys_turn():
     assert await queue.admit() == 0
 
 
-async def test_who_would_wait_too_long_is_sent_away_and_the_more_the_longer():
+async def test_a_full_queue_refuses_and_names_a_time_that_grows_with_the_refusals():
     queue = AdmissionQueue()
     waiting = [asyncio.ensure_future(queue.admit()) for _ in range(MOST_WAITING)]
     await asyncio.sleep(0)  # all of them stand in line
@@ -83,7 +83,7 @@ async def test_who_would_wait_too_long_is_sent_away_and_the_more_the_longer():
     assert await queue.admit() == 0, "the line is empty again"
 
 
-async def test_a_member_that_is_sent_away_is_told_when_to_come_back(http):
+async def test_a_refused_member_gets_the_time_to_come_back(http):
     crowded = AdmissionQueue(most_waiting=0)
     async with lighthouse_on(MemoryStore(MemorySpace()), admissions=crowded) as instance:
 
@@ -97,7 +97,7 @@ async def test_a_member_that_is_sent_away_is_told_when_to_come_back(http):
         assert instance.jobs.by_name == {}, "nothing was begun for it"
 
 
-async def test_a_trainer_that_is_sent_away_comes_back_to_the_same_lighthouse():
+async def test_a_refused_trainer_comes_back_to_the_same_lighthouse():
     """It has found its lighthouse: this is not the contact that never comes."""
     asked = []
 
@@ -125,17 +125,17 @@ async def test_a_trainer_that_is_sent_away_comes_back_to_the_same_lighthouse():
 @pytest.mark.parametrize(
     ("text", "seconds"), [("7", 7.0), ("0", 0.0), ("1000000", 60.0), ("", 1.0), ("-3", 1.0), ("soon", 1.0)]
 )
-def test_what_a_service_asks_for_is_believed_within_reason(text, seconds):
+def test_a_client_obeys_a_retry_after_within_bounds(text, seconds):
     assert come_back_s({"Retry-After": text}) == seconds
 
 
-def test_a_large_job_is_pulsed_less_often():
+def test_checkpoint_servers_of_a_large_job_send_their_status_less_often():
     small, large = (wire.decode(notice_of(record_of(" ".join(f"r{i}" for i in range(n))))) for n in (3, 5000))
     assert isinstance(small, m.EpochNotice) and isinstance(large, m.EpochNotice)
     assert small.every_s < 0.05 and large.every_s == 1.0
 
 
-async def test_who_is_made_to_wait_is_told_of_and_for_how_long():
+async def test_an_overload_is_reported_with_its_duration():
     told = []
     queue = AdmissionQueue(most_waiting=20, on_overload=told.append, per_s=10)
     assert await queue.admit() == 0 and told == [], "one alone is no crowd"
@@ -150,9 +150,7 @@ async def test_who_is_made_to_wait_is_told_of_and_for_how_long():
 HERD = 100
 
 
-async def test_of_a_herd_that_comes_back_to_another_leader_nobody_is_taken_for_dead(
-    herd_http, tmp_path, monkeypatch
-):
+async def test_a_new_leader_evicts_no_member_of_a_crowd_that_comes_back(herd_http, tmp_path, monkeypatch):
     """100 real sessions, and a leader that is killed. The next one has a short queue: most are sent away.
     Some are let in when they have given up, and are away for longer than a session may be."""
     url, clock = f"sqlite://{tmp_path}/store.db", Clock()

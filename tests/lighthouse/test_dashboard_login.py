@@ -65,7 +65,7 @@ def test_addresses_are_forgotten_before_they_cost_memory():
     assert len(tries._failures) < 5000
 
 
-async def test_the_login_answers_429_to_who_guesses(http):
+async def test_the_login_answers_429_after_too_many_guesses(http):
     async with lighthouse_on(TroubledStore(MemorySpace()), lease_s=60, tokens=Tokens("own")) as lighthouse:
         for status in [401] * MOST_FAILURES + [429]:
             async with http.post(f"{lighthouse.url}/login", json={"token": "guess"}) as answer:

@@ -170,7 +170,7 @@ def test_verdicts(about, known, seen, verdict, says):
     assert says in found.why
 
 
-def test_what_has_ended_well_is_no_mismatch_and_uneven_operations_may_differ():
+def test_finished_or_uneven_operations_are_not_a_mismatch():
     known = case({"b": "in user code"})
     for one, other in (
         (op(1, done=True), op(1, sizes=((8,),), done=True)),
@@ -181,12 +181,12 @@ def test_what_has_ended_well_is_no_mismatch_and_uneven_operations_may_differ():
         assert diagnose(known, seen).verdict != MISMATCH
 
 
-def test_a_dead_end_of_a_link_is_no_slow_link():
+def test_a_link_to_a_dead_process_is_not_called_slow():
     assert diagnose(case(aborted={"a": aborted("b")}, b="gone"), []).verdict == ABSENT
     assert diagnose(case(aborted={"a": aborted("b")}, b="silent"), []).verdict == ABSENT
 
 
-def test_whatever_was_seen_little_is_kept():
+def test_a_diagnosis_keeps_bounded_parts_of_every_probe():
     flight = [op(i, sizes=((4,) * 1000,)) for i in range(200)]
     says = {"phase": "x" * 10_000, "step": "no step", "ring_waits_for": ["?"] * 1000}
     loud = [

@@ -61,7 +61,7 @@ def test_the_command_prints_it_and_its_exit_code_tells(lighthouse, tmp_path):
         ("PORTS", "abc", "bad", 'FABRIC_PORTS is "abc"'),
     ],
 )
-def test_what_is_wrong_is_found(environment, monkeypatch, name, value, level, sentence):
+def test_each_mistake_is_found(environment, monkeypatch, name, value, level, sentence):
     monkeypatch.setenv(f"FABRIC_{name}", value)
     assert sentence in findings(level)
 

@@ -101,7 +101,7 @@ async def test_those_in_line_lead_in_the_order_in_which_they_came_and_write_noth
     assert [store.writes for store in stores] == before
 
 
-async def test_who_lost_its_place_in_the_line_goes_to_its_end():
+async def test_a_candidate_that_lost_its_place_goes_to_the_end_of_the_line():
     space = MemorySpace()
     async with (
         lighthouse_on(MemoryStore(space), lease_s=3600) as first,
@@ -181,7 +181,7 @@ async def test_a_leader_stops_by_its_own_clock_before_the_lease_ends(http):
         await close_all(members)
 
 
-async def test_whose_loop_was_stuck_past_its_lease_answers_no_beat(http):
+async def test_a_leader_stuck_past_its_lease_answers_no_heartbeat(http):
     """Its members would count their autonomy from beats that were sent after another one began to lead."""
     clock, space = Clock(), MemorySpace()
     async with lighthouse_on(MemoryStore(space), lease_s=3600, clock=clock) as instance:
@@ -201,7 +201,7 @@ async def test_whose_loop_was_stuck_past_its_lease_answers_no_beat(http):
         await close_all(members)
 
 
-async def test_a_tick_of_a_core_whose_lease_has_ended_tells_nobody_anything(http):
+async def test_a_tick_after_the_end_of_the_lease_sends_nothing(http):
     clock = Clock()
     async with lighthouse_on(MemoryStore(MemorySpace()), lease_s=3600, clock=clock) as instance:
         await eventually(leads(instance), "it to lead")
@@ -319,7 +319,7 @@ async def test_the_jobs_are_read_again_until_the_store_answers(http):
         assert instance.store.failures == 0
 
 
-async def test_who_was_just_elected_is_not_ok_until_it_has_read_the_records(http):
+async def test_a_new_leader_is_not_ok_until_it_has_read_the_records(http):
     """Whoever waits for ``ok`` and then asks must not be refused with 503."""
     may_read = asyncio.Event()
 
@@ -421,7 +421,7 @@ async def test_a_loop_that_never_turns_again_is_not_kept_in_the_lead(tmp_path):
         assert len(instance.lost) == 1
 
 
-async def test_what_members_said_while_a_loop_was_stuck_is_answered_by_nobody(http, tmp_path):
+async def test_messages_that_came_while_a_loop_was_stuck_get_no_answer(http, tmp_path):
     """It reads its sockets before its timers tell it that its lease has ended."""
     async with leader_on_a_file(tmp_path, lease_s=1) as instance:
         members = await start_job(http, instance.url)

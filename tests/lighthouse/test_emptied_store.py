@@ -107,7 +107,7 @@ async def test_a_leader_whose_store_is_emptied_leads_again_in_a_new_one(http, ki
         await close_all(members)
 
 
-async def test_a_watch_that_cannot_be_had_costs_nobody_the_lead():
+async def test_a_watch_that_fails_costs_no_leader_the_lead():
     """A leader goes on without its watch for as long as its lease is renewed, and asks for it again."""
 
     class Deaf(MemoryStore):

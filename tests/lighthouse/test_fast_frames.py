@@ -70,7 +70,7 @@ def test_from_the_first_other_frame_on_everything_is_the_librarys(other, cut):
     assert found == ["one", "two"] and library.data == other + frame(b"three")
 
 
-def test_who_wants_no_more_leaves_the_rest_to_the_library():
+def test_a_receiver_that_stops_leaves_the_rest_to_the_library():
     library = Library()
     usual = FastFrames(library, lambda _: False)
     usual.data_received(frame(b"one") + frame(b"two"))

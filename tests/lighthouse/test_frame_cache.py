@@ -29,7 +29,7 @@ async def test_frames_of_every_length_are_read_again(size):
     assert found.type is WSMsgType.TEXT and wire.decode(found.data) == message
 
 
-async def test_a_long_message_is_packed_for_who_understands_that():
+async def test_a_long_message_is_compressed_where_the_receiver_accepts_it():
     message = m.Rejected("x" * 200_000)
     frame = FrameCache().of(message, accepts_compression=True)
     found = await read(frame)
@@ -100,7 +100,7 @@ async def test_work_that_takes_turns_is_done_in_order_and_may_bring_more():
     assert done == [0, 1, 2, 3, 4, 10, 11, 12]
 
 
-async def test_a_piece_that_fails_is_told_of_and_costs_the_others_nothing():
+async def test_a_failed_piece_of_work_is_logged_and_the_others_go_on():
     done, told, turns = [], [], WorkQueue()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
     turns.add(lambda: done.append(1))

@@ -32,7 +32,7 @@ def test_nothing_is_collected_that_is_not_due():
 
 
 @pytest.mark.parametrize(("counts", "generation"), [((0, 1, 0), 1), ((0, 0, WHOLE), 2), ((0, 3, WHOLE), 2)])
-def test_what_is_due_waits_until_it_is_calm_but_not_for_ever(counts, generation):
+def test_a_due_collection_waits_for_calm_but_not_for_ever(counts, generation):
     assert first(CollectionSchedule(), True, counts, MOST_LOOKS) == (CALM_LOOKS, generation)
     assert first(CollectionSchedule(), False, counts, 2 * MOST_LOOKS) == (MOST_LOOKS, generation)
     changing = CollectionSchedule()

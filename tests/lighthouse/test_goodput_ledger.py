@@ -106,7 +106,7 @@ def test_the_next_leader_goes_on_from_what_was_stored(steps, state):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 40])
-def test_a_standstill_across_a_fail_over_is_no_training(steps):
+def test_a_standstill_across_a_fail_over_counts_as_stalled(steps):
     """The new leader hears nobody at first, then where they stand: that is no step made meanwhile."""
     first = Watch()
     first.goes_on(60, step_s=1)
@@ -164,7 +164,7 @@ async def test_a_new_leader_that_has_heard_nobody_counts_no_step(http):
         await back.close()
 
 
-def test_what_is_no_ledger_is_refused():
+def test_a_stored_value_that_is_not_a_ledger_is_refused():
     good = GoodputLedger().saved(1.0)
     for wrong in (None, [], {}, {**good, "t": 0}, {**good, "state": "fine"}, {**good, "seconds": {}}):
         with pytest.raises(ProtocolError):

@@ -20,7 +20,7 @@ class TestEventLog:
         assert log.after(added[3].id) == added[4:]
         assert log.after(added[4].id) == []
 
-    async def test_a_follower_gets_what_is_there_what_comes_and_the_end(self):
+    async def test_a_follower_gets_old_events_new_ones_and_the_end(self):
         log = EventLog()
         first = log.add("a", 1, "", "")
         follower = log.follow(0)

@@ -153,7 +153,7 @@ async def test_silence_is_death_where_a_test_wants_it(http):
         await close_all(members)
 
 
-async def test_an_unchanged_pulse_is_not_told_every_time(instance, http):
+async def test_the_core_hears_an_unchanged_status_less_often(instance, http):
     member = await WireMember(http, instance.url, "r0").open()
     await member.say(m.Heartbeat(1, 0, 0, 0))
     await member.next(m.HeartbeatAck)
@@ -220,9 +220,7 @@ async def test_of_a_complete_job_no_server_is_listed_that_has_ended(instance, ht
     await close_all(members)
 
 
-async def test_in_a_job_of_many_a_death_is_told_answered_and_decided_and_beats_are_answered(
-    instance, herd_http
-):
+async def test_a_job_of_many_decides_a_death_and_answers_heartbeats_meanwhile(instance, herd_http):
     """So many that what all are told and what all answer takes turns: nothing of it gets lost."""
     members = await start_job(herd_http, instance.url, MANY + 4, micro_batches=MANY)
     lost = members.pop(7)

@@ -97,7 +97,7 @@ class TestLighthouseRefuses:
     def test_a_store_that_cannot_be_meant(self):
         assert "not one we know" in self.refusal("--store", "redis://x")
 
-    def test_a_file_that_is_no_store(self, tmp_path):
+    def test_a_file_that_is_not_a_store_is_refused(self, tmp_path):
         (tmp_path / "notes.txt").write_text("these are not tables, but words " * 100)
         assert "not an SQLite file" in self.refusal("--store", f"sqlite://{tmp_path}/notes.txt")
 
@@ -137,7 +137,7 @@ class TestLighthouseRefuses:
         ],
         ids=" ".join,
     )
-    def test_what_cannot_be_used(self, arguments):
+    def test_unusable_options_are_refused(self, arguments):
         assert self.refusal("--store", "memory:", *arguments)
 
 
@@ -171,7 +171,7 @@ def test_an_end_while_waiting_for_the_store_is_clean_too(tmp_path):
 
 
 class TestStatus:
-    def test_what_would_be_left_if_all_trainers_died(self):
+    def test_status_says_which_state_would_be_left_if_all_trainers_died(self):
         state = {"generation": 2, "step": 7, "digest": "d", "steps_behind": 3, "age_s": 90.04}
         assert recoverable(state) == "step 7 of generation 2, 90.0 s old, 3 steps behind"
         assert recoverable({**state, "steps_behind": None, "age_s": None}) == "step 7 of generation 2"

@@ -28,7 +28,7 @@ async def test_answers_name_no_versions_and_stay_in_no_cache(lighthouse, http, j
             assert (answer.headers.get("Cache-Control") == "no-store") == path.startswith("/v1/")
 
 
-async def test_liveness_asks_nobody_and_readiness_says_what_health_says(lighthouse, http, job):
+async def test_liveness_does_not_ask_the_store_and_readiness_agrees_with_health(lighthouse, http, job):
     assert await get(http, f"{lighthouse.url}/livez", token=None) == (200, {"ok": True})
     assert await get(http, f"{lighthouse.url}/readyz", token=None) == await get(
         http, f"{lighthouse.url}/healthz", token=None

@@ -114,7 +114,7 @@ async def test_a_jobs_token_lists_that_job_alone(shared, http):
     await close_all(members)
 
 
-async def test_a_job_is_let_in_and_shut_out_without_a_restart(http, tmp_path):
+async def test_a_job_token_is_added_and_removed_without_a_restart(http, tmp_path):
     folder = folder_of(tmp_path)
     with LighthouseProcess(tmp_path, "memory:", arguments=("--job-tokens", str(folder))) as lighthouse:
         url = f"{lighthouse.url}/v1/jobs/late"

@@ -95,7 +95,7 @@ def test_a_rack_is_a_short_name_that_can_be_printed(rack):
     ],
     ids=str,
 )
-def test_a_beat_is_bounded(change):
+def test_a_heartbeat_is_bounded(change):
     """Beats of 2.7 million names cost the lighthouse of all jobs 50 MiB each."""
     assert decode_member(text(BEAT)) == BEAT
     with pytest.raises(ProtocolError):
@@ -125,7 +125,7 @@ def test_sentences_are_cut_and_cleaned_and_not_refused():
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_pulse_is_bounded(change):
+def test_a_trainer_status_is_bounded(change):
     decode_pulse(text(PULSE))
     with pytest.raises(ProtocolError):
         decode_pulse(text(replace(PULSE, **change)))

@@ -47,7 +47,7 @@ async def test_a_replica_is_drained_and_evicted_with_who_and_why_on_record(light
     await close_all(members)
 
 
-async def test_what_cannot_be_decided_is_one_sentence(lighthouse, http, job):
+async def test_an_impossible_command_is_one_sentence(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=1, job=job)
     evict = ("evict", "r0", *common(lighthouse, job), "--why", "to see")
     assert "nobody else in the roster" in sentence_of(fabric(*evict))
@@ -214,7 +214,7 @@ async def test_a_very_narrow_terminal_cuts_no_name_off(lighthouse, http, job):
     await close_all(members)
 
 
-def test_of_a_long_table_who_is_in_trouble_is_named_above_it():
+def test_a_long_table_names_replicas_in_trouble_above_it():
     alive = {"verdict": "alive"}
     rows = [({"replica": f"r{i}", **alive}, "member") for i in range(30)]
     assert _trouble({"complete": False}, rows) == []

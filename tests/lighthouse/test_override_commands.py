@@ -141,7 +141,7 @@ async def test_the_size_of_a_job_is_set_and_members_learn_what_it_needs(lighthou
         ("admit", {**ANN, "about": "nobody"}, 404, "knows no replica or host nobody"),
     ],
 )
-async def test_what_cannot_be_meant_is_refused_and_changes_nothing(
+async def test_an_impossible_limit_is_refused_and_changes_nothing(
     lighthouse, http, job, action, body, code, said
 ):
     members = await start_job(http, lighthouse.url, count=1, job=job)
@@ -209,7 +209,7 @@ async def die_and_come_back(http, lighthouse, members, pulse, job):
     )
 
 
-async def test_who_fails_again_and_again_is_told_why_it_waits_until_a_person_lets_it_in(http, tmp_path, job):
+async def test_a_replica_that_fails_repeatedly_waits_until_an_operator_admits_it(http, tmp_path, job):
     arguments = ("--failures", "2", "--failures-s", "1000")
     with LighthouseProcess(tmp_path, "memory:", arguments=arguments) as lighthouse:
         async with AsyncExitStack() as stack:

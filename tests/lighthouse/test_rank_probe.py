@@ -58,7 +58,7 @@ async def test_a_checkpoint_server_is_asked_where_its_process_has_connected_from
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize("came_from", [frozenset(), frozenset({"192.0.2.7"}), frozenset({"no address"})])
-async def test_nobody_else_is_asked_or_shown_the_token(host, came_from):
+async def test_a_probe_shows_the_token_to_known_addresses_only(host, came_from):
     """A tenant named any address of the lighthouse's network as its checkpoint server."""
     async with server() as (port, asked):
         (seen,) = await ask([ProbeTarget("r0", 0, f"http://{host}:{port}", came_from)], shown("of-the-job"))
@@ -83,7 +83,7 @@ def test_networks_are_checked():
             AllowedHosts.parse(text)
 
 
-def test_who_came_over_loopback_may_be_at_any_address_of_this_host_and_nowhere_else():
+def test_a_process_over_loopback_may_have_any_address_of_this_host_and_no_other():
     hosts = AllowedHosts()
     assert hosts.allow("127.0.0.1", HERE) and hosts.allow("::1", HERE) and hosts.allow("127.0.0.1", ["::1"])
     assert hosts.allow("10.0.0.7", ["::ffff:10.0.0.7"]) and hosts.allow("::ffff:10.0.0.7", ["10.0.0.7"])
@@ -114,7 +114,7 @@ async def test_the_token_is_asked_for_at_the_moment_of_asking_and_per_member():
 
 
 @pytest.mark.parametrize("depth", [False, True])
-async def test_an_answer_is_bounded_in_bytes_and_in_what_is_kept_of_it(monkeypatch, depth):
+async def test_an_answer_is_bounded_in_bytes_and_in_kept_values(monkeypatch, depth):
     """Nine answers of 4 MiB of empty lists took a gigabyte."""
     kept: list[object] = []
     parse = rank_probe._parse
@@ -138,7 +138,7 @@ def session(replica: str, incarnation: int = 1, secret: str = "") -> OpenSession
     return OpenSession(replica, incarnation, 0, 0, "", 0, "", "", 1, secret=secret)
 
 
-def test_whereabouts_are_those_of_the_newest_session_and_pulse():
+def test_peer_addresses_are_those_of_the_newest_session_and_status():
     found = PeerAddresses()
     assert found.of("r0", 0) == frozenset() and not found.is_trusted("r0")
     found.session(session("r0"), "10.0.0.1", is_trusted=True)

@@ -89,7 +89,7 @@ async def refusal_comes(refused: list[str]) -> None:
 
 
 @pytest.mark.parametrize("status", REFUSALS)
-async def test_a_process_that_was_let_in_outlives_every_refusal(status, caplog):
+async def test_an_admitted_process_outlives_every_refusal(status, caplog):
     """A rotated token, an ingress or another program at the address ended healthy trainers for good."""
     async with stubs(1) as (stub,), linked(stub) as (refused, events):
         await stub.has_been_asked(2)

@@ -58,7 +58,7 @@ def test_a_record_that_does_not_say_when_counts_from_the_first_look():
     assert forgotten_after(kept, 0.0, lambda gone_s: ENDED + gone_s, 50.0) == WEEK_S
 
 
-def test_who_speaks_to_it_is_told_for_another_day():
+def test_a_complete_job_that_is_still_asked_for_is_kept_another_day():
     kept = Retention(ENDED + YEAR_S, 50.0)
     assert not kept.is_over(ENDED, WEEK_S, ENDED + YEAR_S, 50.0)
     kept.is_in_use()

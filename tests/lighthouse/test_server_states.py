@@ -42,7 +42,7 @@ def job():
     return Looking(started("a b"))
 
 
-def test_a_silent_server_of_a_living_trainer_is_said_once_and_so_is_its_return(job):
+def test_a_silent_server_of_a_living_trainer_is_reported_once_and_so_is_its_return(job):
     job.wait(SILENT_S + 5)
     assert job.noted == [] and job.says("a") == ""
     pulse = job.lighthouse.pulses.pop("a")
@@ -59,14 +59,14 @@ def test_a_silent_server_of_a_living_trainer_is_said_once_and_so_is_its_return(j
     assert job.says("a") == "" and job.servers.silent == set()
 
 
-def test_one_whose_trainer_is_gone_too_is_a_death_and_nothing_else(job):
+def test_a_silent_server_of_a_dead_trainer_is_a_death_and_nothing_else(job):
     job.lighthouse.lose("a")
     job.lighthouse.wait(20)
     job.look()
     assert job.lighthouse.record.names == ("b",) and job.noted == []
 
 
-def test_who_waits_for_a_member_is_told_that_its_server_is_silent(job):
+def test_the_waiting_sentence_mentions_a_silent_server(job):
     job.lighthouse.pulses.pop("a")
     job.wait(SILENT_S + 2)
     late = m.Heartbeat(2, job.lighthouse.record.epoch, 1, 5, waiting_for=("a",))

@@ -189,7 +189,7 @@ def judge(code, reason, said):
 
 @FUZZ
 @given(st.sampled_from(["session", "introduced", "pulse"]), st.lists(NOISE, min_size=1, max_size=5))
-def test_noise_is_refused_with_a_sentence_and_harms_nobody(world, how, frames):
+def test_noise_is_refused_with_a_sentence_and_harms_no_job(world, how, frames):
     if how == "introduced":
         judge(*world.attack("session", [INTRODUCTION, *frames]))
     else:
@@ -198,7 +198,7 @@ def test_noise_is_refused_with_a_sentence_and_harms_nobody(world, how, frames):
 
 @FUZZ
 @given(st.lists(valid(), min_size=1, max_size=8), st.booleans())
-def test_valid_messages_in_any_order_harm_nobody(world, messages, introduced):
+def test_valid_messages_in_any_order_harm_no_job(world, messages, introduced):
     fence = world.record.fence
     frames = []
     for number, message in enumerate(messages):
@@ -209,7 +209,7 @@ def test_valid_messages_in_any_order_harm_nobody(world, messages, introduced):
 
 @FUZZ
 @given(st.lists(st.from_type(m.TrainerStatus), min_size=1, max_size=5))
-def test_pulses_of_somebody_else_harm_nobody(world, pulses):
+def test_a_status_about_another_replica_harms_no_job(world, pulses):
     judge(*world.attack("pulse", [texts(replace(p, replica=INTRUDER)) for p in pulses]))
 
 
@@ -226,7 +226,7 @@ def test_pulses_of_somebody_else_harm_nobody(world, pulses):
         (_frame("text", b'{"kind": "Sesame"}'), 1008, "upgrade the older side"),
     ],
 )
-def test_what_is_wrong_is_named_with_a_remedy(world, path, frame, code, words):
+def test_a_wrong_message_is_named_with_a_remedy(world, path, frame, code, words):
     closed, reason, _ = world.attack(path, [("whole", frame)])
     assert closed == code and words in reason
 

@@ -81,7 +81,7 @@ async def test_a_killed_member_is_evicted_and_the_others_go_on(lighthouse, http,
     await close_all([members[0], members[2]])
 
 
-async def test_silence_of_session_and_pulse_is_death_too(lighthouse, http, job):
+async def test_silence_of_session_and_status_is_death_too(lighthouse, http, job):
     """Nobody says that the process has ended; both its connections are cut."""
     members = await start_job(http, lighthouse.url, job=job)
     pulse = await WirePulse(http, lighthouse.url, "r1", job).open()
@@ -218,7 +218,7 @@ async def test_a_malformed_first_message_is_refused_with_a_sentence(lighthouse, 
     assert (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[0] == 404
 
 
-async def test_malformed_messages_disturb_nobody_else(lighthouse, http, job):
+async def test_malformed_messages_disturb_no_other_member(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=3, job=job)
     await members[2].socket.send_str('{"kind": "Heartbeat", "version": 3, "number": "x"}')
     assert "Heartbeat.number" in (await members[2].next(m.Rejected)).reason
@@ -256,7 +256,7 @@ async def test_a_message_over_the_limit_ends_the_connection(lighthouse, http, jo
     [{"replica": "a/b"}, {"trainer": "dreaming"}, {"kind": "Heartbeat"}, {"ckpt": "h" * 301}],
     ids=str,
 )
-async def test_a_malformed_pulse_is_refused(lighthouse, http, job, change):
+async def test_a_malformed_trainer_status_is_refused(lighthouse, http, job, change):
     socket = await connect(http, lighthouse.url, job, "pulse")
     body = json.loads(wire.encode(m.TrainerStatus("r0", 1, "running", 1)))
     await socket.send_str(json.dumps({**body, **change}))
@@ -264,7 +264,7 @@ async def test_a_malformed_pulse_is_refused(lighthouse, http, job, change):
     assert (await closing(socket))[0] == MALFORMED
 
 
-async def test_a_pulse_speaks_for_one_replica(lighthouse, http, job):
+async def test_a_checkpoint_server_speaks_for_one_replica(lighthouse, http, job):
     pulse = await WirePulse(http, lighthouse.url, "r0", job).open()
     await pulse.beat()
     pulse.replica = "r1"
@@ -292,7 +292,7 @@ async def test_a_drained_member_leaves_at_a_boundary(lighthouse, http, job):
     await close_all(members)
 
 
-async def test_who_understands_changes_is_told_those_and_the_whole_roster_when_it_asks(lighthouse, http, job):
+async def test_a_member_that_understands_deltas_gets_them_and_the_roster_on_request(lighthouse, http, job):
     others = {"job": job, "replicas": "2"}
     first = await WireMember(http, lighthouse.url, "r0", roster="none", **others).open()
     second = await WireMember(http, lighthouse.url, "r1", **others).open()

@@ -7,7 +7,7 @@ from fabric.lighthouse.diagnosis.status_text import policy_kept, waiting_for
 from fabric.model import Policy, SnapshotRef
 
 
-def test_a_policy_that_is_not_followed_is_told_by_what_differs():
+def test_a_refused_policy_is_explained_by_its_differences():
     said = policy_kept(
         Policy(start_replicas=5, start_wait_s=30.0), Policy(start_replicas=3, start_wait_s=30.0)
     )

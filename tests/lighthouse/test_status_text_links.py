@@ -38,13 +38,13 @@ def test_two_that_wait_for_each_other_are_not_in_user_code(job):
     assert "the links between them may be slow or cut" in said(job)
 
 
-def test_whom_others_wait_for_in_vain_while_it_waits_for_nobody_has_a_bad_link_too(job):
+def test_a_member_awaited_in_vain_that_waits_for_none_has_a_bad_link_too(job):
     """One way only: everything has reached b, and what b sends to a does not arrive."""
     for_some_time(job, 4, a={"waiting_for": "b"}, b={}, c={})
     assert "what was sent in step 6 from b to a" in said(job)
 
 
-def test_who_is_in_user_code_is_named_before_links_are(job):
+def test_a_member_in_user_code_is_named_before_links(job):
     for_some_time(job, 4, a={"waiting_for": "bc"}, b={"waiting_for": "c"}, c={"phase": "run"})
     assert said(job).startswith("c, in user code in step 6, for 4.0 s")
 
@@ -69,7 +69,7 @@ def test_complaints_of_missing_links_are_named_with_both_ends(job):
     assert said(job).startswith("all complaints of missing links (so far a to b), to leave some out at ")
 
 
-def test_no_snapshot_is_waited_for_that_nobody_was_asked_for(job):
+def test_the_job_waits_for_requested_snapshots_only(job):
     complain(job, a="b", b="a")
     runs(job, "a c", 5)
     outside(job, "b", unreachable="a")

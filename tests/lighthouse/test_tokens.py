@@ -58,7 +58,7 @@ async def test_a_job_may_have_two_tokens_for_a_while(folder):
     assert tokens.scope("own") is None
 
 
-async def test_a_folder_that_cannot_be_read_shuts_nobody_out(folder, monkeypatch, caplog):
+async def test_tokens_stay_valid_while_their_folder_cannot_be_read(folder, monkeypatch, caplog):
     blocked = Blocked(monkeypatch)
     tokens = Tokens("own", folder)
     await tokens.refresh()

@@ -85,7 +85,7 @@ def test_a_recovery_arrives_as_one_trace_with_its_own_times():
         collector.close()
 
 
-def test_what_is_not_over_is_not_sent():
+def test_an_open_recovery_is_not_sent():
     collector = Collector()
     try:
         traces = Traces(collector.url)

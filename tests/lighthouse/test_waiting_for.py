@@ -91,7 +91,7 @@ class TestWaiting:
         core.state.record = replace(core.state.record, roster=core.state.record.roster[:2])
         assert waiting_for(core.view, 9.0) == "nothing: every member runs", "nobody waits for who is outside"
 
-    def test_members_are_told_it_with_the_answers_to_their_beats(self, core):
+    def test_the_sentence_travels_with_heartbeat_acks(self, core):
         waits, answer = status_text.WaitSentence(), m.HeartbeatAck(4)
         assert waits.attach(answer, core.view, 0.0) == m.HeartbeatAck(4, waiting_for(core.view, 0.0))
         self.committed(core, self.opened(core, 1.0), 1.0)
@@ -102,7 +102,7 @@ class TestWaiting:
         assert waits.attach(answer, core.view, 2.5).waiting_for, "looked at once a second"
         assert waits.attach(answer, core.view, 3.1) is answer
 
-    def test_who_has_finished_waits_for_the_others(self, core):
+    def test_a_finished_member_waits_for_the_others(self, core):
         self.committed(core, self.opened(core, 1.0), 1.0)
         self.reported(core, 1.0)
         self.running(core, 1.0)

@@ -137,7 +137,7 @@ signal.pause()
 """
 
 
-def test_a_supervisor_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_a_killed_supervisor_leaves_no_process_behind(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(PARENT)
     note, polite = tmp_path / "child.pid", "import signal; signal.pause()"
     command = [sys.executable, "-c", SUPERVISOR, str(note), polite, str(tmp_path / "pair.log")]

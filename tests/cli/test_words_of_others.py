@@ -66,7 +66,7 @@ def steers(text: str) -> bool:
     return any(not c.isprintable() for c in text.replace("\n", ""))
 
 
-def test_what_is_not_printable_is_a_question_mark():
+def test_an_unprintable_character_becomes_a_question_mark():
     assert printable(EVIL) == "r1?[2J?]0;mine??all is well?1m?"
     assert printable("größe 漢字") == "größe 漢字"
     assert all_printable({"a\x1b": ["b\n", 1, None, {"c": "\x07"}]}) == {"a?": ["b?", 1, None, {"c": "?"}]}
@@ -142,7 +142,7 @@ def test_json_of_another_shape_is_one_sentence(answers, command, arguments, shap
 
 
 @pytest.mark.parametrize("shape", [7, "text", {"id": {}}, [1]], ids=repr)
-def test_an_event_of_another_shape_ends_what_follows(answers, shape):
+def test_an_event_of_another_shape_ends_the_stream(answers, shape):
     answers.said = shape
     done = CliRunner().invoke(events, ["--job", "gpt", "--follow", "--lighthouse", answers.url])
     assert isinstance(done.exception, ProtocolError) and "cannot be understood" in str(done.exception)

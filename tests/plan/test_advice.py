@@ -169,7 +169,7 @@ def test_a_trace_sets_the_rate(tmp_path):
         (["--gpus", "16", "--replica-gpus", "8", "--trace", "/nonexistent.csv"], "No such file"),
     ],
 )
-def test_what_cannot_be_planned_is_one_sentence_and_exit_code_2(arguments, sentence):
+def test_a_plan_that_cannot_be_made_is_one_sentence_and_exit_code_2(arguments, sentence):
     result = run(*arguments)
     assert result.exit_code == 2
     assert sentence in result.output

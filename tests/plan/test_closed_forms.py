@@ -52,6 +52,6 @@ def test_a_patch_adds_to_the_overhead():
         ),
     ],
 )
-def test_what_is_outside_the_domain_is_refused_with_a_sentence(call, sentence):
+def test_an_argument_outside_the_domain_is_refused_with_a_sentence(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()

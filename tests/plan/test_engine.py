@@ -84,7 +84,7 @@ def test_spare_computes_a_patch_and_then_two_slots():
     assert ledger.restarts == 0
 
 
-def test_constant_batch_computes_only_what_the_dead_had():
+def test_constant_batch_computes_only_the_micro_batches_of_the_dead():
     # 8 micro-batches over 3 survivors: 3 for the busiest. Afterwards 32 over 3: 11 slots of 1/8.
     job = dataclasses.replace(QUIET, repair=Repair(1e9))
     ledger = simulate(job, ConstantBatch(8, stall_s=0.25), once(55.0))
@@ -92,7 +92,7 @@ def test_constant_batch_computes_only_what_the_dead_had():
     assert ledger.redundant_s == pytest.approx(94 * 9.0 * 3 / 8)
 
 
-def test_a_repaired_group_comes_back_and_costs_nobody_a_wait():
+def test_a_repaired_group_comes_back_and_no_group_waits():
     job = dataclasses.replace(QUIET, repair=Repair(100.0))
     ledger = simulate(job, ConstantBatch(8, stall_s=0.25), once(55.0))
     assert ledger.redundant_s < 10 * 9.0
@@ -126,7 +126,7 @@ def test_a_slow_unit_slows_everybody():
     assert simulate(QUIET, CheckpointRestart(), NEVER, slow=slow).total_s == pytest.approx(100 * 19, rel=0.02)
 
 
-def test_the_quotient_for_many_members_is_what_the_assignment_gives():
+def test_the_quotient_for_many_members_equals_the_assignment():
     for orphans in (1, 5, 8, 40, 100):
         members = [Member(f"r{i}", 1, "", "") for i in range(40)]
         given = spread(range(orphans), members, {m.replica: 1 for m in members})

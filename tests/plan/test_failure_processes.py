@@ -106,6 +106,6 @@ def test_repairs_take_the_least_time_and_more():
         (lambda: FailSlow(1, 1, 0.5), "at least 1 times slower"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_sentence(make, sentence):
+def test_an_impossible_process_is_refused_with_a_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()

@@ -57,7 +57,7 @@ def test_the_json_of_the_public_trace_is_read_in_days(tmp_path):
         ("[", "is no valid JSON"),
     ],
 )
-def test_what_is_wrong_in_a_trace_is_named(tmp_path, text, sentence):
+def test_a_fault_in_a_trace_is_named(tmp_path, text, sentence):
     with pytest.raises(ValueError, match=sentence):
         read_trace(write(tmp_path, text))
 

@@ -19,15 +19,15 @@ ROOT = Path(__file__).parent.parent
 
 LIMITS = {
     "most files in one folder": 20,
-    "class names in more than one file": 18,
-    "most attributes of one class": 48,
-    "classes with more than 20 attributes": 15,
-    "parameters that are tuples of unlike things": 19,
-    "sentences that begin with a headless who or what": 430,
-    "locals with a vague name": 405,
+    "class names in more than one file": 0,
+    "most attributes of one class": 33,
+    "classes with more than 20 attributes": 9,
+    "parameters that are tuples of unlike things": 9,
+    "sentences that begin with a headless who or what": 279,
+    "locals with a vague name": 231,
     "reads of a core's fields by a shell": 11,
-    "banned phrases in docstrings and comments": 176,
-    "banned phrases in pages": 35,
+    "banned phrases in docstrings and comments": 117,
+    "banned phrases in pages": 22,
     "lines of fabric/": 50_300,
 }
 

@@ -1,11 +1,8 @@
-"""Which newcomers are let in, and what the others are told."""
+"""Which newcomers may join, and why the others may not."""
 
 from dataclasses import dataclass, field
 
-from fabric.model import (
-    Record,
-    counted,
-)
+from fabric.model import Record, counted
 from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer, as_member
@@ -18,7 +15,7 @@ from fabric.protocol.rules.link_graph import Healing
 # Seconds that an evicted process waits before it is admitted again, doubled every time.
 READMIT_S = 0.25
 READMIT_LIMIT_S = 30.0
-# Whoever held the others up for nothing waits so many times as long before it may do so again.
+# A slow joiner waits so many times as long as the others waited for it.
 READMIT_STALLS = 4.0
 
 
@@ -32,7 +29,7 @@ class Backoff:
 
 @dataclass(slots=True, eq=False)
 class Admission:
-    """Keeps out whom operators, failures, missing links or a backoff keep out."""
+    """Decides which newcomers are kept out: by operators, failures, missing links or a backoff."""
 
     state: JobState
     outbox: LeaderOutbox
@@ -96,17 +93,18 @@ class Admission:
     @staticmethod
     def out_of_reach(record: Record, peer: Peer) -> list[str]:
         """Members that this newcomer says it cannot reach."""
-        said = peer.beat.unreachable if peer.beat is not None else ()
-        return [name for name in said if record.member(name) is not None]
+        unreachable = peer.beat.unreachable if peer.beat is not None else ()
+        return [name for name in unreachable if record.member(name) is not None]
 
     def is_penalised(self, record: Record, peer: Peer) -> bool:
+        """Whether its failures keep this newcomer out. They do not while the job is short of members."""
         return (
             len(record.roster) >= self.limits.least
             and self.evidence.penalty_of(as_member(peer.session)) is not None
         )
 
     def notify_kept_out(self, record: Record) -> None:
-        """Who waits outside is told why, once for every reason."""
+        """Tell each newcomer that waits outside why, once for every reason."""
         peers = self.state.liveness.peers
         for name in sorted(record.strangers(peers.keys()) | (self.waiting_outside.keys() & peers.keys())):
             peer = peers[name]
@@ -122,7 +120,7 @@ class Admission:
                 self.outbox.send(name, m.Rejected(why, retry=True))
 
     def _is_backing_off(self, peer: Peer) -> bool:
-        """Whether it was evicted not long ago, or is still where it was evicted for being."""
+        """Whether it was evicted a moment ago, or is still in the user code that it was evicted for."""
         process = peer.session.replica, peer.incarnation
         return (
             self.state.now < self.readmission_backoff.get(process, Backoff()).until
@@ -130,7 +128,7 @@ class Admission:
         )
 
     def note_return(self, peer: Peer, beat: m.Heartbeat) -> None:
-        """Whoever waits, or went on, has come back from the user's code; and whose links are still cut."""
+        """A beat from outside: the process has come back from its user code, or its links are still cut."""
         process = peer.session.replica, peer.incarnation
         if self.state.record is not None and beat.unreachable and self.out_of_reach(self.state.record, peer):
             self.healing.missed(process, self.state.now)
@@ -138,8 +136,8 @@ class Admission:
             self.evicted_in_user_code.pop(process, None)
 
     def back_off(self, record: Record) -> None:
-        """Who is evicted waits before it is admitted again, longer every time: its return stops nobody,
-        but its next eviction would."""
+        """An evicted process waits before it is admitted again, longer every time: its return stops no
+        member, but its next eviction would."""
         for member in self.state.record.roster if self.state.record is not None else ():
             if record.lists(member.replica, member.incarnation) or member.leaving:
                 continue
@@ -161,6 +159,7 @@ class Admission:
         self.healing.forget(about)
 
     def is_welcome(self, record: Record, peer: Peer) -> bool:
+        """Whether nothing is against this newcomer but perhaps its step."""
         if not peer.connected or peer.beat is None or self.kept_out(peer):
             return False
         if record.member(peer.session.replica) is not None or peer.session.replica in self.endings.finished:

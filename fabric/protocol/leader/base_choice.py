@@ -1,13 +1,8 @@
-"""Which state a generation begins from."""
+"""The choice of the state that a generation begins from."""
 
 from dataclasses import dataclass, field
 
-from fabric.model import (
-    DURABLE,
-    Base,
-    Record,
-    SnapshotRef,
-)
+from fabric.model import DURABLE, Base, Record, SnapshotRef
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import network as m
@@ -26,32 +21,32 @@ class BaseChoice:
 
     def choose(self, peers: list[Peer]) -> tuple[Base | None, str]:
         """The ladder: the highest (generation, step) that anything still holds, memory before durable storage
-        where both hold it, without what could not be loaded before, or is of a state that was found wrong.
+        where both hold it, without what could not be loaded before, or is of a state that was states wrong.
         None when nothing else is left. And in words what was passed over."""
-        found = self.held_states(peers)
+        states = self.held_states(peers)
         for ref in self.state.liveness.durable():
-            found.setdefault(ref, set()).add(DURABLE)
+            states.setdefault(ref, set()).add(DURABLE)
         passed = {ref: f"could not be loaded: {why}" for ref, why in self.unusable.items()}
-        passed |= {ref: f"is not trusted: {why}" for ref, why in self.mistrusted.items() if ref in found}
+        passed |= {ref: f"is not trusted: {why}" for ref, why in self.mistrusted.items() if ref in states}
         newest_first = sorted(passed, key=lambda ref: (-ref.generation, -ref.step))
-        told = "; ".join(f"step {x.step} of generation {x.generation} {passed[x]}" for x in newest_first)
-        usable = {ref: urls for ref, urls in found.items() if ref not in passed}
+        skipped = "; ".join(f"step {x.step} of generation {x.generation} {passed[x]}" for x in newest_first)
+        usable = {ref: urls for ref, urls in states.items() if ref not in passed}
         if any(ref.generation for ref in self.unusable):
             # The job has been further: the initial state of its new processes stands for none of that.
             usable = {ref: urls for ref, urls in usable.items() if ref.generation}
-        if found and not usable:
-            return None, told
+        if states and not usable:
+            return None, skipped
         if not usable:
             first = peers[0].session
             urls = tuple(a.ckpt for a in as_member(first).addresses)
-            return Base(first.generation, first.step, first.digest, urls), told
+            return Base(first.generation, first.step, first.digest, urls), skipped
         best = max(usable, key=lambda ref: (ref.generation, ref.step, len(usable[ref]), ref.digest))
-        return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), told
+        return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), skipped
 
     def held_states(self, peers: list[Peer]) -> dict[SnapshotRef, set[str]]:
         """What the checkpoint servers have in memory, every lane of it, and who has it: by their own word. Of
         a server that is not heard its trainer's word counts."""
-        whole = self.state.liveness.whole(1 + len(peers[0].session.ranks))
+        states = self.state.liveness.whole(1 + len(peers[0].session.ranks))
         heard = self.state.liveness.heard_servers()
         for peer in self.state.liveness.peers.values():
             urls = {a.ckpt for a in as_member(peer.session).addresses}
@@ -59,8 +54,8 @@ class BaseChoice:
                 continue
             # Its checkpoint server does not talk to me: what the trainer says of it may be out of date.
             for ref in peer.session.snapshots:
-                whole.setdefault(ref, set()).update(urls)
-        return whole
+                states.setdefault(ref, set()).update(urls)
+        return states
 
     def mistrust(self, names: tuple[str, ...], why: str) -> None:
         """Of these members the state is wrong, and since when nobody knows: no generation begins from what
@@ -68,8 +63,8 @@ class BaseChoice:
         record, held = self.state.record, self.state.liveness.held()
         wrong = [x for x in record.roster if x.replica in names] if record is not None else []
         urls = {url for member in wrong for url in self.state.liveness.ckpts(member)}
-        known = {ref: text for ref, text in self.mistrusted.items() if ref in held}
-        self.mistrusted = {**known, **{ref: why for ref, where in held.items() if where <= urls}}
+        earlier = {ref: text for ref, text in self.mistrusted.items() if ref in held}
+        self.mistrusted = {**earlier, **{ref: why for ref, where in held.items() if where <= urls}}
 
     def forgive(self) -> None:
         """An operator restarts the job: every state may be tried again."""
@@ -83,7 +78,7 @@ class BaseChoice:
         self.silent_servers.update(set(record.base.sources) - self.state.liveness.heard_servers())
 
     def note_loaded(self, generation: int) -> None:
-        """Whoever is in this generation could load what it began from, so that can be loaded."""
+        """A member of this generation has loaded its base, so the base can be loaded."""
         record = self.state.record
         if (
             record is not None

@@ -40,7 +40,7 @@ __all__ = ["MANY", "LeaderConfig", "LeaderCore"]
 DEAF_S = 1.2
 # Seconds after the first frequent event of a large job until the leader looks at all of them.
 TOGETHER_S = 0.05
-# What tells nothing new of a member may wait for longer.
+# An event that tells nothing new of a member may wait for longer.
 ROUTINE_S = 0.25
 _FREQUENT = (
     io.FromMember,
@@ -261,14 +261,12 @@ class LeaderCore:
             self.outbox.emit(io.SendMember(session.replica, session.incarnation, rejected))
             self.outbox.record_event("session refused", session.replica, rejected.reason)
             return
-        known = self.state.liveness.peers.get(session.replica)
-        if (known is None or not known.connected) and self.state.lists(session.replica):
-            self.state.liveness.came_back(
-                self.state.now, first=known is None, one_of_many=self.state.is_large
-            )
-        self._take_session(session, known)
+        peer = self.state.liveness.peers.get(session.replica)
+        if (peer is None or not peer.connected) and self.state.lists(session.replica):
+            self.state.liveness.came_back(self.state.now, first=peer is None, one_of_many=self.state.is_large)
+        self._take_session(session, peer)
         self.progress.note_step(self.state.liveness.peers[session.replica])
-        if known is None or known.incarnation != session.incarnation:
+        if peer is None or peer.incarnation != session.incarnation:
             self.endings.finished.pop(session.replica, None)
             self.orders.draining.pop(session.replica, None)
             self.admission.waiting_outside.pop(session.replica, None)
@@ -291,7 +289,7 @@ class LeaderCore:
                 self.outbox.send(session.replica, m.Complete(record.fence, record.base.step))
 
     def _take_session(self, session: m.OpenSession, known: Peer | None) -> None:
-        """What is known of the process that the record names outlives its replacement by another one."""
+        """Take a session. Keep the facts about a replaced process as long as a record names it."""
         member = self.state.record.member(session.replica) if self.state.record is not None else None
         if member is not None:
             self.state.liveness.note_end(member)  # perhaps by the word of the session that is replaced now
@@ -323,12 +321,12 @@ class LeaderCore:
             event.pulse,
             self.state.record.member(event.pulse.replica) if self.state.record else None,
         )
-        known = self.state.liveness.hear(pulse, member, self.state.now)
+        before = self.state.liveness.hear(pulse, member, self.state.now)
         if member is not None and pulse.trainer == "gone":
             self.state.liveness.note_end(member)
         listed = member is not None and member.incarnation == pulse.incarnation
         counts = listed or self.state.liveness.pulses_of(pulse.rank)[pulse.replica].says(pulse)
-        if counts and (known is None or not known.says(pulse)) and pulse.trainer in ("gone", "stopped"):
+        if counts and (before is None or not before.says(pulse)) and pulse.trainer in ("gone", "stopped"):
             incident_id = (
                 self.state.next_incident_id()
                 if listed and not (self.state.record and self.state.record.complete)
@@ -338,7 +336,7 @@ class LeaderCore:
                 "trainer " + pulse.trainer, pulse.replica, "seen by its checkpoint server", incident_id
             )
         self.endings.note_ended(pulse.replica, pulse.ended)
-        self._record_durable(pulse, known)
+        self._record_durable(pulse, before)
 
     def _record_durable(self, pulse: m.TrainerStatus, known: PulseState | None) -> None:
         if pulse.durable and (known is None or pulse.durable != known.durable):
@@ -378,7 +376,7 @@ class LeaderCore:
             self.progress.last_step_at = self.state.now
             self.rebuilds.note_step()
         if peer.beat is not None and beat.busy != peer.beat.busy:
-            # What it announced is over, or something else begins: its time counts from now.
+            # The announced work is over, or other work begins: its time counts from now.
             self.evictions.stragglers.came(peer.session.replica)
         peer.beat = beat
         self.progress.record_empty_step(peer, beat)
@@ -389,7 +387,7 @@ class LeaderCore:
         self.bases.note_loaded(beat.generation)
         writing, record = self.writer.writing, self.state.record
         if writing is None or record is None or writing.generation == record.generation:
-            # Else whoever is answered might go on in a generation that is over when the store has that.
+            # Else a member might go on in a generation that the write in flight ends.
             self.outbox.send(peer.session.replica, m.HeartbeatAck(beat.number))
         self.evictions.evict_stragglers(peer, beat)
 
@@ -410,7 +408,7 @@ class LeaderCore:
         self.evictions.schedule(name, f"it cannot go on: {message.why}")
 
 
-# What every member says in an epoch, and those who have.
+# The answers that each member of an epoch gives, and the members that have given them.
 _ANSWERS: dict[type, Callable[[LeaderCore], Sized]] = {
     m.Report: lambda leader: leader.state.epoch.reports,
     m.Running: lambda leader: leader.state.epoch.running,

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from fabric.model import (
-    Record,
-)
+from fabric.model import Record
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.evictions import Evictions
 from fabric.protocol.leader.liveness import Peer

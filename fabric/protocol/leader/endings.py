@@ -9,10 +9,7 @@ holds, by an operator's word alone.
 
 from dataclasses import dataclass, field, replace
 
-from fabric.model import (
-    JobEnd,
-    Record,
-)
+from fabric.model import JobEnd, Record
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.outbox import LeaderOutbox
@@ -47,8 +44,8 @@ class Endings:
                 self.outbox.record_event("finished", peer.session.replica, message.why)
 
     def note_ended(self, replica: str, ended: JobEnd | None) -> None:
-        """A member finished, and I did not hear of it. Nobody has gone on without it since, as far as I know:
-        then that was the end of this generation's job, whatever epochs were written since."""
+        """A member finished and this leader did not hear it. If no member went on since, that was the end
+        of this generation's job, whatever epochs were written since."""
         record = self.state.record
         if ended is None or record is None or record.failed:
             return
@@ -117,7 +114,7 @@ class Endings:
             self.outbox.send(replica, rejected)
 
     def on_failed(self, peer: Peer, message: m.LoopFailed) -> None:
-        """A member's loop has raised. Whoever took over would compute the same."""
+        """A member's loop has raised. Another replica in its place would compute the same."""
         name, record = peer.session.replica, self.state.record
         why = f"{name} failed at step {message.step}: {message.why}"
         if record is None or record.complete or record.failed or not self.state.in_force(peer):
@@ -132,18 +129,18 @@ class Endings:
         """Whether the job has failed, or is failing now."""
         if record.failed:
             return True
-        found = poison.proven(self.state.deaths(), self.evidence.forgiven_deaths)
-        known = poison.merged(record.poison, found)
+        deaths = poison.proven(self.state.deaths(), self.evidence.forgiven_deaths)
+        poisoned = poison.merged(record.poison, deaths)
         lost = lost_parts(record.sharing, record.roster) if record.sharing.on_loss == "stop" else []
-        if found and record.sharing.on_poison == "stop":
-            self.failure = self.failure or poison.sentence(found)
+        if deaths and record.sharing.on_poison == "stop":
+            self.failure = self.failure or poison.sentence(deaths)
         elif lost and record.roster:
             self.failure = self.failure or (
                 f"no member can read shard {lost[0]}: bring back one of the replicas that can, and start"
                 f" the job "
                 'again, or let it wait for one with on_loss="wait"'
             )
-        elif poison.size(known) > poison.MOST:
+        elif poison.size(poisoned) > poison.MOST:
             self.failure = (
                 f"more than {poison.MOST} micro-batches killed {poison.ENOUGH} processes each: that is no "
                 "bad sample any more, look at the ends of those processes"
@@ -154,7 +151,11 @@ class Endings:
         reason = f"failed: {failed}"
         self.writer.write(
             replace(
-                record, failed=failed, reason=reason, incident_id=self.state.next_incident_id(), poison=known
+                record,
+                failed=failed,
+                reason=reason,
+                incident_id=self.state.next_incident_id(),
+                poison=poisoned,
             )
         )
         return True

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fabric.model import (
-    Record,
-)
+from fabric.model import Record
 from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.evidence import FailureEvidence
@@ -14,9 +12,7 @@ from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.starts import Starts
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import network as m
-from fabric.protocol.rules.wait_graph import (
-    StragglerTracker,
-)
+from fabric.protocol.rules.wait_graph import StragglerTracker
 
 
 @dataclass(slots=True, eq=False)
@@ -33,56 +29,55 @@ class Evictions:
     stragglers: StragglerTracker = field(default_factory=StragglerTracker)
 
     def schedule(self, replica: str, reason: str) -> None:
-        if replica in self.state.epoch.pending_evictions or not self.state.lists(replica):
+        """Leave this member out of the next epoch."""
+        epoch = self.state.epoch
+        if replica in epoch.pending_evictions or not self.state.lists(replica):
             return
-        if not self.state.epoch.pending_evictions:
-            self.state.epoch.evictions_since = self.state.now
-        self.state.epoch.pending_evictions[replica] = reason
+        if not epoch.pending_evictions:
+            epoch.evictions_since = self.state.now
+        epoch.pending_evictions[replica] = reason
         self.outbox.record_event("evicting", replica, reason, self.state.next_incident_id())
 
     def cancel(self, record: Record) -> None:
-        """Nobody could take over: whoever is heard, and was not found wrong or fallen, goes on."""
+        """No other member could take over: each one that is heard again, and whose state is good, goes on."""
+        epoch = self.state.epoch
         for member in record.roster:
-            if (
-                member.replica not in self.state.epoch.pending_evictions
-                or member.replica in self.state.epoch.cannot_continue
-            ):
+            if member.replica not in epoch.pending_evictions or member.replica in epoch.cannot_continue:
                 continue
             if not self.state.liveness.failure_reason(member, self.state.now):
-                del self.state.epoch.pending_evictions[member.replica]
-                self.outbox.record_event(
-                    "heard again", member.replica, "it goes on, for nobody could take over"
-                )
+                del epoch.pending_evictions[member.replica]
+                why = "it goes on, for nobody could take over"
+                self.outbox.record_event("heard again", member.replica, why)
 
     def evict(self, record: Record) -> bool:
         """Rule 2, and the wait for a cold start when nobody who knows the job's state is left."""
         for member in self.state.liveness.suspects(record.roster, self.state.now):
             if member.replica not in self.state.epoch.pending_evictions:
-                verdict = self.state.liveness.failure_reason(member, self.state.now)
-                if verdict:
-                    self.schedule(member.replica, verdict)
-        condemned = self.state.epoch.pending_evictions
-        if not any(self.state.knows(x) for x in record.roster if x.replica not in condemned):
+                reason = self.state.liveness.failure_reason(member, self.state.now)
+                if reason:
+                    self.schedule(member.replica, reason)
+        pending = self.state.epoch.pending_evictions
+        if not any(self.state.knows(x) for x in record.roster if x.replica not in pending):
             self.cancel(record)
-        if not condemned:
+        if not pending:
             return False
-        left = tuple(x for x in record.roster if x.replica not in condemned)
+        left = tuple(x for x in record.roster if x.replica not in pending)
         if not any(self.state.knows(x) for x in left):
             return self.starts.start_again(record)
         if self.state.now - self.state.epoch.evictions_since < self.state.config.coalesce_s:
             return True
-        why = "; ".join(f"{name} evicted: {reason}" for name, reason in sorted(condemned.items()))
+        why = "; ".join(f"{name} evicted: {reason}" for name, reason in sorted(pending.items()))
         self.evidence.note_failures(record)
         self.writer.write_epoch(record, left, forced=True, why=why)
         return True
 
     def evict_unresponsive(self, record: Record) -> None:
-        """Who lives and does not answer a forced epoch has as long as its user code, which may hold the
-        interpreter's lock and so keep its control thread from answering; then the others go on."""
-        reports, condemned = self.state.epoch.reports, self.state.epoch.pending_evictions
+        """A member that lives may take as long for its answer to a forced epoch as for its user code, which
+        may hold the interpreter's lock. Then the others go on."""
+        reports, pending = self.state.epoch.reports, self.state.epoch.pending_evictions
         if not record.is_forced or self.state.epoch.decision is not None:
             return
-        answered = (x for x in record.roster if x.replica in reports and x.replica not in condemned)
+        answered = (x for x in record.roster if x.replica in reports and x.replica not in pending)
         if not any(self.state.knows(x) for x in answered):
             return
         # Since this leader could hear it: not while it was itself stopped, or another led.
@@ -96,7 +91,7 @@ class Evictions:
             )
 
     def evict_stragglers(self, peer: Peer, beat: m.Heartbeat) -> None:
-        """User code is no failure, but the others do not wait for ever: see ``user_code_s`` and ``busy``."""
+        """The others wait for user code only as long as ``user_code_s`` or ``busy`` says."""
         name = peer.session.replica
         if beat.step > self.stragglers.since.get(name, (beat.step, 0.0))[0]:
             self.stragglers.came(name)
@@ -123,6 +118,7 @@ class Evictions:
                 self.schedule(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
 
     def evict_slow_joiners(self, record: Record) -> None:
+        """The others wait for the state of a blocking join at most as long as for one exchange."""
         for name in self.state.blocking_joiners(record):
             limit_s = self.state.join_stall_s(name)
             if self.state.now - self.state.epoch.decided_at >= limit_s:

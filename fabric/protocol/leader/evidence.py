@@ -1,4 +1,4 @@
-"""What speaks against replicas, hosts and micro-batches: failures of the last while, and deaths.
+"""The evidence against replicas, hosts and micro-batches: recent failures, and deaths.
 
 The record holds the failures, so that the next leader knows them.
 """
@@ -8,15 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from fabric.model import (
-    Death,
-    HostFailure,
-    HostHistory,
-    Member,
-    Poison,
-    Record,
-    counted,
-)
+from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, counted
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import network as m
@@ -59,7 +51,7 @@ class FailureEvidence:
     _penalties: tuple[float, tuple[HostFailure, ...], Record | None, list[Penalty]] = (0.0, (), None, [])
 
     def recall(self, record: Record) -> None:
-        """What earlier leaders wrote, by clocks that may have been others."""
+        """Take over the evidence of earlier leaders, whose clocks may have been ahead."""
         now = self.state.unix_now
         self.failures = tuple(x if x.at <= now else replace(x, at=now) for x in record.failures)
         self.hosts = host_history.by_this_clock(record.hosts, now)
@@ -67,19 +59,19 @@ class FailureEvidence:
     def note_failures(self, record: Record) -> None:
         """Before the epoch without them is written. Once per epoch, however often that write is tried."""
         now = self.state.unix_now
-        known = {(x.replica, x.epoch) for x in self.failures}
-        found = [
+        noted = {(x.replica, x.epoch) for x in self.failures}
+        new = [
             HostFailure(name, host_of(member), record.epoch, round(now, 1), why[:MAX_WHY_CHARACTERS])
             for name, why in sorted(self.state.epoch.pending_evictions.items())
             if name not in self.state.epoch.not_counted_as_failure
             and (member := record.member(name)) is not None
-            if (name, record.epoch) not in known
+            if (name, record.epoch) not in noted
         ]
         recent = [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
-        self.failures = (*recent, *found)[-MAX_FAILURES:] if self.state.config.failures else ()
-        # What failed together on one host is one failure of it.
-        already = {x.host for x in self.failures if x.epoch == record.epoch and x not in found}
-        failed = {x.host: x.why for x in found if x.host and x.host not in already}
+        self.failures = (*recent, *new)[-MAX_FAILURES:] if self.state.config.failures else ()
+        # Members that failed together on one host are one failure of it.
+        already = {x.host for x in self.failures if x.epoch == record.epoch and x not in new}
+        failed = {x.host: x.why for x in new if x.host and x.host not in already}
         if failed and self.state.config.failures:
             self.hosts = host_history.with_failures(self.hosts, failed, now, self.state.config.half_life_s)
 
@@ -94,7 +86,7 @@ class FailureEvidence:
         return self._penalties[3]
 
     def find_penalties(self) -> list[Penalty]:
-        limit, found = self.state.config.failures, list[Penalty]()
+        limit, penalties = self.state.config.failures, list[Penalty]()
         recent = [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
         if not limit or len(recent) < limit:
             return []
@@ -105,8 +97,8 @@ class FailureEvidence:
             for about, times in sorted(counts.items()):
                 if times >= limit and (kind == "replica" or self._has_other_host(about)):
                     own = [x for (name, _), x in by_epoch.items() if name == about]
-                    found.append(self._penalty(kind, about, own))
-        return found
+                    penalties.append(self._penalty(kind, about, own))
+        return penalties
 
     def _penalty(self, kind: str, about: str, failures: list[HostFailure]) -> Penalty:
         """It ends when fewer than the limit lie within the window."""
@@ -119,11 +111,11 @@ class FailureEvidence:
 
     def penalty_of(self, member: Member) -> Penalty | None:
         """Why this replica, or its host, is kept out."""
-        found = self.penalties()
-        if not found:
+        penalties = self.penalties()
+        if not penalties:
             return None
         names = {("replica", member.replica), ("host", host_of(member))}
-        return max((x for x in found if (x.kind, x.about) in names), key=lambda x: x.until, default=None)
+        return max((x for x in penalties if (x.kind, x.about) in names), key=lambda x: x.until, default=None)
 
     def knows_of(self, about: str) -> bool:
         """Whether a replica or a host of this name was ever heard of here."""
@@ -145,8 +137,8 @@ class FailureEvidence:
         host, now = host_of(as_member(peer.session)), self.state.unix_now
         if not self.state.config.failures or not self.hosts or not self._has_other_host(host):
             return None
-        found = (x for x in self.hosts if x.host == host)
-        return next((x for x in found if self.host_score(x, now) >= host_history.SUSPECT), None)
+        histories = (x for x in self.hosts if x.host == host)
+        return next((x for x in histories if self.host_score(x, now) >= host_history.SUSPECT), None)
 
     def hosts_that_failed(self) -> list[dict[str, Any]]:
         """For people, the most suspect first: what is remembered, what it comes to now, and who is there."""
@@ -157,19 +149,19 @@ class FailureEvidence:
             *map(as_member, self._sessions()),
         ):
             there[host_of(member)].add(member.replica)
-        found = [
+        rows = [
             {**asdict(x), "score": round(value, 3), "replicas": sorted(there.get(x.host, ()))}
             | {"suspect": value >= host_history.SUSPECT and self._has_other_host(x.host)}
             for x in self.hosts
             if (value := self.host_score(x, now)) >= host_history.FORGOTTEN
         ]
-        return sorted(found, key=lambda x: (-x["score"], x["host"]))
+        return sorted(rows, key=lambda x: (-x["score"], x["host"]))
 
     def _sessions(self) -> list[m.OpenSession]:
         return [x.session for x in self.state.liveness.peers.values() if x.connected]
 
     def host_score(self, host: HostHistory, unix_s: float) -> float:
-        """What its failures come to at that time."""
+        """The weight of its failures at that time."""
         return host_history.score(host, unix_s, self.state.config.half_life_s)
 
     def stands_by(self, peer: Peer) -> bool:
@@ -177,7 +169,7 @@ class FailureEvidence:
         return peer.session.spare or self.suspect_host(peer) is not None
 
     def known_poison(self, record: Record) -> tuple[Poison, ...]:
-        """What nobody computes from the next forced record on: what it was, and what was proven since."""
+        """The poison of the next forced record: that of this one, and what was proven since."""
         if record.sharing.on_poison != "skip":
             return ()
         return poison.merged(record.poison, poison.proven(self.state.deaths(), self.forgiven_deaths))

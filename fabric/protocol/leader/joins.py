@@ -3,10 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from fabric.model import (
-    Record,
-    SnapshotRef,
-)
+from fabric.model import Record, SnapshotRef
 from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer, as_member
@@ -144,7 +141,7 @@ class Joins:
                 serving.asked.clear()
 
     def serve_again(self, replica: str) -> None:
-        """A session began anew: what was asked or told there may have been lost."""
+        """A session began again: requests and answers on the one before may have been lost."""
         own = self.serving.get(replica)
         if own is not None and self.state.is_blocking_join(replica):
             own.has_sources = False

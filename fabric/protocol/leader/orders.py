@@ -1,13 +1,9 @@
-"""What operators ask of members: drains, and other limits."""
+"""Operators' orders about members: drains, other limits, and objections to an order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from fabric.model import (
-    Member,
-    Record,
-    counted,
-)
+from fabric.model import Member, Record, counted
 from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, RosterLimits
@@ -32,12 +28,12 @@ class OperatorOrders:
             self.state.is_decided(record) and self.state.is_short(record)
         ):
             return False
-        said = (
+        source = (
             f"scaled {self.limits.overrides.scaled}"
             if self.limits.overrides.min_replicas
             else "as its replicas ask for"
         )
-        why = f"the job needs {counted(self.limits.least, 'replica')}: {said}"
+        why = f"the job needs {counted(self.limits.least, 'replica')}: {source}"
         self.writer.write_epoch(record, record.roster, forced=True, why=why)
         return True
 
@@ -70,7 +66,7 @@ class OperatorOrders:
         return True
 
     def _dismiss(self, record: Record) -> None:
-        """Whoever is to leave and is outside already need not come back."""
+        """Tell replicas that are to leave, and are outside already, that they need not come back."""
         for name in [n for n in self.draining if record.member(n) is None]:
             reason = f"{name} is {self.draining[name]}: start it again when it is wanted"
             self.outbox.send(name, m.Rejected(reason))

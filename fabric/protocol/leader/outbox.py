@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fabric.model import (
-    Record,
-)
+from fabric.model import Record
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -27,13 +25,13 @@ class LeaderOutbox:
             self.emit(io.SendMember(replica, peer.incarnation, message))
 
     def record_event(self, kind: str, about: str, why: str, incident_id: str = "") -> None:
+        """Record a transition for people. Without an incident id it belongs to the loss of ``about``."""
         incident_id = incident_id or self.loss_incidents.get(about, "")
-        self.emit(
-            io.RecordEvent(kind, self.state.record.epoch if self.state.record else 0, about, why, incident_id)
-        )
+        epoch = self.state.record.epoch if self.state.record else 0
+        self.emit(io.RecordEvent(kind, epoch, about, why, incident_id))
 
     def forget_losses(self, record: Record) -> None:
-        """What is told of a replica that was left out belongs to that loss, until it is back."""
+        """Events about an evicted replica belong to that loss until it takes part again."""
         for member in record.roster:
             if not member.joining:
                 self.loss_incidents.pop(member.replica, None)

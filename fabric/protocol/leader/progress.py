@@ -23,11 +23,12 @@ class Progress:
     empty_due: float = 0.0  # when the next such event may follow
 
     def note_step(self, peer: Peer) -> None:
+        """A member stands at this step."""
         if self.state.in_force(peer) and self.state.is_of_generation(peer):
             self.highest_step = max(self.highest_step or 0, peer.step)
 
     def record_empty_step(self, peer: Peer, beat: m.Heartbeat) -> None:
-        """Once per step, by the first member that says so. Of many in a second the newest is told."""
+        """Record an event once per step, for the first member that says so, and at most once a second."""
         newest = (beat.generation, beat.empty)
         if not 0 <= beat.empty <= beat.step or newest <= self.empty or self.state.now < self.empty_due:
             return

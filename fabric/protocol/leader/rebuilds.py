@@ -1,12 +1,9 @@
-"""What follows an abort: the same members form again, or go on without those that nothing gets through to, or
+"""The answer to an abort: the same members rebuild their ring, or leave out members without links, or members
 that hold the others up."""
 
 from dataclasses import dataclass, field
 
-from fabric.model import (
-    Member,
-    Record,
-)
+from fabric.model import Member, Record
 from fabric.protocol.leader.evictions import Evictions
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.outbox import LeaderOutbox
@@ -14,12 +11,7 @@ from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import missing_links, reachable_set
-from fabric.protocol.rules.wait_graph import (
-    RingRebuilds,
-    blamed_link,
-    ring_order,
-    root_waiters,
-)
+from fabric.protocol.rules.wait_graph import RingRebuilds, blamed_link, ring_order, root_waiters
 
 # Seconds since a process was last heard, by either source, after which a missing link to it may be its death.
 # Then the verdict on that is waited for, which says more.
@@ -63,17 +55,17 @@ class RingRebuilder:
 
     def _note_missing(self, name: str, message: m.Aborted) -> None:
         """One that has spoken may learn of more links that are cut."""
-        epoch, said = self.state.epoch, self.state.epoch.unreachable.get(name, ())
-        if not set(message.unreachable) - set(said):
+        epoch, earlier = self.state.epoch, self.state.epoch.unreachable.get(name, ())
+        if not set(message.unreachable) - set(earlier):
             return
         if not epoch.unreachable:
             epoch.complained_at = self.state.now
-        epoch.unreachable[name] = tuple(dict.fromkeys((*said, *message.unreachable)))
+        epoch.unreachable[name] = tuple(dict.fromkeys((*earlier, *message.unreachable)))
 
     def rebuild(self, record: Record) -> bool:
         """Rule 3: every abort leads to a new epoch. Left out are those that others cannot reach, newcomers
-        that could not be linked, and whoever stalled the exchange twice without an excuse. Else the same
-        members form again, in a ring order without the links complained of."""
+        without links, and a member that stalled the exchange twice without an excuse. Else the same
+        members go on, in a ring order without the links complained of."""
         epoch = self.state.epoch
         if not epoch.aborted or self.state.now < self.rebuild_due:
             return False

@@ -3,11 +3,7 @@
 import random
 from dataclasses import dataclass, field, replace
 
-from fabric.model import (
-    Member,
-    Record,
-    incident_id_of,
-)
+from fabric.model import Member, Record, incident_id_of
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.outbox import LeaderOutbox
@@ -31,10 +27,10 @@ class RosterAnnouncement:
         self.change = self.whole if before is None else roster_delta.change(before, record)
 
     def told_to(self, session: m.OpenSession) -> m.Epoch | m.RosterDelta:
-        """What a session that begins is told: no more of the roster than it lacks."""
-        for told in (self._again, self.change):
-            if isinstance(told, m.RosterDelta) and told.before == session.roster:
-                return told
+        """The message for a session that begins: no more of the roster than it lacks."""
+        for message in (self._again, self.change):
+            if isinstance(message, m.RosterDelta) and message.before == session.roster:
+                return message
         return self.whole
 
 
@@ -104,9 +100,11 @@ class RecordWriter:
 
     def announce(self, record: Record, before: Record | None) -> None:
         """To everybody, as the difference to what was announced ``before`` where that is understood."""
-        # As they were told it: its digest is known already.
-        told = self.announcement.record if self.announcement is not None and before is not None else before
-        self.announcement = RosterAnnouncement(roster_delta.for_members(record), told)
+        # As they were announced it: its digest is known already.
+        announced = (
+            self.announcement.record if self.announcement is not None and before is not None else before
+        )
+        self.announcement = RosterAnnouncement(roster_delta.for_members(record), announced)
         if record.failed:
             return  # its replicas are rejected instead
         complete = m.Complete(record.fence, record.base.step)
@@ -128,7 +126,7 @@ class RecordWriter:
         )
 
     def write_overrides(self, record: Record) -> bool:
-        """What concerns those to come is written within the epoch: its members need not notice."""
+        """Write within the epoch what concerns newcomers only: the members need not notice."""
         if not self.has_unwritten_overrides:
             return False
         self.write(record)

@@ -1,4 +1,4 @@
-"""Who is refused a session, in sentences that say what to do; empty where nothing is against it."""
+"""Reasons to refuse a session, as sentences that say what to do; empty if the session may stand."""
 
 from fabric.model import Record
 from fabric.protocol.leader.liveness import Liveness, as_member, vouches
@@ -11,25 +11,25 @@ HALF_OPEN_S = 10.0
 
 def replaced(session: OpenSession, liveness: Liveness) -> str:
     """A newer process of the same replica is here already."""
-    known = liveness.peers.get(session.replica)
-    if known is None or known.incarnation <= session.incarnation:
+    peer = liveness.peers.get(session.replica)
+    if peer is None or peer.incarnation <= session.incarnation:
         return ""
     return f"a newer process of {session.replica} has taken its place: this one must end"
 
 
 def taken(session: OpenSession, liveness: Liveness, record: Record | None, now: float) -> str:
     """An older process of the same replica lives, as its session or its checkpoint server says."""
-    known = liveness.peers.get(session.replica)
+    peer = liveness.peers.get(session.replica)
     entry = record.member(session.replica) if record is not None else None
-    older = [as_member(known.session)] if known is not None else []
+    older = [as_member(peer.session)] if peer is not None else []
     older += [entry] if entry is not None else []
     for member in older:
         if member.incarnation >= session.incarnation or vouches(session, member):
             continue
         if liveness.proven_dead(member):
             continue
-        is_known = known is not None and known.incarnation == member.incarnation
-        is_heard = known is not None and is_known and known.connected and now - known.seen < HALF_OPEN_S
+        is_known = peer is not None and peer.incarnation == member.incarnation
+        is_heard = peer is not None and is_known and peer.connected and now - peer.seen < HALF_OPEN_S
         if is_heard or liveness.says_running(member, now):
             return (
                 f"replica id {session.replica} is taken by a living process: give every replica its own "
@@ -41,7 +41,7 @@ def taken(session: OpenSession, liveness: Liveness, record: Record | None, now: 
 def unlike(session: OpenSession, liveness: Liveness) -> str:
     """Another replica has other settings, or asks for the same data slot."""
     for other in liveness.peers.values():
-        # Who is away does not count: a whole job may come back with other settings.
+        # A replica that is away does not count: a whole job may come back with other settings.
         if other.session.replica == session.replica or not other.connected:
             continue
         if session.data_slot >= 0 and session.data_slot == other.session.data_slot:

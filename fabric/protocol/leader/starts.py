@@ -2,13 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from fabric.model import (
-    DURABLE,
-    Base,
-    Record,
-    counted,
-    incident_id_of,
-)
+from fabric.model import DURABLE, Base, Record, counted, incident_id_of
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.evidence import FailureEvidence
@@ -36,8 +30,8 @@ class Starts:
     waiting_since: float | None = None
 
     def start_again(self, record: Record) -> bool:
-        """Rule 6: only when no member that may still be committing is merely out of sight. Who has caught
-        up to the end of the job from outside has proved that nothing is left to do."""
+        """Rule 6: only when no member that may still commit is merely out of contact. A replica that reached
+        the end of the job from outside has proved that nothing is left to do."""
         if self.endings.finished:
             self.writer.write_complete(record, max(self.endings.finished.values()))
             return True
@@ -53,7 +47,7 @@ class Starts:
         return True
 
     def start(self, record: Record | None) -> None:
-        """Rule 6: a new generation from the newest state that anybody still holds."""
+        """Rule 6: begin a generation from the newest state that any server still holds."""
         open_ = self.candidates()
         regular = [p for p in open_ if not p.session.spare]
         if not self._may_start(record, open_, regular):
@@ -97,8 +91,8 @@ class Starts:
         )
 
     def _may_start(self, record: Record | None, open_: list[Peer], regular: list[Peer]) -> bool:
-        """Whether those who are there begin now: they are enough, the rest had its time to come, and of a job
-        that has run every checkpoint server that may hold its newest state has been heard."""
+        """Whether the job begins now: the replicas are enough, and the rest had its time to come. If the job
+        has run, each checkpoint server that may hold its newest state must have been heard."""
         if not open_ or len(open_) < self.limits.least:
             self.waiting_since = None
             return False
@@ -124,10 +118,10 @@ class Starts:
         return len(self.candidates())
 
     def candidates(self) -> list[Peer]:
-        """Who could begin a generation; the penalised only where too few are left without them. The first one
-        is begun with whoever has a session and of whom no kernel says otherwise: while thousands come, some
-        are always silent for a while, and a job that waited until all of them are heard would not begin. Of
-        those who begin again after a loss silence may be all that tells who is lost."""
+        """The replicas that could begin a generation, those with penalties only where too few are left else.
+
+        The first generation takes every session that no kernel contradicts: while thousands come, some are
+        always silent for a while. After a loss, silence may be the only sign of the lost ones, and counts."""
         live, now = self.state.liveness, self.state.now
         there = [p for p in live.peers.values() if p.connected]
         suspects = live.suspects([p.session for p in there], now)
@@ -135,22 +129,19 @@ class Starts:
             doubted = {x.replica for x in suspects if live.kernel_evidence(as_member(x), now)}
         else:
             doubted = {x.replica for x in suspects if live.suspicion(x, now)}
-        found = [p for p in there if p.session.replica not in doubted]
-        found.sort(key=lambda p: p.session.replica)
+        peers = [p for p in there if p.session.replica not in doubted]
+        peers.sort(key=lambda p: p.session.replica)
         if not self.evidence.penalties():
-            return found
-        good = [p for p in found if self.evidence.penalty_of(as_member(p.session)) is None]
-        return good if len(good) >= self.limits.least else found
+            return peers
+        good = [p for p in peers if self.evidence.penalty_of(as_member(p.session)) is None]
+        return good if len(good) >= self.limits.least else peers
 
     def _start_reason(self, record: Record | None, base: Base, passed: str) -> str:
         if record is None and base.generation == 0 and not self.bases.steps_lost:
             return "first start"
-        lost = (
-            f", {counted(self.bases.steps_lost, 'step')} lost with the memory that held them"
-            if self.bases.steps_lost
-            else ""
-        )
-        if record is not None and self.bases.steps_lost is None:
+        steps = self.bases.steps_lost
+        lost = f", {counted(steps, 'step')} lost with the memory that held them" if steps else ""
+        if record is not None and steps is None:
             lost = (
                 ", and how many steps were lost is not known: this lighthouse was elected since, and heard "
                 f"nobody of generation {record.generation}"
@@ -160,9 +151,10 @@ class Starts:
         return f"cold start from step {base.step} of generation {base.generation}{where}{lost}{passed}"
 
     def newest_of_another_store(self) -> tuple[int, int]:
-        """The newest generation and epoch of the processes that are here although the store is empty: it was
-        wiped or replaced while their job ran. What begins now is above both, for they know links, published
-        gradients and states by these numbers. And the step that they had come to."""
+        """The newest generation and epoch that the sessions have known although the store is empty.
+
+        The store was wiped or replaced while their job ran. The next generation is above both, for the
+        processes know links, published gradients and states by these numbers. Their step counts, too."""
         peers = [p for p in self.state.liveness.peers.values() if p.connected]
         generation = max((p.generation for p in peers), default=0)
         if generation:

@@ -1,16 +1,8 @@
-"""What a leader knows of one job: the record in force, the processes, and the answers in this epoch."""
+"""The facts that a leader has about one job: its record, its processes, the answers in this epoch."""
 
 from dataclasses import dataclass, field, replace
 
-from fabric.model import (
-    Death,
-    Fence,
-    Member,
-    OperatorOverrides,
-    Policy,
-    Record,
-    incident_id_of,
-)
+from fabric.model import Death, Fence, Member, OperatorOverrides, Policy, Record, incident_id_of
 from fabric.protocol.leader.liveness import Liveness, LivenessConfig, Peer
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -41,14 +33,14 @@ class LeaderConfig:
 
 @dataclass(slots=True)
 class EpochState:
-    """What is known about the epoch in force; begun anew with every record, at ``since``."""
+    """The answers in the epoch in force. Each new record begins an empty one, at ``since``."""
 
     since: float
     reports: dict[str, m.Report] = field(default_factory=dict)
     decision: m.Resume | None = None
     rows: dict[str, m.Resume] = field(default_factory=dict)  # the decision as each is told it, where it adds
     no_row: m.Resume | None = None  # and as all others are told it
-    stopped: str = ""  # why nobody can decide it: the job needs a person
+    stopped: str = ""  # why it cannot be decided: the job needs a person
     running: dict[str, int] = field(default_factory=dict)  # replica -> a round of it that it entered
     aborted: dict[str, m.Aborted] = field(default_factory=dict)
     aborted_at: float = 0.0
@@ -104,8 +96,8 @@ class JobState:
 
     @property
     def out_of_sight_s(self) -> float:
-        """Who has been out of contact for so long commits no more. A trainer has its own setting, and the
-        record knows those of members that this leader has not heard."""
+        """A process that has been out of contact for so long commits no more. A trainer has its own setting,
+        and the record knows those of members that this leader has not heard."""
         named = self.record.autonomy_s if self.record is not None else 0.0
         return max(self.config.autonomy_s, self.autonomy_s, named) + self.config.autonomy_margin_s
 
@@ -183,18 +175,18 @@ class JobState:
         pulse = self.liveness.pulses.get(member.replica)
         if not member.ranks and (pulse is None or pulse.ckpt == member.ckpt):
             return member
-        found = self.liveness.ckpts(member)
-        if found == [a.ckpt for a in member.addresses]:
+        urls = self.liveness.ckpts(member)
+        if urls == [a.ckpt for a in member.addresses]:
             return member
-        ranks = tuple(replace(a, ckpt=url) for a, url in zip(member.ranks, found[1:], strict=True))
-        return replace(member, ckpt=found[0], ranks=ranks)
+        ranks = tuple(replace(a, ckpt=url) for a, url in zip(member.ranks, urls[1:], strict=True))
+        return replace(member, ckpt=urls[0], ranks=ranks)
 
     def proven(self, member: Member) -> Member:
-        knows, found = self.knows(member), self.addressed(member)
+        knows, entry = self.knows(member), self.addressed(member)
         awaited = member.blocking_join and not knows
-        if (found.joining, found.blocking_join) == (not knows, awaited):
-            return found  # nearly everybody: a new epoch of thousands copies hardly any entry
-        return replace(found, joining=not knows, blocking_join=awaited)
+        if (entry.joining, entry.blocking_join) == (not knows, awaited):
+            return entry  # nearly everybody: a new epoch of thousands copies hardly any entry
+        return replace(entry, joining=not knows, blocking_join=awaited)
 
     def deaths(self) -> list[tuple[str, tuple[Death, ...]]]:
         """Which micro-batches processes died at, as their checkpoint servers say."""
@@ -260,13 +252,13 @@ class RosterLimits:
 
     def apply(self, event: io.Operator) -> None:
         """Pause, resume or scale; saying it again changes nothing."""
-        orders, said = self.overrides, f"by {event.who}: {event.why}"
+        orders, by = self.overrides, f"by {event.who}: {event.why}"
         if event.action == "pause":
-            orders = orders if orders.paused else replace(orders, paused=said)
+            orders = orders if orders.paused else replace(orders, paused=by)
         elif event.action == "resume":
             orders = replace(orders, paused="")
         elif event.action == "scale":
-            orders = self._scaled(event, said)
+            orders = self._scaled(event, by)
         self.overrides = orders
 
     def _scaled(self, event: io.Operator, said: str) -> OperatorOverrides:

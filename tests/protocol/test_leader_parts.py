@@ -1,0 +1,139 @@
+"""Parts of the leader core, each on its own."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from protocol.makers import member_of, record_of, session_of
+
+from fabric.model import OperatorOverrides
+from fabric.protocol.leader.admission import READMIT_LIMIT_S, READMIT_S, Backoff
+from fabric.protocol.leader.base_choice import BaseChoice, base_ref
+from fabric.protocol.leader.core import LeaderConfig, LeaderCore
+from fabric.protocol.leader.evidence import FailureEvidence
+from fabric.protocol.leader.outbox import LeaderOutbox
+from fabric.protocol.leader.progress import EMPTY_S, Progress
+from fabric.protocol.leader.record_writer import RecordWriter
+from fabric.protocol.leader.state import JobState, RosterLimits
+from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
+
+
+@pytest.fixture
+def state():
+    state = JobState("job", LeaderConfig(), 100.0)
+    state.record = record_of("a b")
+    for name in ("a", "b"):
+        session = session_of(name, generation=1, step=5, epoch=2)
+        state.liveness.opened(session, state.now, is_named=False)
+    return state
+
+
+@pytest.fixture
+def outbox(state):
+    return LeaderOutbox(state)
+
+
+def operator(action, **values):
+    return io.Operator(action, "", "ann", "a test", **values)
+
+
+def test_limits_are_those_of_the_policy_until_an_operator_scales(state):
+    limits = RosterLimits(state)
+    policy = state.config.policy
+    assert (limits.least, limits.most, limits.full) == (
+        policy.min_replicas,
+        policy.max_replicas,
+        policy.start_replicas,
+    )
+    limits.apply(operator("scale", min_replicas=2, max_replicas=3))
+    assert (limits.least, limits.most, limits.full) == (2, 3, 3)
+    limits.apply(operator("scale", min_replicas=0, max_replicas=0))
+    assert limits.overrides == OperatorOverrides()
+
+
+def test_the_first_pause_counts_until_it_is_resumed(state):
+    limits = RosterLimits(state)
+    limits.apply(operator("pause"))
+    limits.apply(io.Operator("pause", "", "bob", "later"))
+    assert limits.overrides.paused == "by ann: a test"
+    limits.apply(operator("resume"))
+    assert not limits.overrides.paused
+
+
+def test_events_about_an_evicted_replica_carry_its_incident_until_it_is_back(outbox):
+    outbox.loss_incidents["b"] = "e2"
+    outbox.record_event("session opened", "b", "")
+    outbox.forget_losses(record_of("a b", b={"joining": True}))
+    outbox.record_event("serves", "b", "")
+    outbox.forget_losses(record_of("a b"))
+    outbox.record_event("finished", "b", "")
+    assert [event.incident_id for event in outbox.effects] == ["e2", "e2", ""]
+
+
+def test_a_process_without_a_session_is_sent_nothing(state, outbox):
+    state.liveness.peers["b"].connected = False
+    for name in ("a", "b", "c"):
+        outbox.send(name, m.HeartbeatAck(1))
+    assert [effect.replica for effect in outbox.effects] == ["a"]
+
+
+def test_a_write_is_recognised_by_its_nonce_alone(state, outbox):
+    limits, evidence = RosterLimits(state), FailureEvidence(state)
+    writer = RecordWriter(state, outbox, limits, evidence, random.Random(1))
+    writer.write_epoch(state.record, state.record.roster, forced=True, why="a test")
+    written = writer.writing
+    assert written.nonce != state.record.nonce and written.forced == written.epoch == 3
+    assert writer.resolve(replace(written, nonce="other")) is None and writer.writing is None
+    writer.writing = written
+    assert writer.resolve(written) is written
+
+
+def test_evidence_counts_no_eviction_that_an_operator_wanted(state):
+    evidence = FailureEvidence(state)
+    state.epoch.pending_evictions = {"a": "evicted by ann", "b": "its process is gone"}
+    state.epoch.not_counted_as_failure = {"a"}
+    evidence.note_failures(state.record)
+    evidence.note_failures(state.record)
+    assert [(x.replica, x.epoch) for x in evidence.failures] == [("b", 2)]
+
+
+def test_a_base_that_a_member_has_loaded_is_usable_again(state):
+    bases = BaseChoice(state)
+    refused = m.CannotContinue(state.record.fence, "no such file", True)
+    bases.note_cannot_load(refused, state.record)
+    assert list(bases.unusable) == [base_ref(state.record)]
+    bases.note_loaded(state.record.generation)
+    assert not bases.unusable
+    bases.note_cannot_load(refused, state.record)
+    assert not bases.unusable, "another member could load it"
+
+
+def test_steps_without_data_are_an_event_once_a_second(state, outbox):
+    progress, peer = Progress(state, outbox, state.now), state.liveness.peers["a"]
+    for empty in (3, 3, 4):
+        progress.record_empty_step(peer, m.Heartbeat(1, 2, 1, 5, "", empty=empty))
+    assert len(outbox.effects) == 1
+    state.now += EMPTY_S
+    progress.record_empty_step(peer, m.Heartbeat(2, 2, 1, 5, "", empty=4))
+    assert "step 4" in outbox.effects[1].why
+
+
+def test_an_evicted_process_waits_longer_every_time_until_an_operator_admits_it():
+    core = LeaderCore("job", LeaderConfig(), random.Random(1), 100.0)
+    admission, waits = core.admission, []
+    without = record_of("a", epoch=3)
+    for _ in range(12):
+        core.state.record = replace(without, roster=(*without.roster, member_of("b")))
+        admission.back_off(without)
+        waits.append(admission.readmission_backoff["b", 1].until - core.state.now)
+    assert waits[:3] == pytest.approx([READMIT_S, 2 * READMIT_S, 4 * READMIT_S])
+    assert waits[-1] == pytest.approx(READMIT_LIMIT_S)
+    admission.readmit("b")
+    assert admission.readmission_backoff.get(("b", 1), Backoff()) == Backoff()
+
+
+def test_no_part_has_more_than_twenty_attributes():
+    core = LeaderCore("job", LeaderConfig(), random.Random(1), 100.0)
+    assert type(core).__bases__ == (object,)
+    assert len(vars(core)) <= 16

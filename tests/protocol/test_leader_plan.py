@@ -1,0 +1,47 @@
+"""The leader's plan: a table of rules in order, the same in the code and in the docs."""
+
+import re
+from pathlib import Path
+
+from fabric.protocol.leader import plan
+from fabric.protocol.leader.plan import PLAN_RULES, SETTLED_RULES, PlanRule, first_move
+
+DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
+
+
+def rules(made, *moves):
+    """A rule per entry of ``moves``, which notes its number and moves or not."""
+
+    def rule(number, moves_now):
+        return PlanRule(str(number), lambda leader, record: made.append(number) or moves_now)
+
+    return tuple(rule(number, moves_now) for number, moves_now in enumerate(moves))
+
+
+def test_the_first_rule_that_moves_ends_the_pass():
+    made = []
+    assert first_move(rules(made, False, True, True), None, None)
+    assert made == [0, 1]
+
+
+def test_without_a_move_every_rule_is_asked():
+    made = []
+    assert not first_move(rules(made, False, False), None, None)
+    assert made == [0, 1]
+
+
+def test_a_rule_that_goes_on_never_ends_the_pass():
+    assert not plan._and_go_on(lambda leader, record: True)(None, None)
+
+
+def test_every_rule_has_a_name_of_its_own():
+    names = [rule.name for rule in (*PLAN_RULES, *SETTLED_RULES)]
+    assert len(set(names)) == len(names)
+
+
+def test_the_docs_print_the_plan_in_its_order():
+    rows = re.findall(r"^\| (\d+)(?:\.(\d+))? \| ([^|]+) \|", DOCS.read_text(), re.MULTILINE)
+    number = next(i for i, rule in enumerate(PLAN_RULES, 1) if rule.name == "change a settled roster")
+    expected = [(str(i), "", rule.name) for i, rule in enumerate(PLAN_RULES, 1)]
+    settled = [(str(number), str(i), rule.name) for i, rule in enumerate(SETTLED_RULES, 1)]
+    assert rows == expected[:number] + settled + expected[number:]

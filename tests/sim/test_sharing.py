@@ -7,7 +7,7 @@ from sim.noticing import find
 from sim.sharing import RackWorld, SharingWorld
 
 from fabric.model import Member, Sharing
-from fabric.protocol.leader import joins
+from fabric.protocol.leader import starts
 from fabric.protocol.member import rounds
 from fabric.protocol.rules import assignment, decide
 from fabric.protocol.rules.assignment import cut, readers_of
@@ -151,7 +151,7 @@ def test_the_death_of_a_rack_loses_no_shard():
 
 def choose_data_slots_without_the_racks(patch):
     seated = assignment.seated
-    patch.setattr(joins, "seated", lambda roster, remembered, sharing: seated(roster, remembered))
+    patch.setattr(starts, "seated", lambda roster, remembered, sharing: seated(roster, remembered))
 
 
 def test_a_leader_that_ignores_racks_is_noticed():

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for the little that must not wait behind a busy main loop."""
+"""An event loop in a thread of its own, for work that must not wait behind a busy main loop."""
 
 import asyncio
 import concurrent.futures
@@ -11,20 +11,20 @@ Result = TypeVar("Result")
 
 
 class BackgroundLoop:
-    """Runs from construction to ``close``; what it runs shares nothing with other loops but plain values."""
+    """Runs from construction to ``close``; its coroutines share only plain values with other loops."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # A daemon: it must not keep a process alive whose main loop has ended by an exception.
+        # A daemon, because it must not keep a process alive whose main loop ended by an exception.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
-        """Begin ``work`` there; cancelling the future cancels it. Safe from any thread."""
+        """Begin ``work`` on the loop; cancelling the future cancels it. Safe from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Cancel what still runs, wait a moment until it has ended, and end the thread."""
+        """Cancel all running work, wait a moment for its end, and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
 

@@ -67,13 +67,13 @@ class Settings:
 
     @property
     def home(self) -> Path:
-        """Where this replica keeps its sockets and logs."""
+        """The folder of this replica's sockets and logs."""
         if self.run_dir is not None:
             return self.run_dir
         return _run_folders() / self.job / self.replica
 
     def of_rank(self, rank: int) -> "Settings":
-        """The settings of one rank of a replica of several: with a folder and a journal of its own."""
+        """Return the settings of one rank of a replica of several, with its own folder and journal."""
         if rank == 0:
             return self
         journal = self.journal
@@ -88,7 +88,7 @@ class Settings:
 
     @property
     def tls(self) -> Tls:
-        """How HTTP is spoken: to the lighthouse, to checkpoint servers and by our own."""
+        """The TLS of HTTP: to the lighthouse, to checkpoint servers, and of our own server."""
         return Tls(self.tls_cert, self.tls_key, self.tls_ca)
 
     @property
@@ -98,7 +98,7 @@ class Settings:
 
 
 def parse_replicas(text: str) -> tuple[int, int]:
-    """(least, start) of "3" or "2:8"; raises ConfigError."""
+    """Return (least, start) of "3" or "2:8"; raises ConfigError."""
     parts = text.split(":")
     if len(parts) > 2 or not all(_is_count(part) for part in parts):
         raise ConfigError(f'FABRIC_REPLICAS is "{text[:80]}": give a count such as 3, or a range such as 2:8')
@@ -109,12 +109,12 @@ def parse_replicas(text: str) -> tuple[int, int]:
 
 
 def _is_count(text: str) -> bool:
-    """Whether it is a number from 1 to a million. Python converts no thousands of digits."""
+    """Whether ``text`` is a number from 1 to a million; Python refuses to convert thousands of digits."""
     return text.isascii() and text.isdecimal() and len(text) <= 7 and 0 < int(text) <= 1_000_000
 
 
 def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
-    """Settings from ``arguments`` (None: not given), else ``FABRIC_*`` variables, else defaults.
+    """Return the settings from ``arguments`` (None: not given), else ``FABRIC_*`` variables, else defaults.
 
     Raises ConfigError naming the variable, for values that cannot be used.
     """
@@ -132,7 +132,10 @@ def settings(environment: Mapping[str, str] | None = None, **arguments: Any) -> 
 
 
 def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
-    """How many ranks the launcher (torchrun) started for this replica; 1 without one. Raises ConfigError."""
+    """Count the ranks that the launcher (torchrun) started for this replica; 1 without one.
+
+    Raises ConfigError.
+    """
     text = (os.environ if environment is None else environment).get("WORLD_SIZE", "1")
     if not _is_count(text):
         raise ConfigError(f'WORLD_SIZE is "{text[:80]}": it must be the number of ranks of this replica')
@@ -140,7 +143,7 @@ def launched_ranks(environment: Mapping[str, str] | None = None) -> int:
 
 
 def supervisor(environment: Mapping[str, str] | None = None) -> Supervisor:
-    """The systemd that started this process, if one did and wants to hear from it."""
+    """Return the systemd that started this process, if it wants messages."""
     environment = os.environ if environment is None else environment
     allowed_us = environment.get("WATCHDOG_USEC", "")
     is_number = allowed_us.isascii() and allowed_us.isdecimal() and len(allowed_us) < 16
@@ -148,7 +151,7 @@ def supervisor(environment: Mapping[str, str] | None = None) -> Supervisor:
 
 
 def armed_points(environment: Mapping[str, str] | None = None) -> str:
-    """The armed points of ``fabric.runtime.failpoints``, for a process that has no other settings."""
+    """Return the armed failpoints, for a process that has no other settings."""
     return (os.environ if environment is None else environment).get(_variable("points"), "")
 
 
@@ -231,7 +234,7 @@ def _checked(chosen: Settings) -> Settings:
 
 
 def _run_folders() -> Path:
-    """Where run folders lie: in the folder that the login made for this user, else in the temporary one."""
+    """Return the folder of all run folders: the user's from the login, else one in the temporary folder."""
     own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     if own.is_absolute() and own.is_dir():
         there = own.lstat()
@@ -259,7 +262,7 @@ def _check_name(what: str, name: str) -> None:
 
 
 def advertised_host(chosen: Settings) -> str:
-    """The host name or address that peers dial: what was set, else the bound address itself."""
+    """Return the host name or address that peers dial: the setting, else the bound address."""
     if chosen.advertise:
         return chosen.advertise
     if chosen.bind in ("0.0.0.0", "::", ""):

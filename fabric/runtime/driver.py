@@ -1,10 +1,10 @@
 """The one driver that joins a pure core to an event loop.
 
-It feeds events, performs the returned effects in order, and calls the core again at its next deadline.
-Any thread may feed. One of them at a time works, the one that finds nobody at it: it hands the core what is
-queued, its own event or another thread's, and performs what the core orders. So a core is never entered
-twice, effects are performed in the order in which they were ordered, and whoever has an event need wake
-nobody for it. An effect that only the loop's thread may perform is left to it, with all that comes after.
+The driver feeds events, performs the returned effects in order, and calls the core again at its next
+deadline. Any thread may feed. One thread at a time works: the first that finds no other at work. It hands
+the core all queued events, its own and those of other threads, and performs their effects. So no two threads
+enter the core at once, effects keep their order, and a thread with an event wakes no other. An effect that
+only the loop's thread may perform is left to that thread, with all effects after it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _RETRY_S = 0.001
 
 
 class Core(Protocol[_Event, _Effect]):
-    """What the driver drives: see docs/architecture.md."""
+    """A core, as the driver sees it: see docs/architecture.md."""
 
     def handle(self, event: _Event, now: float) -> list[_Effect]: ...
 
@@ -60,16 +60,18 @@ class Driver(Generic[EventT, EffectT]):
         self._thread_safe_effects = thread_safe_effects
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._turn = threading.Lock()  # held by whoever works, which may pass it on to the loop
+        self._turn = threading.Lock()  # held by the thread at work, which may pass it on to the loop
         self._queue: deque[EventT] = deque()
         self._effects: deque[EffectT] = deque()
         self._closed = self._failed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._due = math.inf  # when the timer goes off that is there, or on its way to the loop
+        self._due = math.inf  # when the armed timer goes off
 
     def feed(self, event: EventT) -> None:
-        """Hand one event to the core and perform what it orders, or leave both to the thread that is at it;
-        nothing happens after ``close``."""
+        """Hand one event to the core and perform its effects, or leave both to the thread at work.
+
+        Does nothing after ``close``.
+        """
         if self._closed:
             return
         try:
@@ -86,12 +88,12 @@ class Driver(Generic[EventT, EffectT]):
         self._on_loop(self._disarm)
 
     def _take_turns(self) -> None:
-        # Asked again after each turn: whoever queued at its very end found the turn taken.
+        # Ask again after each turn: a thread that queued at its very end found the turn taken.
         while self._queue and not self._closed and self._turn.acquire(blocking=False):
             self._work()
 
     def _work(self, timed: bool = False) -> None:
-        """With the turn: until nothing is queued, or the loop's thread has to go on."""
+        """Work, holding the turn, until the queue is empty or the loop's thread must go on."""
         here = threading.get_ident() == self._thread
         try:
             if timed and self._is_due():
@@ -112,14 +114,14 @@ class Driver(Generic[EventT, EffectT]):
             self._turn.release()
 
     def _fail(self, error: BaseException) -> None:
-        """The end: the turn is not given back, for nobody works any more."""
+        """End the driver: it keeps the turn, so that no thread works again."""
         failed, self._failed = self._failed, True
         self.close()
         if not failed:
             self._on_crash(error)
 
     def _go_on(self) -> None:
-        """The turn was passed on to the loop's thread."""
+        """Go on in the loop's thread, to which the turn was passed."""
         self._work()
         self._take_turns()
 
@@ -127,7 +129,7 @@ class Driver(Generic[EventT, EffectT]):
         if threading.get_ident() == self._thread:
             work()
             return
-        with contextlib.suppress(RuntimeError):  # it has ended: nobody waits for what comes later
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and needs no more work
             self._loop.call_soon_threadsafe(work)
 
     def _is_due(self) -> bool:
@@ -135,7 +137,8 @@ class Driver(Generic[EventT, EffectT]):
         return deadline is not None and deadline <= self._clock()
 
     def _arm(self) -> None:
-        """A timer that is due before the deadline stays: deadlines mostly move away, and it looks again."""
+        """Arm the timer. One that is due earlier stays, because deadlines mostly move back, and checks
+        again."""
         deadline = None if self._closed else self._core.next_deadline()
         if deadline is not None and deadline < self._due:
             self._due = deadline
@@ -155,7 +158,7 @@ class Driver(Generic[EventT, EffectT]):
         if self._closed:
             return
         if not self._turn.acquire(blocking=False):
-            # The core is at work in another thread, which counts on this timer.
+            # Another thread is at work in the core, and relies on this timer.
             self._timer = self._loop.call_later(_RETRY_S, self._on_timer)
             return
         self._timer, self._due = None, math.inf

@@ -1,10 +1,9 @@
-"""Named points at which a test can have this process kill or stop itself, or hold still.
+"""Failpoints: named places at which a test makes this process kill or stop itself, or wait.
 
-A failure test must hit an exact place, and sleeping does not. ``FABRIC_TEST_POINTS="ring@7=kill"`` makes
+A failure test must hit an exact place, which sleeping does not. ``FABRIC_TEST_POINTS="ring@7=kill"`` makes
 the process SIGKILL itself the first time it reaches the point ``ring`` in step 7 (``@`` omitted: any step).
-Actions: ``kill``, ``stop`` (SIGSTOP, goes on when continued), ``wait:PATH`` (until that file exists;
-meanwhile ``PATH.blocking_join`` does).
-Without the variable every point is one dictionary look-up.
+Actions: ``kill``, ``stop`` (SIGSTOP, until continued), and ``wait:PATH`` (until that file exists; while it
+waits, ``PATH.awaited`` exists). Without the variable a failpoint costs one test of an empty dictionary.
 """
 
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from fabric.errors import ConfigError
 
-# Every point there is; a typo in a test must not make it pass.
+# All failpoints; a typo in a test must not make it pass.
 NAMES = frozenset(
     {
         "forward",
@@ -43,7 +42,7 @@ NAMES = frozenset(
 
 
 class Failpoints:
-    """The armed points of this process, by (name, step); step None matches any."""
+    """The armed failpoints of this process, by (name, step); step None matches any."""
 
     def __init__(self, text: str) -> None:
         self._armed: dict[tuple[str, int | None], str] = {}
@@ -57,7 +56,7 @@ class Failpoints:
             self._armed[name, int(step) if step else None] = action
 
     def hit(self, name: str, step: int) -> None:
-        """Act if this point is armed; each one acts once."""
+        """Act if this failpoint is armed; each acts once."""
         if not self._armed:
             return
         action = self._armed.pop((name, step), None) or self._armed.pop((name, None), None)

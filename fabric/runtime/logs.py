@@ -1,8 +1,8 @@
 """Logs that a machine can read: one line each, as text or as JSON, with the same fields in every service.
 
-The fields say which job, replica, process, epoch and step a line is about, and its cause: the id that the
-lighthouse's events and recovery records carry too. What is true of a whole process (``describe``) is
-in all its lines; what is true of one line goes with it (``extra=fields(...)``).
+The fields name the job, replica, process, epoch, step and incident of a line; the lighthouse's events and
+recovery records carry the same incident id. Fields of a process (``describe``) are in all its lines, fields
+of one line come with it (``extra=fields(...)``).
 """
 
 import json
@@ -19,22 +19,22 @@ _service = ""
 _form = "text"
 
 
-def fields(**known: Any) -> dict[str, dict[str, Any]]:
-    """``extra=`` of one log line: those of FIELDS that are known; None and empty ones are left out."""
-    return {"fabric": known}
+def fields(**values: Any) -> dict[str, dict[str, Any]]:
+    """Return ``extra=`` of one log line, by FIELDS; None and empty values are left out."""
+    return {"fabric": values}
 
 
-def describe(**known: Any) -> None:
-    """From now on every line of this process has these of FIELDS; None and empty ones go out."""
-    _process.update(known)
+def describe(**values: Any) -> None:
+    """Put these FIELDS into every later line of this process; None and empty values remove one."""
+    _process.update(values)
 
 
 def set_up(service: str, how: str, *, stream: TextIO | None = None, whole_process: bool = True) -> None:
-    """Write what fabric logs (INFO and up) to ``stream`` (standard error) as ``how``: text or json.
+    """Write the logs of fabric (INFO and up) to ``stream`` (standard error) as ``how``: text or json.
 
-    ``whole_process`` False, in somebody else's program: its own loggers stay as they are, and text is left to
-    what it has set up (nothing, as a rule: the end of a trainer is one sentence on standard error). Handlers
-    that are there already stay.
+    ``whole_process`` False is for the user's program. Its loggers stay as they are, and text goes to the
+    handlers that it has set up. As a rule it has none: a trainer ends with one sentence on standard error.
+    Existing handlers stay.
     """
     global _service, _form
     _service, _form = service, how
@@ -49,14 +49,14 @@ def set_up(service: str, how: str, *, stream: TextIO | None = None, whole_proces
 
 
 def form() -> str:
-    """How this process logs, for the processes that it starts."""
+    """Return the form of this process's logs, for the processes that it starts."""
     return _form
 
 
 def known_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Which of FIELDS are known of this line, in that order."""
-    found = {**_process, **getattr(record, "fabric", {})}
-    return {name: found[name] for name in FIELDS if found.get(name) not in (None, "")}
+    """Return the FIELDS of this line that have a value, in that order."""
+    values = {**_process, **getattr(record, "fabric", {})}
+    return {name: values[name] for name in FIELDS if values.get(name) not in (None, "")}
 
 
 def printable(text: str) -> str:
@@ -91,5 +91,5 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of logging's own hook
         where = " ".join(f"{name}={value}" for name, value in known_fields(record).items())
-        # Others wrote some of it: it stays one line, and steers no terminal.
+        # Part of it comes from others: keep it one line, without control characters.
         return printable(super().formatMessage(record) + (f" [{where}]" if where else ""))

@@ -1,4 +1,5 @@
-"""Threads that must not slow a training step: they get what the others leave of the processor."""
+"""Low-priority threads, which must not slow a training step: they get the processor time that others
+leave."""
 
 import contextlib
 import os
@@ -7,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-# Beside a thread of niceness 0, one of niceness 5 gets about a third of what that gets, one of niceness 10 a
-# tenth: on a crowded host a newcomer's fetch would hardly move while the others go on ever further ahead.
+# Against a thread of niceness 0, one of niceness 5 gets about a third of its time, one of niceness 10 a
+# tenth. At 10 the fetch of a joining member on a crowded host would hardly move, and it would never catch up.
 BACKGROUND = 5
 LOW_PRIORITY = 10
-# A host is crowded where polite work has waited for a processor this many times as long as it had one, and
-# for more than a moment: within a step of the others it waits, between their steps it goes on.
+# A host is crowded where low-priority work has waited for a processor this many times as long as it had one,
+# and longer than a moment: it waits within a step of the others, and goes on between their steps.
 _CROWDED, _LEAST_WAIT_S = 2.0, 2.0
 
 _T = TypeVar("_T")
@@ -21,14 +22,14 @@ _T = TypeVar("_T")
 def lower_priority(niceness: int = BACKGROUND) -> None:
     """Lower the calling thread's priority, for good: an unprivileged thread cannot raise it again."""
     thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # a sandbox may forbid it; the work is merely less polite then
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; the work then keeps its priority
         os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 class LowPriorityRunner:
-    """Runs work at low priority, of which the caller waits for the end and nobody else does.
+    """Runs work at low priority; only the caller waits for its end.
 
-    Each piece gets a thread of its own, of niceness ``LOW_PRIORITY``, that ends with it: priority is lowered
+    Each call gets a thread of its own, of niceness ``LOW_PRIORITY``, that ends with it: priority is lowered
     for good, so no thread that is needed later may do such work. On a crowded host, where that would take for
     ever, the caller does it itself.
     """
@@ -38,11 +39,11 @@ class LowPriorityRunner:
 
     @property
     def crowded(self) -> bool:
-        """Whether what has been done so far got less than a third of a processor."""
+        """Whether the work so far got less than a third of a processor."""
         return self._waited_s > max(_LEAST_WAIT_S, _CROWDED * self._ran_s)
 
     def __call__(self, work: Callable[[], _T]) -> _T:
-        """What ``work()`` returns or raises; the calling thread waits."""
+        """Run ``work`` and return its result, or raise its error; the calling thread waits."""
         if self.crowded:
             return work()
         result: list[_T] = []
@@ -69,8 +70,7 @@ class LowPriorityRunner:
 
 
 def _ran_and_waited() -> tuple[float, float]:
-    """For how many seconds this thread has had a processor, and waited for one; nothing where the kernel does
-    not say."""
+    """Return the seconds for which this thread had a processor, and waited for one; zeros where unknown."""
     try:
         ran, waited, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
     except (OSError, ValueError):
@@ -78,4 +78,4 @@ def _ran_and_waited() -> tuple[float, float]:
     return ran / 1e9, waited / 1e9
 
 
-run_low_priority = LowPriorityRunner()  # what is known of the host holds for the whole process
+run_low_priority = LowPriorityRunner()  # shared: a crowded host is crowded for the whole process

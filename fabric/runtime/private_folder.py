@@ -1,9 +1,9 @@
-"""Folders and files that belong to this user alone, also where others may have made something there first.
+"""Folders and files of this user alone, also where other users could create a file there first.
 
 A run folder may lie where every user of the host may write, for instance in ``/tmp``, and its name can be
-guessed. So nothing in it is believed for its name. The folder, and each folder above it up to the first one
-of root, must be this user's. A file in it must be a plain file of this user. The kernel says which user's
-process is behind a socket there.
+guessed. So no file in it is trusted by its name. The folder, and each folder above it up to the first one
+of root, must be this user's. A file in it must be a plain file of this user. The kernel tells the user of
+the process behind a socket there.
 """
 
 import errno
@@ -21,9 +21,9 @@ _REMEDY = "name another folder in FABRIC_RUN_DIR, or have its owner remove it"
 
 
 def make_private(folder: Path) -> None:
-    """Make ``folder``, and what is missing above it, with mode 0700. What is there stays as it is.
+    """Make ``folder``, and the missing folders above it, with mode 0700. Existing ones stay as they are.
 
-    Raises ConfigError where it is not, or cannot be made, a folder that this user alone may write to.
+    Raises ConfigError where no folder can be made that this user alone may write to.
     """
     folder = folder.absolute()
     missing = []
@@ -36,7 +36,7 @@ def make_private(folder: Path) -> None:
         try:
             each.mkdir(mode=0o700)
         except FileExistsError:
-            pass  # another process of this user was faster, or somebody else was: the next check tells
+            pass  # another process of this user, or another user, was faster: the next check tells
         except OSError as error:
             raise ConfigError(_unusable(folder, error.strerror)) from error
     _check(folder, is_last=True)
@@ -47,14 +47,14 @@ def make_private(folder: Path) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """A descriptor of the plain file at ``path``, which is made with mode 0600 where ``flags`` say so.
+    """Open the plain file at ``path``; make it with mode 0600 where ``flags`` say so.
 
     Raises OSError, and ConfigError where a link, another kind of file or another user's file is there.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link, a pipe that nobody reads
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link, or a pipe without a reader
             raise ConfigError(f"{path} is not a plain file of this user alone: {_REMEDY}") from error
         raise
     there = os.fstat(descriptor)
@@ -86,7 +86,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _check(folder: Path, *, is_last: bool) -> None:
-    """Look at ``folder``, and upwards to the first folder that is not this user's."""
+    """Check ``folder``, and the folders above it up to the first of another user."""
     there = folder.lstat()
     if is_last:
         if not stat.S_ISDIR(there.st_mode):
@@ -118,7 +118,7 @@ def _unusable(folder: Path, why: str | None) -> str:
 
 
 def _unmapped_user() -> int:
-    """The user that files of users outside of this user namespace seem to belong to, root's among them."""
+    """Return the user that owns, as seen here, the files of users outside of this user namespace."""
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
             return _ROOT
@@ -128,12 +128,12 @@ def _unmapped_user() -> int:
 
 
 def _foreign_file(folder: Path) -> str:
-    """The name of a file there that is another user's, empty without one."""
+    """Name a file in ``folder`` of another user; empty for none."""
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
                 if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                     return entry.name
             except FileNotFoundError:
-                continue  # it has been removed meanwhile
+                continue  # removed meanwhile
     return ""

@@ -1,7 +1,7 @@
-"""What systemd is told of a service that it supervises: that it is ready, and that its event loop turns.
+"""Messages to systemd from a service that it supervises: it is ready, and its event loop runs.
 
-systemd names a socket and a time. A service that says nothing for that time is killed and started again: so a
-lighthouse whose loop stands still for good makes room for another one, although its process lives.
+systemd names a socket and a time. It kills and restarts a service that sends no message for that time. So a
+lighthouse whose loop hangs makes room for another one, although its process lives.
 """
 
 import asyncio
@@ -14,24 +14,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Supervisor:
-    """``place``: its datagram socket, empty for none; ``watchdog_s``: the longest silence, 0 for any."""
+    """The systemd that supervises this service, if any."""
 
-    place: str = ""
-    watchdog_s: float = 0.0
+    address: str = ""  # its datagram socket, empty for none
+    watchdog_s: float = 0.0  # the longest silence that it allows, 0 for any
 
     def tell(self, state: str) -> None:
-        """Send ``state``, such as READY=1. A supervisor that cannot be told does not end the service."""
-        if not self.place:
+        """Send ``state``, such as READY=1; a failure to send does not end the service."""
+        if not self.address:
             return
-        place = "\0" + self.place[1:] if self.place.startswith("@") else self.place
+        address = "\0" + self.address[1:] if self.address.startswith("@") else self.address
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as line:
-                line.sendto(state.encode(), place)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
+                sock.sendto(state.encode(), address)
         except OSError as error:
-            log.warning("the supervisor at %s cannot be told %s: %s", self.place, state, error)
+            log.warning("the supervisor at %s cannot be told %s: %s", self.address, state, error)
 
     async def show_life(self) -> None:
-        """Tell it from the event loop, three times within the time that it allows."""
-        while self.place and self.watchdog_s > 0:
+        """Send signs of life from the event loop, three within the time that the supervisor allows."""
+        while self.address and self.watchdog_s > 0:
             self.tell("WATCHDOG=1")
             await asyncio.sleep(self.watchdog_s / 3)

@@ -1,7 +1,7 @@
-"""The background tasks of a shell, watched: none dies unnoticed, and all end with their owner.
+"""The background tasks of a shell: none dies unnoticed, and all end with their owner.
 
-An asyncio task that raises keeps its exception to itself until somebody asks. Here whoever started it
-says once what is to happen then, and the death is logged with its traceback.
+An asyncio task that raises keeps its exception until another task awaits it. Here the owner gives one
+callback for all deaths, and each death is logged with its traceback.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# Before Python 3.12 a cancellation that meets asyncio.wait_for at the moment of its result is lost, and
-# who catches it by mistake is not rare either: whoever goes on is cancelled again.
+# Before Python 3.12 a cancellation is lost that meets asyncio.wait_for at the moment of its result. Some
+# code also catches it by mistake. So a task that goes on is cancelled again.
 _CANCEL_AGAIN_S = 2.0
 
 
@@ -38,7 +38,7 @@ class Tasks:
         task.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Cancel everything and wait until it has ended; what dies on the way is still reported."""
+        """Cancel all tasks and wait for their end; deaths meanwhile are still reported."""
         self._closed = True
         running = set(self._running)
         while running:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Interleaving:
-    """Which of the runnable actors goes on at each point: 0 is the one that runs. ``preemptions``: how often
-    an actor that could go on may be stopped."""
+    """The choice of the next actor at each point: 0 is the one that runs."""
 
     prefix: list[int]
-    preemptions: int
+    preemptions: int  # how often an actor that could go on may be stopped
     taken: list[tuple[int, int]] = field(default_factory=list)  # (choice, number of choices)
 
     def choose(self, count: int, goes_on: bool) -> int:
@@ -96,30 +95,33 @@ class Explorer:
             raise self.errors[0]
 
     def point(self) -> None:
-        """Somebody else may go on here."""
-        mine = self._running
-        self._hand_on()
-        if self._running != mine:
-            self._batons[mine].acquire()
+        """Let another actor go on here, if the schedule says so."""
+        actor = self._running
+        # Do not ask who runs after the hand-over: the other actor may have handed back by then.
+        if self._hand_on():
+            self._batons[actor].acquire()
 
     def is_alone(self, actor: int) -> bool:
         """Whether all others have ended."""
         return self._left == [actor]
 
-    def _hand_on(self) -> None:
-        mine = self._running
+    def _hand_on(self) -> bool:
+        """Choose the next actor; whether it is another than the one that runs."""
+        actor = self._running
         able = [i for i in self._left if self._ready[i]()]
-        goes_on = mine in able
+        goes_on = actor in able
         if goes_on:
-            able = [mine, *(i for i in able if i != mine)]
+            able = [actor, *(i for i in able if i != actor)]
         if not able:
             self._running = -1
             self._over.release()
-            return
+            return True
         chosen = able[self.schedule.choose(len(able), goes_on)]
-        if chosen != mine:
-            self._running = chosen
-            self._batons[chosen].release()
+        if chosen == actor:
+            return False
+        self._running = chosen
+        self._batons[chosen].release()
+        return True
 
     def _live(self, number: int) -> None:
         while True:

@@ -47,9 +47,9 @@ async def test_a_redirect_to_another_lighthouse_is_followed(given, asked, locati
         ("http://lh0.example:8600", "http://10.9.9.9:8600", "none of those given"),
         ("http://10.0.0.1:8600", "http://10.0.0.2:8600", "none of those given"),
         ("http://10.0.0.1:8600", "http://127.0.0.1:8600", "none of those given"),
-        ("http://10.0.0.1:8600", "file:///etc/passwd", "no address"),
-        ("http://10.0.0.1:8600", "http://[", "no address"),
-        ("http://10.0.0.1:8600", "http://10.0.0.1:99999", "no address"),
+        ("http://10.0.0.1:8600", "file:///etc/passwd", "not an address"),
+        ("http://10.0.0.1:8600", "http://[", "not an address"),
+        ("http://10.0.0.1:8600", "http://10.0.0.1:99999", "not an address"),
     ],
 )
 async def test_a_redirect_to_anywhere_else_is_refused(given, location, words, monkeypatch):

@@ -1,8 +1,8 @@
-"""Accepts a service's connections itself, so that each is counted before it costs more than a descriptor.
+"""Accepts a service's connections, and counts each before it costs more than a descriptor.
 
-An event loop's own server hands a TLS connection on only when its handshake is over, and says nothing of
-those that never come so far. Here each accepted socket has a seat at once (``connection_limit``). It loses
-the seat when it ends, or when somebody else needs it.
+The server of an event loop reports a TLS connection only after its handshake, and an unfinished one never.
+Here each accepted socket gets a slot at once (``connection_limit``). It loses the slot when it ends, or when
+another connection needs it.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot
 
 log = logging.getLogger(__name__)
 
-# So many are accepted before the loop looks at those that are open.
+# So many are accepted before the loop serves the open ones.
 _AT_ONCE = 64
 _HANDSHAKE_S = 20.0
-# Out of descriptors: nothing tells when one is free.
+# Out of descriptors: no event tells when one is free.
 _LOOK_AGAIN_S = 0.05
 
 
-class Seated(asyncio.Protocol):
-    """The protocol of one connection: that of the library, and its seat."""
+class SlottedProtocol(asyncio.Protocol):
+    """The library's protocol of one connection, and the connection's slot."""
 
-    def __init__(self, library: asyncio.Protocol, seat: ConnectionSlot) -> None:
-        self.seat = seat
+    def __init__(self, library: asyncio.Protocol, slot: ConnectionSlot) -> None:
+        self.slot = slot
         self._library = library
         self.data_received = library.data_received  # type: ignore[method-assign]  # the only frequent call
 
@@ -40,7 +40,7 @@ class Seated(asyncio.Protocol):
         return self._library.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.seat.leave()
+        self.slot.leave()
         self._library.connection_lost(error)
 
     def pause_writing(self) -> None:
@@ -70,7 +70,7 @@ class Acceptor:
         self._listen()
 
     def close(self) -> None:
-        """Accept no more; connections that are open stay so."""
+        """Stop accepting; open connections stay open."""
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._listening)
@@ -97,45 +97,45 @@ class Acceptor:
             self._take(accepted, share_of(str(address[0])))
 
     def _take(self, accepted: socket.socket, address: str) -> None:
-        seat = self._limit.admit(address, partial(_end, accepted))
-        if seat is None:
+        slot = self._limit.admit(address, partial(_end, accepted))
+        if slot is None:
             accepted.close()
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._opening.add(task := self._loop.create_task(self._open(accepted, seat)))
+        self._opening.add(task := self._loop.create_task(self._open(accepted, slot)))
         task.add_done_callback(self._opening.discard)
 
-    async def _open(self, accepted: socket.socket, seat: ConnectionSlot) -> None:
+    async def _open(self, accepted: socket.socket, slot: ConnectionSlot) -> None:
         is_open = False
         try:
             await self._loop.connect_accepted_socket(
-                lambda: Seated(self._library(), seat),
+                lambda: SlottedProtocol(self._library(), slot),
                 accepted,
                 ssl=self._ssl_context,
                 ssl_handshake_timeout=None if self._ssl_context is None else _HANDSHAKE_S,
             )
             is_open = True
         except OSError as error:  # also ssl.SSLError and TimeoutError
-            log.debug("a connection from %s was not opened: %s", seat.address, error)
+            log.debug("a connection from %s was not opened: %s", slot.address, error)
         finally:
             if not is_open:
-                seat.leave()
+                slot.leave()
                 accepted.close()
 
 
 def share_of(address: str) -> str:
-    """Whose share of the room ``address`` takes: an IPv6 host has a whole /64 of addresses."""
+    """Name the share that ``address`` counts to: an IPv6 host has a /64 network of addresses."""
     with suppress(ValueError):
-        found = ipaddress.ip_address(address.partition("%")[0])
-        if isinstance(found, ipaddress.IPv6Address):
-            if found.ipv4_mapped is not None:
-                return str(found.ipv4_mapped)
-            return str(ipaddress.IPv6Network((int(found) >> 64 << 64, 64)))
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+        if isinstance(parsed, ipaddress.IPv6Address):
+            if parsed.ipv4_mapped is not None:
+                return str(parsed.ipv4_mapped)
+            return str(ipaddress.IPv6Network((int(parsed) >> 64 << 64, 64)))
     return address
 
 
 def _end(accepted: socket.socket) -> None:
-    """End a connection whose transport may not exist yet: whoever reads it sees its end."""
+    """End a connection whose transport may not exist yet: its reader sees the end."""
     with suppress(OSError):
         accepted.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Keeps web pages out of services that want no token.
+"""Keeps web pages out of services without a token.
 
 Without a token a service listens on loopback alone. A browser on that host can still be made to send
 requests there: by any page (a form, a script), and by a page whose name resolves to 127.0.0.1. Such
@@ -19,7 +19,7 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def host_of(url: str) -> str:
-    """The host that a URL, or a host with or without a port, names; empty where that cannot be read."""
+    """Return the host in a URL, or in a host with or without a port; empty where it cannot be read."""
     try:
         return (urlsplit(url if "://" in url else f"//{url}").hostname or "").rstrip(".")
     except ValueError:
@@ -27,7 +27,7 @@ def host_of(url: str) -> str:
 
 
 def is_own_page(request: web.Request) -> bool:
-    """Whether the request comes from no page, or from one of this very service."""
+    """Whether the request comes from this service's own page, or from no page."""
     origin = request.headers.get("Origin")
     if origin is None:
         return True
@@ -37,8 +37,7 @@ def is_own_page(request: web.Request) -> bool:
 
 
 def pages_kept_out(names: Iterable[str] = ()) -> Middleware:
-    """A middleware for a service without a token; ``names`` are the hosts besides loopback that it is known
-    by."""
+    """Return a middleware for a service without a token; ``names`` are its host names besides loopback."""
     own = frozenset(name.lower() for name in map(host_of, names) if name)
 
     @web.middleware

@@ -1,6 +1,6 @@
-"""How many connections an HTTP service holds, and which of them has to go when there are too many.
+"""The limit of an HTTP service's connections, and the choice of one to close when there are too many.
 
-A connection costs a descriptor before its sender has proved anything. So a service holds fewer connections
+A connection costs a descriptor before its sender has shown a token. So a service holds fewer connections
 than it may have descriptors; the rest is for its own sockets, files and memory. A connection without a
 request under way is *idle*, also while a head or a body arrives. Where room is needed, the connection that
 has been idle for longest is closed. An address has a share, so that one sender closes its own first.
@@ -18,12 +18,12 @@ from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
-# Descriptors that are left for everything but HTTP: unix sockets, memory, the store, the pulse, files.
+# Descriptors left for other uses than HTTP: unix sockets, memory, the store, the trainer status, files.
 _RESERVED = 512
 # Idle connections cost memory too, about 5 KiB each.
 _MOST_IDLE = 8192
 _MOST_DESCRIPTORS = 1 << 20
-_TELL_EVERY_S = 60.0
+_REPORT_EVERY_S = 60.0
 
 IDLE, FULL = "idle", "full"
 
@@ -37,7 +37,7 @@ class Limits:
 
     @classmethod
     def of(cls, descriptors: int) -> "Limits":
-        """Those of a process that may have so many descriptors."""
+        """Return the limits of a process that may have so many descriptors."""
         total = descriptors - min(_RESERVED, descriptors // 2)
         return cls(total, min(_MOST_IDLE, total // 2))
 
@@ -52,7 +52,7 @@ def raise_descriptor_limit() -> int:
 
 
 class ConnectionSlot:
-    """One connection's place. ``close`` ends the connection; the place is free at once."""
+    """The slot of one connection. ``close`` ends the connection; the slot is free at once."""
 
     __slots__ = ("_limit", "address", "close", "is_free")
 
@@ -63,28 +63,28 @@ class ConnectionSlot:
         self.is_free = False
 
     def busy(self) -> None:
-        """A request is under way."""
+        """Mark the connection as busy: a request is under way."""
         self._limit.stop_idling(self)
 
     def idle(self) -> None:
-        """Nothing is under way, or the sender owes us bytes."""
+        """Mark the connection as idle: no request is under way, or the sender owes us bytes."""
         self._limit.start_idling(self)
 
     def leave(self) -> None:
-        """The connection has ended."""
+        """Free the slot: the connection has ended."""
         self._limit.remove(self)
 
 
 class ConnectionLimit:
-    """Who is connected; decides who has to go. It knows nothing of sockets."""
+    """The open connections; decides which one to close. It has no sockets."""
 
     def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits or Limits.of(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self.refused: Count[str] = Count({IDLE: 0, FULL: 0})
         self._clock = clock
-        self._told = float("-inf")
+        self._reported = float("-inf")
         self._open: Count[str] = Count()
-        # The one that has been idle for longest comes first: of all, and by address.
+        # The longest idle one comes first: of all, and by address.
         self._idle: dict[ConnectionSlot, None] = {}
         self._idle_by: dict[str, dict[ConnectionSlot, None]] = {}
 
@@ -99,8 +99,10 @@ class ConnectionLimit:
         return len(self._idle)
 
     def admit(self, address: str, close: Callable[[], None]) -> ConnectionSlot | None:
-        """A place for a new connection, which is idle at first; another one may be closed for it. None where
-        there is no room and nobody idle: close the new one."""
+        """Return a slot for a new connection, which is idle at first; another one may be closed for it.
+
+        None where there is no room and no idle connection: close the new one.
+        """
         limits, of_address = self.limits, self._idle_by.get(address, {})
         if self._open[address] >= limits.total // 2 or len(of_address) >= limits.idle // 2:
             has_room = self._close_first(of_address)
@@ -109,55 +111,55 @@ class ConnectionLimit:
         else:
             has_room = True
         if not has_room:
-            self._tell(FULL, address)
+            self._report(FULL, address)
             return None
-        seat = ConnectionSlot(self, address, close)
+        slot = ConnectionSlot(self, address, close)
         self._open[address] += 1
-        self.start_idling(seat)
-        return seat
+        self.start_idling(slot)
+        return slot
 
     def close_one(self) -> bool:
-        """Close the connection that has been idle for longest; False where none is idle."""
+        """Close the longest idle connection; False where none is idle."""
         return self._close_first(self._idle)
 
-    def start_idling(self, seat: ConnectionSlot) -> None:
-        if not seat.is_free:
-            self._idle[seat] = None
-            self._idle_by.setdefault(seat.address, {})[seat] = None
+    def start_idling(self, slot: ConnectionSlot) -> None:
+        if not slot.is_free:
+            self._idle[slot] = None
+            self._idle_by.setdefault(slot.address, {})[slot] = None
 
-    def stop_idling(self, seat: ConnectionSlot) -> None:
-        self._idle.pop(seat, None)
-        of_address = self._idle_by.get(seat.address, {})
-        of_address.pop(seat, None)
+    def stop_idling(self, slot: ConnectionSlot) -> None:
+        self._idle.pop(slot, None)
+        of_address = self._idle_by.get(slot.address, {})
+        of_address.pop(slot, None)
         if not of_address:
-            self._idle_by.pop(seat.address, None)
+            self._idle_by.pop(slot.address, None)
 
-    def remove(self, seat: ConnectionSlot) -> None:
-        if seat.is_free:
+    def remove(self, slot: ConnectionSlot) -> None:
+        if slot.is_free:
             return
-        self.stop_idling(seat)
-        seat.is_free = True
-        self._open[seat.address] -= 1
-        if not self._open[seat.address]:
-            del self._open[seat.address]
+        self.stop_idling(slot)
+        slot.is_free = True
+        self._open[slot.address] -= 1
+        if not self._open[slot.address]:
+            del self._open[slot.address]
 
     def _close_first(self, idle: dict[ConnectionSlot, None]) -> bool:
-        seat = next(iter(idle), None)
-        if seat is None:
+        slot = next(iter(idle), None)
+        if slot is None:
             return False
-        self._tell(IDLE, seat.address)
-        self.remove(seat)
-        seat.close()
+        self._report(IDLE, slot.address)
+        self.remove(slot)
+        slot.close()
         return True
 
-    def _tell(self, why: str, address: str) -> None:
+    def _report(self, why: str, address: str) -> None:
         self.refused[why] += 1
         now = self._clock()
-        if now - self._told >= _TELL_EVERY_S:
-            self._told = now
+        if now - self._reported >= _REPORT_EVERY_S:
+            self._reported = now
             which = "an idle one was closed" if why == IDLE else "a new one was refused"
             log.warning(
-                "there are too many connections, %d of them idle, and %s, from %s: look who opens them",
+                "there are too many connections, %d of them idle, and %s, from %s: find out who opens them",
                 self.idling,
                 which,
                 address,
@@ -165,7 +167,7 @@ class ConnectionLimit:
 
 
 class ConnectionMetrics(Collector):
-    """What Prometheus is told of the connections to a service; ``prefix`` begins the names."""
+    """The Prometheus metrics of a service's connections; ``prefix`` begins their names."""
 
     def __init__(self, prefix: str, limit: ConnectionLimit) -> None:
         self._prefix = prefix

@@ -1,4 +1,4 @@
-"""Why an HTTP client could not dial or ask, and which setting mends it where TLS is the matter."""
+"""The reasons of a failed HTTP request, and the settings to change where TLS is the cause."""
 
 import re
 
@@ -12,14 +12,16 @@ _UNBELIEVED = re.compile(r"certificate verify failed: (.*?)\.? \(_ssl")
 
 
 def permanent_cause(error: Exception, tls: Tls) -> str:
-    """What to set right where the TLS of the two sides cannot go together, which waiting does not heal; empty
-    where ``error`` says nothing of that kind. ``tls``: of the side that dialled."""
+    """Say what to change where the TLS settings of the two sides do not match; empty for other errors.
+
+    Such an error lasts until a person changes a setting. ``tls`` is that of the dialling side.
+    """
     text = str(error)
     if "WRONG_VERSION_NUMBER" in text:
         return "it does not speak TLS: write http://"
     if "CERTIFICATE_VERIFY_FAILED" in text:
-        found = _UNBELIEVED.search(text)
-        what = "its certificate is not believed" + (f" ({found[1]})" if found else "")
+        reason = _UNBELIEVED.search(text)
+        what = "its certificate is not believed" + (f" ({reason[1]})" if reason else "")
         if not tls.is_on:
             return f"{what}: give {_SETTINGS}"
         return f"{what}: FABRIC_TLS_CA must be the authority that issued it, for the host that is dialled"
@@ -29,9 +31,9 @@ def permanent_cause(error: Exception, tls: Tls) -> str:
 
 
 def describe(error: Exception, url: str, tls: Tls) -> str:
-    """The reason of a client that could not dial or ask ``url``: what to set right where that is TLS."""
-    if found := permanent_cause(error, tls):
-        return found
+    """Say why a client could not dial or ask ``url``, and what to change where TLS is the cause."""
+    if cause := permanent_cause(error, tls):
+        return cause
     text = str(error) or type(error).__name__
     if isinstance(error, ConnectionRefusedError) or "Connect call failed" in text:
         return "nobody listens there"

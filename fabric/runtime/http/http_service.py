@@ -1,9 +1,9 @@
-"""What every HTTP service of fabric does alike: who may ask, how errors read, where it listens.
+"""The common part of all HTTP services of fabric: tokens, error answers, listening.
 
-A service has open paths (health, metrics) and everything else behind the job's bearer token. Whatever
-goes wrong is answered with ``{"error": sentence}`` and the status that fits, so that `curl` shows a
-person what to do; a defect of ours is logged here and answered with a sentence too, never with its
-traceback. Listening takes a port or a range of ports ("8000-8010") and the first free one wins.
+A service has open paths (health, metrics); all others need the job's bearer token. An error is answered with
+``{"error": sentence}`` and a fitting status, so that `curl` shows a person what to do. A defect of ours is
+logged here, and answered with a sentence, never with a traceback. A service listens on a port, or on the
+first free one of a range ("8000-8010").
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from fabric.errors import (
     StoreIndefinite,
     Unauthorized,
 )
-from fabric.runtime.http.acceptor import Acceptor, Seated
+from fabric.runtime.http.acceptor import Acceptor, SlottedProtocol
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot
 from fabric.runtime.http.token_file import TokenFile, read_tokens
 
@@ -41,14 +41,14 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-# A connection on which no request is under way is closed after so long, also in the middle of a head.
+# An idle connection is closed after so long, also in the middle of a head.
 IDLE_S = 60.0
-# What a request's body may take to arrive: those that are read are small.
+# A request's body must arrive within this time: the bodies that we read are small.
 BODY_S = 10.0
-# A reader that takes less of an answer than this in this time is cut off: the rest is kept in memory for it.
+# A reader that takes less of an answer than this in this time is cut off, because the rest costs memory.
 STALL_S = 60.0
 _STALL_BYTES = 4 << 20
-# How long the rest of a body that was refused is read, so that its sender reads the answer and no reset.
+# How long we read on after refusing a body, so that its sender gets the answer and not a reset.
 _LINGER_S = 1.0
 _MOST_AWAY_S = 60.0
 # Thousands of sessions come back at once after a fail-over; the kernel cuts this down to its own limit.
@@ -68,8 +68,10 @@ _STATUSES: tuple[tuple[type[FabricError], int], ...] = (
 
 
 class NoBytesOfRequests(logging.Filter):
-    """A request that is no HTTP is one line, without aiohttp's traceback, which quotes it, token and all.
-    One in ``every_s`` seconds has a line, which counts those before it: anybody can send them."""
+    """Logs a malformed request as one line, without aiohttp's traceback, which quotes it with its token.
+
+    Anyone can send such requests, so there is one line per ``every_s`` seconds, which counts the others.
+    """
 
     def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ _requests_log.addFilter(NoBytesOfRequests())
 
 
 def read_token(path: Path) -> str:
-    """The token in the file at ``path`` that is shown to others. Raises ConfigError."""
+    """Read the token that is shown to others from the file at ``path``. Raises ConfigError."""
     return read_tokens(path)[0]
 
 
@@ -114,12 +116,12 @@ def json_error(
 
 
 def status_of(error: FabricError) -> int:
-    """The HTTP status that says what ``error`` says."""
+    """Return the HTTP status of ``error``."""
     return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
 
 
 async def _name_no_versions(_: web.Request, response: web.StreamResponse) -> None:
-    """The library names itself, Python and their versions, which tells an attacker what to try."""
+    """Replace the header in which aiohttp names itself, Python and their versions to attackers."""
     response.headers["Server"] = "fabric"
 
 
@@ -137,7 +139,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.RequestPayloadError:
         return json_error(400, "the request's body is malformed: check its Content-Encoding and its length")
     except ConnectionError:
-        raise  # the peer has gone: nobody is left to answer
+        raise  # the peer has gone, and reads no answer
     except Exception:  # the supervisor of requests: a defect of ours must not show its insides
         log.exception("%s %s failed", request.method, request.path)
         return json_error(500, "the service has a defect that this request met: see its log")
@@ -145,8 +147,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 @web.middleware
 async def _cut_off_stuck(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Send the whole answer here, and for no longer than a reader needs that reads at all. What is no
-    ``web.Response`` is sent, and bounded, by whoever makes it."""
+    """Send the complete answer here, within the time that a slow reader needs.
+
+    The handler itself sends, and bounds, any response that is not a ``web.Response``.
+    """
     response = await handler(request)
     if isinstance(response, web.Response):
         try:
@@ -157,31 +161,31 @@ async def _cut_off_stuck(request: web.Request, handler: Handler) -> web.StreamRe
             if request.transport is not None:
                 request.transport.abort()
         except ConnectionError:
-            pass  # the reader has gone: aiohttp meets that again, and makes no words of it
+            pass  # the reader has gone: aiohttp notices it too, and logs nothing
     return response
 
 
 @web.middleware
-async def _keep_seat(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """While a request is under way its connection is not idle (``connection_limit``)."""
-    seat = _seat_of(request)
-    if seat is None:
+async def _keep_busy(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Mark the connection as busy while a request is under way (``connection_limit``)."""
+    slot = _slot_of(request)
+    if slot is None:
         return await handler(request)
-    seat.busy()
+    slot.busy()
     try:
         return await handler(request)
     finally:
-        seat.idle()
+        slot.idle()
 
 
-def _seat_of(request: web.Request) -> ConnectionSlot | None:
-    """None where the sender has gone."""
+def _slot_of(request: web.Request) -> ConnectionSlot | None:
+    """Return the connection's slot, None where the sender has gone."""
     protocol = None if request.transport is None else request.transport.get_protocol()
-    return protocol.seat if isinstance(protocol, Seated) else None
+    return protocol.slot if isinstance(protocol, SlottedProtocol) else None
 
 
 def bearer_required(token: TokenFile | str | None, open_paths: frozenset[str]) -> Middleware:
-    """A middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``.
+    """Return a middleware that wants ``Authorization: Bearer <token>`` on all but ``open_paths``.
 
     Without a token (None) everything is open. The comparison takes the same time for every guess.
     """
@@ -203,7 +207,7 @@ def check_bearer(header: str, token: TokenFile | str) -> None:
 
 
 def bearer_of(header: str) -> str:
-    """The token of an Authorization header. Raises Unauthorized where it has none."""
+    """Return the token of an Authorization header. Raises Unauthorized where it has none."""
     scheme, _, given = header.partition(" ")
     if scheme.lower() != "bearer":
         raise Unauthorized("this needs the job's token: send the header Authorization: Bearer <token>")
@@ -211,10 +215,11 @@ def bearer_of(header: str) -> str:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The body of a request. Raises HTTPRequestTimeout (408) where it has not arrived within ``BODY_S``."""
-    seat = _seat_of(request)
-    if seat is not None:
-        seat.idle()
+    """Read the body of a request. Raises HTTPRequestTimeout (408) where it has not arrived within
+    ``BODY_S``."""
+    slot = _slot_of(request)
+    if slot is not None:
+        slot.idle()
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()
@@ -224,8 +229,8 @@ async def read_body(request: web.Request) -> bytes:
             headers={"Connection": "close"},
         ) from None
     finally:
-        if seat is not None:
-            seat.busy()
+        if slot is not None:
+            slot.busy()
 
 
 def query_integer(request: web.Request, name: str, *, low: int, high: int) -> int | None:
@@ -252,14 +257,13 @@ def query_seconds(request: web.Request, name: str, *, most: float) -> float:
 
 
 def come_back_s(headers: Mapping[str, str]) -> float:
-    """The seconds after which a service that answered 429 wants to be asked again; it is not believed beyond
-    reason."""
+    """Return the seconds after which a service that answered 429 wants the next request, within reason."""
     text = headers.get("Retry-After", "")
     return min(float(text), _MOST_AWAY_S) if text.isascii() and text.isdecimal() and len(text) < 9 else 1.0
 
 
 def parse_ports(text: str) -> range:
-    """The ports that "8000", "8000-8010" or "0" (any free one) name. Raises ConfigError."""
+    """Return the ports that "8000", "8000-8010" or "0" (any free one) name. Raises ConfigError."""
     first, dash, last = text.strip().partition("-")
     bounds = (first, last if dash else first)
     if all(b.isascii() and b.isdecimal() and len(b) <= 5 for b in bounds):
@@ -273,7 +277,7 @@ def check_exposure(host: str, token: str | None) -> None:
     """Raises ConfigError where a service without a token would listen for other machines."""
     if token is None and not ipaddress.ip_address(_resolve(host)[1].partition("%")[0]).is_loopback:
         raise ConfigError(
-            f"listening on {host or 'every address'} without a token would serve anybody who can reach it:"
+            f"listening on {host or 'every address'} without a token would serve anyone who can reach it:"
             " give a token file, or bind to 127.0.0.1"
         )
 
@@ -296,7 +300,7 @@ async def serve(
     """
     listening = bind_first_free(host, parse_ports(str(port)))
     taken = int(listening.getsockname()[1])
-    app.middlewares[:0] = [_keep_seat, _cut_off_stuck]
+    app.middlewares[:0] = [_keep_busy, _cut_off_stuck]
     app.on_response_prepare.append(_name_no_versions)
     accepting: list[Acceptor] = []
 
@@ -327,7 +331,7 @@ async def serve(
 
 
 def bind_first_free(host: str, ports: range) -> socket.socket:
-    """A TCP socket bound to ``host`` and the first free port of ``ports``. Raises ConfigError."""
+    """Bind a TCP socket to ``host`` and the first free port of ``ports``. Raises ConfigError."""
     family, address = _resolve(host)
     for port in ports:
         candidate = socket.socket(family, socket.SOCK_STREAM)
@@ -352,12 +356,12 @@ def bind_first_free(host: str, ports: range) -> socket.socket:
 
 def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
     try:
-        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f'the address "{host[:200]}" to bind to is unknown: give an address of this machine'
         ) from error
-    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
     return family, str(address[0])
 
 

@@ -1,4 +1,4 @@
-"""Asking a lighthouse over HTTP: whichever of them answers, followed to the one that leads."""
+"""A client of the lighthouses over HTTP: it asks the first that answers, and follows it to the leader."""
 
 import asyncio
 import json
@@ -24,27 +24,27 @@ _MAX_REDIRECTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Lighthouses:
-    """Where to ask, about which job (empty: all), with which token (empty: none) and certificates."""
+    """The lighthouses to ask."""
 
     urls: tuple[str, ...]
-    job: str
-    token: str
+    job: str  # the job to ask about, empty for all
+    token: str  # empty for none
     tls: Tls = field(default_factory=Tls)
 
     def path(self, *rest: str) -> str:
-        """The job's path, and what follows it; that of all jobs without one."""
+        """Return the URL path of the job, or of all jobs, with ``rest`` behind it."""
         parts = [quote(part, safe="") for part in (self.job, *rest) if part]
         return "/".join(["/v1/jobs", *parts])
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that the first lighthouse answers: to GET, or to POST with a ``body``.
+        """Return the JSON that the first lighthouse answers: to GET, or to POST with a ``body``.
 
         Raises FabricError with all reasons where none answers, Refused with the lighthouse's own sentence.
         """
         return asyncio.run(self._ask(path, body))
 
     def ask_lines(self, path: str) -> list[Any]:
-        """The JSON objects of an answer that has one per line. Errors as `ask`."""
+        """Return the JSON objects of an answer with one per line. Raises as ``ask`` does."""
         return asyncio.run(self._ask_lines(path))
 
     async def _ask_lines(self, path: str) -> list[Any]:
@@ -85,12 +85,12 @@ class Lighthouses:
                     async with answer:
                         yield answer
                     return
-        said = "; ".join(reasons)
+        listed = "; ".join(reasons)
         if idle == len(reasons):
-            raise Unreachable(f"no lighthouse can answer this now ({said}); training goes on meanwhile")
-        # Where certificates are the matter, each reason says what to do.
+            raise Unreachable(f"no lighthouse can answer this now ({listed}); training goes on meanwhile")
+        # Where certificates are the cause, each reason says what to do.
         advice = "" if mistakes == len(reasons) else ": check the address, and that one runs there"
-        raise Unreachable(f"no lighthouse answers ({said}){advice}")
+        raise Unreachable(f"no lighthouse answers ({listed}){advice}")
 
     async def _open_one(
         self, client: aiohttp.ClientSession, url: URL, body: dict[str, Any] | None
@@ -98,7 +98,7 @@ class Lighthouses:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         method = "GET" if body is None else "POST"
         for _ in range(_MAX_REDIRECTS):
-            # Followed here, for a client drops the token on its way to another address.
+            # Follow redirects here: aiohttp would drop the token on the way to another address.
             answer = await client.request(method, url, json=body, headers=headers, allow_redirects=False)
             if answer.status in (200, 202):
                 if answer.content_type not in ("application/json", "application/x-ndjson"):

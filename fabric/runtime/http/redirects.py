@@ -1,7 +1,7 @@
-"""Which redirects of a lighthouse a client follows: those that lead to another lighthouse of the same job.
+"""The redirects that a client follows: only those to another lighthouse of the same job.
 
-A client shows the job's token to the address that it is sent to. So a lighthouse, or whoever answers in its
-place, must not be able to send it anywhere. Every rule begins with the addresses that the client was given.
+A client shows the job's token to the target of a redirect. So a lighthouse, or a process that answers in its
+place, must not choose that target freely. Every rule starts from the addresses in the client's settings.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ class RedirectRefused(aiohttp.ClientError):
 
 
 def only_among(urls: Sequence[str]) -> aiohttp.TraceConfig:
-    """For a ClientSession: its requests follow no redirect that ``check`` refuses."""
+    """Return a trace for a ClientSession that follows no redirect that ``check`` refuses."""
 
     async def look(_: object, __: object, params: aiohttp.TraceRequestRedirectParams) -> None:
         location = params.response.headers.get("Location", "")
@@ -30,29 +30,33 @@ def only_among(urls: Sequence[str]) -> aiohttp.TraceConfig:
 
 
 async def check(asked: URL, location: str, urls: Sequence[str]) -> URL:
-    """Where ``asked`` sends its client by ``location``. Raises RedirectRefused unless the client may go there
-    that was given ``urls``."""
+    """Return the target of a redirect from ``asked`` to ``location``.
+
+    Raises RedirectRefused unless a client with ``urls`` may go there.
+    """
     try:
         target = asked.join(URL(location))
     except ValueError as error:
-        raise RedirectRefused("it redirects to what is no address") from error
-    shown = f"{target.scheme}://{target.host}"[:200]
+        raise RedirectRefused("it redirects to a text that is not an address") from error
+    short = f"{target.scheme}://{target.host}"[:200]
     if target.scheme not in ("http", "https") or not target.host:
-        raise RedirectRefused("it redirects to what is no address of a lighthouse")
+        raise RedirectRefused("it redirects to an address that is not of a lighthouse")
     if asked.scheme == "https" and target.scheme == "http":
-        raise RedirectRefused(f"it redirects from TLS to {shown}: give --advertise an https:// address there")
+        raise RedirectRefused(f"it redirects from TLS to {short}: give --advertise an https:// address there")
     hosts = [host for host in (URL(url).host for url in urls) if host]
     if not any(_belongs(target.host, host) for host in hosts) and not await _is_at(target.host, hosts):
         raise RedirectRefused(
-            f"it redirects to {shown}, a host that is none of those given: if a lighthouse runs there,"
+            f"it redirects to {short}, a host that is none of those given: if a lighthouse runs there,"
             " name it in FABRIC_LIGHTHOUSE"
         )
     return target
 
 
 def _belongs(host: str, given: str) -> bool:
-    """Whether ``host`` is ``given``, a name below it, or beside it in one domain. A domain of one label, such
-    as ``com``, does not count."""
+    """Whether ``host`` is ``given``, a name below it, or a name in the same domain.
+
+    A domain of one label, such as ``com``, does not count.
+    """
     host, given = host.lower().rstrip("."), given.lower().rstrip(".")
     if host == given or (_is_loopback(host) and _is_loopback(given)):
         return True
@@ -63,22 +67,22 @@ def _belongs(host: str, given: str) -> bool:
 
 
 async def _is_at(host: str, given: Sequence[str]) -> bool:
-    """Whether ``host`` is nowhere but where names that were given lead to."""
+    """Whether all addresses of ``host`` are addresses of the ``given`` names."""
     wanted = await _addresses(host)
     if not wanted:
         return False
-    found = await asyncio.gather(*map(_addresses, given))
-    return wanted <= set().union(*found)
+    known_addresses = await asyncio.gather(*map(_addresses, given))
+    return wanted <= set().union(*known_addresses)
 
 
 async def _addresses(host: str) -> set[str]:
     if _is_address(host):
         return {host}
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return set()
-    return {str(entry[4][0]) for entry in found}
+    return {str(entry[4][0]) for entry in entries}
 
 
 def _is_address(host: str) -> bool:

@@ -1,8 +1,8 @@
-"""TLS in both directions for all that speaks HTTP here: one certificate for each process, one authority.
+"""Mutual TLS for HTTP: one certificate for each process, one authority.
 
-With it a service shows its certificate and wants one of the authority's from whoever connects, before it
-reads a byte of a request; a client shows its own and checks that the service's is of the authority and for
-the host that it dialled. The token is asked for as well. Without it all of this is off.
+A service shows its certificate, and demands one of the authority from each client before it reads a byte of a
+request. A client shows its own, and checks that the service's comes from the authority and names the dialled
+host. The token is needed as well. Without the settings there is no TLS.
 """
 
 import ssl
@@ -14,30 +14,30 @@ from fabric.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """``cert`` and ``key``: this process's own (PEM), ``ca``: the authority that is believed. All or none."""
+    """The three files of TLS, in PEM: all, or none."""
 
-    cert: Path | None = None
-    key: Path | None = None
-    ca: Path | None = None
+    cert: Path | None = None  # certificate of this process
+    key: Path | None = None  # its key
+    ca: Path | None = None  # the trusted authority
 
     @property
     def is_on(self) -> bool:
-        """Whether TLS is spoken."""
+        """Whether TLS is used."""
         return self.cert is not None
 
     @property
     def scheme(self) -> str:
-        """Of the URLs of a service that has this."""
+        """The scheme of a service's URLs."""
         return "https" if self.is_on else "http"
 
     @property
     def files(self) -> dict[str, Path]:
-        """What is set, by the end of its setting's name."""
+        """The files that are set, by the end of their setting's name."""
         named = {"cert": self.cert, "key": self.key, "ca": self.ca}
         return {name: path for name, path in named.items() if path is not None}
 
     def check(self) -> None:
-        """Raises ConfigError for a part of it, or for files that cannot be used."""
+        """Raise ConfigError where only some are set, or a file cannot be used."""
         if len(self.files) not in (0, 3):
             missing = ", ".join(sorted({"cert", "key", "ca"} - set(self.files)))
             raise ConfigError(
@@ -48,7 +48,7 @@ class Tls:
         self.client_context()
 
     def server_context(self) -> ssl.SSLContext | None:
-        """What a service listens with; None without TLS. Raises ConfigError."""
+        """Return the context of a service; None without TLS. Raises ConfigError."""
         if not self.is_on:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -56,7 +56,7 @@ class Tls:
         return self._loaded(context)
 
     def client_context(self) -> ssl.SSLContext | None:
-        """What a client dials with; None without TLS. Raises ConfigError."""
+        """Return the context of a client; None without TLS. Raises ConfigError."""
         return self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)) if self.is_on else None
 
     def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:

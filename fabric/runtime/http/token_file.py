@@ -1,8 +1,8 @@
-"""A token in a file, which may be replaced while everything runs.
+"""A token in a file, which may be replaced while the job runs.
 
-A file holds one token on one line, or two tokens on two lines for as long as one replaces the other. Both are
-accepted then, and the first is shown to others. So a job changes its token in three steps: everywhere the new
-one goes below the old one, then above it, then the old one goes.
+A file holds one token on one line, or two on two lines while one replaces the other. Then both are accepted,
+and the first is shown to others. A job changes its token in three steps, each on all hosts: add the new one
+below the old one, swap them, remove the old one.
 """
 
 import hmac
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 MAX_TOKEN_BYTES = 4096
 MOST_TOKENS = 2
-# How often an acceptor looks whether the file has changed.
+# How often an acceptor checks whether the file has changed.
 LOOK_S = 1.0
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
-    """The tokens in the file at ``path``, without surrounding white space: one, or two.
+    """Read the tokens in the file at ``path``, without surrounding white space: one, or two.
 
     Raises ConfigError where the file is missing, empty, too long or not lines of printable ASCII.
     Warns in the log where others on this machine can read it.
@@ -44,31 +44,31 @@ def read_tokens(path: Path) -> tuple[str, ...]:
             " without spaces, and a second one while a token is replaced: write a new token into it"
         )
     if readable_by_all:
-        log.warning("the token file %s can be read by everybody on this machine: chmod 600 it", path)
+        log.warning("the token file %s can be read by every user of this machine: chmod 600 it", path)
     return tuple(line.decode() for line in lines)
 
 
 def is_same(given: str, token: str) -> bool:
     """Whether the two are equal, in the same time for every guess."""
-    # Bytes that are no UTF-8 come as lone surrogates, which must be refused rather than raise.
+    # Bytes outside of UTF-8 come as lone surrogates; refuse them instead of raising.
     return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
 
 
 class TokenFile:
-    """The tokens of one file as it is now. A file that can be read no more leaves the tokens as they were."""
+    """The current tokens of one file; they stay as they were when the file can no longer be read."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError where ``path`` holds no token. Without a path nobody has to show anything."""
+        """Raise ConfigError where ``path`` holds no token. Without a path no token is needed."""
         self._path = path
         self._clock = clock
         self._stamp = None if path is None else _stamp(path)
         self._tokens = () if path is None else read_tokens(path)
         self._looked = clock()
-        self._said = ""
+        self._logged = ""
 
     @classmethod
     def of(cls, token: "TokenFile | str | None") -> "TokenFile":
-        """``token`` itself, or one that never changes."""
+        """Return ``token`` itself, or one that never changes."""
         if isinstance(token, TokenFile):
             return token
         fixed = cls(None)
@@ -77,22 +77,22 @@ class TokenFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody has to show anything."""
+        """Whether no token is needed."""
         return not self._tokens
 
     def shown(self) -> str:
-        """What to show to others, read again where the file has changed; empty without a token."""
+        """Return the token to show to others, read again where the file has changed; empty for none."""
         self._look()
         return self._tokens[0] if self._tokens else ""
 
     def accepted(self) -> tuple[str, ...]:
-        """What others may show, looked up at most once in LOOK_S."""
+        """Return the tokens that others may show; checks the file at most once in LOOK_S."""
         if self._clock() - self._looked >= LOOK_S:
             self._look()
         return self._tokens
 
     def accepts(self, given: str) -> bool:
-        """Whether ``given`` is one of them."""
+        """Whether ``given`` is one of the accepted tokens."""
         matches = [is_same(given, token) for token in self.accepted()]
         return any(matches)
 
@@ -102,12 +102,12 @@ class TokenFile:
         self._looked = self._clock()
         try:
             stamp = _stamp(self._path)
-            if stamp != self._stamp or self._said:
+            if stamp != self._stamp or self._logged:
                 self._tokens, self._stamp = read_tokens(self._path), stamp
-                self._said = ""
+                self._logged = ""
         except ConfigError as error:
-            if str(error) != self._said:
-                self._said = str(error)
+            if str(error) != self._logged:
+                self._logged = str(error)
                 log.warning("%s; the token that was read before stays in use", error)
 
 

@@ -40,7 +40,7 @@ async def check(asked: URL, location: str, urls: Sequence[str]) -> URL:
         raise RedirectRefused("it redirects to a text that is not an address") from error
     short = f"{target.scheme}://{target.host}"[:200]
     if target.scheme not in ("http", "https") or not target.host:
-        raise RedirectRefused("it redirects to an address that is not of a lighthouse")
+        raise RedirectRefused("it redirects to a URL that is not an address of a lighthouse")
     if asked.scheme == "https" and target.scheme == "http":
         raise RedirectRefused(f"it redirects from TLS to {short}: give --advertise an https:// address there")
     hosts = [host for host in (URL(url).host for url in urls) if host]

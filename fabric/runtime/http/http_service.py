@@ -277,7 +277,7 @@ def check_exposure(host: str, token: str | None) -> None:
     """Raises ConfigError where a service without a token would listen for other machines."""
     if token is None and not ipaddress.ip_address(_resolve(host)[1].partition("%")[0]).is_loopback:
         raise ConfigError(
-            f"listening on {host or 'every address'} without a token would serve anyone who can reach it:"
+            f"listening on {host or 'every address'} without a token would serve anybody who can reach it:"
             " give a token file, or bind to 127.0.0.1"
         )
 

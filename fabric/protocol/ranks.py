@@ -132,7 +132,7 @@ class Ranks:
             if isinstance(event, io.LinkLost):
                 # Only rank 0 has links to other members. Epochs that list this one must be linked anew, as
                 # the core has it; of others nothing is lost.
-                for record in (self.member.current, self.member.newest):
+                for record in (self.member.view.current, self.member.view.newest):
                     if record is not None and record.lists(event.replica, event.incarnation):
                         self._linked.get(record.epoch, set()).discard(0)
             self._record_event(event, now)
@@ -169,7 +169,7 @@ class Ranks:
 
     def _send(self, effect: RankEffect) -> None:
         for rank in reversed(range(self.size)):  # rank 0 last: what ends it must have been sent to the others
-            command = RankCommand(self._number, self.member.state.generation, self._part(effect, rank))
+            command = RankCommand(self._number, self.member.view.generation, self._part(effect, rank))
             self._effects.append(ToRank(rank, command))
 
     def _part(self, effect: RankEffect, rank: int) -> RankEffect:
@@ -191,21 +191,21 @@ class Ranks:
     def _urls(self, urls: tuple[str, ...], rank: int) -> tuple[str, ...]:
         """The servers that hold this rank's part of what those of ``urls`` hold."""
         found = list(urls_of_rank(urls, rank))
-        newest = self.member.newest
+        newest = self.member.view.newest
         for x in newest.roster if newest is not None and rank else ():
             if x.ckpt in urls and rank < len(x.addresses):
                 found.extend(urls_of_rank((x.addresses[rank].ckpt,), rank))
         return tuple(dict.fromkeys(found))
 
     def _snapshot(self, step: int, durable: bool = False) -> None:
-        key = (self.member.state.generation, step)
+        key = (self.member.view.generation, step)
         if durable:
             self._durable.add(key)
         if key in self._snapshots or key in self._naming:
             return  # under way: its end is the answer to this one too
         self._snapshots[key] = {}
         self._number += 1
-        self._send(io.TakeSnapshot(step, self.member.state.generation))
+        self._send(io.TakeSnapshot(step, self.member.view.generation))
 
     # --- the ranks' outcomes, to the core ----------------------------------------------------------
 
@@ -405,7 +405,6 @@ class Ranks:
     def _stop(self, code: int, reason: str) -> None:
         if self.over:
             return
-        self.member.stopped = True
         self._command(io.Stop(code, reason))
 
     def _by(self, rank: int, why: str) -> str:

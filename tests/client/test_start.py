@@ -61,4 +61,4 @@ def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
     settings = Settings(job="job", replica="r0")
     start.begin(engine, parts, settings, ProcessIdentity(9, (8, 7)), start.TrainingSetup(1, "", "", ""))
     (member,) = begun
-    assert member.contact.last == 5e6 and member.identity.predecessors == (8, 7)
+    assert member.view.last_answered == 5e6 and member.view.identity.predecessors == (8, 7)

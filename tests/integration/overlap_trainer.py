@@ -71,11 +71,11 @@ def main() -> None:
         if how == "ddp" and not first.is_set():
             first.set()  # DDP has its real buckets only from the second time on
             return
-        member, deadline = session._engine.member, time.monotonic() + DEADLINE_S
+        member, deadline = session._engine.member.view, time.monotonic() + DEADLINE_S
         while not reduced.wait(0.01) and time.monotonic() < deadline:
             if member.round is None or len(session.members) == 1:
                 return  # aborted meanwhile, or alone: nothing is exchanged
-            if member.round.step == member.links.first_step:
+            if member.round.step == member.first_step:
                 return  # a newcomer enters its first round when the others' contributions tell it which
         print(f"overlapped {reduced.is_set()}", flush=True)
 

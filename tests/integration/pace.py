@@ -28,6 +28,6 @@ def leave_time(session: fabric.client.Session, left: int, step_s: float) -> None
 
 def _is_needed(session: fabric.client.Session, left: int) -> bool:
     """Whether somebody follows this member, or waits for an epoch that begins with its next commit."""
-    member = session._engine.member
+    member = session._engine.member.view
     follows = member.listeners and left > _LAST_STEPS
-    return bool(member.serving or follows or member.newest is not member.current)
+    return bool(member.promised_snapshots or follows or member.newest is not member.current)

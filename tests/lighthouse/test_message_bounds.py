@@ -8,7 +8,7 @@ from fabric.errors import ConfigError, ProtocolError
 from fabric.lighthouse.connections import validation
 from fabric.lighthouse.connections.validation import decode_member, decode_pulse, decode_session, parse_policy
 from fabric.model import Fence, RankAddress, SnapshotRef, StepTimes
-from fabric.protocol.member.base import MAX_NAMED
+from fabric.protocol.member.session import MAX_NAMED
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 

@@ -133,7 +133,7 @@ def test_everybody_is_told_its_own_row_of_the_decision():
 def test_a_member_applies_a_change_and_reports_in_short():
     trainer = running()
     trainer.leader(roster_delta.change(FIRST, SECOND))
-    assert trainer.core.newest == SECOND
+    assert trainer.core.view.newest == SECOND
     (report,) = trainer.said(m.Report)
     assert report.round_roster == () and report.round_lacked == ()
 
@@ -143,16 +143,16 @@ def test_a_member_that_missed_an_epoch_asks_for_the_roster_and_changes_nothing()
     third = record_of("a c", epoch=3)
     trainer.leader(roster_delta.change(SECOND, third))
     assert trainer.said(m.RequestRoster) == [m.RequestRoster(third.fence)]
-    assert trainer.core.newest == FIRST and not trainer.found(member_events.LinkUp)
+    assert trainer.core.view.newest == FIRST and not trainer.found(member_events.LinkUp)
     trainer.leader(m.Epoch(third, changes=True))
-    assert trainer.core.newest == third
+    assert trainer.core.view.newest == third
 
 
 def test_a_change_of_the_past_is_not_asked_about():
     trainer = running()
     trainer.leader(m.Epoch(record_of("a", epoch=7)))
     trainer.leader(roster_delta.change(record_of("a x", epoch=4), record_of("a b x", epoch=5)))
-    assert not trainer.said(m.RequestRoster) and trainer.core.newest.epoch == 7
+    assert not trainer.said(m.RequestRoster) and trainer.core.view.newest.epoch == 7
 
 
 def test_a_leader_that_knows_no_changes_is_told_the_roster_of_the_round():

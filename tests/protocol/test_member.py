@@ -86,7 +86,7 @@ def vote(record, step, ready=None, gradient="g0", state="start"):
 
 def test_a_step_from_the_share_to_the_update():
     trainer = running()
-    assert trainer.core.mode is Mode.RUN
+    assert trainer.core.view.mode is Mode.RUN
     trainer.do(io.Computed(0, (0, 1), 2.0, (("loss", 3.0),)))
     assert trainer.found(io.StartExchange) == [io.StartExchange(FIRST.fence, 0, 2.0)]
     assert [c.micro_batches for c in trainer.told_peers(m.Contribution)] == [(0, 1)]
@@ -99,7 +99,7 @@ def test_a_step_from_the_share_to_the_update():
     (apply,) = trainer.found(io.Apply)
     assert (apply.step, apply.contributed, apply.prepared.weight) == (0, True, 4.0)
     assert trainer.found(io.Publish), "published when committed"
-    assert trainer.core.state.step == 1
+    assert trainer.core.view.step == 1
     trainer.do(io.Ready(1, "d1"))
     assert trainer.found(io.Compute) == [io.Compute(1, (0, 1))]
 
@@ -116,7 +116,7 @@ def test_nothing_is_said_to_a_member_without_a_link():
 def test_digests_that_differ_abort():
     trainer = holding()
     trainer.peer("b", vote(FIRST, 0, gradient="other"))
-    assert trainer.core.mode is Mode.ABORTED and not trainer.found(io.Apply)
+    assert trainer.core.view.mode is Mode.ABORTED and not trainer.found(io.Apply)
     assert "differ" in trainer.said(m.Aborted)[0].why
 
 
@@ -147,8 +147,8 @@ def test_who_was_outvoted_about_its_state_says_so_in_every_report_until_it_has_a
         trainer.leader(m.Epoch(record_of("a", epoch=epoch)))
         assert trainer.said(m.Report)[0].outvoted is is_outvoted
     trainer.leader(m.Epoch(record_of("d", epoch=4)))
-    assert trainer.core.mode is Mode.OUTSIDE
-    assert (trainer.core.state.generation == 0) is (is_outvoted or len(states) == 2)
+    assert trainer.core.view.mode is Mode.OUTSIDE
+    assert (trainer.core.view.generation == 0) is (is_outvoted or len(states) == 2)
 
 
 def test_a_round_that_ended_without_another_result_is_not_disputed():
@@ -176,7 +176,7 @@ def test_what_peers_can_make_a_member_keep_is_bounded():
     trainer = running()
     for epoch in range(2, 200):
         trainer.peer("b", contribution(record_of("a b", epoch=epoch), epoch, (2, 3)))
-    assert len(trainer.core.links.early) <= 8
+    assert len(trainer.core.epochs.links.early) <= 8
 
 
 def test_a_process_that_the_roster_does_not_list_is_not_heard():
@@ -230,7 +230,7 @@ def test_a_hold_of_other_content_is_fetched_instead_of_committed():
     trainer = holding()
     trainer.leader(m.Epoch(SECOND), resume_of(SECOND, 1, "another"))
     assert not trainer.found(io.Apply)
-    assert trainer.core.mode is Mode.CATCH_UP
+    assert trainer.core.view.mode is Mode.CATCH_UP
     assert [f.step for f in trainer.found(io.FetchGradient)] == [0]
 
 
@@ -279,18 +279,18 @@ def test_resuming_before_the_own_state_is_a_bug_and_says_so():
 )
 def test_moves_that_the_table_does_not_allow_raise(mode, to):
     trainer = Trainer()
-    trainer.core.mode = mode
+    trainer.core.epochs.mode = mode
     with pytest.raises(IllegalTransition, match=f"a cannot go from {mode.value} to {to.value} at step 0"):
-        trainer.core._enter_mode(to)
+        trainer.core.epochs.enter_mode(to)
 
 
 def test_a_planned_epoch_does_not_disturb_the_round_under_way():
     trainer = holding()
     joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))
-    assert trainer.core.mode is Mode.RUN and trainer.found(io.LinkUp)
+    assert trainer.core.view.mode is Mode.RUN and trainer.found(io.LinkUp)
     trainer.peer("b", vote(FIRST, 0))
-    assert trainer.core.current == FIRST, "not everybody was ready for it"
+    assert trainer.core.view.current == FIRST, "not everybody was ready for it"
 
 
 def test_the_members_switch_when_all_are_ready_and_the_newcomer_computes_nothing_yet():
@@ -302,7 +302,7 @@ def test_the_members_switch_when_all_are_ready_and_the_newcomer_computes_nothing
     trainer.do(io.Exchanged(1, 0, "g0"))
     assert [b.ready for b in trainer.told_peers(m.CommitVote)] == [2]
     trainer.peer("b", vote(FIRST, 0, ready=2))
-    assert trainer.core.current == joined and trainer.found(io.Switch)
+    assert trainer.core.view.current == joined and trainer.found(io.Switch)
     trainer.do(io.Ready(1, "d1"))
     assert trainer.found(io.Compute) == [io.Compute(1, (0, 1))]
 
@@ -310,7 +310,7 @@ def test_the_members_switch_when_all_are_ready_and_the_newcomer_computes_nothing
 def test_a_planned_epoch_that_misses_a_forced_one_aborts():
     trainer = running()
     trainer.leader(m.Epoch(record_of("a b c", epoch=3, forced=2)))
-    assert trainer.core.mode is Mode.ABORTED and trainer.said(m.Aborted)
+    assert trainer.core.view.mode is Mode.ABORTED and trainer.said(m.Aborted)
 
 
 # --- links -----------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_a_link_lost_while_the_next_epoch_is_decided_is_made_again():
     trainer.do(io.Linked(2))
     trainer.do(io.LinkLost("b", 1, "reset"))
     assert [e.record.epoch for e in trainer.found(io.LinkUp)] == [2]
-    assert 2 not in trainer.core.links.up
+    assert 2 not in trainer.core.epochs.links.up
 
 
 def test_an_abort_that_nobody_heard_of_is_said_when_the_session_is_back():
@@ -341,7 +341,7 @@ def test_an_abort_that_nobody_heard_of_is_said_when_the_session_is_back():
 def test_links_that_cannot_be_made_are_reported():
     trainer = running(linked=False)
     trainer.do(io.LinkFailed(1, "b", "no link to b"))
-    assert trainer.core.mode is Mode.ABORTED
+    assert trainer.core.view.mode is Mode.ABORTED
     assert trainer.said(m.Aborted)[0].about == "b"
 
 
@@ -358,7 +358,7 @@ def test_a_new_leader_hears_between_rounds_that_the_member_runs():
     """Found in simulation: between two rounds it said nothing, and nobody could join any more."""
     trainer = holding()
     trainer.peer("b", vote(FIRST, 0))
-    assert trainer.core.round is None
+    assert trainer.core.view.round is None
     trainer.do(io.LeaderLost(), io.LeaderConnected())
     trainer.leader(m.Epoch(FIRST))
     assert trainer.said(m.Running) == [m.Running(FIRST.fence, 0)]
@@ -398,9 +398,9 @@ def test_a_newcomer_learns_the_step_from_the_first_contribution():
     joined = record_of("a b c", epoch=2, forced=1, c={"joining": True})
     trainer.leader(m.Epoch(joined))
     trainer.do(io.Linked(2))
-    assert trainer.core.mode is Mode.JOINED
+    assert trainer.core.view.mode is Mode.JOINED
     trainer.peer("a", contribution(joined, 6, (0, 1)))
-    assert trainer.core.mode is Mode.RUN
+    assert trainer.core.view.mode is Mode.RUN
     assert [c.weight for c in trainer.told_peers(m.Contribution)] == [0.0, 0.0]
     assert trainer.said(m.Running) == [m.Running(joined.fence, 6)]
     trainer.do(io.Exchanged(2, 6, "g6"), io.FromPeer("b", 1, contribution(joined, 6, (2, 3))))
@@ -416,7 +416,7 @@ def test_an_installed_state_belongs_to_the_generation_it_was_fetched_for():
     later = record_of("a b", epoch=4, cold=4, generation=2)
     trainer.leader(m.Epoch(later))
     trainer.do(io.Installed(5, "d5"))
-    assert trainer.core.state.generation == 1
+    assert trainer.core.view.generation == 1
     assert trainer.said(m.RequestState), "a step of an older generation counts as nothing"
 
 
@@ -426,14 +426,14 @@ def test_the_same_state_of_another_generation_need_not_be_fetched():
     trainer.leader(m.Epoch(later))
     assert trainer.said(m.RequestState) and trainer.found(io.CancelFetch)
     trainer.leader(m.StateSources(later.fence, SnapshotRef(2, 5, "d5"), ("http://b",)))
-    assert trainer.core.state.generation == 2
+    assert trainer.core.view.generation == 2
     assert not trainer.found(io.FetchState) and trainer.found(io.FetchGradient)
 
 
 def test_a_gradient_that_is_gone_means_to_begin_again():
     trainer = outside()
     trainer.do(io.GradientGone(5, gone=True, why="too old"))
-    assert trainer.said(m.RequestState) and trainer.core.state.generation == 0
+    assert trainer.said(m.RequestState) and trainer.core.view.generation == 0
 
 
 def test_a_gradient_that_never_comes_makes_it_ask_where_to_look():
@@ -461,7 +461,7 @@ def test_who_was_admitted_for_a_state_that_it_lost_says_so_until_heard():
 def test_eviction_drops_what_was_kept_and_goes_on_by_replay():
     trainer = holding()
     trainer.leader(m.Epoch(record_of("b", epoch=2)))
-    assert trainer.core.mode is Mode.OUTSIDE and trainer.core.prepared is None
+    assert trainer.core.view.mode is Mode.OUTSIDE and trainer.core.rounds.prepared is None
     assert trainer.found(io.DropGradient) and trainer.found(io.FetchGradient)
 
 
@@ -472,7 +472,7 @@ def test_a_member_that_leaves_stays_in_its_round_until_all_are_ready():
     trainer.do(io.Linked(1))
     without = record_of("b", epoch=2, forced=1)
     trainer.leader(m.Epoch(without))
-    assert trainer.core.mode is Mode.RUN
+    assert trainer.core.view.mode is Mode.RUN
     trainer.do(io.Linked(2), io.Computed(0, (0, 1), 2.0))
     trainer.peer("b", contribution(leaving, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
@@ -489,7 +489,7 @@ def test_a_cold_start_from_another_state_fetches_it():
     trainer.leader(m.Epoch(cold), resume_of(cold, 3, a=(0, 1)))
     assert trainer.found(io.FetchState) == [io.FetchState(SnapshotRef(0, 3, "base"), ("http://b",))]
     trainer.do(io.StateFetched(3, "base"), io.Installed(3, "base"))
-    assert trainer.core.state.generation == 1
+    assert trainer.core.view.generation == 1
     assert trainer.found(io.Compute) == [io.Compute(3, (0, 1))]
 
 
@@ -521,11 +521,11 @@ def test_a_state_of_the_last_generation_on_its_way_into_memory_is_not_the_new_on
     cold = record_of("a b", epoch=2, cold=2, generation=2, base=Base(1, 3, "base", ("http://c",)))
     trainer.leader(m.Epoch(cold), resume_of(cold, 3, a=(0, 1)))
     trainer.do(io.Installed(step, "last"))
-    assert trainer.core.mode is Mode.CATCH_UP and not trainer.said(m.Running)
+    assert trainer.core.view.mode is Mode.CATCH_UP and not trainer.said(m.Running)
     (fetch,) = trainer.found(io.FetchState)
     assert (fetch.state, fetch.urls) == (SnapshotRef(1, 3, "base"), ("http://c",))
     trainer.do(io.StateFetched(3, "base"), io.Installed(3, "base"))
-    assert trainer.core.mode is Mode.RUN and trainer.core.state.generation == 2
+    assert trainer.core.view.mode is Mode.RUN and trainer.core.view.generation == 2
     assert trainer.found(io.Compute) == [io.Compute(3, (0, 1))]
 
 
@@ -559,14 +559,14 @@ def test_a_failed_fetch_of_the_last_generations_base_says_nothing_of_the_new_one
     trainer.leader(resume_of(second, 10, a=(0, 1)))
     assert trainer.found(io.FetchState) == [io.FetchState(SnapshotRef(0, 10, "base"), ("http://c",))]
     trainer.do(io.StateFetched(10, "base"), io.Installed(10, "base"))
-    assert trainer.core.mode is Mode.RUN and trainer.core.state.generation == 2
+    assert trainer.core.view.mode is Mode.RUN and trainer.core.view.generation == 2
 
 
 def test_below_the_minimum_it_parks_with_what_it_has():
     trainer = Trainer(min_replicas=2)
     alone = record_of("a", epoch=1)
     trainer.leader(m.Epoch(alone), resume_of(alone, 0, a=(0, 1, 2, 3)))
-    assert trainer.core.mode is Mode.RUN and not trainer.found(io.Compute)
+    assert trainer.core.view.mode is Mode.RUN and not trainer.found(io.Compute)
 
 
 def test_without_a_lighthouse_it_goes_on_until_autonomy_ends():
@@ -602,7 +602,7 @@ def test_contact_counts_from_when_the_answered_beat_was_sent():
     sent = trainer.now
     trainer.now += 50
     trainer.leader(m.HeartbeatAck(beat.number))
-    assert trainer.core.contact.last == sent
+    assert trainer.core.view.last_answered == sent
 
 
 def test_finished_is_said_again_with_every_session():

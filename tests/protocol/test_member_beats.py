@@ -12,8 +12,8 @@ def step(trainer, number, digest=""):
     trainer.do(io.Computed(number, (0, 1), 2.0))
     trainer.peer("b", contribution(FIRST, number, (2, 3)))
     trainer.do(io.Exchanged(1, number, "g"))
-    trainer.peer("b", vote(FIRST, number, gradient="g", state=trainer.core.state.digest))
-    assert trainer.core.state.step == number + 1
+    trainer.peer("b", vote(FIRST, number, gradient="g", state=trainer.core.view.digest))
+    assert trainer.core.view.step == number + 1
     trainer.do(io.Ready(number + 1, digest))
     return [beat.step for beat in trainer.said(m.Heartbeat)]
 
@@ -23,7 +23,7 @@ def stepping():
     trainer = running()
     trainer.now += 2.0
     step(trainer, 0)
-    assert trainer.core.contact.beaten == trainer.now
+    assert trainer.core.session.contact.beaten == trainer.now
     return trainer
 
 

@@ -83,12 +83,12 @@ def test_who_has_nothing_to_compute_is_asked_as_well():
 def test_a_digest_of_a_state_that_is_gone_is_not_mine():
     trainer = at_step_1()
     trainer.do(io.Digested(0, "d0"))
-    assert trainer.core.state.digest == "" and trainer.core.state.later
+    assert trainer.core.view.digest == "" and trainer.core.memory.state.later
 
 
 def test_all_ranks_are_asked_and_their_digests_are_one():
     replica, _ = ranks_computing()
-    replica.core.member.state.later = True
+    replica.core.member.memory.state.later = True
     replica.both(io.Linked(1))
     replica.both(io.Computed(0, (0, 1), 2.0))
     assert replica.orders(io.TellDigest) == [io.TellDigest(0)] * 2
@@ -96,7 +96,7 @@ def test_all_ranks_are_asked_and_their_digests_are_one():
     assert not replica.said(m.Contribution)
     replica.rank(0, io.Digested(0, "zero"))
     assert replica.said(m.Contribution)
-    assert replica.core.member.state.digest == ro.replica_digest(["zero", "one"])
+    assert replica.core.member.view.digest == ro.replica_digest(["zero", "one"])
 
 
 def test_one_rank_that_takes_its_time_makes_it_later_for_all():
@@ -104,4 +104,4 @@ def test_one_rank_that_takes_its_time_makes_it_later_for_all():
     replica.both(io.Computed(0, (0, 1), 2.0))
     replica.rank(0, io.Ready(0, "zero"))
     replica.rank(1, io.Ready(0, later=True))
-    assert (replica.core.member.state.digest, replica.core.member.state.later) == ("", True)
+    assert (replica.core.member.view.digest, replica.core.member.memory.state.later) == ("", True)

@@ -30,7 +30,7 @@ def test_a_state_fetched_in_a_generation_that_is_over_is_not_the_new_ones_while_
     trainer.leader(m.Epoch(second("a b")))
     trainer.do(io.StateFetched(50, "s50"))
     assert not trainer.found(io.Install)
-    assert trainer.core.state.generation != 2
+    assert trainer.core.view.generation != 2
     assert trainer.said(m.RequestState), "it asks in the new generation"
 
 
@@ -39,19 +39,19 @@ def test_a_state_loaded_in_a_generation_that_is_over_is_not_the_new_ones_while_o
     trainer.do(io.StateFetched(50, "s50"))
     trainer.leader(m.Epoch(second("a b")))
     trainer.do(io.Installed(50, "s50"))
-    assert trainer.core.state.generation != 2 and trainer.said(m.RequestState)
+    assert trainer.core.view.generation != 2 and trainer.said(m.RequestState)
 
 
 def test_a_fetch_under_way_is_void_when_the_base_is_the_state_in_memory():
     trainer = Trainer("d")
-    trainer.core.state.step, trainer.core.state.digest = 40, "s40"
+    trainer.core.memory.state.step, trainer.core.memory.state.digest = 40, "s40"
     first = record_of("a b", epoch=1)
     trainer.leader(m.Epoch(first))
     trainer.leader(m.StateSources(first.fence, SnapshotRef(1, 50, "s50"), ("http://a",)))
     assert trainer.found(io.FetchState)
     cold = second("a b d")
     trainer.leader(m.Epoch(cold), resume_of(cold, 40, a=(0, 1), b=(2,), d=(3,)))
-    assert trainer.core.mode is Mode.RUN and trainer.core.state.generation == 2
+    assert trainer.core.view.mode is Mode.RUN and trainer.core.view.generation == 2
     trainer.do(io.StateFetched(50, "s50"))
     trainer.do(io.Linked(2), io.Computed(40, (3,), 1.0))
     # A round is lost. The others held it, so this one must replay it.
@@ -82,7 +82,7 @@ def test_who_loads_the_end_of_the_loop_in_its_own_generation_has_finished():
 
 def test_sources_of_a_generation_that_is_over_are_not_heeded():
     trainer = outside_fetching()
-    first = trainer.core.newest.fence
+    first = trainer.core.view.newest.fence
     trainer.do(io.FetchFailed("nobody has it"))
     trainer.leader(m.Epoch(second("a b")))
     assert trainer.said(m.RequestState)
@@ -99,7 +99,7 @@ def late_decision():
     record = record_of("a", epoch=2)
     trainer.leader(m.Epoch(record))
     assert trainer.said(m.Report)[0].prepared
-    trainer.now += trainer.core.config.autonomy_s + 61.0
+    trainer.now += trainer.core.view.config.autonomy_s + 61.0
     trainer.leader(m.Resume(record.fence, 1, (m.Assignment("a", (0, 1, 2, 3)),), "g0"))
     return trainer
 

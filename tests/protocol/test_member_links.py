@@ -5,7 +5,7 @@ from dataclasses import replace
 from protocol.makers import record_of
 from protocol.test_member import FIRST, Trainer, running
 
-from fabric.protocol.member.core import PROBE_AGAIN_S, PROBE_S
+from fabric.protocol.member.links import PROBE_AGAIN_S, PROBE_S
 from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
@@ -19,7 +19,7 @@ def in_three():
     trainer = Trainer()
     trainer.leader(m.Epoch(THREE), m.Resume(THREE.fence, 0, (m.Assignment("a", (0, 1)),)))
     trainer.do(io.Linked(1))
-    assert trainer.core.mode is Mode.RUN
+    assert trainer.core.view.mode is Mode.RUN
     return trainer
 
 
@@ -29,7 +29,7 @@ def left_out():
     trainer.do(io.LinkLost("b", 1, "timed out", silent=True))
     second = record_of("b c", epoch=2)
     trainer.leader(m.Epoch(second))
-    assert trainer.core.mode is Mode.OUTSIDE
+    assert trainer.core.view.mode is Mode.OUTSIDE
     return trainer, second
 
 
@@ -63,7 +63,7 @@ def test_a_newcomer_that_went_silent_costs_the_round_under_way_nothing():
     trainer.do(io.LinkLost("c", 1, "timed out", silent=True))
     (aborted,) = trainer.said(m.Aborted)
     assert aborted.fence == second.fence and aborted.unreachable == ("c",)
-    assert trainer.core.mode is Mode.RUN and trainer.core.current == FIRST
+    assert trainer.core.view.mode is Mode.RUN and trainer.core.view.current == FIRST
 
 
 def test_who_is_left_out_says_whom_it_cannot_reach_and_asks_itself_again():
@@ -118,19 +118,19 @@ def test_a_result_that_comes_when_it_is_a_member_again_says_nothing():
     trainer, _ = left_out()
     third = record_of("a b c", epoch=3)
     trainer.leader(m.Epoch(third))
-    assert trainer.core.mode is Mode.REPORTED
+    assert trainer.core.view.mode is Mode.REPORTED
     trainer.do(io.Probed(("b",)))
-    assert trainer.core.links.silent == {"b"}, "what it knew before stays until links are made"
+    assert trainer.core.epochs.links.silent == {"b"}, "what it knew before stays until links are made"
     trainer.do(io.Linked(3))
-    assert not trainer.core.links.silent
+    assert not trainer.core.epochs.links.silent
 
 
 def test_of_thousands_only_those_are_probed_that_could_not_be_reached():
     roster = record_of(" ".join(f"r{i:03}" for i in range(200)), epoch=2)
     trainer = Trainer("a")
     trainer.leader(m.Epoch(roster))
-    assert trainer.core.mode is Mode.OUTSIDE and not trainer.found(io.Probe)
-    trainer.core.links.silent = {"r007", "gone"}
+    assert trainer.core.view.mode is Mode.OUTSIDE and not trainer.found(io.Probe)
+    trainer.core.epochs.links.silent = {"r007", "gone"}
     trainer.do(io.Tick())
     assert [[x.replica for x in e.members] for e in trainer.found(io.Probe)] == [["r007"]]
 
@@ -157,7 +157,7 @@ def test_nobody_waits_for_itself():
     trainer = Trainer(exchange_s=10.0)
     trainer.leader(m.Epoch(alone), m.Resume(alone.fence, 0, (m.Assignment("a", (0, 1, 2, 3)),)))
     trainer.do(io.Linked(1), io.Computed(0, (0, 1, 2, 3), 4.0))
-    trainer.core.ring_waits_for = "a"
+    trainer.do(io.RingWaitsFor("a"))
     trainer.now += 11.0
     trainer.do(io.Tick())
     (aborted,) = trainer.said(m.Aborted)
@@ -178,10 +178,10 @@ def test_a_link_that_was_cut_is_looked_at_often_until_links_have_stood():
     trainer, _ = left_out()
     for _ in range(3):
         trainer.do(io.Probed(()))
-        assert trainer.core.links.next_probe == trainer.now + PROBE_AGAIN_S
+        assert trainer.core.epochs.links.next_probe == trainer.now + PROBE_AGAIN_S
         trainer.now += PROBE_AGAIN_S
         trainer.do(io.Tick())
         assert trainer.found(io.Probe)
     trainer.leader(m.Epoch(record_of("a b c", epoch=3)))
     trainer.do(io.Linked(3))
-    assert not trainer.core.links.flaps
+    assert not trainer.core.epochs.links.flaps

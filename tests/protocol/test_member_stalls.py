@@ -22,7 +22,7 @@ def later(trainer: Trainer, seconds: float) -> None:
 
 def test_a_round_is_given_up_when_its_bound_is_over():
     trainer = everybody_in()
-    trainer.core.ring_waits_for = "b"
+    trainer.do(io.RingWaitsFor("b"))
     later(trainer, 59.0)
     assert not trainer.said(m.Aborted)
     later(trainer, 2.0)
@@ -36,7 +36,7 @@ def test_who_is_told_of_an_abort_says_whom_it_had_waited_for():
     trainer.do(io.ExchangeFailed(1, 0, "", "round 0 stalled", waited_for="b"))
     (aborted,) = trainer.said(m.Aborted)
     assert (aborted.waiting_for, aborted.stalled) == (("b",), False)
-    assert trainer.core.ring_waits_for == "", "the next round has not begun to wait"
+    assert trainer.core.rounds.ring_waits_for == "", "the next round has not begun to wait"
 
 
 def newcomer() -> Trainer:

@@ -30,7 +30,7 @@ def test_nobody_holds_before_the_own_contribution_whatever_is_reduced_already():
     trainer.do(io.Streaming(0, 2.0))
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
-    assert not trainer.told_peers(m.CommitVote) and trainer.core.prepared is None
+    assert not trainer.told_peers(m.CommitVote) and trainer.core.rounds.prepared is None
     trainer.do(io.Computed(0, (0, 1), 2.0))
     assert [b.gradient_digest for b in trainer.told_peers(m.CommitVote)] == ["g0"]
 
@@ -54,16 +54,16 @@ def test_what_changed_on_its_way_aborts_the_round_and_is_not_contributed():
     trainer = running()
     trainer.do(io.Streaming(0, 2.0))
     trainer.do(io.Computed(0, (0, 1), 2.0, redo="it was changed"))
-    assert trainer.core.mode is Mode.ABORTED
+    assert trainer.core.view.mode is Mode.ABORTED
     assert [e.epoch for e in trainer.found(io.AbortExchange)] == [1]
     assert not trainer.told_peers(m.Contribution)
-    assert trainer.core.kept_gradient.have == {0, 1}, "the gradient as it is now is kept"
+    assert trainer.core.memory.kept_gradient.have == {0, 1}, "the gradient as it is now is kept"
 
 
 def test_a_gradient_that_did_not_go_out_may_change():
     trainer = running()
     trainer.do(io.Computed(0, (0, 1), 2.0, redo="it was changed"))
-    assert trainer.core.mode is Mode.RUN and trainer.told_peers(m.Contribution)
+    assert trainer.core.view.mode is Mode.RUN and trainer.told_peers(m.Contribution)
 
 
 @pytest.mark.parametrize(("retain", "have"), [(True, {0, 1}), (False, set())])
@@ -71,8 +71,8 @@ def test_what_is_not_retained_is_dropped_with_the_round(retain, have):
     trainer = running(retain=retain)
     trainer.do(io.Computed(0, (0, 1), 2.0))
     trainer.do(io.LinkLost("b", 1, "reset"))
-    assert trainer.core.mode is Mode.ABORTED
-    assert trainer.core.kept_gradient.have == have
+    assert trainer.core.view.mode is Mode.ABORTED
+    assert trainer.core.memory.kept_gradient.have == have
     assert bool(trainer.found(io.DropGradient)) is not retain
 
 
@@ -82,11 +82,11 @@ def test_a_hold_outlives_the_gradient_that_it_was_made_from():
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
     trainer.do(io.Exchanged(1, 0, "g0"))
     trainer.do(io.LinkLost("b", 1, "reset"))
-    assert trainer.core.prepared is not None and trainer.core.kept_gradient.have == set()
+    assert trainer.core.rounds.prepared is not None and trainer.core.memory.kept_gradient.have == set()
     assert trainer.peer("b", vote(FIRST, 0)) == []
 
 
 def test_what_was_not_yet_exchanged_is_kept_even_so():
     trainer = running(retain=False)
     trainer.do(io.LinkLost("b", 1, "reset"))
-    assert trainer.core.kept_gradient.have == {0, 1} and not trainer.core.kept_gradient.stale
+    assert trainer.core.memory.kept_gradient.have == {0, 1} and not trainer.core.memory.kept_gradient.stale

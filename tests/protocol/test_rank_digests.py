@@ -20,7 +20,7 @@ def newcomer_of_two_ranks():
 
 def fetching(replica):
     """It is told where the state is; the number of the order to fetch it."""
-    fence = replica.core.member.newest.fence
+    fence = replica.core.member.view.newest.fence
     replica.do(io.FromLeader(m.StateSources(fence, SnapshotRef(1, 50, "s50"), ("http://b",))))
     numbers = {e.command.number for e in replica.effects if isinstance(e, ToRank)}
     assert len(replica.orders(io.FetchState)) == 2 and len(numbers) == 1
@@ -31,7 +31,7 @@ def telling():
     """Both ranks were asked for the digest of their state; the round has not begun to be exchanged."""
     replica, order = computing()
     replica.both(io.Linked(1))
-    replica.core.member.state.later = True  # as Ready(later=True) has it
+    replica.core.member.memory.state.later = True  # as Ready(later=True) has it
     replica.both(io.Computed(0, order.micro_batches, 2.0))
     assert len(replica.orders(io.TellDigest)) == 2
     return replica, order
@@ -55,9 +55,9 @@ def test_a_digest_that_one_rank_tells_late_is_no_disagreement_of_the_ranks():
     replica.rank(0, io.Computed(0, rest, 2.0))
     replica.rank(1, io.Digested(0, "one"))  # rank 1 obeys in order: its digest, then its share
     assert not replica.orders(io.Stop)
-    assert replica.core.member.state.digest == replica_digest(["zero", "one"])
+    assert replica.core.member.view.digest == replica_digest(["zero", "one"])
     replica.rank(1, io.Computed(0, rest, 2.0))
-    assert not replica.orders(io.Stop) and replica.core.member.waiting
+    assert not replica.orders(io.Stop) and replica.core.member.memory.waiting
 
 
 def test_a_digest_is_not_lost_where_both_ranks_have_computed_before_the_slower_one_tells_it():
@@ -67,7 +67,7 @@ def test_a_digest_is_not_lost_where_both_ranks_have_computed_before_the_slower_o
     replica.rank(1, io.Computed(0, rest, 2.0))
     replica.rank(0, io.Digested(0, "zero"))
     replica.rank(0, io.Computed(0, rest, 2.0))
-    assert replica.core.member.state.digest == replica_digest(["zero", "one"])
+    assert replica.core.member.view.digest == replica_digest(["zero", "one"])
 
 
 def test_ranks_that_tell_the_digests_of_different_steps_end_the_replica():
@@ -83,9 +83,9 @@ def test_a_rank_whose_links_failed_is_not_linked_when_the_other_rank_is():
     replica.rank(0, io.Linked(1))
     replica.rank(0, io.LinkFailed(1, "b", "b does not answer"))
     replica.rank(1, io.Linked(1))
-    assert 1 not in replica.core.member.links.up, "rank 0 has no link of it"
+    assert 1 not in replica.core.member.epochs.links.up, "rank 0 has no link of it"
     replica.rank(0, io.Linked(1))
-    assert 1 in replica.core.member.links.up, "now both have"
+    assert 1 in replica.core.member.epochs.links.up, "now both have"
 
 
 def test_a_fetch_ends_when_every_rank_has_ended_its_own_however_the_first_one_ended():
@@ -93,6 +93,6 @@ def test_a_fetch_ends_when_every_rank_has_ended_its_own_however_the_first_one_en
     replica = newcomer_of_two_ranks()
     number = fetching(replica)
     replica.rank(0, io.FetchFailed("no source delivered it"), number)
-    assert replica.core.member.fetch.doing == "state"
+    assert replica.core.member.view.fetching == "state"
     replica.rank(1, io.StateFetched(50, "s50"), number)
-    assert replica.core.member.fetch.doing != "state"
+    assert replica.core.member.view.fetching != "state"

@@ -85,10 +85,10 @@ def test_digests_of_the_ranks_are_one_digest_in_rank_order():
 def test_ready_waits_for_every_rank_and_joins_their_digests():
     replica = Replica()
     replica.rank(1, io.Ready(0, "one"))
-    assert not replica.core.member.waiting
+    assert not replica.core.member.memory.waiting
     replica.rank(0, io.Ready(0, "zero"))
-    assert replica.core.member.waiting
-    assert replica.core.member.state.digest == ro.replica_digest(["zero", "one"])
+    assert replica.core.member.memory.waiting
+    assert replica.core.member.view.digest == ro.replica_digest(["zero", "one"])
 
 
 def test_every_rank_links_to_the_same_rank_of_the_others():
@@ -104,14 +104,14 @@ def test_linked_when_all_ranks_are_and_again_after_a_lost_link():
     replica = Replica()
     replica.do(io.FromLeader(m.Epoch(FIRST)))
     replica.rank(1, io.Linked(1))
-    assert 1 not in replica.core.member.links.up
+    assert 1 not in replica.core.member.epochs.links.up
     replica.rank(0, io.Linked(1))
-    assert 1 in replica.core.member.links.up
+    assert 1 in replica.core.member.epochs.links.up
     replica.do(io.LinkLost("b", 1, "reset"))
     replica.rank(1, io.Linked(1))
-    assert 1 not in replica.core.member.links.up
+    assert 1 not in replica.core.member.epochs.links.up
     replica.rank(0, io.Linked(1))
-    assert 1 in replica.core.member.links.up
+    assert 1 in replica.core.member.epochs.links.up
 
 
 def test_a_lost_link_to_somebody_else_takes_nothing_from_an_epoch():
@@ -121,7 +121,7 @@ def test_a_lost_link_to_somebody_else_takes_nothing_from_an_epoch():
     replica.rank(0, io.Linked(1))
     replica.do(io.LinkLost("c", 1, "evicted"))
     replica.rank(1, io.Linked(1))
-    assert 1 in replica.core.member.links.up
+    assert 1 in replica.core.member.epochs.links.up
 
 
 def test_a_link_that_one_rank_cannot_make_fails_the_epoch_once():
@@ -180,14 +180,14 @@ def test_a_round_is_held_when_every_rank_has_reduced_it():
     for rank in (0, 1):
         (publish,), (apply,) = replica.orders(io.Publish, rank), replica.orders(io.Apply, rank)
         assert publish.prepared.gradient_digest == apply.prepared.gradient_digest == f"g{rank}"
-    assert replica.core.member.state.step == 1
+    assert replica.core.member.view.step == 1
 
 
 def test_what_is_not_finite_at_one_rank_is_not_finite():
     replica = exchanging()
     replica.rank(0, io.Exchanged(1, 0, "g0"))
     replica.rank(1, io.Exchanged(1, 0, "g1", "w", "w"))
-    assert replica.core.member.round.nonfinite == replica.core.member.round.mine == "w"
+    assert replica.core.member.view.round.nonfinite == replica.core.member.view.round.mine == "w"
 
 
 def test_a_loop_that_raises_at_one_rank_is_the_replicas():
@@ -269,16 +269,16 @@ def test_each_rank_fetches_its_part_from_servers_of_that_rank():
     assert [i.digest for i in replica.orders(io.Install)] == ["whole", "whole"]
     replica.rank(0, io.Installed(7, "p0"))
     replica.rank(1, io.Installed(7, "p1"))
-    assert replica.core.member.state.digest == ro.replica_digest(["p0", "p1"])
+    assert replica.core.member.view.digest == ro.replica_digest(["p0", "p1"])
 
 
 def test_a_fetch_that_fails_at_one_rank_fails_when_all_have_ended():
     replica = behind()
     order = number(replica)
     replica.rank(0, io.FetchFailed("gone"), order)
-    assert replica.core.member.fetch.doing == "state"
+    assert replica.core.member.view.fetching == "state"
     replica.rank(1, io.StateFetched(7, "p1"), order)
-    assert replica.core.member.fetch.doing != "state"
+    assert replica.core.member.view.fetching != "state"
     assert replica.rank(1, io.FetchFailed("late"), order) == []
 
 
@@ -331,7 +331,7 @@ def test_a_published_gradient_is_applied_when_every_rank_has_its_part():
     assert not replica.orders(io.Apply)
     replica.rank(1, io.GradientFetched(7, "g1"), order)
     assert [a.prepared for a in replica.orders(io.Apply)] == [None, None]
-    assert replica.core.member.state.committed_digest == ro.replica_digest(["g0", "g1"])
+    assert replica.core.member.memory.state.committed_digest == ro.replica_digest(["g0", "g1"])
 
 
 def test_a_gradient_that_one_rank_cannot_get_is_wanted_by_none():
@@ -361,9 +361,9 @@ def test_a_snapshot_is_served_when_every_rank_has_its_part():
     replica.rank(0, io.Snapshotted(0, "s0", 0))
     assert replica.orders(ro.NameSnapshot) == [ro.NameSnapshot(0, 0, ("s0", "s1"))] * 2
     replica.rank(0, ro.SnapshotNamed(0, 0, True))
-    assert not replica.core.member.snapshots
+    assert not replica.core.member.view.snapshots
     replica.rank(1, ro.SnapshotNamed(0, 0, True))
-    assert replica.core.member.snapshots == (SnapshotRef(0, 0, ro.replica_digest(["s0", "s1"])),)
+    assert replica.core.member.view.snapshots == (SnapshotRef(0, 0, ro.replica_digest(["s0", "s1"])),)
 
 
 def test_a_snapshot_that_one_rank_could_not_take_is_forgotten_by_all():
@@ -375,7 +375,7 @@ def test_a_snapshot_that_one_rank_could_not_take_is_forgotten_by_all():
     assert replica.orders(ro.NameSnapshot) == [ro.NameSnapshot(0, 0, ())] * 2
     replica.rank(0, ro.SnapshotNamed(0, 0, False))
     replica.rank(1, ro.SnapshotNamed(0, 0, False))
-    assert not replica.core.member.snapshots
+    assert not replica.core.member.view.snapshots
 
 
 # --- followers, and what travels ---------------------------------------------------------------------------

@@ -5,17 +5,19 @@ from typing import get_args
 import pytest
 
 from fabric.protocol.leader import core as leader_core
-from fabric.protocol.member import core as member_core
-from fabric.protocol.member.state import TRANSITIONS, Mode
+from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.state import TRANSITIONS, MemberConfig, MemberIdentity, Mode
 from fabric.protocol.messages import leader_events, member_events
 from fabric.protocol.messages import network as m
+
+MEMBER = MemberCore(MemberIdentity("a", 1, "a:1", "http://a", 4), MemberConfig(), 0.0)
 
 
 @pytest.mark.parametrize(
     ("table", "kinds"),
     [
-        (member_core._HANDLERS, get_args(member_events.Event)),
-        (member_core._FROM_LEADER, get_args(m.LeaderMessage)),
+        (MEMBER._handlers, get_args(member_events.Event)),
+        (MEMBER._leader_handlers, get_args(m.LeaderMessage)),
         (leader_core._HANDLERS, get_args(leader_events.Event)),
         # A session arrives as SessionOpened.
         (leader_core._FROM_MEMBER, set(get_args(m.MemberMessage)) - {m.OpenSession}),

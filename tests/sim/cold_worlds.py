@@ -20,7 +20,7 @@ from fabric.protocol.leader import refusal
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.liveness import Liveness
 from fabric.protocol.leader.state import JobState
-from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.membership import Membership
 from fabric.protocol.messages import leader_events as lio
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules import decide as deciding
@@ -389,17 +389,11 @@ def start_cold_after_half_the_autonomy(patch: Patch) -> None:
 
 
 def date_contact_from_the_answer(patch: Patch) -> None:
-    def on_beat_reply(member: MemberCore, message: m.HeartbeatAck) -> None:
-        if member.contact.sent.pop(message.number, None) is not None:
-            member.contact.last = member._now
+    def on_beat_reply(member: Membership, message: m.HeartbeatAck) -> None:
+        if member._session.contact.sent.pop(message.number, None) is not None:
+            member._session.contact.last = member._context.now
 
-    patch.setitem(member_handlers(), m.HeartbeatAck, on_beat_reply)
-
-
-def member_handlers() -> dict[type, Any]:
-    from fabric.protocol.member import core
-
-    return core._FROM_LEADER
+    patch.setattr(Membership, "on_beat_reply", on_beat_reply)
 
 
 def let_the_clock_stand_still_while_suspended(patch: Patch) -> None:

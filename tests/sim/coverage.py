@@ -103,11 +103,11 @@ def struck(world: "World", kind: str) -> None:
     """Count what a fault met when it struck."""
     counts = world.clockwork.counts
     counts[f"fault: {kind}"] += 1
-    modes = [t.core.mode for t in world.living()]
+    modes = [t.core.view.mode for t in world.living()]
     record = world.store.record
     drains = record is not None and any(x.leaving for x in record.roster)
     recovers = Mode.ABORTED in modes or Mode.REPORTED in modes
-    starts = any(t.core.mode is Mode.CATCH_UP and t.core.state.generation == 0 for t in world.living())
+    starts = any(t.core.view.mode is Mode.CATCH_UP and t.core.view.generation == 0 for t in world.living())
     during = {
         "a join": Mode.JOINED in modes,
         "a drain": drains,

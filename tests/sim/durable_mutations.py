@@ -9,8 +9,7 @@ import pytest
 from fabric.model import DURABLE, Base, SnapshotRef
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.liveness import Liveness, Peer
-from fabric.protocol.member import core as member_core
-from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.messages import member_events as io
 
 Patch = pytest.MonkeyPatch
@@ -52,24 +51,24 @@ def begin_from_the_oldest(patch: Patch) -> None:
 
 def each_takes_what_it_can_load(patch: Patch) -> None:
     """Who cannot load the base takes the oldest that it has found, and says that it holds the base."""
-    failed, installed = MemberCore.on_fetch_failed, MemberCore.on_installed
+    failed, installed = CatchUp.on_fetch_failed, CatchUp.on_installed
 
-    def on_failed(member: MemberCore, event: io.FetchFailed) -> None:
-        older = member.identity.durable[0] if member.identity.durable else None
+    def on_failed(member: CatchUp, event: io.FetchFailed) -> None:
+        older = member._context.identity.durable[0] if member._context.identity.durable else None
         if not event.unusable or older is None or member.fetch.void:
             failed(member, event)
             return
         member.fetch.doing = ""
-        member._want(older, (DURABLE,))
+        member.want(older, (DURABLE,))
 
-    def on_installed(member: MemberCore, event: io.Installed) -> None:
+    def on_installed(member: CatchUp, event: io.Installed) -> None:
         installed(member, event)
-        base = member.newest.base if member.newest is not None else None
+        base = member._epochs.newest.base if member._epochs.newest is not None else None
         if base is not None and event.digest != base.digest and event.step < base.step:
-            member.state = replace(member.state, step=base.step, digest=base.digest)
+            member._memory.state = replace(member._memory.state, step=base.step, digest=base.digest)
 
-    patch.setitem(member_core._HANDLERS, io.FetchFailed, on_failed)
-    patch.setitem(member_core._HANDLERS, io.Installed, on_installed)
+    patch.setattr(CatchUp, "on_fetch_failed", on_failed)
+    patch.setattr(CatchUp, "on_installed", on_installed)
 
 
 # With the kind of world that shows it.

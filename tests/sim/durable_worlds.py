@@ -121,7 +121,7 @@ class DurableWorld(World):
 
     def _check_beginning(self, trainer: Trainer) -> None:
         """Whoever commits the first step of a generation does so on the state that the record names."""
-        generation = trainer.core.state.generation
+        generation = trainer.core.view.generation
         base = next(r.base for r in reversed(self.checks.records) if r.generation == generation)
         if trainer.main.step != base.step or not base.digest or FLIPPED in trainer.main.digest:
             return

@@ -6,8 +6,7 @@ import pytest
 
 from fabric.model import JobEnd, Record
 from fabric.protocol.leader.endings import Endings
-from fabric.protocol.member import core as member_core
-from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.ending import Ending
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
@@ -15,28 +14,28 @@ Patch = pytest.MonkeyPatch
 
 
 def wait_for_a_lighthouse_for_ever(patch: Patch) -> None:
-    patch.setattr(MemberCore, "_end_alone_when_due", lambda member: None)
-    patch.setattr(MemberCore, "end_deadline", lambda member: None)
+    patch.setattr(Ending, "_end_alone_when_due", lambda member: None)
+    patch.setattr(Ending, "end_deadline", lambda member: None)
 
 
 def wait_for_the_autonomy_when_all_have_finished(patch: Patch) -> None:
-    patch.setattr(MemberCore, "_have_all_finished", lambda member, record: False)
+    patch.setattr(Ending, "_have_all_finished", lambda member, record: False)
 
 
 def end_alone_before_all_have_finished(patch: Patch) -> None:
-    patch.setattr(MemberCore, "_have_all_finished", lambda member, record: True)
+    patch.setattr(Ending, "_have_all_finished", lambda member, record: True)
 
 
 def ask_for_more_than_others_have_finished(patch: Patch) -> None:
-    patch.setattr(MemberCore, "_stop_when_others_have_finished", lambda member: None)
+    patch.setattr(Ending, "_stop_when_others_have_finished", lambda member: None)
 
 
 def let_a_newcomer_end_the_job(patch: Patch) -> None:
-    patch.setattr(MemberCore, "_takes_part", lambda member: member.current is not None)
+    patch.setattr(Ending, "_takes_part", lambda ending: ending._epochs.current is not None)
 
 
 def wait_in_the_roster_without_the_state(patch: Patch) -> None:
-    patch.setattr(MemberCore, "_stop_when_left_behind", lambda member: None)
+    patch.setattr(Ending, "_stop_when_left_behind", lambda member: None)
 
 
 def wait_outside_for_another_end(patch: Patch) -> None:
@@ -45,11 +44,11 @@ def wait_outside_for_another_end(patch: Patch) -> None:
 
 
 def end_with_any_state(patch: Patch) -> None:
-    def complete(member: MemberCore, message: m.Complete) -> None:
-        member._emit(io.Finish(message.step))
-        member.stopped = True
+    def complete(member: Ending, message: m.Complete) -> None:
+        member._context.emit(io.Finish(message.step))
+        member._context.stopped = True
 
-    patch.setitem(member_core._FROM_LEADER, m.Complete, complete)
+    patch.setattr(Ending, "on_complete", complete)
 
 
 def forget_word_of_the_end(patch: Patch) -> None:
@@ -57,7 +56,7 @@ def forget_word_of_the_end(patch: Patch) -> None:
 
 
 def tell_members_nothing_of_my_end(patch: Patch) -> None:
-    patch.setattr(MemberCore, "_tell_members", lambda member, why="": None)
+    patch.setattr(Ending, "_tell_members", lambda member, why="": None)
 
 
 def mark_the_end_where_the_first_word_of_it_says(patch: Patch) -> None:
@@ -71,17 +70,17 @@ def mark_the_end_where_the_first_word_of_it_says(patch: Patch) -> None:
 def end_with_who_wanted_more_unsaid(patch: Patch) -> None:
     """A member stops for others' end, and does not say so: they wait for it."""
 
-    def records(member: MemberCore) -> list[Record]:
+    def records(member: Ending) -> list[Record]:
         return []
 
-    stop = MemberCore._stop_when_others_have_finished
+    stop = Ending._stop_when_others_have_finished
 
-    def stopped(member: MemberCore) -> None:
+    def stopped(member: Ending) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(MemberCore, "_records", records)
+            inner.setattr(Ending, "_records", records)
             stop(member)
 
-    patch.setattr(MemberCore, "_stop_when_others_have_finished", stopped)
+    patch.setattr(Ending, "_stop_when_others_have_finished", stopped)
 
 
 MUTATIONS: dict[str, Callable[[Patch], None]] = {

@@ -59,7 +59,7 @@ class EndWorld(World):
 
     def until_of(self, trainer: Trainer) -> int:
         newcomer, count = self.own_count
-        if trainer.host == newcomer and trainer.core.state.generation > 0:
+        if trainer.host == newcomer and trainer.core.view.generation > 0:
             return self.first.setdefault(trainer.name, trainer.main.step) + count
         return self.own_until.get(trainer.host, self.until)
 
@@ -122,7 +122,9 @@ class EndWorld(World):
             self._judge_unequal()
 
     def _is_nobody_closing(self) -> bool:
-        return self.lost and all(t.core.mode is Mode.ABORTED and not t.main.closing for t in self.living())
+        return self.lost and all(
+            t.core.view.mode is Mode.ABORTED and not t.main.closing for t in self.living()
+        )
 
     # --- no lighthouse -------------------------------------------------------------------------------
 

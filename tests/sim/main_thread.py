@@ -150,7 +150,7 @@ class MainThread:
 
     def _apply(self, order: io.Apply) -> None:
         demand(not self.closing, "told to apply after the loop has ended")
-        generation = self.trainer.core.state.generation
+        generation = self.trainer.core.view.generation
         # The buffer is read some time after the order was given, while other threads go on.
         self._work(self.trainer.clockwork.between(0.0, 0.003), lambda: self._scatter(order, generation))
 
@@ -164,7 +164,7 @@ class MainThread:
             trainer.clockwork.counts["path: replay"] += 1
         trainer.world.checks.applied(trainer, order, gradient, generation)
         if order.prepared is not None:
-            newest = trainer.core.newest
+            newest = trainer.core.view.newest
             if (
                 newest is not None
                 and newest.epoch > order.prepared.epoch
@@ -207,7 +207,7 @@ class MainThread:
     def _ready(self) -> None:
         trainer = self.trainer
         self._busy = False
-        generation = trainer.core.state.generation
+        generation = trainer.core.view.generation
         if generation > 0 and trainer.clockwork.chance(0.15):
             self.snapshot(generation)
         if self.step >= trainer.world.until_of(trainer):
@@ -248,14 +248,14 @@ class MainThread:
             self.trainer.clockwork.counts["installed"] += 1
             self.closing = self.step >= self.trainer.world.until_of(self.trainer)
             if self.closing:
-                self.trainer.world.checks.closed(self.trainer, self.trainer.core.fetch.generation)
+                self.trainer.world.checks.closed(self.trainer, self.trainer.core.view.fetched_generation)
             self.said = order.digest
             self.trainer.feed(io.Installed(order.step, order.digest, last=self.closing))
 
         self._work(self.trainer.clockwork.between(0.005, 0.05), loaded)
 
     def take(self, order: io.TakeSnapshot) -> None:
-        self.snapshot(self.trainer.core.state.generation)
+        self.snapshot(self.trainer.core.view.generation)
 
     def snapshot(self, generation: int) -> None:
         """Copied while the user's code goes on; the server serves it when it is complete."""

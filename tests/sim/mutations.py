@@ -4,6 +4,7 @@ notice every one of them, else it proves nothing.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from sim import ring
@@ -17,9 +18,10 @@ from fabric.protocol.leader.liveness import Liveness
 from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState
-from fabric.protocol.member import core as member_core
 from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.membership import Membership
 from fabric.protocol.member.round import Round
+from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
@@ -52,65 +54,65 @@ def redo_although_everybody_holds(patch: Patch) -> None:
 
 
 def drop_the_hold_on_abort(patch: Patch) -> None:
-    abort = MemberCore._abort
+    abort = Rounds.abort
 
-    def aborted(member: MemberCore, why: str, about: str, **more: bool) -> None:
+    def aborted(member: Rounds, why: str, about: str, **more: bool) -> None:
         abort(member, why, about, **more)
         member.prepared = None
 
-    patch.setattr(MemberCore, "_abort", aborted)
+    patch.setattr(Rounds, "abort", aborted)
 
 
 def lose_have_on_abort(patch: Patch) -> None:
-    abort = MemberCore._abort
+    abort = Rounds.abort
 
-    def aborted(member: MemberCore, why: str, about: str, **more: bool) -> None:
+    def aborted(member: Rounds, why: str, about: str, **more: bool) -> None:
         abort(member, why, about, **more)
-        member.kept_gradient.have.clear()
+        member._memory.kept_gradient.have.clear()
 
-    patch.setattr(MemberCore, "_abort", aborted)
+    patch.setattr(Rounds, "abort", aborted)
 
 
 def keep_what_was_given_away(patch: Patch) -> None:
-    abort = MemberCore._abort
+    abort = Rounds.abort
 
-    def aborted(member: MemberCore, why: str, about: str, **more: bool) -> None:
-        config, member.config = member.config, replace(member.config, retain=True)
+    def aborted(member: Rounds, why: str, about: str, **more: bool) -> None:
+        config, member._context.config = member._context.config, replace(member._context.config, retain=True)
         abort(member, why, about, **more)
-        member.config = config
+        member._context.config = config
 
-    patch.setattr(MemberCore, "_abort", aborted)
+    patch.setattr(Rounds, "abort", aborted)
 
 
 def commit_a_gradient_that_was_changed_on_its_way(patch: Patch) -> None:
-    on_computed = MemberCore.on_computed
+    on_computed = Rounds.on_computed
 
-    def heard(member: MemberCore, event: io.Computed) -> None:
+    def heard(member: Rounds, event: io.Computed) -> None:
         on_computed(member, replace(event, redo=""))
 
-    patch.setitem(member_core._HANDLERS, io.Computed, heard)
+    patch.setattr(Rounds, "on_computed", heard)
 
 
 def adopt_a_decision_again(patch: Patch) -> None:
-    on_resume = MemberCore.on_resume
+    on_resume = Membership.on_resume
 
-    def heard(member: MemberCore, message: m.Resume) -> None:
-        if member.mode is Mode.RUN and member._runs(message.fence.epoch):
-            member.mode = Mode.REPORTED
+    def heard(member: Membership, message: m.Resume) -> None:
+        if member._epochs.mode is Mode.RUN and member._epochs.runs(message.fence.epoch):
+            member._epochs.mode = Mode.REPORTED
         on_resume(member, message)
 
-    patch.setitem(member_core._FROM_LEADER, m.Resume, heard)
+    patch.setattr(Membership, "on_resume", heard)
 
 
 def publish_when_held(patch: Patch) -> None:
-    to_roster = MemberCore._to_roster
+    to_roster = Rounds._to_roster
 
-    def sent(member: MemberCore, message: m.PeerMessage) -> None:
+    def sent(member: Rounds, message: m.PeerMessage) -> None:
         if isinstance(message, m.CommitVote) and member.prepared is not None:
-            member._emit(io.Publish(member.state.generation, member.prepared))
+            member._context.emit(io.Publish(member._memory.state.generation, member.prepared))
         to_roster(member, message)
 
-    patch.setattr(MemberCore, "_to_roster", sent)
+    patch.setattr(Rounds, "_to_roster", sent)
 
 
 def share_out_what_somebody_has(patch: Patch) -> None:
@@ -133,19 +135,19 @@ def announce_before_the_store_has_it(patch: Patch) -> None:
 
 
 def accept_messages_of_older_epochs(patch: Patch) -> None:
-    def is_round(member: MemberCore, epoch: int, step: int) -> bool:
+    def is_round(member: Rounds, epoch: int, step: int) -> bool:
         return member.round is not None and member.round.step == step and epoch <= member.round.record.epoch
 
     def heard(member: MemberCore, event: io.FromPeer) -> None:
         message = event.message
-        if member._is_round(message.fence.epoch, message.step):
-            member._collect(event.replica, event.incarnation, message)
-        elif member.current is None or message.fence.epoch >= member.current.epoch:
-            member.links.keep_early((message.fence.epoch, message.step), event, member._floor())
-            member._first_data()
+        if member.rounds._is_round(message.fence.epoch, message.step):
+            member.rounds._collect(event.replica, event.incarnation, message)
+        elif member.epochs.current is None or message.fence.epoch >= member.epochs.current.epoch:
+            member.epochs.links.keep_early((message.fence.epoch, message.step), event, member.epochs.epoch())
+            member.membership.first_data()
 
-    patch.setattr(MemberCore, "_is_round", is_round)
-    patch.setitem(member_core._HANDLERS, io.FromPeer, heard)
+    patch.setattr(Rounds, "_is_round", is_round)
+    patch.setattr(MemberCore, "on_peer", heard)
 
 
 def go_on_with_newcomers_alone(patch: Patch) -> None:
@@ -157,21 +159,26 @@ def start_again_without_waiting(patch: Patch) -> None:
 
 
 def forget_the_promise_of_a_report(patch: Patch) -> None:
-    hear_of = MemberCore._hear_of
+    hear_of = Membership._hear_of
 
-    def heard(member: MemberCore, record: Record) -> None:
+    def heard(member: Membership, record: Record) -> None:
         """Answers a forced epoch, and goes on in the old one."""
-        newest = member.newest
+        newest = member._epochs.newest
         newer = newest is not None and record.fence > newest.fence
-        if newer and record.is_forced and member._runs(member._epoch()) and member.round is not None:
-            mode, round_ = member.mode, member.round
+        if (
+            newer
+            and record.is_forced
+            and member._epochs.runs(member._epochs.epoch())
+            and member._rounds.round is not None
+        ):
+            mode, round_ = member._epochs.mode, member._rounds.round
             hear_of(member, record)
-            if member.mode.value == "reported":
-                member.mode, member.round, member.report = mode, round_, None
+            if member._epochs.mode.value == "reported":
+                member._epochs.mode, member._rounds.round, member._epochs.report = mode, round_, None
         else:
             hear_of(member, record)
 
-    patch.setattr(MemberCore, "_hear_of", heard)
+    patch.setattr(Membership, "_hear_of", heard)
 
 
 def resume_by_the_maximum_committed(patch: Patch) -> None:
@@ -196,35 +203,39 @@ def count_the_holds_of_newcomers(patch: Patch) -> None:
 
 
 def share_by_step_and_roster_alone(patch: Patch) -> None:
-    def share(member: MemberCore, record: Record) -> tuple[int, ...]:
-        shares = assign(range(member.identity.micro_batches), record.roster)
-        mine = shares.get(member.identity.replica, ())
-        return tuple(i for i in mine if i not in member.kept_gradient.have)
+    def share(member: Rounds, record: Record) -> tuple[int, ...]:
+        shares = assign(range(member._context.identity.micro_batches), record.roster)
+        mine = shares.get(member._context.identity.replica, ())
+        return tuple(i for i in mine if i not in member._memory.kept_gradient.have)
 
-    patch.setattr(MemberCore, "_share", share)
+    patch.setattr(Rounds, "_share", share)
 
 
 def rebuild_the_report_for_another_leader(patch: Patch) -> None:
-    repeat = MemberCore._repeat_answer
+    repeat = Membership._repeat_answer
 
-    def repeated(member: MemberCore) -> None:
-        report, prepared = member.report, member.prepared
-        if report is not None and member.newest is not None and report.fence == member.newest.fence:
-            epoch, step, roster = member.last_round
-            member.report = replace(
+    def repeated(member: Membership) -> None:
+        report, prepared = member._epochs.report, member._rounds.prepared
+        if (
+            report is not None
+            and member._epochs.newest is not None
+            and report.fence == member._epochs.newest.fence
+        ):
+            last_round = member._rounds.last_round
+            member._epochs.report = replace(
                 report,
-                step=member.state.step,
-                digest=member.state.digest,
-                round_epoch=epoch,
-                round_step=step,
-                round_roster=roster,
-                prepared=prepared is not None and (prepared.epoch, prepared.step) == (epoch, step),
-                have=tuple(sorted(member.kept_gradient.have)),
-                committed_digest=member.state.committed_digest,
+                step=member._memory.state.step,
+                digest=member._memory.state.digest,
+                round_epoch=last_round.epoch,
+                round_step=last_round.step,
+                round_roster=last_round.roster,
+                prepared=prepared is not None and last_round.is_that_of(prepared),
+                have=tuple(sorted(member._memory.kept_gradient.have)),
+                committed_digest=member._memory.state.committed_digest,
             )
         repeat(member)
 
-    patch.setattr(MemberCore, "_repeat_answer", repeated)
+    patch.setattr(Membership, "_repeat_answer", repeated)
 
 
 def plan_over_an_unresolved_forced_epoch(patch: Patch) -> None:
@@ -236,41 +247,41 @@ def form_no_new_epoch_after_an_abort(patch: Patch) -> None:
 
 
 def use_the_result_of_an_old_round(patch: Patch) -> None:
-    def exchanged(member: MemberCore, event: io.Exchanged) -> None:
+    def exchanged(member: Rounds, event: io.Exchanged) -> None:
         if member.round is not None:
             member.round.gradient_digest = event.gradient_digest
 
-    patch.setitem(member_core._HANDLERS, io.Exchanged, exchanged)
+    patch.setattr(Rounds, "on_exchanged", exchanged)
 
 
 def commit_whatever_is_held(patch: Patch) -> None:
-    def may(member: MemberCore, prepared: io.PreparedRound, message: m.Resume) -> bool:
-        return member.state.step == prepared.step
+    def may(member: Membership, prepared: io.PreparedRound, message: m.Resume) -> bool:
+        return member._memory.state.step == prepared.step
 
-    patch.setattr(MemberCore, "_may_commit", may)
+    patch.setattr(Membership, "_may_commit", may)
 
 
 def accept_a_lower_epoch(patch: Patch) -> None:
-    hear_of = MemberCore._hear_of
+    hear_of = Membership._hear_of
 
-    def heard(member: MemberCore, record: Record) -> None:
-        newest = member.newest
+    def heard(member: Membership, record: Record) -> None:
+        newest = member._epochs.newest
         if newest is not None and record.fence < newest.fence:
-            member.newest = None
+            member._epochs.newest = None
         hear_of(member, record)
 
-    patch.setattr(MemberCore, "_hear_of", heard)
+    patch.setattr(Membership, "_hear_of", heard)
 
 
 def accept_a_decision_of_a_lower_epoch(patch: Patch) -> None:
-    on_resume = MemberCore.on_resume
+    on_resume = Membership.on_resume
 
-    def heard(member: MemberCore, message: m.Resume) -> None:
-        if member.newest is not None and member.mode is Mode.REPORTED:
-            message = replace(message, fence=member.newest.fence)
+    def heard(member: Membership, message: m.Resume) -> None:
+        if member._epochs.newest is not None and member._epochs.mode is Mode.REPORTED:
+            message = replace(message, fence=member._epochs.newest.fence)
         on_resume(member, message)
 
-    patch.setitem(member_core._FROM_LEADER, m.Resume, heard)
+    patch.setattr(Membership, "on_resume", heard)
 
 
 def apply_a_change_to_whatever_is_known(patch: Patch) -> None:
@@ -289,23 +300,23 @@ def take_a_change_without_its_joiners(patch: Patch) -> None:
 
 
 def never_ask_for_the_whole_roster(patch: Patch) -> None:
-    on_change = MemberCore.on_change
+    on_change = Membership.on_change
 
-    def heard(member: MemberCore, message: m.RosterDelta) -> None:
+    def heard(member: Membership, message: m.RosterDelta) -> None:
         on_change(member, message)
-        member._effects = [x for x in member._effects if not is_ask(x)]
+        member._context.effects = [x for x in member._context.effects if not is_ask(x)]
 
     def is_ask(effect: io.Effect) -> bool:
         return isinstance(effect, io.SendLeader) and isinstance(effect.message, m.RequestRoster)
 
-    patch.setitem(member_core._FROM_LEADER, m.RosterDelta, heard)
+    patch.setattr(Membership, "on_change", heard)
 
 
 def say_that_the_round_lacked_nobody(patch: Patch) -> None:
-    def send(member: MemberCore, report: m.Report, record: Record) -> None:
-        member._emit(io.SendLeader(replace(report, round_roster=(), round_lacked=())))
+    def send(member: Membership, report: m.Report, record: Record) -> None:
+        member._context.emit(io.SendLeader(replace(report, round_roster=(), round_lacked=())))
 
-    patch.setattr(MemberCore, "_send_report", send)
+    patch.setattr(Membership, "_send_report", send)
 
 
 def let_a_deposed_leader_write(patch: Patch) -> None:
@@ -325,14 +336,14 @@ def go_on_with_a_state_that_most_called_wrong(patch: Patch) -> None:
 
 
 def commit_on_its_own_for_too_long(patch: Patch) -> None:
-    commit = MemberCore._commit_when_agreed
+    commit = Rounds.commit_when_agreed
 
-    def agreed(member: MemberCore) -> None:
-        last, member.contact.last = member.contact.last, member._now
+    def agreed(member: Rounds) -> None:
+        last, member._session.contact.last = member._session.contact.last, member._context.now
         commit(member)
-        member.contact.last = last
+        member._session.contact.last = last
 
-    patch.setattr(MemberCore, "_commit_when_agreed", agreed)
+    patch.setattr(Rounds, "commit_when_agreed", agreed)
 
 
 def complete_when_somebody_has_finished(patch: Patch) -> None:
@@ -345,22 +356,28 @@ def complete_when_somebody_has_finished(patch: Patch) -> None:
 
 
 def leave_before_the_job_is_complete(patch: Patch) -> None:
-    def closing(member: MemberCore, event: io.Closing) -> None:
-        member.on_closing(event)
-        member.on_complete(m.Complete(member._fence(), member.state.step))
+    handlers = MemberCore._event_handlers
 
-    patch.setitem(member_core._HANDLERS, io.Closing, closing)
+    def hasty(member: MemberCore) -> dict[type, Any]:
+        def closing(event: io.Closing) -> None:
+            member.session.on_closing(event)
+            step = member.memory.state.step
+            member.ending.on_complete(m.Complete(member.epochs.fence(), step))
+
+        return {**handlers(member), io.Closing: closing}
+
+    patch.setattr(MemberCore, "_event_handlers", hasty)
 
 
 def tell_another_leader_nothing_of_the_end(patch: Patch) -> None:
     on_connected = MemberCore.on_connected
 
     def connected(member: MemberCore, event: io.LeaderConnected) -> None:
-        finished, member.contact.finished = member.contact.finished, False
+        finished, member.session.contact.finished = member.session.contact.finished, False
         on_connected(member, event)
-        member.contact.finished = finished
+        member.session.contact.finished = finished
 
-    patch.setitem(member_core._HANDLERS, io.LeaderConnected, connected)
+    patch.setattr(MemberCore, "on_connected", connected)
 
 
 def believe_every_chunk(patch: Patch) -> None:

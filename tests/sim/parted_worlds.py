@@ -50,7 +50,7 @@ class PartedWorld(World):
         record = self.store.record
         there = {t.host: t.core for t in self.living()}
         roster = record.roster if record is not None else ()
-        agreed = [x for x in roster if x.replica in there and there[x.replica].agreed >= x.since]
+        agreed = [x for x in roster if x.replica in there and there[x.replica].memory.agreed >= x.since]
         if len(agreed) < 2:
             self.clockwork.at(0.02, self._part_when_agreed)
             return

@@ -18,6 +18,7 @@ from sim.trainer import Trainer
 from sim.world import Settings, World
 
 from fabric.model import RankAddress, SnapshotRef
+from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberState
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import rank_messages as ro
@@ -110,7 +111,7 @@ class RankMain(MainThread):
     def start(self) -> None:
         self.unnamed: dict[tuple[int, int], str] = {}
         self._ready()
-        if isinstance(self.trainer, Heading) and not self.trainer.core.member.snapshots:
+        if isinstance(self.trainer, Heading) and not self.trainer.core.member.view.snapshots:
             self.trainer.feed(ro.SnapshotDue(0))
 
     def snapshot(self, generation: int) -> None:
@@ -193,11 +194,12 @@ class Heading(Trainer):
         """The ranks have told each other what they are, and are linked."""
         member = self.core.member
         ranks = tuple(RankAddress(f"{x.host}.{x.rank}", x.server.ckpt) for x in followers)
-        member.identity = replace(member.identity, ranks=ranks)
         servers = [x.server.memory.snapshots for x in followers]
-        member.snapshots = tuple(s for s in member.snapshots if all(s in held for held in servers))
+        snapshots = tuple(s for s in member.view.snapshots if all(s in held for held in servers))
         digests = [self.main.digest, *(x.main.digest for x in followers)]
-        member.state = MemberState(0, 0, ro.replica_digest(digests))
+        identity, config = replace(member.view.identity, ranks=ranks), member.view.config
+        state = MemberState(0, 0, ro.replica_digest(digests))
+        self.core = _Core(MemberCore(identity, config, self.clock(), state, snapshots), self.core.groups)
         for x in followers:
             self._link(x)
 
@@ -207,7 +209,7 @@ class Heading(Trainer):
         def heard(data: object) -> None:
             outcome = ro.decode_outcome(data)  # type: ignore[arg-type]
             if isinstance(outcome.event, io.ExchangeFailed):
-                self.clockwork.counts["path: one lane fails first"] += self.core.round is not None
+                self.clockwork.counts["path: one lane fails first"] += self.core.view.round is not None
             self.feed(FromRank(rank, outcome))
 
         near = End(self, self.host, heard, lambda why: self.feed(RankLost(rank, why)))
@@ -243,8 +245,13 @@ class _Obeying:
         self.config = config
 
     @property
-    def state(self) -> MemberState:
-        return MemberState(self.follower.generation)
+    def view(self) -> "_Obeying":
+        """Of a core the shell reads its view."""
+        return self
+
+    @property
+    def generation(self) -> int:
+        return self.follower.generation
 
     @property
     def newest(self) -> Any:
@@ -278,6 +285,9 @@ class Following(Trainer):
 
     def _connect(self) -> None:
         """Rank 0 alone speaks to the lighthouse."""
+
+    def wait_in_ring(self, replica: str) -> None:
+        """Rank 0 alone says whom the replica waits for."""
 
     def feed(self, event: Any) -> None:
         if not self.alive or not isinstance(event, _OUTCOMES):

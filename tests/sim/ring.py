@@ -92,6 +92,7 @@ class Ring:
         self._early: dict[int, tuple[str, str]] = {}
         self._retired_before = 0
         self._running: Running | None = None
+        self._waits_for = ""
         self._busy_until = 0.0
         self.awaited: io.StartExchange | None = None  # streaming: its gradient is not final yet
 
@@ -182,7 +183,7 @@ class Ring:
             connection.send(side, (why, about))
         running = self._running
         if running is not None and running.links is links:
-            waited_for = self.trainer.core.ring_waits_for
+            waited_for = self._waits_for
             self._stop()
             self._failed(running.order, why, about, waited_for)
         awaited = self.awaited
@@ -194,7 +195,11 @@ class Ring:
     def _stop(self) -> None:
         """Nothing is under way here any more, and nobody's bytes are waited for."""
         self._running = None
-        self.trainer.core.ring_waits_for = ""
+        self._wait_for("")
+
+    def _wait_for(self, replica: str) -> None:
+        self._waits_for = replica
+        self.trainer.wait_in_ring(replica)
 
     def _close(self, links: RingLinks, why: str) -> None:
         for found in (links.next, links.previous):
@@ -242,7 +247,7 @@ class Ring:
         if order.weight == 0 and not links.record.is_forced:
             trainer.clockwork.counts["path: weight zero in the first round"] += 1
         trainer.world.checks.gathered(trainer, order, content)
-        if not trainer.core.config.retain and content:
+        if not trainer.core.view.config.retain and content:
             trainer.main.given, trainer.main.gradient = (order.step, content), ()  # reduced where it lay
             trainer.clockwork.counts["path: a gradient is given away"] += 1
         demand(self._running is None, f"{trainer.name} starts two exchanges at once")
@@ -260,7 +265,7 @@ class Ring:
             if not self._receive(running, links.inbox.popleft()):
                 return
         self._send(running)
-        self.trainer.core.ring_waits_for = links.names[links.position - 1]
+        self._wait_for(links.names[links.position - 1])
         if running.received == len(running.plan.receives):
             self._finish(running)
         elif links.came_back is not None:

@@ -142,7 +142,7 @@ class Scenario:
         assert to == "to"
         self._run_until(*words)
         trainers = [h.trainer for h in self._world.hosts.values() if h.name not in self._away]
-        there = [f"{t.host} at step {t.core.state.step}" for t in trainers if t is not None]
+        there = [f"{t.host} at step {t.core.view.step}" for t in trainers if t is not None]
         record = self._world.store.record
         self._lines = [(self._world.clockwork.now, "world", f"{', '.join(there)}; {told(record)}")]
 
@@ -151,8 +151,8 @@ class Scenario:
         or ``said WHO WORDS`` (the account of this block has a line of WHO with these words)."""
         world, what, rest = self._world, words[0], words[1:]
         conditions: dict[str, Callable[[], bool]] = {
-            "step": lambda: self._all(lambda core: core.state.step >= int(rest[0])),
-            "epoch": lambda: self._all(lambda core: core._epoch() >= int(rest[0])),
+            "step": lambda: self._all(lambda core: core.view.step >= int(rest[0])),
+            "epoch": lambda: self._all(lambda core: core.epochs.epoch() >= int(rest[0])),
             "finished": lambda: world._is_finished(),
             "said": lambda: any(
                 who == rest[0] and " ".join(rest[1:]) in line for _, who, line in self._lines

@@ -13,8 +13,8 @@ from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState
-from fabric.protocol.member import core as member_core
-from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.epochs import KnownEpochs
+from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.messages import member_events as io
 
 Patch = pytest.MonkeyPatch
@@ -29,13 +29,13 @@ def wait_for_ever_for_user_code(patch: Patch) -> None:
 
 
 def wait_for_ever_for_a_newcomer_in_its_first_round(patch: Patch) -> None:
-    bounded = MemberCore.stall_deadline
+    bounded = Rounds.stall_deadline
 
-    def deadline(member: MemberCore) -> float | None:
+    def deadline(member: Rounds) -> float | None:
         round_ = member.round
         return None if round_ is not None and member._newcomers_first(round_) else bounded(member)
 
-    patch.setattr(MemberCore, "stall_deadline", deadline)
+    patch.setattr(Rounds, "stall_deadline", deadline)
 
 
 def evict_nobody_who_stalls(patch: Patch) -> None:
@@ -43,12 +43,12 @@ def evict_nobody_who_stalls(patch: Patch) -> None:
 
 
 def forget_whom_the_exchange_waited_for(patch: Patch) -> None:
-    on_failed = MemberCore.on_exchange_failed
+    on_failed = Rounds.on_exchange_failed
 
-    def failed(member: MemberCore, event: io.ExchangeFailed) -> None:
+    def failed(member: Rounds, event: io.ExchangeFailed) -> None:
         on_failed(member, replace(event, waited_for=""))
 
-    patch.setitem(member_core._HANDLERS, io.ExchangeFailed, failed)
+    patch.setattr(Rounds, "on_exchange_failed", failed)
 
 
 def excuse_nobody(patch: Patch) -> None:
@@ -94,15 +94,15 @@ def serve_the_awaited_a_step_that_nobody_reaches(patch: Patch) -> None:
 
 def let_the_awaited_in_with_what_it_had(patch: Patch) -> None:
     """It says that it is at the step of the others, whatever it holds."""
-    is_at = MemberCore._is_at
+    is_at = KnownEpochs.is_at
 
-    def there(member: MemberCore, where: Record | Fence, step: int) -> bool:
-        if isinstance(where, Record) and member._is_awaited(where):
-            member.state.step, member.state.generation = step, where.generation
+    def there(member: KnownEpochs, where: Record | Fence, step: int) -> bool:
+        if isinstance(where, Record) and member.is_awaited(where):
+            member._memory.state.step, member._memory.state.generation = step, where.generation
             return True
         return is_at(member, where, step)
 
-    patch.setattr(MemberCore, "_is_at", there)
+    patch.setattr(KnownEpochs, "is_at", there)
 
 
 def admit_the_awaited_by_a_planned_epoch(patch: Patch) -> None:

@@ -9,7 +9,7 @@ from sim.world import Settings, World
 
 from fabric.model import Record
 from fabric.protocol.leader.starts import Starts
-from fabric.protocol.member.core import MemberCore
+from fabric.protocol.member.membership import Membership
 
 # What a hunt over these worlds must have met.
 REQUIRED = (
@@ -108,13 +108,13 @@ def play(seed: int) -> None:
 def compare_the_ids_of_stores(patch: pytest.MonkeyPatch) -> None:
     """A record of a store whose name sorts lower is of the past."""
 
-    def is_news(self: MemberCore, record: Record) -> bool:
-        newest = self.newest
+    def is_news(self: Membership, record: Record) -> bool:
+        newest = self._epochs.newest
         if newest is not None and record.fence == newest.fence:
             self._repeat_answer()
         return newest is None or record.fence > newest.fence
 
-    patch.setattr(MemberCore, "_is_news", is_news)
+    patch.setattr(Membership, "_is_news", is_news)
 
 
 def begin_at_the_first_epoch_in_an_empty_store(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ MUTATION_SEEDS = 100
 def test_the_simulator_drives_the_very_classes_that_ship():
     assert issubclass(sim.ranks._Core, fabric.client.control.rank_engines.Ranks)
     assert set(vars(sim.ranks._Core)) - {"__module__", "__doc__"} <= {"__getattr__", "__firstlineno__"}
-    assert sim.ranks.Follower is fabric.client.control.rank_engines.Follower is fabric.protocol.ranks.Follower
+    follower = fabric.protocol.ranks.FollowerRank
+    assert sim.ranks.FollowerRank is fabric.client.control.rank_engines.FollowerRank is follower
 
 
 def test_without_faults_no_replica_is_ever_outside():

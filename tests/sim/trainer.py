@@ -137,10 +137,14 @@ class Trainer(Process):
             self._feeding = False
         self._arm()
 
+    def wait_in_ring(self, replica: str) -> None:
+        """The data plane waits for bytes of ``replica`` now."""
+        self.core.handle(io.RingWaitsFor(replica), self.clock())
+
     def _trace_event(self, event: io.Event) -> None:
         if not (isinstance(event, io.FromLeader) and isinstance(event.message, m.HeartbeatAck)):
             core = self.core
-            self.clockwork.show(self.name, "<", event, f"[{core.phase} {core.state.step}] ")
+            self.clockwork.show(self.name, "<", event, f"[{core.view.phase} {core.view.step}] ")
 
     def _arm(self) -> None:
         deadline = self.core.next_deadline() if self.alive else None

@@ -84,14 +84,18 @@ class EngineParts:
 
 
 class _Informed:
-    """``core``, whose ``member`` is told before every event whom the data plane waits for."""
+    """``core``, which is told before every event whom the data plane waits for."""
 
-    def __init__(self, core: Core[Any, Any], member: MemberCore, plane: DataPlane) -> None:
-        self._core, self._member, self._plane = core, member, plane
+    def __init__(self, core: Core[Any, Any], plane: DataPlane) -> None:
+        self._core, self._plane = core, plane
+        self._ring_waits_for = ""
         self.next_deadline = core.next_deadline
 
     def handle(self, event: Any, now: float) -> list[Any]:
-        self._member.ring_waits_for = self._plane.waiting_for
+        waits_for = self._plane.waiting_for
+        if waits_for or self._ring_waits_for:
+            self._ring_waits_for = waits_for
+            self._core.handle(io.RingWaitsFor(waits_for), now)
         return self._core.handle(event, now)
 
 
@@ -138,22 +142,22 @@ class Engine:
     @property
     def generation(self) -> int:
         """Of the state in memory; 0: nobody vouches for it."""
-        return self.member.state.generation if self.member is not None else 0
+        return self.member.view.generation if self.member is not None else 0
 
     @property
     def current(self) -> Record | None:
         """The epoch in force here."""
-        return self.member.current if self.member is not None else None
+        return self.member.view.current if self.member is not None else None
 
     @property
     def newest(self) -> Record | None:
         """The newest epoch that was heard of."""
-        return self.member.newest if self.member is not None else None
+        return self.member.view.newest if self.member is not None else None
 
     @property
     def step(self) -> int:
         """Of the state in memory."""
-        return self.member.state.step if self.member is not None else 0
+        return self.member.view.step if self.member is not None else 0
 
     def describe(self) -> dict[str, object]:
         """Where this trainer stands, for people; from any thread, so parts of it may be a moment apart."""
@@ -169,11 +173,12 @@ class Engine:
             "ring_waits_for": parts.plane.waiting_for,
         }
         if member is not None:
-            round_ = member.round
+            view = member.view
+            round_ = view.round
             told |= {
-                "phase": member.phase,
-                "busy": member.busy,
-                "catching_up": member.fetch.doing,
+                "phase": view.phase,
+                "busy": view.busy,
+                "catching_up": view.fetching,
                 "round": None
                 if round_ is None
                 else {
@@ -245,7 +250,7 @@ class Engine:
     async def _begin(self, member: MemberCore) -> None:
         self.member = member
         self._driver = Driver(
-            _Informed(self._make_core(member), member, self._parts.plane),
+            _Informed(self._make_core(member), self._parts.plane),
             self._perform,
             tick=io.Tick(),
             on_crash=self.crash,
@@ -351,10 +356,9 @@ class Engine:
             self._parts.points.hit("first-round", step)
 
     def _start_exchange(self, effect: io.StartExchange) -> None:
-        if self.member is not None and self.member.round is not None:
-            own = self.member.round.contributions.get(self.member.identity.replica)
-            if own is not None:  # of a gradient that is still computed it comes later
-                self._journal_contribution(effect.fence.epoch, own)
+        own = self.member.view.own_contribution if self.member is not None else None
+        if own is not None:  # of a gradient that is still computed it comes later
+            self._journal_contribution(effect.fence.epoch, own)
         self._parts.exchange.start(effect, self.stream() if effect.streaming else None, self.post)
 
     # The gradient that is being computed and handed over bucket by bucket: set by the session.

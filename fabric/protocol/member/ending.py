@@ -9,8 +9,15 @@ When all members have finished, the job is over, whether a lighthouse is there t
 from collections.abc import Iterator
 
 from fabric.model import JobEnd, Record
+from fabric.protocol.member.catch_up import CatchUp
+from fabric.protocol.member.context import CoreContext
+from fabric.protocol.member.epochs import KnownEpochs
+from fabric.protocol.member.memory import MemberMemory
 from fabric.protocol.member.rounds import Rounds
-from fabric.protocol.member.state import Mode
+from fabric.protocol.member.session import LighthouseSession
+from fabric.protocol.member.state import (
+    Mode,
+)
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
@@ -25,101 +32,127 @@ _THERE = (Mode.RUN, Mode.ABORTED, Mode.REPORTED)
 _ADVICE = "let it count session.committed_step, so that all loops end at the same step"
 
 
-class Ending(Rounds):
-    """A member that knows when the job is over."""
+class Ending:
+    """Know when the job is over, and end this member then."""
 
-    # --- what arrives ----------------------------------------------------------------------------------
+    def __init__(
+        self,
+        context: CoreContext,
+        memory: MemberMemory,
+        epochs: KnownEpochs,
+        session: LighthouseSession,
+        rounds: Rounds,
+        catch_up: CatchUp,
+    ) -> None:
+        self._context = context
+        self._memory = memory
+        self._epochs = epochs
+        self._session = session
+        self._rounds = rounds
+        self._catch_up = catch_up
+        # (replica, incarnation) -> the (generation, step) at which that process has said that it finished
+        self.finished_peers: dict[tuple[str, int], tuple[int, int]] = {}
+        self.notified_epochs: set[int] = set()  # whose members I have told that I finished
+        self.all_finished_since = -1.0  # when I first knew that all members have finished; negative before
 
-    def on_peer(self, event: io.FromPeer) -> None:
-        """See Rounds. That a process has finished stays true, whatever epoch it said it in."""
-        message = event.message
-        if not isinstance(message, m.Finished):
-            super().on_peer(event)
-            return
-        heard, newest = self.end.peers, self.newest
-        if message.why and self.contact.finished:
+    def on_finished(self, event: io.FromPeer, message: m.Finished) -> None:
+        """Note that a process has finished: that stays true, whatever epoch it said it in."""
+        heard, newest = self.finished_peers, self._epochs.newest
+        if message.why and self._session.contact.finished:
             why = f"{event.replica} wanted more when this loop ended, which was the end of the job"
-            self._emit(io.WriteJournal("loops differ", self._epoch(), self.state.step, why, event.replica))
+            self._context.emit(
+                io.WriteJournal(
+                    "loops differ", self._epochs.epoch(), self._memory.state.step, why, event.replica
+                )
+            )
         heard[event.replica, event.incarnation] = (message.fence.generation, message.step)
         if len(heard) > MOST_HEARD:
             listed = {key: at for key, at in heard.items() if newest is not None and newest.lists(*key)}
-            self.end.peers = listed
+            self.finished_peers = listed
 
     def on_complete(self, message: m.Complete) -> None:
         """The shell knows what to do with a loop that still runs; one that has ended must hold this state."""
-        state, told = self.state, (message.fence.generation, message.step)
-        if not self.contact.finished or (state.generation, state.step) == told:
-            self._emit(io.Finish(message.step))
-            self.stopped = True
+        state, told = self._memory.state, (message.fence.generation, message.step)
+        if not self._session.contact.finished or (state.generation, state.step) == told:
+            self._context.emit(io.Finish(message.step))
+            self._context.stopped = True
             return
         why = f"the job is complete at step {message.step}, and this loop ended at step {state.step}"
         if state.step == message.step:
             # Of a generation that was given up, or of a state that was called wrong.
-            self._stop(0, f"{why} with another state: the final state is with the replicas that finished")
+            self._context.stop(
+                0, f"{why} with another state: the final state is with the replicas that finished"
+            )
         else:
-            self._stop(1, f"{why}: {_ADVICE}")
-
-    # --- what follows ----------------------------------------------------------------------------------
+            self._context.stop(1, f"{why}: {_ADVICE}")
 
     def _has_finished(self, replica: str, incarnation: int) -> bool:
         """Whether this process has told me so, in the generation of my state."""
-        heard = self.end.peers.get((replica, incarnation))
-        return heard is not None and heard[0] == self.state.generation
+        heard = self.finished_peers.get((replica, incarnation))
+        return heard is not None and heard[0] == self._memory.state.generation
 
-    def _has_said_all(self, replica: str, incarnation: int) -> bool:
+    def has_said_all(self, replica: str, incarnation: int) -> bool:
         """Whether no round needs this process any more: it has finished, or it is being drained and holds the
         last round before it goes, as I do. It may have heard everybody's vote before me."""
         if self._has_finished(replica, incarnation):
             return True
-        round_, current = self.round, self.current
+        round_, current = self._rounds.round, self._epochs.current
         member = current.member(replica) if current is not None else None
         if round_ is None or member is None or member.incarnation != incarnation or not member.leaving:
             return False
-        return replica in round_.votes and self.identity.replica in round_.votes
+        return replica in round_.votes and self._context.replica in round_.votes
 
-    def _end_when_due(self) -> None:
-        if self.stopped:
+    def end_when_due(self) -> None:
+        if self._context.stopped:
             return
-        if not self.contact.finished:
+        if not self._session.contact.finished:
             self._stop_when_others_have_finished()
             return
-        resume, state = self.resume, self.state
+        resume, state = self._epochs.resume, self._memory.state
         there = resume is not None and (state.generation, state.step) == (
             resume.fence.generation,
             resume.step,
         )
-        if there and self.mode is Mode.CATCH_UP:
-            self._enter_mode(Mode.RUN)
+        if there and self._epochs.mode is Mode.CATCH_UP:
+            self._epochs.enter_mode(Mode.RUN)
         self._stop_when_left_behind()
-        if not self.stopped:
+        if not self._context.stopped:
             self._tell_members()
             self._end_alone_when_due()
 
     def _records(self) -> Iterator[Record]:
         """Epochs that list me, whose members I can talk to."""
-        for record in (self.current, self.newest) if self.newest is not self.current else (self.newest,):
-            if record is not None and record.epoch in self.links.up and self.mode in (Mode.RUN, Mode.JOINED):
+        for record in (
+            (self._epochs.current, self._epochs.newest)
+            if self._epochs.newest is not self._epochs.current
+            else (self._epochs.newest,)
+        ):
+            if (
+                record is not None
+                and record.epoch in self._epochs.links.up
+                and self._epochs.mode in (Mode.RUN, Mode.JOINED)
+            ):
                 yield record
 
     def _takes_part(self) -> bool:
         """Whether rounds wait for my own state: it is where the job is. Not that of a newcomer, before its
         first commit: it says nothing of when the job ends."""
-        if self.mode not in _THERE or self.current is None:
+        if self._epochs.mode not in _THERE or self._epochs.current is None:
             return False
-        me = self.current.member(self.identity.replica)
-        return me is not None and (not me.joining or self.end.took_part >= 0)
+        me = self._epochs.current.member(self._context.replica)
+        return me is not None and (not me.joining or self._rounds.committed_in >= 0)
 
     def _stop_when_others_have_finished(self) -> None:
         """My loop asks for a round at a step where others have finished. The end of the job is theirs."""
-        record = self.newest if self.mode is Mode.JOINED else self.current
-        round_, step = self.round, self.state.step
-        asks = self.waiting or (round_ is not None and round_.step == step)
-        if self.mode not in (Mode.RUN, Mode.JOINED) or record is None or not asks:
+        record = self._epochs.newest if self._epochs.mode is Mode.JOINED else self._epochs.current
+        round_, step = self._rounds.round, self._memory.state.step
+        asks = self._memory.waiting or (round_ is not None and round_.step == step)
+        if self._epochs.mode not in (Mode.RUN, Mode.JOINED) or record is None or not asks:
             return
-        if not self.end.peers or self.state.generation != record.generation:
+        if not self.finished_peers or self._memory.state.generation != record.generation:
             return
         steps = {
-            x.replica: self.end.peers[x.replica, x.incarnation][1]
+            x.replica: self.finished_peers[x.replica, x.incarnation][1]
             for x in record.roster
             if self._has_finished(x.replica, x.incarnation)
         }
@@ -130,38 +163,43 @@ class Ending(Rounds):
         why = f"{names} finished at step {first}, and this loop wants more"
         self._tell_members(why)
         # So that nobody waits for me: my state is the final one, too.
-        self._emit(io.SendLeader(m.Finished(record.fence, step, why)))
-        self._stop(1, f"{why}: {_ADVICE}")
+        self._context.emit(io.SendLeader(m.Finished(record.fence, step, why)))
+        self._context.stop(1, f"{why}: {_ADVICE}")
 
     def _stop_when_left_behind(self) -> None:
         """My loop has ended, and the job is further on: nothing could bring me there, for replay is my own
         loop's work. Nobody waits for me from now on."""
         if self._takes_part():
             return
-        step, ahead = self.state.step, self._step_of_the_others()
+        step, ahead = self._memory.state.step, self._step_of_the_others()
         if ahead is None:
             return
         why = f"its loop ended at step {step}, before it had caught up with the job, which is at step {ahead}"
-        self._cannot_catch_up(why)
-        self._stop(1, f"this replica cannot go on: {why}; {_ADVICE}")
+        self._catch_up.cannot_catch_up(why)
+        self._context.stop(1, f"this replica cannot go on: {why}; {_ADVICE}")
 
     def _step_of_the_others(self) -> int | None:
         """Where the others are, if my state cannot be brought there any more. A newcomer in front of a round
         that others have entered is behind too: it ends the job for nobody."""
-        step, round_ = self.state.step, self.round
-        if self.mode is Mode.CATCH_UP:
-            return self.resume.step if self.resume is not None and not self.fetch.doing else None
-        if self.mode is Mode.RUN and self.current is not None:
+        step, round_ = self._memory.state.step, self._rounds.round
+        if self._epochs.mode is Mode.CATCH_UP:
+            return (
+                self._epochs.resume.step
+                if self._epochs.resume is not None and not self._catch_up.fetch.doing
+                else None
+            )
+        if self._epochs.mode is Mode.RUN and self._epochs.current is not None:
             entered = [round_.step] if round_ is not None else []
             entered += [
                 at
-                for (epoch, at), events in self.links.early.items()
-                if epoch == self.current.epoch and any(self._by_veteran(self.current, e) for e in events)
+                for (epoch, at), events in self._epochs.links.early.items()
+                if epoch == self._epochs.current.epoch
+                and any(self._epochs.by_veteran(self._epochs.current, e) for e in events)
             ]
             if entered and max(entered) >= step:
                 return max(entered)
-        if self.mode in (Mode.RUN, Mode.JOINED):
-            finished = [at for key, (_, at) in self.end.peers.items() if self._has_finished(*key)]
+        if self._epochs.mode in (Mode.RUN, Mode.JOINED):
+            finished = [at for key, (_, at) in self.finished_peers.items() if self._has_finished(*key)]
             if finished and max(finished) > step:
                 return max(finished)
         return None
@@ -169,62 +207,64 @@ class Ending(Rounds):
     def _tell_members(self, why: str = "") -> None:
         """Once per epoch, as soon as it is linked: what is sent to a member without a link is lost.
         A newcomer says it only after others, and only of the same step."""
-        step = self.state.step
-        follows = any(at == step and self._has_finished(*key) for key, (_, at) in self.end.peers.items())
+        step = self._memory.state.step
+        follows = any(at == step and self._has_finished(*key) for key, (_, at) in self.finished_peers.items())
         if not (self._takes_part() or follows):
             return
         for record in self._records():
-            if record.epoch not in self.end.told:
-                self.end.told.add(record.epoch)
+            if record.epoch not in self.notified_epochs:
+                self.notified_epochs.add(record.epoch)
                 for x in record.roster:
-                    if x.replica != self.identity.replica:
+                    if x.replica != self._context.replica:
                         message = m.Finished(record.fence, step, why)
-                        self._emit(io.SendPeer(x.replica, x.incarnation, message))
-
-    # --- without a leader ------------------------------------------------------------------------------
+                        self._context.emit(io.SendPeer(x.replica, x.incarnation, message))
 
     def end_deadline(self) -> float | None:
         """When I end by myself, if no leader says before that the job is complete."""
-        if not self.contact.finished:
+        if not self._session.contact.finished:
             return None
-        autonomy_end = self.contact.last + self.config.autonomy_s
-        if self.end.since < 0:
+        autonomy_end = self._session.contact.last + self._context.config.autonomy_s
+        if self.all_finished_since < 0:
             return autonomy_end
-        grace_s = LEADER_S if self.contact.connected else NO_LEADER_S
-        return min(autonomy_end, self.end.since + grace_s)
+        grace_s = LEADER_S if self._session.contact.connected else NO_LEADER_S
+        return min(autonomy_end, self.all_finished_since + grace_s)
 
     def _end_alone_when_due(self) -> None:
-        step, record = self.state.step, self.current
-        everybody = record is not None and self.mode is Mode.RUN and self._have_all_finished(record)
+        step, record = self._memory.state.step, self._epochs.current
+        everybody = record is not None and self._epochs.mode is Mode.RUN and self._have_all_finished(record)
         if not everybody:
-            self.end.since = -1.0
-        elif self.end.since < 0:
-            self.end.since = self._now
+            self.all_finished_since = -1.0
+        elif self.all_finished_since < 0:
+            self.all_finished_since = self._context.now
         deadline = self.end_deadline()
-        if deadline is None or self._now < deadline:
+        if deadline is None or self._context.now < deadline:
             return
         if everybody and record is not None:
             why = (
                 f"no lighthouse has marked the job complete; all members ({', '.join(record.names)}) have "
                 f"finished at step {step}, so it is, and the next lighthouse that is reached will be told"
             )
-            self._emit(io.Finish(step, why, JobEnd(record.fence, step, self.identity.incarnation)))
+            self._context.emit(
+                io.Finish(step, why, JobEnd(record.fence, step, self._context.identity.incarnation))
+            )
         elif record is not None and self._takes_part():
             why = (
-                f"no lighthouse answered for {self.config.autonomy_s:g} s, and not all members have said that"
-                f" they finished: this replica ends with its state of step {step}"
+                f"no lighthouse answered for {self._context.config.autonomy_s:g} s, and not all members have "
+                f"said that they finished: this replica ends with its state of step {step}"
             )
-            self._emit(io.Finish(step, why, JobEnd(record.fence, step, self.identity.incarnation)))
+            self._context.emit(
+                io.Finish(step, why, JobEnd(record.fence, step, self._context.identity.incarnation))
+            )
         else:
             why = "no lighthouse answered for autonomy_s, and the final state may be another than this one"
-            self._stop(75, why)
-        self.stopped = True
+            self._context.stop(75, why)
+        self._context.stopped = True
 
     def _have_all_finished(self, record: Record) -> bool:
-        step = self.state.step
+        step = self._memory.state.step
         return self._takes_part() and all(
-            x.replica == self.identity.replica
-            or self.end.peers.get((x.replica, x.incarnation)) == (record.generation, step)
+            x.replica == self._context.replica
+            or self.finished_peers.get((x.replica, x.incarnation)) == (record.generation, step)
             for x in record.roster
         )
 

@@ -6,15 +6,21 @@ reduction, the others' contributions, their votes.
 
 from fabric.errors import IllegalTransition
 from fabric.model import Record
-from fabric.protocol.member.catch_up import MemberCatchUp
+from fabric.protocol.member.context import CoreContext
+from fabric.protocol.member.epochs import KnownEpochs
+from fabric.protocol.member.memory import MemberMemory
 from fabric.protocol.member.round import Round
+from fabric.protocol.member.serving import SnapshotServing
+from fabric.protocol.member.session import LighthouseSession
 from fabric.protocol.member.state import (
     KeptGradient,
+    LastRound,
     MemberState,
     Mode,
 )
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.rules.adaptive_timeout import AdaptiveTimeout
 from fabric.protocol.rules.assignment import Work, share_out, waits_for_data
 from fabric.protocol.rules.divergence import bounded
 
@@ -23,58 +29,152 @@ STEP_BEAT_S = 0.25
 FOLLOWED_S = 5.0
 
 
-class Rounds(MemberCatchUp):
-    """A member that takes part in rounds."""
+class Rounds:
+    """The round that this member is in, and the promise that outlives it."""
 
-    # --- what arrives ----------------------------------------------------------------------------------
+    def __init__(
+        self,
+        context: CoreContext,
+        memory: MemberMemory,
+        epochs: KnownEpochs,
+        session: LighthouseSession,
+        serving: SnapshotServing,
+    ) -> None:
+        self._context = context
+        self._memory = memory
+        self._epochs = epochs
+        self._session = session
+        self._serving = serving
+        self.round: Round | None = None
+        self.prepared: io.PreparedRound | None = None  # a promise: it outlives an abort, until the decision
+        self.last_round = LastRound()
+        self.disputed = (0, 0)  # the (epoch, step) of a round that ended so, see ``Round.is_disputed``
+        self.committed_in = -1  # the newest epoch in which I committed a round, since I joined
+        self.round_timeout = AdaptiveTimeout(context.config.exchange_s)
+        self.ring_waits_for = ""  # the member whose bytes the data plane waits for
+
+    def _waits_for(self) -> tuple[str, ...]:
+        """Name the members this round waits for: the ring neighbour, else those whose vote or part lacks."""
+        round_ = self.round
+        if round_ is None or not round_.contributed:
+            return ()
+        if round_.everybody_in() and not round_.gradient_digest:
+            # In a ring of one the data plane's neighbour is this member itself.
+            other = self.ring_waits_for if self.ring_waits_for != self._context.replica else ""
+            return (other,) if other else ()
+        return tuple(n for n in round_.missing() if n != self._context.replica)
+
+    def abort(self, why: str, about: str, stalled: bool = False, mismatch: bool = False) -> None:
+        """Rule 5: once per round; the kept gradient and the hold stay. Without ``retain`` the gradient was
+        reduced where it lay, so that what has begun to be exchanged is gone."""
+        assert self._epochs.current is not None
+        if self._epochs.mode is Mode.ABORTED:
+            return
+        waiting_for = self._waits_for()
+        self._epochs.enter_mode(Mode.ABORTED)
+        round_ = self.round
+        given_away = round_ is not None and round_.exchanging and not self._context.config.retain
+        self.leave_round()
+        self._context.emit(io.AbortExchange(self._epochs.current.epoch, why))
+        if given_away:
+            self._memory.drop_kept()
+        self._context.emit(
+            io.WriteJournal("abort", self._epochs.current.epoch, self._memory.state.step, why, about)
+        )
+        step, away = self._memory.state.step, self._session.unreachable()
+        self._session.send_aborted(
+            m.Aborted(self._epochs.current.fence, step, why, about, waiting_for, stalled, mismatch, away)
+        )
+
+    def leave_round(self) -> None:
+        """What others have said of it outlives the round, for they may be gone when somebody asks."""
+        round_, self.round = self.round, None
+        if round_ is None:
+            return
+        if round_.is_disputed(self._context.replica):
+            self.disputed = (round_.record.epoch, round_.step)
+        if round_.step == self._memory.state.step and round_.is_outvoted(self._memory.state.digest):
+            self._memory.state.outvoted = True
+
+    def go_to(self, record: Record) -> None:
+        self._epochs.current = record
+        self.round = None
+        self._epochs.links.first_step = (
+            self._memory.state.step if record.is_forced else self._planned_first_step(record)
+        )
+        self._epochs.links.up = {e for e in self._epochs.links.up if e >= record.epoch}
+        self._context.emit(io.Switch(record))
+
+    def _planned_first_step(self, record: Record) -> int:
+        early = [step for epoch, step in self._epochs.links.early if epoch == record.epoch]
+        return (
+            max([self._memory.state.step, *early])
+            if self._epochs.mode is Mode.JOINED
+            else self._memory.state.step
+        )
+
+    def _to_roster(self, message: m.PeerMessage) -> None:
+        assert self.round is not None
+        for x in self.round.record.roster:
+            if x.replica != self._context.replica:
+                self._context.emit(io.SendPeer(x.replica, x.incarnation, message))
+
+    def _is_round(self, epoch: int, step: int) -> bool:
+        round_ = self.round
+        return round_ is not None and (round_.record.epoch, round_.step) == (epoch, step)
 
     def on_ready(self, event: io.Ready) -> None:
-        if event.step != self.state.step:
-            raise IllegalTransition(f"ready for step {event.step} with the state at {self.state.step}")
-        self.state.digest, self.state.later = event.digest, event.later
-        self.state.entries = bounded(event.entries)
-        self.waiting = True
-        self._last_times = event.times
+        if event.step != self._memory.state.step:
+            raise IllegalTransition(
+                f"ready for step {event.step} with the state at {self._memory.state.step}"
+            )
+        self._memory.state.digest, self._memory.state.later = event.digest, event.later
+        self._memory.state.entries = bounded(event.entries)
+        self._memory.waiting = True
+        self._session.last_times = event.times
         # A step that nobody waits to hear of need not cost a message: the next beat tells it.
-        contact = self.contact
-        due = self._now if event.digest or self._is_followed() else contact.beaten + STEP_BEAT_S
-        contact.next_beat = min(contact.next_beat, max(due, self._now))
+        contact = self._session.contact
+        due = self._context.now if event.digest or self._is_followed() else contact.beaten + STEP_BEAT_S
+        contact.next_beat = min(contact.next_beat, max(due, self._context.now))
 
     def on_digested(self, event: io.Digested) -> None:
-        if self.state.later and event.step == self.state.step:
-            self.state.digest, self.state.later, self.state.asked = event.digest, False, False
-            self.state.entries = bounded(event.entries)
-            self.contact.next_beat = self._now
-
-    def _lacks_digest(self) -> bool:
-        """Whether my state's digest is to be compared and not taken to its end. Others count the time of a
-        round from when everybody is in it, so I am not before that is done."""
-        state = self.state
-        if state.later and not state.asked:
-            state.asked = True
-            self._emit(io.TellDigest(state.step))
-        return state.later
+        if self._memory.state.later and event.step == self._memory.state.step:
+            self._memory.state.digest, self._memory.state.later, self._memory.state.asked = (
+                event.digest,
+                False,
+                False,
+            )
+            self._memory.state.entries = bounded(event.entries)
+            self._session.contact.next_beat = self._context.now
 
     def _is_followed(self) -> bool:
         """Whether the leader needs my step at once: in a new epoch, and while somebody joins."""
-        contact = self.contact
-        settled = self.mode is Mode.RUN and self.newest is not None and not self.contact.finished
-        settled = settled and self.newest is self.current and contact.beaten_epoch == self._epoch()
-        return not settled or bool(self.listeners) or self._now - contact.asked < FOLLOWED_S
+        contact = self._session.contact
+        settled = (
+            self._epochs.mode is Mode.RUN
+            and self._epochs.newest is not None
+            and not self._session.contact.finished
+        )
+        settled = (
+            settled
+            and self._epochs.newest is self._epochs.current
+            and contact.beaten_epoch == self._epochs.epoch()
+        )
+        return not settled or bool(self._serving.listeners) or self._context.now - contact.asked < FOLLOWED_S
 
     def on_streaming(self, event: io.Streaming) -> None:
-        if event.step == self.state.step and not self.kept_gradient.stale:
-            self.kept_gradient.streaming = self.kept_gradient.weight + event.weight
+        if event.step == self._memory.state.step and not self._memory.kept_gradient.stale:
+            self._memory.kept_gradient.streaming = self._memory.kept_gradient.weight + event.weight
 
     def on_computed(self, event: io.Computed) -> None:
-        self.waiting = True
-        kept = self.kept_gradient
+        self._memory.waiting = True
+        kept = self._memory.kept_gradient
         kept.streaming = 0.0
-        if kept.stale or event.step != self.state.step:
-            self._drop_kept()
+        if kept.stale or event.step != self._memory.state.step:
+            self._memory.drop_kept()
             return
         kept.computing = ()
-        if event.weight == 0 and self.identity.sharing.policy == "shrink":
+        if event.weight == 0 and self._context.identity.sharing.policy == "shrink":
             # Nothing was put in for them (data of another step were discarded): they are skipped.
             kept.have -= set(event.micro_batches)
         kept.weight += event.weight
@@ -82,7 +182,7 @@ class Rounds(MemberCatchUp):
             kept.metrics[name] = kept.metrics.get(name, 0.0) + value
         if event.redo and self.round is not None and self.round.exchanging:
             # Nobody holds this round yet: that takes my contribution, which has not been sent.
-            self._abort(event.redo, "")
+            self.abort(event.redo, "")
 
     def on_exchanged(self, event: io.Exchanged) -> None:
         if self._is_round(event.epoch, event.step):
@@ -90,54 +190,33 @@ class Rounds(MemberCatchUp):
             self.round.gradient_digest = event.gradient_digest
             self.round.nonfinite, self.round.mine = event.nonfinite, event.mine
 
+    def on_ring_waits_for(self, event: io.RingWaitsFor) -> None:
+        """Note whose bytes are due in the ring: an abort names that member."""
+        self.ring_waits_for = event.replica
+
     def on_exchange_failed(self, event: io.ExchangeFailed) -> None:
         if self._is_round(event.epoch, event.step):
             # The exchange is over by now; what it waited for then tells who held it up.
             self.ring_waits_for = event.waited_for
-            self._abort(event.why, event.about, mismatch=event.mismatch)
+            self.abort(event.why, event.about, mismatch=event.mismatch)
             self.ring_waits_for = ""
 
-    def on_peer(self, event: io.FromPeer) -> None:
+    def on_peer(self, event: io.FromPeer) -> bool:
+        """Take a message of a round; return whether it may tell a joining member which step is under way."""
         message, fence = event.message, event.message.fence
-        promised = self.report.fence if self.report is not None else None
+        promised = self._epochs.report.fence if self._epochs.report is not None else None
         if promised is not None and fence.store_id == promised.store_id and fence < promised:
-            return
-        if self.current is not None and fence.epoch < self.current.epoch:
-            return
-        newest = self.newest
+            return False
+        if self._epochs.current is not None and fence.epoch < self._epochs.current.epoch:
+            return False
+        newest = self._epochs.newest
         if newest is not None and fence.store_id != newest.store_id and fence.epoch <= newest.epoch:
-            return  # of a store that is no more, or of one whose job I cannot follow
+            return False  # of a store that is no more, or of one whose job I cannot follow
         if self._is_round(fence.epoch, message.step):
             self._collect(event.replica, event.incarnation, message)
-            return
-        self.links.keep_early((fence.epoch, message.step), event, self._floor())
-        if isinstance(message, m.Contribution):
-            self._first_data()
-
-    def _first_data(self) -> None:
-        """Rule 9: a newcomer learns from the first contribution of its epoch which step is under way."""
-        record = self.newest
-        if self.mode is not Mode.JOINED or record is None or record.is_forced:
-            return
-        steps = [
-            key[1]
-            for key, events in self.links.early.items()
-            if key[0] == record.epoch and any(self._by_veteran(record, e) for e in events)
-        ]
-        if not steps:
-            return
-        step = min(steps)
-        if self.state.step > step:
-            self._leave(f"my step {self.state.step} is ahead of the job's {step}")
-            return
-        self._go_to(record)
-        self._enter_mode(Mode.RUN)
-        self._open_round(step, ())
-
-    @staticmethod
-    def _by_veteran(record: Record, event: io.FromPeer) -> bool:
-        member = record.member(event.replica)
-        return member is not None and not member.joining and isinstance(event.message, m.Contribution)
+            return False
+        self._epochs.links.keep_early((fence.epoch, message.step), event, self._epochs.epoch())
+        return isinstance(message, m.Contribution)
 
     def _collect(self, replica: str, incarnation: int, message: m.PeerMessage) -> None:
         round_ = self.round
@@ -149,110 +228,117 @@ class Rounds(MemberCatchUp):
             return
         if not isinstance(message, m.Contribution):
             return
-        if message.layout != self.identity.layout:
+        if message.layout != self._context.identity.layout:
             why = f"{replica} has other parameters (layout {message.layout})"
-            self._abort(why, replica, mismatch=True)
+            self.abort(why, replica, mismatch=True)
             return
         round_.contributions.setdefault(replica, message)
 
-    def _floor(self) -> int:
-        return self.current.epoch if self.current is not None else 0
-
-    # --- the stages of a round -------------------------------------------------------------------------
-
-    def _enter_round(self) -> None:
+    def enter_round(self) -> None:
         """Rules 1, 4, 7 and 10: what is my share of the next round?"""
-        record = self.current
+        record = self._epochs.current
         assert record is not None
-        if self.contact.finished or len(record.roster) < (record.min_replicas or self.config.min_replicas):
+        if self._session.contact.finished or len(record.roster) < (
+            record.min_replicas or self._context.config.min_replicas
+        ):
             return
         if waits_for_data(record.sharing, record.roster):
             return
         if self._is_on_its_own_for_too_long():
             return
-        self._open_round(self.state.step, self._share(record))
+        self.open_round(self._memory.state.step, self._share(record))
 
     def _is_on_its_own_for_too_long(self) -> bool:
         """Rule 10: from now on a new generation may begin without me, so I begin no round and commit none."""
-        if self._now - self.contact.last <= self.config.autonomy_s:
+        if self._context.now - self._session.contact.last <= self._context.config.autonomy_s:
             return False
-        self._stop(75, "no lighthouse answered for autonomy_s: stopped before the next round or commit")
+        self._context.stop(
+            75, "no lighthouse answered for autonomy_s: stopped before the next round or commit"
+        )
         return True
 
     def _share(self, record: Record) -> tuple[int, ...]:
-        step, me, resume = self.state.step, self.identity.replica, self.resume
+        step, me, resume = self._memory.state.step, self._context.replica, self._epochs.resume
         if resume is not None and resume.fence == record.fence and resume.step == step:
             ids = next((a.micro_batches for a in resume.table if a.replica == me), ())
-            return tuple(i for i in ids if i not in self.kept_gradient.have)
-        first = self.links.first_step == step and not record.is_forced
+            return tuple(i for i in ids if i not in self._memory.kept_gradient.have)
+        first = self._epochs.links.first_step == step and not record.is_forced
         able = [x for x in record.roster if not (first and x.joining)]
-        work = Work(self.identity.micro_batches, record.sharing)
+        work = Work(self._context.identity.micro_batches, record.sharing)
         return share_out(work, record.roster, able, record.poisoned(step)).get(me, ())
 
-    def _open_round(self, step: int, share: tuple[int, ...]) -> None:
-        record = self.current
+    def open_round(self, step: int, share: tuple[int, ...]) -> None:
+        record = self._epochs.current
         assert record is not None
-        if self.last_round[0] != record.epoch:
-            self._emit(io.SendLeader(m.Running(record.fence, step)))
+        if self.last_round.epoch != record.epoch:
+            self._context.emit(io.SendLeader(m.Running(record.fence, step)))
         self._note_poison(record, step)
-        self.last_round = (record.epoch, step, record.names)
+        self.last_round = LastRound(record.epoch, step, record.names)
         self.round = Round(record, step, share)
-        for event in self.links.take_early((record.epoch, step)):
+        for event in self._epochs.links.take_early((record.epoch, step)):
             if self.round is not None:
                 self._collect(event.replica, event.incarnation, event.message)
         if share and self.round is not None:
-            self.kept_gradient.have |= set(share)
-            self.kept_gradient.computing = share
-            self.waiting = False
-            self._emit(io.Compute(step, share))
+            self._memory.kept_gradient.have |= set(share)
+            self._memory.kept_gradient.computing = share
+            self._memory.waiting = False
+            self._context.emit(io.Compute(step, share))
 
     def _note_poison(self, record: Record, step: int) -> None:
         """What nobody computes is recorded, once per round that leaves it out."""
         ids = tuple(sorted(record.poisoned(step)))
         if ids:
-            self._emit(io.WriteJournal("poison", record.epoch, step, "two processes died at them", "", ids))
+            self._context.emit(
+                io.WriteJournal("poison", record.epoch, step, "two processes died at them", "", ids)
+            )
 
-    def _contribute_when_computed(self) -> None:
+    def contribute_when_computed(self) -> None:
         """Only once linked: what is sent to a member without a link is lost."""
         round_ = self.round
-        if round_ is None or round_.contributed or self.kept_gradient.computing:
+        if round_ is None or round_.contributed or self._memory.kept_gradient.computing:
             return
-        if round_.record.epoch not in self.links.up:
+        if round_.record.epoch not in self._epochs.links.up:
             return
-        at_step = round_.step == self.state.step
-        if at_step and (not self.waiting or self._lacks_digest()):
+        at_step = round_.step == self._memory.state.step
+        if at_step and (not self._memory.waiting or self._memory.lacks_digest()):
             return
-        kept = self.kept_gradient if at_step else KeptGradient()
+        kept = self._memory.kept_gradient if at_step else KeptGradient()
         message = m.Contribution(
             fence=round_.record.fence,
             step=round_.step,
             weight=kept.weight,
             micro_batches=tuple(sorted(kept.have)),
-            layout=self.identity.layout,
+            layout=self._context.identity.layout,
             metrics=tuple(sorted(kept.metrics.items())),
         )
         round_.contributed = True
-        round_.contributions[self.identity.replica] = message
+        round_.contributions[self._context.replica] = message
         self._to_roster(message)
 
-    def _exchange_when_linked(self) -> None:
+    def exchange_when_linked(self) -> None:
         """With what I have contributed, or with what is about to be: its bytes may go ahead of its message,
         for a hold needs both."""
-        round_, kept = self.round, self.kept_gradient
-        if round_ is None or round_.exchanging or round_.record.epoch not in self.links.up:
+        round_, kept = self.round, self._memory.kept_gradient
+        if round_ is None or round_.exchanging or round_.record.epoch not in self._epochs.links.up:
             return
         if round_.contributed:
             round_.exchanging = True
-            weight = round_.contributions[self.identity.replica].weight
-            self._emit(io.StartExchange(round_.record.fence, round_.step, weight))
-        elif kept.streaming > 0 and round_.step == self.state.step and len(round_.record.roster) > 1:
+            weight = round_.contributions[self._context.replica].weight
+            self._context.emit(io.StartExchange(round_.record.fence, round_.step, weight))
+        elif kept.streaming > 0 and round_.step == self._memory.state.step and len(round_.record.roster) > 1:
             round_.exchanging = True
-            self._emit(io.StartExchange(round_.record.fence, round_.step, kept.streaming, streaming=True))
+            self._context.emit(
+                io.StartExchange(round_.record.fence, round_.step, kept.streaming, streaming=True)
+            )
 
     def _newcomers_first(self, round_: Round) -> bool:
         """Whether somebody may still be catching up in it: then it is the user's update that takes long."""
-        first = self.links.first_step == round_.step
+        first = self._epochs.links.first_step == round_.step
         return first and any(x.joining for x in round_.record.roster)
+
+    def missing(self) -> tuple[str, ...]:
+        """The members whose contribution or vote my round lacks, once I have contributed."""
+        return self.round.missing() if self.round is not None and self.round.contributed else ()
 
     def stall_deadline(self) -> float | None:
         """When the round is given up, once everybody is in it; None while somebody has an excuse. What was
@@ -261,106 +347,117 @@ class Rounds(MemberCatchUp):
         if round_ is None or round_.begun < 0:
             return None
         if not self._newcomers_first(round_):
-            return round_.begun + self.learned.bound_s
-        updates_s = self.config.user_code_s if round_.gradient_digest else 0.0
-        return round_.begun + self.config.exchange_s + updates_s
+            return round_.begun + self.round_timeout.bound_s
+        updates_s = self._context.config.user_code_s if round_.gradient_digest else 0.0
+        return round_.begun + self._context.config.exchange_s + updates_s
 
-    def _abort_when_stalled(self) -> None:
+    def abort_when_stalled(self) -> None:
         round_ = self.round
         if round_ is not None and round_.begun < 0 and round_.everybody_in():
-            round_.begun = self._now
+            round_.begun = self._context.now
         deadline = self.stall_deadline()
-        if round_ is None or deadline is None or self._now < deadline or self.mode is not Mode.RUN:
+        if (
+            round_ is None
+            or deadline is None
+            or self._context.now < deadline
+            or self._epochs.mode is not Mode.RUN
+        ):
             return
         waits = self._waits_for()
-        took, whom = self._now - round_.begun, ", ".join(waits) or "nobody in particular"
-        self.learned.stalled()
+        took, whom = self._context.now - round_.begun, ", ".join(waits) or "nobody in particular"
+        self.round_timeout.stalled()
         why = f"round {round_.step} stalled: everybody is in it for {took:.1f} s, and I wait for {whom}"
-        self._abort(why, waits[0] if waits else "", stalled=True)
+        self.abort(why, waits[0] if waits else "", stalled=True)
 
-    def _hold_when_reduced(self) -> None:
+    def prepare_when_reduced(self) -> None:
         """Rule 2: from here on the hold is a promise."""
         round_ = self.round
-        if round_ is None or self.identity.replica in round_.votes or not self.waiting:
+        if round_ is None or self._context.replica in round_.votes or not self._memory.waiting:
             return
-        prepared = round_.prepared() if round_.step == self.state.step else None
-        if prepared is None or self._lacks_digest():
+        prepared = round_.prepared() if round_.step == self._memory.state.step else None
+        if prepared is None or self._memory.lacks_digest():
             return
         self.prepared = prepared
-        newest = self.newest
+        newest = self._epochs.newest
         round_.ready_record = round_.record
-        if newest is not None and newest.epoch > round_.record.epoch and newest.epoch in self.links.up:
+        if (
+            newest is not None
+            and newest.epoch > round_.record.epoch
+            and newest.epoch in self._epochs.links.up
+        ):
             round_.ready_record = newest
         vote = m.CommitVote(
             fence=round_.record.fence,
             step=round_.step,
             ready=round_.ready_record.epoch,
             gradient_digest=prepared.gradient_digest,
-            state_digest=self.state.digest,
+            state_digest=self._memory.state.digest,
             nonfinite=round_.mine,
-            entries=self.state.entries if self.state.digest else (),
+            entries=self._memory.state.entries if self._memory.state.digest else (),
         )
-        round_.votes[self.identity.replica] = vote
+        round_.votes[self._context.replica] = vote
         self._to_roster(vote)
 
-    def _commit_when_agreed(self) -> None:
+    def commit_when_agreed(self) -> None:
         """Rule 3: everybody holds, so it is committed; digests that differ abort instead."""
         round_, prepared = self.round, self.prepared
-        if round_ is None or prepared is None or not round_.complete() or self.stopped:
+        if round_ is None or prepared is None or not round_.complete() or self._context.stopped:
             return
         disagreement = round_.disagreement()
         if disagreement:
-            self.state.parted = round_.parted()
-            self._abort(disagreement, "")
+            self._memory.state.parted = round_.parted()
+            self.abort(disagreement, "")
             # Evicted for this, I would not trust my own state either.
-            self.links.suspect = True
+            self._epochs.links.suspect = True
             return
         if self._is_on_its_own_for_too_long():
             return
-        if self.state.digest:
-            self.links.suspect = False
-            others = [vote for name, vote in round_.votes.items() if name != self.identity.replica]
-            if self.state.step > self.loaded and any(vote.state_digest for vote in others):
-                self.agreed = round_.record.epoch
+        if self._memory.state.digest:
+            self._epochs.links.suspect = False
+            others = [vote for name, vote in round_.votes.items() if name != self._context.replica]
+            if self._memory.state.step > self._memory.loaded and any(vote.state_digest for vote in others):
+                self._memory.agreed = round_.record.epoch
         if round_.begun >= 0 and not self._newcomers_first(round_):
-            self.learned.took(self._now - round_.begun)
+            self.round_timeout.took(self._context.now - round_.begun)
         following = round_.next_epoch()
         record = round_.ready_record
         switch = record is not None and following > round_.record.epoch
-        self._commit(prepared, first_of_epoch=switch)
-        if switch and not self.stopped:
+        self.commit(prepared, first_of_epoch=switch)
+        if switch and not self._context.stopped:
             assert record is not None and record.epoch == following
-            self._go_to(record)
-            if not record.lists(self.identity.replica, self.identity.incarnation):
-                self._stop(0, "drained: the others go on without this replica")
-            elif record.epoch not in self.links.up:
-                self._abort(f"a link was lost on the way into epoch {record.epoch}", "")
+            self.go_to(record)
+            if not record.lists(self._context.replica, self._context.identity.incarnation):
+                self._context.stop(0, "drained: the others go on without this replica")
+            elif record.epoch not in self._epochs.links.up:
+                self.abort(f"a link was lost on the way into epoch {record.epoch}", "")
 
-    def _commit(self, prepared: io.PreparedRound, first_of_epoch: bool = False) -> None:
+    def commit(self, prepared: io.PreparedRound, first_of_epoch: bool = False) -> None:
         if prepared.nonfinite and self._judge_nonfinite(prepared):
             return
         if not prepared.weight:
-            self.empty = prepared.step
+            self._memory.empty = prepared.step
         following = prepared.step + 1
-        mine = dict(prepared.contributions).get(self.identity.replica, ())
-        every = self.config.digest_every
-        self.state = MemberState(self.state.generation, following, "", prepared.gradient_digest)
-        self.end.took_part = prepared.epoch
-        self.prepared, self.round, self.kept_gradient = None, None, KeptGradient()
-        self.waiting = False
-        self._emit(io.Publish(self.state.generation, prepared))
+        mine = dict(prepared.contributions).get(self._context.replica, ())
+        every = self._context.config.digest_every
+        self._memory.state = MemberState(
+            self._memory.state.generation, following, "", prepared.gradient_digest
+        )
+        self.committed_in = prepared.epoch
+        self.prepared, self.round, self._memory.kept_gradient = None, None, KeptGradient()
+        self._memory.waiting = False
+        self._context.emit(io.Publish(self._memory.state.generation, prepared))
         wanted = bool(every) and (first_of_epoch or following % every == 0)
-        self._emit(io.Apply(prepared.step, prepared, contributed=bool(mine), digest=wanted))
+        self._context.emit(io.Apply(prepared.step, prepared, contributed=bool(mine), digest=wanted))
 
     def _judge_nonfinite(self, prepared: io.PreparedRound) -> bool:
         """The sum is the same on all members, and so is what they make of it: whether that is to stop."""
         culprits = self.round.culprits() if self.round is not None else ""
         why = f"the averaged gradient of {prepared.nonfinite} at step {prepared.step} is not finite"
         why += f": so was what {culprits} put in" if culprits else ""
-        if self.config.on_nan != "stop":
-            self._emit(io.WriteJournal("skipped", self._epoch(), prepared.step, why))
+        if self._context.config.on_nan != "stop":
+            self._context.emit(io.WriteJournal("skipped", self._epochs.epoch(), prepared.step, why))
             return False
-        why += '; look at its data and loss, or set on_nan to "skip" or "propagate"'
-        self._emit(io.SendLeader(m.LoopFailed(self._fence(), prepared.step, why)))
-        self._stop(1, why)
+        why += '; look at its data and loss, or set on_nan to "skip" or "pass"'
+        self._context.emit(io.SendLeader(m.LoopFailed(self._epochs.fence(), prepared.step, why)))
+        self._context.stop(1, why)
         return True

@@ -112,6 +112,19 @@ class KeptGradient:
     stale: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LastRound:
+    """The newest round that a member entered."""
+
+    epoch: int = 0  # 0: none
+    step: int = 0
+    roster: tuple[str, ...] = ()
+
+    def is_that_of(self, prepared: io.PreparedRound) -> bool:
+        """Whether ``prepared`` is a promise about this round."""
+        return (prepared.epoch, prepared.step) == (self.epoch, self.step)
+
+
 @dataclass(slots=True)
 class Fetch:
     """Catch-up: what is under way (``asked``, ``state``, ``install``, ``gradient`` or nothing), what is
@@ -154,19 +167,7 @@ class Contact:
 
 
 @dataclass(slots=True)
-class End:
-    """The end of the loops. ``peers``: (replica, incarnation) -> the (generation, step) at which that process
-    has said it finished. ``told``: epochs whose members I have told. ``since``: when I first knew that all
-    members have finished, negative before. ``took_part``: the newest epoch in which I committed a round."""
-
-    peers: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
-    since: float = -1.0
-    took_part: int = -1
-
-
-@dataclass(slots=True)
-class Links:
+class LinkState:
     """Epochs whose links are up, and messages of rounds that I have not entered yet (bounded). ``silent``:
     members to which nothing gets through, as far as I know. From outside the roster all members are probed:
     ``probing`` while that is under way, and the next time at ``next_probe``. ``flaps``: one of them could not

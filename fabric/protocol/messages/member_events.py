@@ -238,6 +238,14 @@ class Snapshotted:
 
 
 @dataclass(frozen=True, slots=True)
+class RingWaitsFor:
+    """The data plane waits for bytes of this member now (empty: for nobody's). It starts nothing: an abort
+    that follows names that member."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed."""
 
@@ -267,6 +275,7 @@ Event = (
     | GradientFetched
     | GradientGone
     | Snapshotted
+    | RingWaitsFor
     | Tick
 )
 

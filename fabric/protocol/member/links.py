@@ -1,0 +1,118 @@
+"""Links of epochs: made, failed, lost, and probed from outside the roster."""
+
+from fabric.protocol.member.context import CoreContext
+from fabric.protocol.member.ending import Ending
+from fabric.protocol.member.epochs import KnownEpochs
+from fabric.protocol.member.memory import MemberMemory
+from fabric.protocol.member.rounds import Rounds
+from fabric.protocol.member.session import LighthouseSession
+from fabric.protocol.member.state import Mode
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+
+# A newcomer asks itself so often whether it reaches the members: when all was well, and when it was not.
+PROBE_S = 5.0
+PROBE_AGAIN_S = 0.5
+# In larger rosters only those are probed that could not be reached before.
+MAX_PROBED = 64
+
+
+class LinkWatch:
+    """What follows from the state of the links, which is kept with the epochs."""
+
+    def __init__(
+        self,
+        context: CoreContext,
+        memory: MemberMemory,
+        epochs: KnownEpochs,
+        session: LighthouseSession,
+        rounds: Rounds,
+        ending: Ending,
+    ) -> None:
+        self._context = context
+        self._memory = memory
+        self._epochs = epochs
+        self._session = session
+        self._rounds = rounds
+        self._ending = ending
+
+    def on_linked(self, event: io.Linked) -> None:
+        self._epochs.links.up.add(event.epoch)
+        self._epochs.links.flaps = False
+        for record in (self._epochs.current, self._epochs.newest):
+            if record is not None and record.epoch == event.epoch:
+                self._epochs.links.silent.difference_update(record.names)
+
+    def on_link_failed(self, event: io.LinkFailed) -> None:
+        self._epochs.links.silent.update(event.unreachable)
+        if self._epochs.runs(event.epoch):
+            self._rounds.abort(event.why, event.about)
+        elif self._epochs.newest is not None and event.epoch == self._epochs.newest.epoch:
+            self._complain(event.why, event.about)
+
+    def _complain(self, why: str, about: str) -> None:
+        """The newest epoch cannot be linked."""
+        assert self._epochs.newest is not None
+        fence, step = self._epochs.newest.fence, self._memory.state.step
+        self._session.send_aborted(
+            m.Aborted(fence, step, why, about, unreachable=self._session.unreachable())
+        )
+
+    def on_link_lost(self, event: io.LinkLost) -> None:
+        if self._ending.has_said_all(event.replica, event.incarnation):
+            return  # it leaves, and no round needs it any more; a death is the leader's to tell
+        if event.silent:
+            self._epochs.links.silent.add(event.replica)
+        for record in (self._epochs.current, self._epochs.newest):
+            if record is not None and record.lists(event.replica, event.incarnation):
+                self._epochs.links.up.discard(record.epoch)
+                self._ending.notified_epochs.discard(record.epoch)
+        running = self._epochs.mode in (Mode.RUN, Mode.CATCH_UP)
+        if (
+            running
+            and self._epochs.current is not None
+            and self._epochs.current.lists(event.replica, event.incarnation)
+        ):
+            if not self._session.contact.finished:  # else I am in no round
+                self._rounds.abort(f"the link to {event.replica} ended: {event.why}", event.replica)
+            return
+        newest = self._epochs.newest if self._epochs.mode is not Mode.OUTSIDE else None
+        if newest is None or not newest.lists(event.replica, event.incarnation):
+            return
+        if event.silent:
+            # Nothing is gained by another try first: the leader weighs all complaints of a cut together.
+            self._complain(f"the link to {event.replica} ended: {event.why}", event.replica)
+        self._context.emit(io.LinkUp(newest))
+
+    def may_probe(self) -> bool:
+        links, newest = self._epochs.links, self._epochs.newest
+        there = newest is not None and (len(newest.roster) <= MAX_PROBED or bool(links.silent))
+        return (
+            self._epochs.mode is Mode.OUTSIDE
+            and there
+            and self._session.contact.connected
+            and not links.probing
+        )
+
+    def probe_when_due(self) -> None:
+        """From outside: whoever cannot reach a member would be left out again. Of thousands only those are
+        probed that could not be reached before."""
+        links, newest = self._epochs.links, self._epochs.newest
+        if newest is None or self._context.now < links.next_probe or not self.may_probe():
+            return
+        links.probing = True
+        links.silent.intersection_update(newest.names)
+        many = len(newest.roster) > MAX_PROBED
+        self._context.emit(io.Probe(tuple(x for x in newest.roster if not many or x.replica in links.silent)))
+
+    def on_probed(self, event: io.Probed) -> None:
+        links = self._epochs.links
+        links.probing = False
+        # A link that was cut may flap: it is looked at often until all links of an epoch have stood.
+        links.flaps = links.flaps or bool(links.silent or event.unreachable)
+        links.next_probe = self._context.now + (PROBE_AGAIN_S if links.flaps else PROBE_S)
+        if self._epochs.mode is not Mode.OUTSIDE:
+            return
+        if links.silent != set(event.unreachable):
+            links.silent = set(event.unreachable)
+            self._session.contact.next_beat = self._context.now

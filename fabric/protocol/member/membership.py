@@ -1,0 +1,329 @@
+"""Epochs as the leader announces them: join, leave, report, resume. Rules 5 to 9 of docs/protocol.md."""
+
+from dataclasses import replace
+
+from fabric.errors import IllegalTransition
+from fabric.model import Record, SnapshotRef
+from fabric.protocol.member.catch_up import CatchUp
+from fabric.protocol.member.context import CoreContext
+from fabric.protocol.member.epochs import KnownEpochs
+from fabric.protocol.member.memory import MemberMemory
+from fabric.protocol.member.rounds import Rounds
+from fabric.protocol.member.serving import SnapshotServing
+from fabric.protocol.member.session import LighthouseSession
+from fabric.protocol.member.state import (
+    LastRound,
+    Mode,
+)
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+from fabric.protocol.messages import roster_delta
+
+
+class Membership:
+    """A member among the epochs: what it answers to each."""
+
+    def __init__(
+        self,
+        context: CoreContext,
+        memory: MemberMemory,
+        epochs: KnownEpochs,
+        session: LighthouseSession,
+        serving: SnapshotServing,
+        rounds: Rounds,
+        catch_up: CatchUp,
+    ) -> None:
+        self._context = context
+        self._memory = memory
+        self._epochs = epochs
+        self._session = session
+        self._serving = serving
+        self._rounds = rounds
+        self._catch_up = catch_up
+
+    def _leave(self, why: str) -> None:
+        """Rule 6, not in the roster: what I kept for a round counts for nothing; my state may."""
+        if self._rounds.round is not None and self._epochs.current is not None:
+            self._context.emit(io.AbortExchange(self._epochs.current.epoch, why))
+        me = self._epochs.current.member(self._context.replica) if self._epochs.current is not None else None
+        if me is not None and me.leaving:
+            self._context.stop(0, "drained: the others go on without this replica")
+            return
+        self._epochs.enter_mode(Mode.OUTSIDE)
+        self._session.contact.fallen = None
+        self._rounds.leave_round()
+        self._rounds.prepared, self._epochs.resume = None, None
+        self._serving.promised.clear()
+        self._serving.listeners.clear()
+        self._memory.drop_kept()
+        self._catch_up.want(None)
+        if self._epochs.links.suspect or self._memory.state.outvoted:
+            self._memory.state.generation = 0
+            self._epochs.links.suspect = False
+        self._context.emit(io.WriteJournal("outside", self._epochs.epoch(), self._memory.state.step, why))
+
+    def first_data(self) -> None:
+        """Rule 9: a newcomer learns from the first contribution of its epoch which step is under way."""
+        record = self._epochs.newest
+        if self._epochs.mode is not Mode.JOINED or record is None or record.is_forced:
+            return
+        steps = [
+            key[1]
+            for key, events in self._epochs.links.early.items()
+            if key[0] == record.epoch and any(self._epochs.by_veteran(record, e) for e in events)
+        ]
+        if not steps:
+            return
+        step = min(steps)
+        if self._memory.state.step > step:
+            self._leave(f"my step {self._memory.state.step} is ahead of the job's {step}")
+            return
+        self._rounds.go_to(record)
+        self._epochs.enter_mode(Mode.RUN)
+        self._rounds.open_round(step, ())
+
+    def on_beat_reply(self, message: m.HeartbeatAck) -> None:
+        sent = self._session.contact.sent.pop(message.number, None)
+        if sent is not None:
+            self._session.contact.last = max(self._session.contact.last, sent)
+            self._session.contact.sent = {
+                n: t for n, t in self._session.contact.sent.items() if n > message.number
+            }
+            unheeded, self._session.contact.unheeded = self._session.contact.unheeded, None
+            if unheeded is not None:
+                self.on_resume(unheeded)
+
+    def on_epoch(self, message: m.Epoch) -> None:
+        self._session.contact.changes = self._session.contact.changes or message.changes
+        self._hear_of(message.record)
+
+    def on_change(self, message: m.RosterDelta) -> None:
+        """The same for who holds the roster before it; else it is asked for, unless it is of the past."""
+        self._session.contact.changes = True
+        record = roster_delta.applied(message, self._epochs.newest)
+        if record is not None:
+            self._hear_of(record)
+        elif self._epochs.newest is None or not self._epochs.is_past(message.record.fence):
+            self._context.emit(
+                io.WriteJournal(
+                    "roster", message.record.epoch, self._memory.state.step, "it is asked for whole"
+                )
+            )
+            self._context.emit(io.SendLeader(m.RequestRoster(message.record.fence)))
+
+    def _hear_of(self, record: Record) -> None:
+        if not self._is_news(record):
+            return
+        if self._epochs.newest is not None and record.generation != self._epochs.newest.generation:
+            self._catch_up.want(None)  # what is on its way is a state of a generation that is over
+        self._epochs.newest = record
+        if self._is_leaving(record):
+            self._context.emit(io.LinkUp(record))
+            return
+        if not record.lists(self._context.replica, self._context.identity.incarnation):
+            if self._epochs.mode is not Mode.OUTSIDE:
+                self._leave(f"epoch {record.epoch} goes on without me: {record.reason}")
+            # Only who is known to know the epoch is admitted to the next.
+            self._session.contact.next_beat = self._context.now
+            return
+        if self._epochs.mode is Mode.OUTSIDE:
+            self._join(record)
+        if self._epochs.mode in (Mode.RUN, Mode.CATCH_UP):
+            if not self._is_broken_by(record):
+                self._context.emit(io.LinkUp(record))
+                return
+            self._rounds.abort(f"epoch {record.epoch}: {record.reason}", "")
+            if record.is_forced:
+                self._report(record)
+        elif record.is_forced:
+            self._report(record)
+        elif self._epochs.mode is Mode.JOINED:
+            self._context.emit(io.LinkUp(record))
+            self.first_data()
+        else:
+            self._session.repeat_aborted()
+
+    def _is_news(self, record: Record) -> bool:
+        newest = self._epochs.newest
+        if newest is None:
+            return True
+        if record.store_id != newest.store_id:
+            return self._begin_anew(record)
+        if record.fence == newest.fence:
+            self._repeat_answer()
+        return record.fence > newest.fence
+
+    def _begin_anew(self, record: Record) -> bool:
+        """The store was wiped or replaced. Its record is another life of the job: nothing that was agreed in
+        the last one counts, and my state only where the new life begins from it. Returns whether I go on."""
+        assert self._epochs.newest is not None
+        if self._epochs.mode is not Mode.OUTSIDE:
+            self._leave("the control store was wiped or replaced: the job begins again")
+        if self._context.stopped:
+            return False
+        if record.epoch <= self._epochs.newest.epoch:
+            # Links and exchanges are named by epochs, which must only grow in the life of a process.
+            self._context.stop(
+                75,
+                f"the control store was replaced by one whose job is at epoch {record.epoch}, and this "
+                f"process was at epoch {self._epochs.newest.epoch} of the last one: it starts again",
+            )
+            return False
+        self._epochs.newest = self._epochs.current = self._epochs.report = None
+        self._rounds.last_round, self._rounds.disputed = LastRound(), (0, 0)
+        self._session.contact.aborted, self._session.contact.unsaid = None, False
+        self._memory.state.generation = 0
+        self._catch_up.want(None)
+        return True
+
+    def _join(self, record: Record) -> None:
+        self._epochs.enter_mode(Mode.JOINED)
+        self._rounds.committed_in = -1
+        if self._catch_up.fetch.doing == "asked":
+            self._catch_up.fetch.doing = ""
+        if self._epochs.is_awaited(record):
+            # The others wait for me with a state of theirs: what I hold counts for nothing.
+            self._memory.state.generation = 0
+            self._catch_up.want(None)
+        elif not record.is_forced and self._memory.state.generation != record.generation:
+            # Admitted for a state that I have lost since.
+            self._catch_up.cannot_catch_up("I hold no state of this generation any more")
+
+    def _is_leaving(self, record: Record) -> bool:
+        """A drained member stays in its round until everybody is ready for the epoch without it."""
+        if record.is_forced or self._epochs.current is None or self._epochs.mode is not Mode.RUN:
+            return False
+        me = self._epochs.current.member(self._context.replica)
+        listed = record.lists(self._context.replica, self._context.identity.incarnation)
+        return me is not None and me.leaving and not listed and not self._is_broken_by(record)
+
+    def _is_broken_by(self, record: Record) -> bool:
+        """Rule 6: I missed a forced epoch, or somebody of my roster who was not leaving is gone."""
+        current = self._epochs.current
+        assert current is not None
+        gone = [x for x in current.roster if not x.leaving and not record.lists(x.replica, x.incarnation)]
+        return current.epoch < record.forced or bool(gone)
+
+    def _repeat_answer(self) -> None:
+        """Rule 6, same epoch announced again (a new leader asks): say again what was answered."""
+        assert self._epochs.newest is not None
+        if self._session.contact.fallen is not None:
+            self._context.emit(io.SendLeader(self._session.contact.fallen))
+        if self._epochs.mode is not Mode.OUTSIDE and self._epochs.newest.epoch not in self._epochs.links.up:
+            self._context.emit(io.LinkUp(self._epochs.newest))
+        if self._epochs.report is not None and self._epochs.report.fence == self._epochs.newest.fence:
+            self._send_report(self._epochs.report, self._epochs.newest)
+        if self._epochs.mode is Mode.ABORTED:
+            self._session.repeat_aborted()
+        elif (
+            self._epochs.mode is Mode.RUN
+            and self._epochs.current is not None
+            and self._rounds.last_round.epoch == self._epochs.current.epoch
+        ):
+            self._context.emit(
+                io.SendLeader(m.Running(self._epochs.current.fence, self._rounds.last_round.step))
+            )
+
+    def _report(self, record: Record) -> None:
+        """Rule 7: built once per forced epoch, a promise to take no part in older ones."""
+        if (
+            self._epochs.mode is not Mode.REPORTED
+            or self._epochs.report is None
+            or self._epochs.report.fence != record.fence
+        ):
+            self._epochs.enter_mode(Mode.REPORTED)
+        prepared = self._rounds.prepared
+        last_round = self._rounds.last_round
+        entry = record.member(self._context.replica)
+        self._epochs.report = m.Report(
+            fence=record.fence,
+            state_generation=self._memory.state.generation,
+            step=self._memory.state.step,
+            digest=self._memory.state.digest,
+            round_epoch=last_round.epoch,
+            round_step=last_round.step,
+            round_roster=last_round.roster,
+            prepared=prepared is not None and last_round.is_that_of(prepared),
+            gradient_digest=prepared.gradient_digest if prepared is not None else "",
+            disputed=self._rounds.disputed == (last_round.epoch, last_round.step),
+            outvoted=self._memory.state.outvoted,
+            parted=self._memory.state.parted,
+            unconfirmed=entry is not None and self._memory.agreed < entry.since,
+            # What the main thread is computing is promised: it is finished before I contribute again.
+            have=() if self._memory.kept_gradient.stale else tuple(sorted(self._memory.kept_gradient.have)),
+            committed_digest=self._memory.state.committed_digest,
+        )
+        self._send_report(self._epochs.report, record)
+        self._context.emit(io.LinkUp(record))
+
+    def _send_report(self, report: m.Report, record: Record) -> None:
+        """In short where the leader understands that: whom of this epoch the round lacked."""
+        if self._session.contact.changes:
+            there = frozenset(report.round_roster)
+            lacked = tuple(n for n in record.names if n not in there) if report.round_epoch else ()
+            report = replace(report, round_roster=(), round_lacked=lacked)
+        self._context.emit(io.SendLeader(report))
+
+    def on_resume(self, message: m.Resume) -> None:
+        """Rule 8."""
+        record = self._epochs.newest
+        if self._epochs.mode is not Mode.REPORTED or record is None or message.fence != record.fence:
+            return
+        assert record.is_forced
+        if self._context.now - self._session.contact.last > self._context.config.autonomy_s:
+            # It may be of long ago, and a new generation have begun since: an answered beat tells.
+            self._session.contact.unheeded = message
+            self._session.contact.next_beat = self._context.now
+            return
+        self._epochs.resume = message
+        self._rounds.go_to(record)
+        self._context.emit(io.WriteJournal("resume", record.epoch, message.step, message.reason))
+        outdated = self._memory.state.generation != record.generation and not self._epochs.is_awaited(record)
+        if record.cold == record.epoch or outdated:
+            # The second: the cold start's own decision never reached me, or my fetch of its base failed.
+            self._start_generation(record)
+        prepared = self._rounds.prepared
+        if prepared is not None and self._may_commit(prepared, message):
+            self._rounds.commit(prepared)
+        self._rounds.prepared = None
+        if any(a.replica == self._context.replica and a.drop for a in message.table):
+            self._memory.drop_kept()
+        if self._memory.state.step > message.step and self._memory.state.generation == record.generation:
+            raise IllegalTransition(
+                f"told to resume at {message.step} with the state at {self._memory.state.step}"
+            )
+        there = self._epochs.is_at(record, message.step)
+        if not there and self._epochs.is_awaited(record):
+            self._memory.state.generation = 0
+            self._catch_up.want(None)
+            self._context.emit(
+                io.WriteJournal("blocking join", record.epoch, message.step, "the others wait for my state")
+            )
+        self._epochs.enter_mode(Mode.RUN if there else Mode.CATCH_UP)
+
+    def _may_commit(self, prepared: io.PreparedRound, message: m.Resume) -> bool:
+        assert self._epochs.newest is not None
+        return (
+            self._memory.state.step == prepared.step == message.step - 1
+            and prepared.epoch >= self._epochs.newest.cold
+            and prepared.gradient_digest == message.commit_digest
+        )
+
+    def _start_generation(self, record: Record) -> None:
+        """Rule 6 of the leader: keep my state if it is the base, else fetch that."""
+        base = record.base
+        self._rounds.prepared, self._session.contact.fallen = None, None
+        self._memory.drop_kept()
+        if self._context.identity.storage_unread and not base.generation:
+            # Nobody else has read it either, and it may hold what this job has come to.
+            self._context.stop(
+                75, "the job would begin from nothing, and durable storage has not been read here"
+            )
+            return
+        same = self._memory.state.step == base.step and base.digest in ("", self._memory.state.digest)
+        if same and self._catch_up.fetch.doing != "install":
+            self._memory.state.generation = record.generation
+            self._memory.state.committed_digest, self._memory.state.outvoted = "", False
+        else:
+            self._memory.state.generation = 0
+            self._catch_up.want(SnapshotRef(base.generation, base.step, base.digest), base.sources)

@@ -1,0 +1,159 @@
+"""The session with the lighthouse: it opens with who I am, beats, and repeats what must not be lost."""
+
+from fabric.model import Fence, SnapshotRef, StepTimes
+from fabric.protocol.member.context import CoreContext
+from fabric.protocol.member.epochs import KnownEpochs
+from fabric.protocol.member.memory import MemberMemory
+from fabric.protocol.member.state import Contact, Mode
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import network as m
+
+# A heartbeat names so many that are waited for; the others are named when these have come or were left out.
+MAX_NAMED = 64
+
+
+class LighthouseSession:
+    """What the leader is told, and when."""
+
+    def __init__(self, context: CoreContext, memory: MemberMemory, epochs: KnownEpochs) -> None:
+        self._context = context
+        self._memory = memory
+        self._epochs = epochs
+        self.contact = Contact(last=context.now, next_beat=context.now)
+        self.busy = ""  # what the user's code does for long, for people
+        self.busy_s = 0.0  # and how long that may last
+        self.last_times: StepTimes | None = None  # of the newest step, for the next heartbeat
+
+    @property
+    def phase(self) -> str:
+        """Some words for people: the mode, whether links are being made, and what the main thread does."""
+        mode = self._epochs.mode
+        if self.contact.finished:
+            return f"{mode.value}, finished"
+        linking = mode is Mode.RUN and self._epochs.epoch() not in self._epochs.links.up
+        return f"{mode.value}{m.LINKING if linking else ''}{', waiting' if self._memory.waiting else ''}"
+
+    def on_busy(self, event: io.Busy) -> None:
+        """Said at once: the others' patience depends on it."""
+        self.busy, self.busy_s = event.reason, event.at_most_s
+        self.contact.next_beat = self._context.now
+
+    def on_closing(self, _: io.Closing) -> None:
+        self._memory.waiting = False
+        self.contact.finished = True
+        fence = Fence(
+            self._epochs.fence().store_id, self._memory.state.generation, self._epochs.fence().epoch
+        )
+        self._context.emit(io.SendLeader(m.Finished(fence, self._memory.state.step)))
+
+    def on_failed(self, event: io.LoopRaised) -> None:
+        """The user's loop has raised: said until the leader answers, who stops the job or me alone."""
+        self._memory.waiting = False
+        self.contact.failed = m.LoopFailed(self._epochs.fence(), self._memory.state.step, event.why)
+        self._context.emit(io.SendLeader(self.contact.failed))
+
+    def unreachable(self) -> tuple[str, ...]:
+        """Members of the newest epoch to which nothing gets through, as far as I know."""
+        newest = self._epochs.newest
+        if newest is None or not self._epochs.links.silent:
+            return ()
+        return tuple(n for n in newest.names if n in self._epochs.links.silent)[:MAX_NAMED]
+
+    def send_aborted(self, message: m.Aborted) -> None:
+        self.contact.aborted, self.contact.unsaid = message, not self.contact.connected
+        self._context.emit(io.SendLeader(self.contact.aborted))
+
+    def beat_when_due(self, waiting_for: tuple[str, ...]) -> None:
+        """Send the heartbeat that is due; ``waiting_for``: the members that my round lacks something of."""
+        contact = self.contact
+        if not contact.connected or self._context.now < contact.next_beat:
+            return
+        contact.number += 1
+        contact.sent[contact.number] = self._context.now
+        contact.next_beat = self._context.now + self._context.config.beat_s
+        contact.beaten = self._context.now
+        contact.beaten_epoch = self._epochs.newest.epoch if self._epochs.newest is not None else 0
+        self._context.emit(
+            io.SendLeader(
+                m.Heartbeat(
+                    number=contact.number,
+                    epoch=self._epochs.newest.epoch if self._epochs.newest is not None else 0,
+                    generation=self._memory.state.generation,
+                    step=self._memory.state.step,
+                    digest=self._memory.state.digest,
+                    phase=self.phase,
+                    waiting_for=waiting_for[:MAX_NAMED],
+                    busy=self.busy,
+                    times=self.last_times,
+                    busy_s=self.busy_s,
+                    empty=self._memory.empty,
+                    unreachable=self.unreachable() if self._epochs.mode is Mode.OUTSIDE else (),
+                )
+            )
+        )
+        self.last_times = None
+
+    def open(self, snapshots: tuple[SnapshotRef, ...]) -> None:
+        """Begin a session with who I am; what else the leader must know is said again."""
+        self.contact.connected = True
+        self.contact.changes = False
+        self.contact.next_beat = self._context.now
+        me, state = self._context.identity, self._memory.state
+        self._context.emit(
+            io.SendLeader(
+                m.OpenSession(
+                    replica=me.replica,
+                    incarnation=me.incarnation,
+                    generation=state.generation,
+                    step=state.step,
+                    digest=state.digest,
+                    epoch=self._epochs.newest.epoch if self._epochs.newest is not None else 0,
+                    link=me.link,
+                    ckpt=me.ckpt,
+                    micro_batches=me.micro_batches,
+                    layout=me.layout,
+                    tensors=me.tensors,
+                    plane=me.plane,
+                    durable=me.durable,
+                    ended=me.ended,
+                    data=me.data,
+                    shares=me.shares,
+                    snapshots=snapshots,
+                    predecessors=me.predecessors,
+                    predecessors_gone=bool(me.predecessors),
+                    finished=self.contact.finished,
+                    sharing=me.sharing,
+                    data_slot=me.data_slot,
+                    rack=me.rack,
+                    ranks=me.ranks,
+                    spare=me.spare,
+                    secret=me.secret,
+                    replay=self._context.config.replay,
+                    exchange_s=self._context.config.exchange_s,
+                    user_code_s=self._context.config.user_code_s,
+                    autonomy_s=self._context.config.autonomy_s,
+                    roster=self._epochs.newest.roster_digest if self._epochs.newest is not None else "none",
+                )
+            )
+        )
+        if self.contact.failed is not None:
+            self._context.emit(io.SendLeader(self.contact.failed))
+        if self.contact.unsaid:
+            # The leader may have answered it already, and does not know that I had been in that round.
+            self.contact.unsaid = False
+            self.repeat_aborted()
+
+    def on_lost(self, _: io.LeaderLost) -> None:
+        self.contact.connected = False
+
+    def on_rejected(self, message: m.Rejected) -> None:
+        if message.retry:
+            self._context.emit(
+                io.WriteJournal("kept out", self._epochs.epoch(), self._memory.state.step, message.reason)
+            )
+        else:
+            self._context.stop(1, message.reason, message.poison)
+
+    def repeat_aborted(self) -> None:
+        if self.contact.aborted is not None:
+            self._context.emit(io.SendLeader(self.contact.aborted))

@@ -1,0 +1,139 @@
+"""What a shell may read of a member core. Facts that another thread reads may be a moment apart."""
+
+from collections.abc import Mapping, Set
+
+from fabric.model import Record, SnapshotRef
+from fabric.protocol.member.catch_up import CatchUp
+from fabric.protocol.member.context import CoreContext
+from fabric.protocol.member.epochs import KnownEpochs
+from fabric.protocol.member.memory import MemberMemory
+from fabric.protocol.member.round import Round
+from fabric.protocol.member.rounds import Rounds
+from fabric.protocol.member.serving import SnapshotServing
+from fabric.protocol.member.session import LighthouseSession
+from fabric.protocol.member.state import MemberConfig, MemberIdentity, Mode
+from fabric.protocol.messages import network as m
+
+
+class MemberView:
+    """Read-only: each property names one fact of the core."""
+
+    def __init__(
+        self,
+        context: CoreContext,
+        memory: MemberMemory,
+        epochs: KnownEpochs,
+        session: LighthouseSession,
+        serving: SnapshotServing,
+        rounds: Rounds,
+        catch_up: CatchUp,
+    ) -> None:
+        self._context = context
+        self._memory = memory
+        self._epochs = epochs
+        self._session = session
+        self._serving = serving
+        self._rounds = rounds
+        self._catch_up = catch_up
+
+    # --- who it is, and its memory -----------------------------------------------------------------
+
+    @property
+    def identity(self) -> MemberIdentity:
+        """Who this process is."""
+        return self._context.identity
+
+    @property
+    def config(self) -> MemberConfig:
+        """Its settings."""
+        return self._context.config
+
+    @property
+    def generation(self) -> int:
+        """Of the state in memory; 0: nobody vouches for it."""
+        return self._memory.state.generation
+
+    @property
+    def step(self) -> int:
+        """Of the state in memory."""
+        return self._memory.state.step
+
+    @property
+    def digest(self) -> str:
+        """Of the state in memory, where it was taken."""
+        return self._memory.state.digest
+
+    # --- epochs and rounds -------------------------------------------------------------------------
+
+    @property
+    def mode(self) -> Mode:
+        """Where this member is among the epochs."""
+        return self._epochs.mode
+
+    @property
+    def phase(self) -> str:
+        """The mode in words for people, with what the main thread does."""
+        return self._session.phase
+
+    @property
+    def current(self) -> Record | None:
+        """The epoch in force here."""
+        return self._epochs.current
+
+    @property
+    def newest(self) -> Record | None:
+        """The newest epoch that was announced."""
+        return self._epochs.newest
+
+    @property
+    def first_step(self) -> int:
+        """The first step of the epoch in force."""
+        return self._epochs.links.first_step
+
+    @property
+    def round(self) -> Round | None:
+        """The round that is under way."""
+        return self._rounds.round
+
+    @property
+    def own_contribution(self) -> m.Contribution | None:
+        """What this member has sent for the round that is under way."""
+        round_ = self._rounds.round
+        return round_.contributions.get(self._context.replica) if round_ is not None else None
+
+    # --- the session, and joins --------------------------------------------------------------------
+
+    @property
+    def last_answered(self) -> float:
+        """When the newest heartbeat was sent that was answered."""
+        return self._session.contact.last
+
+    @property
+    def busy(self) -> str:
+        """What the user's code does for long; empty: nothing that it named."""
+        return self._session.busy
+
+    @property
+    def fetching(self) -> str:
+        """What is under way to catch up: ``asked``, ``state``, ``install``, ``gradient`` or nothing."""
+        return self._catch_up.fetch.doing
+
+    @property
+    def fetched_generation(self) -> int:
+        """Which generation the state being loaded will belong to."""
+        return self._catch_up.fetch.generation
+
+    @property
+    def promised_snapshots(self) -> Mapping[str, int]:
+        """Joining member -> the step at which a snapshot is promised to it."""
+        return self._serving.promised
+
+    @property
+    def listeners(self) -> Set[str]:
+        """The joining members that live on published gradients."""
+        return self._serving.listeners
+
+    @property
+    def snapshots(self) -> tuple[SnapshotRef, ...]:
+        """Those that the checkpoint server holds."""
+        return self._serving.snapshots

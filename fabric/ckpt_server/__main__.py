@@ -39,21 +39,21 @@ def parse(arguments: list[str]) -> tuple[ServerSettings, str, int]:
         "--log", default="text", choices=logs.FORMATS, help="how to log: text, or a JSON object per line"
     )
     parser.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
-    found = parser.parse_args(arguments)
+    values = parser.parse_args(arguments)
     settings = ServerSettings(
-        job=found.job,
-        replica=found.replica,
-        run_dir=found.run_dir.absolute(),
-        bind=found.bind,
-        port=found.port,
-        advertise=found.advertise,
-        token_file=None if found.token_file is None else found.token_file.absolute(),
-        lighthouse=tuple(url.strip() for url in found.lighthouse.split(",") if url.strip()),
-        orphan_s=found.orphan_s,
-        rank=found.rank,
-        tls=Tls(found.tls_cert, found.tls_key, found.tls_ca),
+        job=values.job,
+        replica=values.replica,
+        run_dir=values.run_dir.absolute(),
+        bind=values.bind,
+        port=values.port,
+        advertise=values.advertise,
+        token_file=None if values.token_file is None else values.token_file.absolute(),
+        lighthouse=tuple(url.strip() for url in values.lighthouse.split(",") if url.strip()),
+        orphan_s=values.orphan_s,
+        rank=values.rank,
+        tls=Tls(values.tls_cert, values.tls_key, values.tls_ca),
     )
-    return settings, found.log, found.ready_fd
+    return settings, values.log, values.ready_fd
 
 
 def check(settings: ServerSettings) -> None:

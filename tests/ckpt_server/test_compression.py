@@ -76,7 +76,7 @@ def inflated(body: bytes) -> bytes:
     ],
     ids=["state", "tensor", "slice", "gradient", "blocks", "last block"],
 )
-def test_what_comes_compressed_unpacks_to_the_bytes_and_is_less(url, path, expected):
+def test_a_compressed_answer_is_smaller_and_decompresses_to_the_bytes(url, path, expected):
     plain = fetch(url, path)
     assert plain.body == expected and "Content-Encoding" not in plain.headers
     zstd = fetch(url, path, Accept_Encoding="gzip, zstd")
@@ -142,7 +142,7 @@ def test_any_accept_encoding_names_a_coding_or_none(header):
 
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=3000), st.sampled_from([1, 2, 4, 8]), st.booleans())
-def test_packing_and_unpacking_is_nothing(data, width, repeats):
+def test_compression_round_trip_returns_the_bytes(data, width, repeats):
     data = data * 400 if repeats else data
     compressor, body = Compressor(SHUFFLE, width), b""
     for at in range(0, len(data), PIECE_BYTES):
@@ -245,7 +245,7 @@ def test_small_ranges_measure_nothing():
     assert speed.why == "compressed: the link gives 10 MB/s plain and 14 MB/s compressed"
 
 
-def test_packing_that_gains_nothing_is_tried_on_one_range_and_left():
+def test_compression_without_gain_is_tried_on_one_range_and_dropped():
     speed = LinkSpeed(3)
     assert measure(speed, 100e6, 105e6, 30) == [False] * 6 + [True] + [False] * 23
     assert speed.why == "plain: the link gives 300 MB/s plain and 315 MB/s compressed"

@@ -1,4 +1,4 @@
-"""What a trainer noted before it died is told, over its successors, until the job is past it."""
+"""The crash marker of a dead trainer is reported, over its successors, until the job is past that step."""
 
 import os
 

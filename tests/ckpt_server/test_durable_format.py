@@ -104,7 +104,7 @@ class TestRoundTrip:
             x.load_state_dict(wanted[name])
         assert capture(other, 3).digest() == state.digest
 
-    def test_the_lane_is_a_safetensors_file(self, url):
+    def test_a_rank_shard_is_a_safetensors_file(self, url):
         one = objects(1)
         train(one)
         file, _ = write_one(url, one)
@@ -354,7 +354,7 @@ class TestDamage:
             (7, "where its bytes are"),
         ],
     )
-    def test_a_lane_that_promises_more_than_there_is_is_refused(self, written, segments, sentence):
+    def test_a_rank_shard_that_promises_missing_bytes_is_refused(self, written, segments, sentence):
         url, folder, state = written
         rank_shard = json.loads((folder / "fabric-0.json").read_text())
         rank_shard["segments"] = segments

@@ -1,5 +1,5 @@
-"""Gradients published by a label in shared memory, against a real server: as good as by a request, and asked
-for by nobody."""
+"""Gradients published by the index in shared memory, against a real server: as good as by a request, and
+asked for by nobody."""
 
 import contextlib
 import threading
@@ -18,7 +18,7 @@ NBYTES = 2_000_000
 
 
 def write(handle, slot: int, step: int, nbytes: int = NBYTES) -> None:
-    """Withdraw the slot, fill it, and label it."""
+    """Withdraw the slot, fill it, and publish it by its entry."""
     handle.allocate_gradient_index()
     if not handle.withdraw_via_shm(slot):
         handle.begin("gradient", slot)
@@ -30,7 +30,7 @@ def steps(handle) -> list[int]:
     return [row["step"] for row in fetch(handle.url, "/v1/gradients").json]
 
 
-def test_a_labelled_gradient_is_served_like_one_that_was_requested(attach):
+def test_an_entry_publishes_a_gradient_like_a_request(attach):
     handle = attach()
     write(handle, 0, 5)
     publish_gradient(handle, 1, bytes([5]) * NBYTES, 5, generation=2)
@@ -44,7 +44,7 @@ def test_a_labelled_gradient_is_served_like_one_that_was_requested(attach):
     assert "fabric_ckpt_gradients 2.0" in text and "fabric_ckpt_gradient_step 5.0" in text
 
 
-def test_a_label_taken_back_ends_the_serving_and_what_is_past_is_gone(attach):
+def test_a_withdrawn_entry_ends_the_serving_and_the_past_is_gone(attach):
     handle = attach()
     for slot, step in enumerate((3, 4)):
         write(handle, slot, step)
@@ -56,7 +56,7 @@ def test_a_label_taken_back_ends_the_serving_and_what_is_past_is_gone(attach):
     assert fetch(handle.url, "/v1/gradients/5?generation=1").json["gone"] is False
 
 
-def test_who_waits_for_a_gradient_gets_it_when_it_is_labelled(attach):
+def test_a_waiting_reader_gets_the_gradient_of_a_new_entry(attach):
     handle = attach()
     write(handle, 0, 1)
     found = []
@@ -87,7 +87,7 @@ def test_a_slot_that_is_read_may_not_be_written_before_the_server_has_ended_that
     connection.close()
 
 
-def test_what_a_trainer_labelled_outlives_it_and_its_successor_takes_it_back(attach):
+def test_an_entry_outlives_its_trainer_and_the_successor_withdraws_it(attach):
     first = attach()
     write(first, 0, 8)
     first.close()
@@ -100,7 +100,7 @@ def test_what_a_trainer_labelled_outlives_it_and_its_successor_takes_it_back(att
     assert steps(second) == [9]
 
 
-def test_void_withdraws_what_was_labelled(attach):
+def test_void_withdraws_the_entries(attach):
     handle = attach()
     write(handle, 0, 8)
     handle.void()
@@ -109,7 +109,7 @@ def test_void_withdraws_what_was_labelled(attach):
     assert steps(handle) == [9]
 
 
-def test_a_label_that_cannot_be_used_is_none(attach):
+def test_an_unusable_entry_publishes_nothing(attach):
     handle = attach()
     write(handle, 0, 1)
     write(handle, 1, 2)
@@ -121,7 +121,7 @@ def test_a_label_that_cannot_be_used_is_none(attach):
     assert not handle.publish_via_shm(gradient_index.COUNT, description(2, NBYTES), META)
 
 
-def test_a_label_that_is_half_there_is_none():
+def test_a_half_written_entry_counts_for_nothing():
     memory = bytearray(gradient_index.TOTAL_BYTES)
     side = gradient_index.GradientIndex(memoryview(memory))
     assert gradient_index.read_entry(memory, 3) == (0, b"")
@@ -136,7 +136,7 @@ def test_a_label_that_is_half_there_is_none():
     assert gradient_index.read_entry(memory[:100], 3) == (0, b"")
 
 
-def test_a_server_that_is_gone_is_noticed_by_who_labels(attach):
+def test_a_trainer_that_publishes_notices_a_lost_server(attach):
     handle = attach()
     write(handle, 0, 1)
     end(handle.pid)
@@ -145,7 +145,7 @@ def test_a_server_that_is_gone_is_noticed_by_who_labels(attach):
         handle.publish_via_shm(1, description(2, NBYTES), META)
 
 
-def test_slots_are_labelled_while_nobody_catches_up_and_requested_otherwise(attach):
+def test_slots_publish_by_entry_except_during_a_catch_up(attach):
     ring = CpuRing()
     slots = GradientSlots(attach(), NBYTES, "layout", ring)
     quietly = []

@@ -236,7 +236,7 @@ def test_the_token_is_not_told_to_another_users_process():
         assert process.stdout.readline() == "b''\n"
 
 
-def test_a_name_that_another_process_has_taken_first_costs_that_door_alone(attach, run_dir):
+def test_a_socket_name_taken_by_another_process_costs_local_reads_alone(attach, run_dir):
     ports = range(28700, 28740)
     with contextlib.ExitStack() as stack:
         for port in ports:

@@ -96,11 +96,11 @@ def stat(state: str, flags: int, threads: int) -> str:
         ("Z", 0x4, 40, "running"),  # the first thread ended alone
     ],
 )
-def test_what_the_kernel_says(state, flags, threads, verdict):
+def test_process_states_of_the_kernel(state, flags, threads, verdict):
     assert parse_stat(stat(state, flags, threads)).verdict == verdict
 
 
-async def test_what_the_kernel_says_of_real_processes_is_noticed_without_being_asked():
+async def test_process_states_of_the_kernel_of_real_processes_is_noticed_without_being_asked():
     trainer = TrainerWatch()
     assert trainer.state == "absent"
     watching = asyncio.create_task(trainer.watch())
@@ -159,7 +159,7 @@ def test_ports(text, ports):
 @pytest.mark.parametrize(
     "text", ["", "-", "-1", "80-", "-80", "82-80", "0-5", "65536", "a", "8000-8001-8002", "1e3"]
 )
-def test_ports_that_are_none(text):
+def test_malformed_ports_are_refused(text):
     with pytest.raises(ConfigError, match="give a port, a range such as 8000-8010, or 0"):
         parse_ports(text)
 

@@ -173,7 +173,7 @@ def test_runs_hold_every_element_of_the_piece_and_without_gaps_no_other(piece, g
 
 
 @given(pieces(), pieces())
-def test_what_two_boxes_have_in_common(one, other):
+def test_two_regions_have_a_common_region(one, other):
     if len(one.span.shape) != len(other.span.shape):
         return
     common = one.box.common(other.box)

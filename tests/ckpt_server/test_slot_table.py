@@ -269,7 +269,7 @@ def test_what_a_slot_cannot_hold_is_refused(attach):
         ({"weight": "1"}, "weight must be a number"),
     ],
 )
-def test_gradients_that_cannot_be_told_in_headers_are_refused(served, others, sentence):
+def test_gradients_that_do_not_fit_into_headers_are_refused(served, others, sentence):
     handle = served
     handle.void()
     with pytest.raises(Refused, match=sentence):

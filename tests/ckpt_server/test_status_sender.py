@@ -1,4 +1,4 @@
-"""The pulse against real WebSocket peers: what they are told when the trainer stops, goes, comes back."""
+"""Trainer status against real WebSocket peers: messages when the trainer stops, goes and comes back."""
 
 import asyncio
 import signal

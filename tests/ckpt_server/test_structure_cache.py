@@ -209,7 +209,7 @@ def test_a_view_keeps_the_memory_that_it_describes():
     assert view.tensors[0][1].tolist() == [1, 1, 1]
 
 
-def test_values_without_an_outline():
+def test_values_without_a_structure():
     for value in (np.ones(2), {1, 2}, {"a": object()}, {(1,): 2}, math.nan, torch.zeros(2, 3).t()):
         assert not record_structure(value, [], [])
     deep = []

@@ -1,4 +1,4 @@
-"""Who connects on a unix socket: served each in a task of its own, whatever becomes of another one."""
+"""Connections on a unix socket: each has a task of its own, and a defect ends one connection alone."""
 
 import asyncio
 import socket
@@ -84,7 +84,7 @@ async def test_a_defect_ends_one_connection_and_is_logged(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def test_who_comes_while_there_are_no_descriptors_is_served_when_there_are(tmp_path, caplog, run):
+def test_a_connection_without_free_descriptors_is_served_later(tmp_path, caplog, run):
     async def story() -> None:
         async with served(tmp_path, most=2) as path:
             caller = Caller()

@@ -1,8 +1,8 @@
-"""Starts a checkpoint server from its trainer, in a session of its own so that it outlives it.
+"""Starts a checkpoint server from its trainer, in a session of its own, so that it outlives the trainer.
 
-The new process reports over a pipe when trainers can attach, or why it cannot serve; its output goes to
-a log in the run folder. Two trainers may start one at the same time: the folder's lock lets one server
-win, and who lost is told to attach to that one.
+The new process reports over a pipe when trainers can attach, or why it cannot serve. Its output goes to a
+log in the run folder. Two trainers may start a server at the same time: the folder's lock lets one server
+win, and the other trainer attaches to the winner.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class ServerSpec:
     tls: Tls = field(default_factory=Tls)
 
     def arguments(self) -> list[str]:
-        """What follows the name of the module."""
+        """The command line after the name of the module."""
         # With "=", so that a value which begins with a dash is not taken for an option.
         arguments = [
             f"--job={self.job}",
@@ -126,7 +126,7 @@ def reap() -> None:
 
 
 def _read_report(pipe: int, deadline: float) -> bytes | None:
-    """What the new process wrote until the end of the pipe or of its line; None at the deadline."""
+    """The new process's report, up to the end of its line or of the pipe; None at the deadline."""
     report = b""
     while not report.endswith(b"\n") and len(report) < _MAX_REPORT_BYTES:
         left_s = deadline - time.monotonic()

@@ -1,8 +1,8 @@
 """The trainer's end of the channel to its checkpoint server: one request at a time, one answer each.
 
-A server that is stopped is not gone. A request that it has and has not answered in time stays owed: until
-the answer is there every other request is refused at once, so that nobody waits for that server again. The
-late answer is read and thrown away, and the channel goes on as before.
+A stopped server is not gone. A request without an answer in time stays owed: until the answer arrives the
+channel refuses every other request at once, so that the trainer waits for that server only once. The channel
+reads the late answer, throws it away and goes on as before.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class RequestChannel:
 
     def ask(self, body: Mapping[str, object], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
         """The answer and the descriptors beside it. Raises Refused with the server's sentence, and
-        ServerLost when there is no answer; see ``is_open`` for whether the channel can still be used."""
+        ServerLost without an answer; see ``is_open`` for whether the channel can still be used."""
         operation = str(body.get("op"))
         self.settle()
         if self._owed is not None:

@@ -2,8 +2,8 @@
 
 All calls block, under one lock, with a time limit each; any thread may make them. When the channel is closed
 every call raises ServerLost until ``ensure`` has attached again, to the same server if it lives and to a new
-one if not. A server that is stopped, or hangs, is neither: what rounds and snapshots ask for it must answer
-within a second, and until it has answered every other call raises ServerLost at once. It heals by itself.
+one if not. A stopped or hanging server is neither. It must answer the requests of rounds and snapshots within
+a second; until it answers, every other call raises ServerLost at once. Once it answers, calls work again.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from fabric.protocol.messages.wire import decode_as
 
 ATTACH_S = 20.0
 _ANSWER_S = 30.0
-# What a round or a snapshot waits for. A server that runs answers within a millisecond.
+# The longest wait of a round or a snapshot. A running server answers within a millisecond.
 _PROMPT_S = 1.0
-_PUBLISH_S = 5.0  # what nobody else waits for, such as to read the header of a large snapshot
+_PUBLISH_S = 5.0  # for requests that hold up no round, such as reading the header of a large snapshot
 # The kernel clears shared memory at more than this, on the slowest machines too.
 _CLEAR_BYTES_PER_S = 100e6
 _LOOK_AGAIN_S = 0.02
@@ -104,7 +104,8 @@ class ServerHandle:
             return mapped[:nbytes]
 
     def holds(self, kind: str, slot: int, nbytes: int) -> bool:
-        """Whether ``allocate`` would return at once; asks nobody, also while another thread allocates."""
+        """Whether ``allocate`` would return at once. Sends no request, also while another thread
+        allocates."""
         mapped = self._maps.get((kind, slot))
         return mapped is not None and len(mapped) >= nbytes
 
@@ -121,9 +122,9 @@ class ServerHandle:
             return self._descriptors[kind, slot]
 
     def begin(self, kind: str, slot: int, *, unless_read: bool = False) -> bool:
-        """Withdraw the slot, so that it may be written; when this returns nobody reads it any more.
+        """Withdraw the slot, so that it may be written; after the return no reader uses it.
 
-        With ``unless_read`` returns False, and withdraws nothing, while somebody does.
+        With ``unless_read`` returns False, and withdraws nothing, while a reader uses it.
         """
         if kind == "gradient" and self._gradient_index is not None:
             self._gradient_index.withdraw(slot)
@@ -161,7 +162,7 @@ class ServerHandle:
         """
         if self._gradient_index is None:
             return False
-        # While another thread asks, an answer on the line is no news; it will find out itself.
+        # While another thread asks, data on the line is its answer; that thread notices a lost server.
         if self._lock.acquire(blocking=False):
             try:
                 self._line.settle()
@@ -203,8 +204,8 @@ class ServerHandle:
         self._ask({"op": "void"})
 
     def finish(self, linger_s: float = 5.0, ended: JobEnd | None = None) -> None:
-        """The job is done: the server ends by itself ``linger_s`` from now. ``ended``: what it tells the next
-        lighthouse that it reaches, after which it ends as well."""
+        """The job is done: the server ends ``linger_s`` from now. ``ended``: the end of the job that the
+        server reports to the next lighthouse it reaches; then it ends, too."""
         word = None if ended is None else asdict(ended)
         self._ask({"op": "finish", "linger_s": linger_s, "ended": word}, _PUBLISH_S)
 
@@ -223,7 +224,8 @@ class ServerHandle:
         """Attach again if the channel is closed, starting a new server if the old one is dead.
 
         Returns True when the server is another process than before: nothing is published there, and
-        every slot must be allocated anew. One that hangs is left alone. Raises as ``start_or_attach`` does.
+        every slot must be allocated again. A server that hangs is left alone. Raises as ``start_or_attach``
+        does.
         """
         with self._lock:
             self._line.settle()
@@ -332,7 +334,7 @@ def _map(descriptors: list[int], capacity: object, nbytes: int) -> memoryview:
     for begin in range(0, capacity, _FAULT_BYTES):
         size = min(_FAULT_BYTES, capacity - begin)
         # Not by mmap's own method, which holds the interpreter's lock: the trainer's step would wait. Kernels
-        # before 5.14 cannot do it (an error that nobody looks at), and fault pages in when they are written.
+        # before 5.14 cannot do it (the error is ignored), and fault pages in when they are written.
         _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
     return memoryview(mapped)
 

@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def _end_with(descriptor: int) -> None:
-    """End this process when the other end of the pipe is closed: nobody waits for the outcome then."""
+    """End this process when the other end of the pipe is closed: no process waits for the outcome then."""
 
     def wait() -> None:
         while os.read(descriptor, 1):

@@ -74,7 +74,7 @@ class DigestingFile:
 
 
 class _WrittenTail(io.RawIOBase):
-    """What was written since a mark, as far as it was kept: enough for the directory of a zip file."""
+    """The kept writes since a mark, as a file: enough for the directory of a zip file."""
 
     def __init__(self, begin: int, end: int, pieces: list[tuple[int, bytes]]) -> None:
         self._begin, self._size, self._pieces, self._at = begin, end - begin, pieces, 0
@@ -94,13 +94,13 @@ class _WrittenTail(io.RawIOBase):
 
     def read(self, count: int = -1) -> bytes:
         count = self._size - self._at if count < 0 else max(0, min(count, self._size - self._at))
-        low, found = self._begin + self._at, bytearray(count)
+        low, data = self._begin + self._at, bytearray(count)
         for begin, piece in self._pieces:
             first, last = max(begin, low), min(begin + len(piece), low + count)
             if first < last:
-                found[first - low : last - low] = piece[first - begin : last - begin]
+                data[first - low : last - low] = piece[first - begin : last - begin]
         self._at += count
-        return bytes(found)
+        return bytes(data)
 
 
 def _raw_begin(begin: int, file: DigestingFile, nbytes: int) -> int:
@@ -220,12 +220,12 @@ def _digest_since(out: DigestingFile, begin: int) -> str:
 def _describe(
     tensor: torch.Tensor, shards: Mapping[int, tuple[torch.Tensor, Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    found = shards.get(id(tensor))
+    shard = shards.get(id(tensor))
     chunk = list(tensor.shape)
-    whole, offset = (chunk, [0] * len(chunk)) if found is None else (found[1]["shape"], found[1]["offset"])
+    shape, offset = (chunk, [0] * len(chunk)) if shard is None else (shard[1]["shape"], shard[1]["offset"])
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(whole),
+        "shape": list(shape),
         "offset": list(offset),
         "chunk": chunk,
         "digest": xxhash.xxh3_64_hexdigest(host_bytes(tensor)),
@@ -274,14 +274,14 @@ def _fit_together(entries: list[dict[str, Any]]) -> bool:
 
 def _add_tensor(described: dict[str, Any], key: str, entry: dict[str, Any], alike: bool) -> MetadataIndex:
     chunk, offset = torch.Size(entry["chunk"]), torch.Size(entry["offset"])
-    whole = torch.Size(entry["shape"])
+    shape = torch.Size(entry["shape"])
     if not alike:  # a part of something that is nowhere whole stands for itself
-        offset, whole = torch.Size([0] * len(chunk)), chunk
+        offset, shape = torch.Size([0] * len(chunk)), chunk
     properties = TensorProperties(dtype=DTYPE_BY_NAME[entry["dtype"]])
-    found = described.setdefault(key, TensorStorageMetadata(properties, whole, []))
+    metadata = described.setdefault(key, TensorStorageMetadata(properties, shape, []))
     part = ChunkStorageMetadata(offset, chunk)
-    if part not in found.chunks:
-        found.chunks.append(part)
+    if part not in metadata.chunks:
+        metadata.chunks.append(part)
     return MetadataIndex(key, offset)
 
 

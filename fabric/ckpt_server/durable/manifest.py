@@ -1,16 +1,16 @@
-"""What lies beside the tensors of a durable checkpoint, and how little of it is believed.
+"""The files of a durable checkpoint: names, descriptions, and the checks before fabric believes them.
 
 One folder is one checkpoint, ``STORAGE/JOB/step-0000000120-gen-3-r0-1795214478032``:
 
     .metadata         for torch.distributed.checkpoint alone: a pickle, which fabric writes and never reads
     __0_0.distcp      rank 0's tensors and objects as that library lays them out; __1_0.distcp is rank 1's
-    fabric-0.bin      what of rank 0's state has no raw bytes in there: the snapshot's preamble, numpy arrays
-    fabric-0.json     a *lane*: rank 0's snapshot manifest, and which bytes of which file its bytes are
+    fabric-0.bin      the rest of rank 0's state: the snapshot's preamble, numpy arrays
+    fabric-0.json     a *rank shard*: rank 0's snapshot manifest, and which bytes of which file hold it
     manifest.json     the state's name and digest, and the size and digest of every file above
     COMPLETE          the digest of manifest.json; written last, so a folder without it counts for nothing
 
-The lane's bytes, put together, are exactly the safetensors file that the checkpoint server held, so the very
-same blocks and digests verify them.
+A rank shard's bytes, put together, are exactly the safetensors file that the checkpoint server held, so the
+very same blocks and digests verify them.
 """
 
 import re
@@ -48,7 +48,7 @@ class Attempt:
 
     @classmethod
     def parse(cls, folder: str) -> "Attempt | None":
-        """What a folder's name says; None for a folder that is none of ours."""
+        """The attempt that a folder's name describes; None for a foreign folder."""
         match = _FOLDER.fullmatch(folder)
         if match is None:
             return None
@@ -58,7 +58,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """``nbytes`` of a lane lie in ``file`` from byte ``begin`` on."""
+    """``nbytes`` of a rank shard lie in ``file`` from byte ``begin`` on."""
 
     file: str
     begin: int
@@ -80,23 +80,23 @@ def rank_shard_name(rank: int) -> str:
 
 def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
     """The checked manifest in ``data``, read from ``name``. Raises StateError."""
-    found = parse_json(data)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    manifest = parse_json(data)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise StateError(f"{name} is not the manifest of a durable checkpoint of format {FORMAT}")
     for key in ("generation", "step"):
-        if not is_count(found.get(key), 1 << 62):
+        if not is_count(manifest.get(key), 1 << 62):
             raise StateError(f"{name} has no usable {key}")
-    if not is_hex(found.get("digest"), DIGEST_DIGITS) or not isinstance(found.get("job"), str):
+    if not is_hex(manifest.get("digest"), DIGEST_DIGITS) or not isinstance(manifest.get("job"), str):
         raise StateError(f"{name} names no job or no state")
-    if not is_count(found.get("ranks"), MAX_RANKS) or not found["ranks"]:
+    if not is_count(manifest.get("ranks"), MAX_RANKS) or not manifest["ranks"]:
         raise StateError(f"{name} has no usable number of ranks")
-    files = found.get("files")
+    files = manifest.get("files")
     if not isinstance(files, dict) or not all(_is_file(*entry) for entry in files.items()):
         raise StateError(f"{name} lists files that cannot be")
-    missing = [rank_shard_name(r) for r in range(found["ranks"]) if rank_shard_name(r) not in files]
+    missing = [rank_shard_name(r) for r in range(manifest["ranks"]) if rank_shard_name(r) not in files]
     if missing:
         raise StateError(f"{name} does not list {missing[0]}")
-    return found
+    return manifest
 
 
 def state_of(manifest: Mapping[str, Any]) -> SnapshotRef:
@@ -109,14 +109,18 @@ def parse_rank_shard(data: bytes, name: str, manifest: Mapping[str, Any], rank: 
 
     Raises StateError, also where it promises more than the files that the manifest lists have.
     """
-    found = parse_json(data)
-    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("rank") != rank:
+    description = parse_json(data)
+    if (
+        not isinstance(description, dict)
+        or description.get("format") != FORMAT
+        or description.get("rank") != rank
+    ):
         raise StateError(f"{name} does not describe rank {rank} in format {FORMAT}")
-    snapshot = check_manifest(found.get("snapshot"))
+    snapshot = check_manifest(description.get("snapshot"))
     same = SnapshotRef(snapshot["generation"], snapshot["step"], state_digest(snapshot)) == state_of(manifest)
     if not same or (manifest["ranks"] > 1 and snapshot.get("rank") != rank):
         raise StateError(f"{name} belongs to another state than its manifest")
-    listed = found.get("segments")
+    listed = description.get("segments")
     if not isinstance(listed, list):
         raise StateError(f"{name} does not say where its bytes are")
     segments = tuple(_segment(entry, manifest["files"], name) for entry in listed)

@@ -1,8 +1,8 @@
 """Finding and reading durable checkpoints: every byte verified, nothing unpickled, no torch.
 
 A folder counts when its marker is there and names the digest of its manifest. Everything else is verified
-where it is read: the lane's description against the manifest, each block and the whole against the digests
-that the snapshot had when it was taken. An error names the file that is wrong.
+where it is read: the rank shard's description against the manifest, each block and the whole against the
+digests that the snapshot had when it was taken. An error names the file that is wrong.
 """
 
 from collections.abc import Iterator
@@ -68,8 +68,10 @@ def open_checkpoint(storage: Storage) -> DurableCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointListing:
-    """What lies in a job's folder: complete ones, oldest first; folders of ours without a marker; and in
-    ``warnings`` what has a marker and cannot be read all the same."""
+    """The checkpoints in a job's folder.
+
+    ``complete``: oldest first. ``unfinished``: without a marker. ``warnings``: those that cannot be read
+    although they have a marker."""
 
     complete: tuple[DurableCheckpoint, ...]
     unfinished: tuple[Attempt, ...]
@@ -93,12 +95,12 @@ def list_checkpoints(storage: Storage, job: str) -> CheckpointListing:
             if MARKER not in folder.names():
                 unfinished.append(attempt)
                 continue
-            found = open_checkpoint(folder)
+            checkpoint = open_checkpoint(folder)
         except StateError as error:
             warnings.append(f"{error}")
             continue
-        if found.manifest["job"] == job:
-            complete.append(found)
+        if checkpoint.manifest["job"] == job:
+            complete.append(checkpoint)
     complete.sort(key=lambda c: (c.state.generation, c.state.step, c.manifest["digest"]))
     return CheckpointListing(tuple(complete), tuple(unfinished), tuple(warnings))
 
@@ -187,8 +189,8 @@ class RankShardFile:
         return bool(hasher.hexdigest() == self._listed[name]["digest"])
 
     def _parts(self, begin: int, end: int) -> Iterator[tuple[Any, int, int, int]]:
-        """(segment, where it begins in the lane, first and last byte wanted of the lane) for each touched
-        one."""
+        """(segment, where it begins in the rank shard, first and last byte wanted of the rank shard) for
+        each touched one."""
         offset = 0
         for segment in self._rank_shard.segments:
             low, high = max(begin, offset), min(end, offset + segment.nbytes)
@@ -212,8 +214,8 @@ def open_rank_shard(checkpoint: DurableCheckpoint, rank: int) -> Iterator[RankSh
 def find_checkpoint(storage: Storage, job: str, state: SnapshotRef) -> DurableCheckpoint:
     """The complete one of ``state``. Raises StateError, with what else is wrong in ``storage``."""
     listing = list_checkpoints(storage, job)
-    found = listing.find(state)
-    if found is None:
+    checkpoint = listing.find(state)
+    if checkpoint is None:
         more = "".join(f"; {warning}" for warning in listing.warnings)
         raise StateError(f"{storage.url} holds no complete checkpoint of step {state.step}{more}")
-    return found
+    return checkpoint

@@ -1,6 +1,6 @@
 """Where durable checkpoints lie: a local folder or any fsspec URL, in the few operations that they need.
 
-What is written is durable when ``create`` or ``put`` is over: on a local file system after an fsync of the
+A write is durable when ``create`` or ``put`` returns: on a local file system after an fsync of the
 file and its folder, elsewhere when the service has taken the whole object.
 """
 
@@ -41,17 +41,17 @@ class Storage:
         return f"{self.url}/{name}"
 
     def names(self) -> list[str]:
-        """What lies directly in this folder; nothing where there is no such folder. Raises StorageError."""
+        """The names directly in this folder; none where the folder is missing. Raises StorageError."""
         with storage_errors("listed", self.url):
             try:
                 self._fs.invalidate_cache()
-                found = self._fs.ls(self._path, detail=False)
+                paths = self._fs.ls(self._path, detail=False)
             except FileNotFoundError:
                 return []
-        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in paths)
 
     def is_there(self) -> bool:
-        """Whether there is such a folder; of what is not local nobody can tell. Raises StorageError."""
+        """Whether there is such a folder; always True for storage that is not local. Raises StorageError."""
         with storage_errors("looked at", self.url):
             return not self._is_local or bool(self._fs.isdir(self._path))
 
@@ -86,7 +86,7 @@ class Storage:
     def open(self, name: str) -> Iterator[Any]:
         """A file to read from, with seek and readinto; see also ``read_into``."""
         with storage_errors("opened", self.where(name)):
-            # To open a pipe that nobody writes to would wait for ever.
+            # Opening a pipe without a writer would wait for ever.
             if self._is_local and not stat.S_ISREG(os.stat(self._full(name)).st_mode):  # noqa: PTH116
                 raise StorageError(f"{self.where(name)} is no plain file: delete it")
             file = self._fs.open(self._full(name), "rb")
@@ -180,7 +180,7 @@ def storage_errors(what: str, where: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException | None) -> str:
-    """What the operating system said, which a library may have turned into words of its own; else empty."""
+    """The operating system's reason below a library's own error; else empty."""
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
             return error.strerror

@@ -132,7 +132,7 @@ def _await_parts(folder: Storage, ranks: int, patience_s: float) -> list[bytes]:
 
 
 def _tidy(job: Storage, order: DurableJob, mine: Attempt, points: Failpoints) -> tuple[str, ...]:
-    """Delete what is no longer wanted. What cannot be deleted is tried again after the next checkpoint."""
+    """Delete stale attempts; the next checkpoint tries again where that fails."""
     warnings: list[str] = []
     try:
         listing = list_checkpoints(job, order.job)

@@ -128,8 +128,8 @@ class StateFetcher:
 
         Returns when all of it is there and its digest is the one asked for. Raises Gone when every
         source says so, IntegrityError when what they have is not what was asked for, StateError
-        otherwise, always with every source's reason. What was verified before an error stays in the
-        memory and is not fetched again by the next call for the same state.
+        otherwise, always with every source's reason. Blocks verified before an error stay in
+        the memory; the next call for the same state does not fetch them again.
         """
         begun_s = time.monotonic()
         self.warnings = []
@@ -210,7 +210,7 @@ class StateFetcher:
     def _holders(
         self, sources: list[Source], state: SnapshotRef
     ) -> tuple[dict[str, Any] | None, list[Source]]:
-        """The manifest of ``state`` and who holds it; None where nobody does, with reasons in the sources."""
+        """The manifest of ``state`` and who holds it; None without a holder, with reasons in the sources."""
         promised: dict[str, Any] | None = None
         good: list[Source] = []
         for source, manifest in self._manifests(sources, state):
@@ -231,13 +231,13 @@ class StateFetcher:
         else:
             answers = self._ask_all(sources, state)
         self._require_running()
-        found = []
+        manifests = []
         for source, manifest in zip(sources, answers, strict=True):
             if manifest is not None:
-                found.append((source, manifest))
+                manifests.append((source, manifest))
             else:
                 self.warnings.append(f"{source.url} is not used: {source.error}.")
-        return found
+        return manifests
 
     def _ask_all(self, sources: list[Source], state: SnapshotRef) -> list[dict[str, Any] | None]:
         """All sources at once; None for those that have nothing, or are much later than the first."""
@@ -261,7 +261,7 @@ class StateFetcher:
         step, generation = state.step, state.generation
         path = f"/v1/snapshots/{step}/manifest?generation={generation}&tensors=0"
         for _ in range(_MANIFEST_TRIES):
-            whole = False
+            complete = False
             try:
                 with line.within(self._access.timeout_s):
                     response = line.get(path)
@@ -274,14 +274,14 @@ class StateFetcher:
                 if (manifest["step"], manifest["generation"]) != (step, generation):
                     raise SourceRefused("it answers with another step or generation")
                 manifest.pop("tensors", None)  # who loads the state reads them from its own header
-                whole = True
+                complete = True
                 return manifest
             except (*TRANSIENT, StateError) as error:
                 source.error = source_error(error)
                 if source.error is error:
                     return None
             finally:
-                self._idle.give(line, reusable=whole)
+                self._idle.give(line, reusable=complete)
         return None
 
     def _require_running(self) -> None:

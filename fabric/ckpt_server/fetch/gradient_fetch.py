@@ -37,7 +37,7 @@ _LAST_S = 30.0  # how long a source that was late is asked after all others
 
 @dataclass(frozen=True, slots=True)
 class GradientMeta:
-    """What came with a reduced gradient of ``nbytes`` verified bytes from ``source``."""
+    """The headers of a reduced gradient of ``nbytes`` verified bytes from ``source``."""
 
     generation: int
     step: int
@@ -79,11 +79,9 @@ class GradientFetcher:
             if not left_s and source.failures:
                 break
             try:
-                found = self._ask(
-                    source, generation, step, into.cast("B"), left_s=left_s, is_last=not waiting
-                )
+                meta = self._ask(source, generation, step, into.cast("B"), left_s=left_s, is_last=not waiting)
                 self._late.pop(source.url, None)
-                return found
+                return meta
             except _NotYet:
                 source.failures += 1
                 waiting.append(source)
@@ -110,7 +108,7 @@ class GradientFetcher:
             (self._access.timeout_s, LEAST_BYTES_PER_S) if is_last else (_LATE_S, _FAIR_BYTES_PER_S)
         )
         connection = self._idle.take(source.address)
-        whole = False
+        complete = False
         try:
             path = f"/v1/gradients/{step}?generation={generation}&wait_s={wait_s:.3f}"
             with connection.within(wait_s + rest_s):
@@ -124,9 +122,9 @@ class GradientFetcher:
                 raise SourceRefused(f"its gradient has {meta.nbytes} bytes where {len(into)} fit")
             with connection.within(rest_s + meta.nbytes / rate):
                 read_exactly(response, into[: meta.nbytes])
-            whole = True
+            complete = True
         finally:
-            self._idle.give(connection, reusable=whole)
+            self._idle.give(connection, reusable=complete)
         if bytes_digest(into[: meta.nbytes]) != meta.digest:
             raise IntegrityError("it sent wrong bytes")
         return meta

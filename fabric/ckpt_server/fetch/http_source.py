@@ -25,13 +25,13 @@ from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.runtime.http.token_file import TokenFile
 
 CONNECT_S = 5.0
-# Less is no link that a job can use: what comes more slowly is not waited for.
+# A job cannot use a slower link: slower transfers are given up.
 LEAST_BYTES_PER_S = 20e3
 _MOST_IDLE = 32
 _MAX_ERROR_BYTES = 64 << 10
 _FEW_CONTAINERS, _BYTES_PER_CONTAINER = 64, 24
 _MAX_ERROR_CHARACTERS = 300
-# What a source that died, stalled or talks nonsense makes the HTTP client raise.
+# The HTTP client's errors for a source that died, stalled or sends nonsense.
 TRANSIENT = (OSError, http.client.HTTPException)
 
 
@@ -70,8 +70,8 @@ class OpenSockets:
 
 
 def abort(sock: socket.socket) -> None:
-    """Wakes whoever waits on ``sock``."""
-    with contextlib.suppress(OSError):  # it was not connected, or is closed: nobody waits on it
+    """Wakes the thread that waits on ``sock``."""
+    with contextlib.suppress(OSError):  # not connected, or closed: no thread waits on it
         # Not the TLS socket's own shutdown, which would change the object under its reader.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
@@ -87,7 +87,7 @@ class HttpAccess:
 
     @property
     def token(self) -> str:
-        """What to show now: the token may be replaced while this process runs."""
+        """The token of now: its file may change while this process runs."""
         return self.tokens.shown()
 
 
@@ -140,8 +140,8 @@ class HttpConnection:
         coding: str = IDENTITY,
     ) -> http.client.HTTPResponse:
         """Sends a GET; returns the response with its headers read. ``wait_s`` lengthens the timeout,
-        ``coding`` is the content coding that may be used. Where a connection that was kept turns out to be
-        closed, it dials anew.
+        ``coding`` is the content coding that may be used. Dials again where a kept
+        connection turns out to be closed.
 
         Raises what is in TRANSIENT, or StateError after a cancel.
         """
@@ -199,7 +199,7 @@ class HttpConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is connected and nobody has ended it."""
+        """Whether it is connected and was not ended."""
         ended = self._ended or self._retired or self._access.sockets.closed
         return self._sock is not None and not ended
 
@@ -209,8 +209,8 @@ class HttpConnection:
         self.abort()
 
     def abort(self) -> None:
-        """From another thread: ends the wait of whoever uses this connection, also where it is still dialled;
-        until it is closed there is no other."""
+        """From another thread: ends the wait of this connection's user, also while it is dialled. Later
+        waits end at once until ``close``."""
         self._ended = True
         sock = self._sock
         if sock is not None:
@@ -232,8 +232,8 @@ class HttpConnection:
         if self._retired:
             raise SourceRefused("it gave no answer in time")
         last: OSError = OSError("no address")
-        found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, where in found:
+        addresses = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, where in addresses:
             sock = socket.socket(family, kind, protocol)
             self._access.sockets.add(sock)
             self._sock = sock  # so that an abort reaches it while it connects
@@ -306,7 +306,7 @@ class HttpBody:
         self._buffered = 0
         self._timeout_s = timeout_s
         if self._sock is not None and response.length:
-            # What came with the head lies in the response's buffer and goes first.
+            # Bytes that came with the head lie in the response's buffer and go first.
             self._buffered = len(response.fp.peek(1))
             seconds = int(timeout_s)
             limit = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
@@ -359,7 +359,7 @@ def read_json(response: http.client.HTTPResponse, most: int) -> Any:
     tag = response.getheader("ETag")
     if tag is not None and tag != etag(bytes_digest(memoryview(body))):
         raise IntegrityError("its answer is not what its ETag says")
-    # A parsed list takes dozens of bytes, an empty one three in the text. What is asked for has few.
+    # A parsed list takes dozens of bytes, an empty one three in the text. Our manifests have few.
     if body.count(b"[") + body.count(b"{") > _FEW_CONTAINERS + len(body) // _BYTES_PER_CONTAINER:
         raise SourceRefused("its answer is made of too many lists and objects")
     try:
@@ -369,7 +369,7 @@ def read_json(response: http.client.HTTPResponse, most: int) -> Any:
 
 
 def refusal(response: http.client.HTTPResponse) -> StateError:
-    """What an answer other than the wanted one means: Gone, SourceRefused, or worth another try."""
+    """The error for an answer other than the wanted one: Gone, SourceRefused, or worth another try."""
     text, gone = _error_text(response)
     reason = f"it answered {response.status}: {text}"
     if response.status == 409:

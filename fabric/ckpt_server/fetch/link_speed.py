@@ -1,15 +1,15 @@
-"""Whether a fetch should have its bytes packed, by what was measured of the link while it goes on.
+"""Decides whether a fetch compresses its bytes, from the link speed measured during the fetch.
 
-Begins plain. A link that is faster than what packs is left plain for good. On a slower one a single range is
-tried packed, and from then on whichever way brought the state's bytes faster is used, measured anew now and
-then. No clock and no sockets; safe to use from any thread.
+A fetch begins plain. A link that is faster than compression stays plain. On a slower link one range is tried
+compressed; from then on the fetch uses the faster way, and measures the other way again now and then. No
+clock and no sockets; safe to use from any thread.
 """
 
 import threading
 
-# What one thread packs on the machines that we know: no link that gives this is helped.
+# One thread compresses so much on the machines that we know: compression helps no faster link.
 FAST_BYTES_S = 400e6
-# Packing takes the processors of two hosts, so it must be worth that.
+# Compression takes processor time on two hosts, so it must gain this much.
 GAIN = 1.1
 _FIRST_PLAIN = 2  # ranges of each stream: a connection's first bytes come slowly
 _LOOK_AGAIN = 32  # ranges the chosen way between two the other way
@@ -17,7 +17,7 @@ _MIN_BYTES = 1 << 20  # a smaller range tells how long a request takes, not how 
 
 
 class LinkSpeed:
-    """What ``streams`` streams measured together; ``why`` says what was made of it."""
+    """The measurements of ``streams`` streams together; ``why`` explains the decision."""
 
     def __init__(self, streams: int) -> None:
         self._streams = streams
@@ -29,7 +29,7 @@ class LinkSpeed:
         self._since = 0
 
     def compress_next(self) -> bool:
-        """How the next range should come. Whoever asks must tell ``measured`` or ``failed``."""
+        """How the next range should come. The caller must then call ``measured`` or ``failed``."""
         with self._lock:
             if not self._is_known or self._is_fast:
                 return False
@@ -61,7 +61,7 @@ class LinkSpeed:
 
     @property
     def why(self) -> str:
-        """What was done at last, and why."""
+        """The last decision, and its reason."""
         with self._lock:
             plain = f"{self._plain * self._streams / 1e6:.0f} MB/s"
             compressed = f"{self._compressed * self._streams / 1e6:.0f} MB/s"

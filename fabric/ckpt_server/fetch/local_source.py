@@ -53,11 +53,11 @@ class HostMemory:
             }
             connection.sendall(encode_line(look))
             descriptor = _receive(connection)
-            found = cls(connection, descriptor)
+            memory = cls(connection, descriptor)
             if os.fstat(descriptor).st_size < nbytes:
-                found.close()
+                memory.close()
                 return None
-            return found
+            return memory
         except (OSError, FabricError) as error:
             log.debug("%s is not read from its memory: %s", place, error)
             connection.close()
@@ -78,7 +78,7 @@ class HostMemory:
         return True
 
     def close(self) -> None:
-        """The slot may be used again. Nobody may be reading."""
+        """Let the server use the slot again. No thread may be reading."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

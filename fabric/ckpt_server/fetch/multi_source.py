@@ -2,7 +2,7 @@
 
 Each source has a few streams, all feeding on one queue of ranges. A source that sends wrong bytes is
 named and asked once more; the second time it is dropped. A source that dies or stalls loses its
-range and is dropped after three failures in a row. What was verified is never fetched twice.
+range and is dropped after three failures in a row. A verified block is never fetched twice.
 """
 
 import http.client
@@ -51,19 +51,16 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
 @dataclass(slots=True)
 class Source:
-    """What is known of one source during a fetch; ``error`` says why it is no longer used. ``compresses``:
-    whether it can send its bytes packed, as far as is known. ``memory``: where it is on this host, and
-    readable;
-    ``shared`` of its ``nbytes`` were read there."""
+    """One source during a fetch."""
 
     address: HttpAddress
-    compresses: bool = True
-    memory: HostMemory | None = None
-    nbytes: int = 0
-    shared: int = 0
-    failures: int = 0
+    compresses: bool = True  # False once it has refused compression
+    memory: HostMemory | None = None  # its memory, where the source is on this host
+    nbytes: int = 0  # received
+    shared: int = 0  # of these, read from its memory
+    failures: int = 0  # in a row
     wrong_answers: int = 0
-    error: StateError | None = None
+    error: StateError | None = None  # why the fetch no longer uses it
 
     @property
     def url(self) -> str:
@@ -141,13 +138,13 @@ class MultiSourceFetch:
     def _watch(
         self, queue: RangeQueue, running: list[Future[None]], progress: Progress | None, held: int
     ) -> None:
-        told = -1
+        reported = -1
         stuck_s = self._access.timeout_s + int(self._manifest["block_bytes"]) / LEAST_BYTES_PER_S
         while True:
             complete = queue.complete
             received = held + sum(source.nbytes for source in self._sources)
-            if progress is not None and received != told:
-                told = received
+            if progress is not None and received != reported:
+                reported = received
                 progress(received, self._manifest["nbytes"])
             if complete:
                 return
@@ -156,7 +153,7 @@ class MultiSourceFetch:
             if not queue.alive:
                 raise all_failed(f"step {self._manifest['step']}", self._sources)
             if any(future.done() and future.exception() for future in running):
-                return  # a bug in a stream: its exception is raised by whoever collects the results
+                return  # a bug in a stream: ``run`` raises its exception
             queue.end_stuck(stuck_s)
             queue.wait(_WAIT_S)
 
@@ -212,7 +209,7 @@ class MultiSourceFetch:
             log.debug("%s: its memory is not read any more: %s", source.url, error)
         finally:
             queue.release(claim, failed=False)
-            if failed:  # withdrawn, or nobody there: over the network it says so
+            if failed:  # withdrawn, or the server is gone: HTTP gives the reason
                 source.memory = None
 
     def _fetch(
@@ -277,9 +274,9 @@ class MultiSourceFetch:
         return response
 
     def _check_coding(self, response: http.client.HTTPResponse, coding: str) -> None:
-        found = response.getheader("Content-Encoding") or IDENTITY
-        if found != coding:
-            raise SourceRefused(f"it sends the coding {found[:40]!r} where {coding} was asked for")
+        sent = response.getheader("Content-Encoding") or IDENTITY
+        if sent != coding:
+            raise SourceRefused(f"it sends the coding {sent[:40]!r} where {coding} was asked for")
         # The digest of the state, and after a dash what sets this answer apart from the whole file.
         tag = response.getheader("ETag")
         if tag is not None and tag.strip('W/"').partition("-")[0] != self._manifest["digest"]:

@@ -1,10 +1,10 @@
-"""Which blocks of a file are still to be fetched, by whom, and when somebody else should try.
+"""The blocks of a file that are still to be fetched, and the streams that claim them.
 
-One queue of ranges for all streams of all sources: who is fast takes more. A request costs as much time as
-some hundred kilobytes, so ranges are large at first; they get smaller towards the end, so that all streams
-end together. What a stream could not finish goes back, marked with the source to avoid unless nobody else is
-left. A stream with nothing to do may reclaim a range that another source has had for several times as long as
-its blocks take: so a source that trickles cannot hold up the end.
+One queue of ranges serves all streams of all sources: a fast stream takes more. A request costs as much time
+as some hundred kilobytes, so ranges are large at first; they get smaller towards the end, so that all streams
+end together. A range that a stream could not finish goes back, marked with the source to avoid while
+others are left. A stream with nothing to do may reclaim a range that another source has had for several
+times as long as its blocks take: so a source that trickles cannot hold up the end.
 """
 
 import threading
@@ -87,10 +87,10 @@ class RangeQueue:
         """A range for ``source`` to fetch; waits for one. None when it has no more business here."""
         with self._changed:
             while not self._stopped and self._left and source in self._alive:
-                found = self._pick(source)
-                if found is not None:
+                block_range = self._pick(source)
+                if block_range is not None:
                     now = self._clock()
-                    claim = RangeClaim(found, source, now, end, moved_s=now)
+                    claim = RangeClaim(block_range, source, now, end, moved_s=now)
                     self._shared.claims.add(claim)
                     return claim
                 self._reclaim(source)
@@ -140,7 +140,7 @@ class RangeQueue:
                     claim.end()
 
     def stop(self) -> None:
-        """Nobody gets anything any more."""
+        """End all claims: ``take`` returns None from now on."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -175,7 +175,7 @@ class RangeQueue:
                 patience = max(_PATIENCE_MIN_S, _PATIENCE_FACTOR * expected_s)
             due = patience * 2 ** len(
                 claim.block_range.avoid
-            )  # a range that nobody is fast with ends somewhere
+            )  # a range that is slow everywhere ends somewhere
             if claim.source != source and not claim.reclaimed and now - claim.since_s > due:
                 claim.reclaimed = True
                 claim.end()

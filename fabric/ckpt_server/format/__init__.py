@@ -1,1 +1,1 @@
-"""What a file of training state looks like: tensors, manifest, digests, slices. No torch, no I/O."""
+"""The file format of training state: tensors, manifest, digests, slices. No torch, no I/O."""

@@ -1,12 +1,12 @@
-"""What equal states have in common: one digest per block, and one of those for the whole.
+"""Digests of a state: one per block of its file, and one of those for the whole.
 
 Blocks of 4 MiB cut the snapshot *file* and carry an XXH3-64 each: the unit that a transfer verifies. The
 digest of a state is the XXH3-128 of the file's size, the blocks' size and the blocks' digests. So a manifest
 is checked against the digest that was asked for before a byte is fetched, two manifests with one digest
-promise the same bytes, and who has verified every block has verified the state. It can be computed from live
-tensors without copying the state, while a snapshot is copied, or from a received file, by several threads,
-and is the same each time. These digests find damage and divergence. They do not authenticate: that is the
-token's business.
+promise the same bytes, and a reader who has verified every block has verified the state. It can be computed
+from live tensors without copying the state, while a snapshot is copied, or from a received file, by several
+threads, and is the same each time. These digests find damage and divergence. They do not authenticate: that
+is the token's business.
 """
 
 import struct
@@ -16,7 +16,7 @@ import xxhash
 
 BLOCK_BYTES = 4 << 20
 _SIZES = struct.Struct(">QQ")
-# What a reader of a gradient acts on, and its digest does not cover.
+# The headers that a reader of a gradient acts on; the gradient's digest does not cover them.
 SEAL = "X-Fabric-Seal"
 _SEALED = ("Generation", "Step", "Epoch", "Weight", "Layout", "Digest", "Meta")
 

@@ -1,4 +1,4 @@
-"""What a checkpoint server says about a snapshot, and how little of it is believed.
+"""The manifest of a snapshot: how it is made, and the checks before a reader believes one.
 
 A manifest names the state (job, generation, step, digest) and cuts its file into blocks with a
 digest each, so that a transfer can be striped over many sources and verified as it arrives; the
@@ -104,8 +104,8 @@ def _check_ranks(manifest: Mapping[str, Any]) -> None:
 def _check_blocks(manifest: Mapping[str, Any], expected: int) -> None:
     blocks = manifest.get("blocks")
     if not isinstance(blocks, list) or len(blocks) != expected:
-        found = len(blocks) if isinstance(blocks, list) else 0
-        raise StateError(f"The manifest lists {found} blocks where its size needs {expected}.")
+        count = len(blocks) if isinstance(blocks, list) else 0
+        raise StateError(f"The manifest lists {count} blocks where its size needs {expected}.")
     if not all(is_hex(block, BLOCK_DIGITS) for block in blocks):
         raise StateError(f"The manifest has a block digest that is not {BLOCK_DIGITS} hex digits.")
     digest = digest_of_blocks(manifest["nbytes"], blocks, manifest["block_bytes"])

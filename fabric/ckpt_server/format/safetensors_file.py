@@ -3,8 +3,8 @@
 A snapshot is a complete safetensors file: eight bytes of length, a JSON header, then every tensor's
 bytes without a gap. The header is canonical, so equal states are equal files: JSON with sorted keys
 and no spaces, padded with spaces until the data begin at a multiple of 64. Tensors lie in the order
-of falling element size, then name, which keeps each one aligned to its own elements. What is not a
-tensor is the canonical JSON under ``__metadata__["fabric"]``.
+of falling element size, then name, which keeps each one aligned to its own elements. All other
+values are canonical JSON under ``__metadata__["fabric"]``.
 
 Reading believes nothing. Lengths are bounded before memory is taken, types are exact, and the
 tensors must cover the data from the first byte to the last, once. This module needs no torch, so
@@ -30,7 +30,7 @@ _LENGTH = struct.Struct("<Q")
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62
 _MAX_NAME_CHARACTERS = 4096
-# What stands around a tensor's name, offsets, dtype and shape where ``Preamble`` writes them, cut at quotes.
+# The text around a tensor's name, offsets, dtype and shape as ``Preamble`` writes them, cut at quotes.
 _BETWEEN = {2: ":{", 3: "data_offsets", 5: "dtype", 6: ":", 8: ",", 9: "shape"}
 _CUTS = 10
 _METADATA = f'"__metadata__":{{"{METADATA_KEY}":'
@@ -123,8 +123,8 @@ class Preamble:
 
     def with_metadata(self, metadata: str) -> bytes:
         """The preamble. Raises StateError where it would be longer than readers accept."""
-        told = canonical_json({"__metadata__": {METADATA_KEY: metadata}})[1:-1]
-        text = (self._before + told + self._after).encode()
+        entry = canonical_json({"__metadata__": {METADATA_KEY: metadata}})[1:-1]
+        text = (self._before + entry + self._after).encode()
         padding = -(len(text) + _LENGTH.size) % ALIGNMENT_BYTES
         if len(text) + padding > MAX_HEADER_BYTES:
             raise StateError(
@@ -169,10 +169,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return mapping
 
 
 def _no_constant(name: str) -> Any:
@@ -198,13 +198,13 @@ def _read_ours(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str] | N
         return None
     kinds = list(zip(cuts[7::_CUTS], cuts[10::_CUTS], strict=True))
     try:
-        # All at once; where an entry is not a pair of its own this is no JSON.
+        # All at once; where an entry is not a pair this is not JSON.
         places = json.loads(f"[{'|'.join(cuts[4::_CUTS]).replace('],|:[', '],[')[1:-1]}]")
-        known = {kind: _kind(name, *kind) for kind, name in dict(zip(kinds, names, strict=True)).items()}
+        described = {kind: _kind(name, *kind) for kind, name in dict(zip(kinds, names, strict=True)).items()}
         begins, ends = zip(*places, strict=True)
     except (ValueError, TypeError):
         return None
-    words, sizes, nbytes = zip(*map(known.__getitem__, kinds), strict=True)
+    words, sizes, nbytes = zip(*map(described.__getitem__, kinds), strict=True)
     if {*map(type, begins), *map(type, ends)} != {int} or min(begins) < 0 or max(ends) > MAX_FILE_BYTES:
         return None
     if [end - begin for begin, end in places] != list(nbytes):

@@ -27,7 +27,7 @@ class TensorRegion:
         return math.prod(self.sizes)
 
     def common(self, other: "TensorRegion") -> "TensorRegion":
-        """What both cover; it may be empty."""
+        """The region that both cover; it may be empty."""
         begin = tuple(map(max, self.begin, other.begin))
         ends = map(min, self.end, other.end)
         return TensorRegion(begin, tuple(max(0, end - at) for at, end in zip(begin, ends, strict=True)))
@@ -75,7 +75,7 @@ class RegionRead:
 
     def blocks(self, block_bytes: int) -> set[int]:
         """Which blocks of the rank's file hold it."""
-        found: set[int] = set()
+        blocks: set[int] = set()
         for begin, end in self.runs(block_bytes):
-            found.update(range(begin // block_bytes, -(-end // block_bytes)))
-        return found
+            blocks.update(range(begin // block_bytes, -(-end // block_bytes)))
+        return blocks

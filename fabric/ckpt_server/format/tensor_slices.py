@@ -66,14 +66,14 @@ def slice_text(box: SliceBounds) -> str:
 
 
 def local_part(box: SliceBounds, shard: Shard, shape: tuple[int, ...]) -> SliceBounds | None:
-    """What of ``box``, in the whole tensor, a shard of ``shape`` holds, in its own indices; None: nothing."""
-    found = []
+    """The part of ``box`` (in the whole tensor) that a shard of ``shape`` holds, in the shard's indices."""
+    bounds = []
     for (begin, end), offset, size in zip(box, shard.offset, shape, strict=True):
         low, high = max(begin - offset, 0), min(end - offset, size)
         if low >= high:
             return None
-        found.append((low, high))
-    return tuple(found)
+        bounds.append((low, high))
+    return tuple(bounds)
 
 
 def in_whole(box: SliceBounds, shard: Shard) -> SliceBounds:
@@ -109,8 +109,8 @@ def gather(
     element ``width`` of them). Takes memory for these only."""
     import numpy as np
 
-    whole = np.frombuffer(tensor, dtype=np.dtype(("V", width))).reshape(shape)
-    part = whole[tuple(slice(begin, end) for begin, end in box)]
+    elements_of_tensor = np.frombuffer(tensor, dtype=np.dtype(("V", width))).reshape(shape)
+    part = elements_of_tensor[tuple(slice(begin, end) for begin, end in box)]
     where = np.unravel_index(np.arange(*place), part.shape)
     return memoryview(part[where].tobytes())
 
@@ -119,7 +119,7 @@ def find_shards(metadata: str) -> Mapping[str, Shard]:
     """The shards that a state's description names, by tensor; what is malformed is none."""
     if '"$shard"' not in metadata:
         return {}
-    found: dict[str, Shard] = {}
+    shards: dict[str, Shard] = {}
     try:
         waiting: list[Any] = [json.loads(metadata)]
     except (ValueError, RecursionError):
@@ -127,11 +127,11 @@ def find_shards(metadata: str) -> Mapping[str, Shard]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
-            found.update(_shard(node.get("$shard")))
+            shards.update(_shard(node.get("$shard")))
             waiting.extend(node.values())
         elif isinstance(node, list):
             waiting.extend(node)
-    return found
+    return shards
 
 
 def _shard(node: Any) -> dict[str, Shard]:

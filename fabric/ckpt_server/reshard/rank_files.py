@@ -33,7 +33,7 @@ class RankFile:
         return len(self.manifest.get("ranks", ("",)))
 
     def header(self) -> FileHeader:
-        """What lies where in it. Raises StateError."""
+        """The places of its tensors. Raises StateError."""
         self.have({0})
         end = 8 + int.from_bytes(self.file[:8], "little")
         self.have(range(min(end // self.manifest["block_bytes"] + 1, len(self.manifest["blocks"]))))
@@ -81,9 +81,9 @@ class ServedRankFile(RankFile):
         self._fetcher = fetcher
 
     def _read(self, blocks: Collection[int]) -> None:
-        found = self._fetcher.fetch_state(self._urls, self._state, self._memory, blocks)
-        self.manifest, self.compression = found.manifest, found.compression
-        for url, nbytes in found.sources.items():
+        fetched = self._fetcher.fetch_state(self._urls, self._state, self._memory, blocks)
+        self.manifest, self.compression = fetched.manifest, fetched.compression
+        for url, nbytes in fetched.sources.items():
             self.sources[url] = self.sources.get(url, 0) + nbytes
 
     def let_go(self) -> None:
@@ -115,10 +115,10 @@ class StoredRankFile(RankFile):
 
 def _runs(blocks: Collection[int]) -> list[tuple[int, int]]:
     """Blocks without a gap between them: (first, behind the last)."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for block in sorted(blocks):
-        if found and found[-1][1] == block:
-            found[-1] = (found[-1][0], block + 1)
+        if runs and runs[-1][1] == block:
+            runs[-1] = (runs[-1][0], block + 1)
         else:
-            found.append((block, block + 1))
-    return found
+            runs.append((block, block + 1))
+    return runs

@@ -128,9 +128,9 @@ class ReshardPlan:
     """How rank ``rank`` of the new layout makes its file (``preamble``, and ``nbytes`` in all) of the old
     ranks' files with these ``headers``: which ``pieces`` go there.
 
-    ``whole`` False: only what the file would say is asked for (``tree``): some parts may be missing, and what
-    nobody here places is as it was.
-    Raises Misfit with the path of what cannot be laid out anew.
+    ``whole`` False: only what the file would say is asked for (``tree``): some parts may be missing, and a
+    tensor without a placement here stays as it was.
+    Raises Misfit with the path of a value that cannot be resharded.
     """
 
     def __init__(self, headers: Sequence[FileHeader], layout: Layout, rank: int, whole: bool = True) -> None:
@@ -258,9 +258,9 @@ class ReshardPlan:
         """Of every part that several ranks hold, one of them gives."""
         givers: dict[TensorRegion, list[int]] = {}
         for rank, (span, one) in enumerate(zip(spans, stored, strict=True)):
-            whole = TensorRegion.whole(span.shape)
+            full = TensorRegion.whole(span.shape)
             givers.setdefault(
-                whole if one is None else TensorRegion(tuple(one["offset"]), span.shape), []
+                full if one is None else TensorRegion(tuple(one["offset"]), span.shape), []
             ).append(rank)
         covered = 0
         for part, ranks in givers.items():
@@ -283,7 +283,7 @@ class ReshardPlan:
 
 
 def _placements(live: Any) -> Any:
-    """What stands where in the state of a live object, as far as it is known."""
+    """The placements of the tensors in a live object's state, as far as known."""
     if isinstance(live, torch.optim.Optimizer):
         parameters = [parameter for group in live.param_groups for parameter in group["params"]]
         return {

@@ -20,12 +20,12 @@ _MOST = 16
 
 
 def encode_marker(step: int, micro_batch: int) -> int:
-    """What the trainer stores while it is at this micro-batch."""
+    """The marker that the trainer stores while it is at this micro-batch."""
     return (step << _BITS) | (micro_batch + 1)
 
 
 class CrashLog:
-    """What this server saw of its replica's processes; ``seen`` looks at the one of now first."""
+    """The deaths of this replica's processes that this server saw."""
 
     def __init__(self, memory: SlotTable, trainer: TrainerWatch) -> None:
         self._slot = memory.slot(CRASH_MARKER, 0)

@@ -1,12 +1,12 @@
-"""What the trainer is doing, asked from outside of it: by its own word, by a signal, by the kernel.
+"""Finds out what the trainer does: from the trainer, by a signal, and from the kernel.
 
 The trainer answers on a socket of its own, from a thread of its own (see
 ``fabric.client.process.debug_endpoint``), which needs the interpreter. While C code holds the interpreter's
-lock nobody there can answer; then a signal makes the
-interpreter write the stacks of all threads to a file, which needs no lock. That is the second way and not
+lock the trainer cannot answer. Then a signal makes the interpreter
+write the stacks of all threads to a file, which needs no lock. That is the second way and not
 the first: a dump of threads that run may read a frame that is being torn down, and while one thread holds
-the lock for long no frame changes. What the kernel knows of every thread stands beside it in any case, and
-alone where the process is stopped.
+the lock for long no frame changes. The kernel's view of every thread is always included, and
+is alone where the process is stopped.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class DebugProbe:
         self._one_dump = asyncio.Lock()
 
     def require_process(self) -> None:
-        """Raises Refused where there is nobody to look at."""
+        """Raises Refused without a living trainer."""
         state = self._trainer.state
         if state == ABSENT:
             raise Refused("no trainer has attached to this server yet: there is nobody to look at")
@@ -70,7 +70,7 @@ class DebugProbe:
             raise Refused(f"the trainer, process {self._trainer.pid}, has ended: there is nobody to look at")
 
     async def ask(self, what: str) -> dict[str, Any]:
-        """The trainer's own answer to ``what``. Raises Silent, or Refused with its sentence."""
+        """The trainer's own answer to ``what``. Raises TrainerSilent, or Refused with its sentence."""
         if self._trainer.state == STOPPED:
             raise TrainerSilent(
                 "the process is stopped (SIGSTOP, or a debugger): it answers when it is continued"
@@ -98,12 +98,12 @@ class DebugProbe:
             check_peer(line, f"the socket {DEBUG_SOCKET_NAME}")
             await loop.sock_sendall(line, encode_line({"ask": what, "pid": self._trainer.pid}))
             lines = LineBuffer(_MAX_ANSWER_BYTES)
-            while (found := lines.next_line()) is None:
+            while (answer := lines.next_line()) is None:
                 data = await loop.sock_recv(line, 256 * 1024)
                 if not data:
                     raise ConnectionResetError("it closed the connection without an answer")
                 lines.feed(data)
-        return await asyncio.to_thread(decode_line, found)
+        return await asyncio.to_thread(decode_line, answer)
 
     async def stacks(self) -> dict[str, object]:
         """The stacks of all threads by the best way there is, and what the kernel says of them.
@@ -127,7 +127,7 @@ class DebugProbe:
         return {"pid": pid, "how": how, "why": why, "threads": threads, "kernel": kernel}
 
     async def _dump(self) -> str:
-        """What the interpreter writes when it is sent STACKS_SIGNAL. Raises Silent or OSError."""
+        """The interpreter's output after STACKS_SIGNAL. Raises TrainerSilent or OSError."""
         trainer, file = self._trainer, self._run_dir / STACKS_NAME
         if trainer.state == STOPPED:
             raise TrainerSilent("a signal would wait until it is continued")
@@ -178,11 +178,11 @@ def catches(pid: int, number: int) -> bool:
 
 
 def kernel_threads(pid: int) -> list[dict[str, object]]:
-    """What the kernel says of each thread: its name, state, what it sleeps in, and its processor time.
+    """The kernel's view of each thread: its name, state, what it sleeps in, and its processor time.
 
     ``wchan`` and ``syscall`` are empty where this user may not know. The first is the main thread.
     """
-    found = []
+    threads = []
     try:
         tids = sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -192,7 +192,7 @@ def kernel_threads(pid: int) -> list[dict[str, object]]:
         fields = _read(folder / "stat").rpartition(")")[2].split()
         if len(fields) < 13:
             continue  # it has ended meanwhile
-        found.append(
+        threads.append(
             {
                 "tid": tid,
                 "name": _read(folder / "comm"),
@@ -202,7 +202,7 @@ def kernel_threads(pid: int) -> list[dict[str, object]]:
                 "cpu_s": (int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
             }
         )
-    return found
+    return threads
 
 
 def _read(path: Path) -> str:

@@ -38,7 +38,7 @@ _HERE = Path(fabric.__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class PersistRequest:
-    """What a trainer asks for: the snapshot of this step, which is held, becomes a durable checkpoint; see
+    """A trainer's request: the held snapshot of this step becomes a durable checkpoint; see
     ``DurableJob`` for the rest."""
 
     generation: int
@@ -74,7 +74,7 @@ class DurableJobs:
         """Begin to write, or when the one before is written: then it is the newest of those that were asked
         for meanwhile. Raises Refused where the step is not held.
 
-        What an earlier process of the trainer asked for is given up: its other ranks are gone, too.
+        The request of an earlier trainer process is given up: its other ranks are gone, too.
         """
         if self._memory.find(SNAPSHOT, request.step, request.generation) is None:
             raise Refused(f"step {request.step} is not held, so it cannot be written to durable storage")
@@ -182,8 +182,8 @@ class DurableJobs:
 
 def _manifest(served: bytes) -> dict[str, Any]:
     """The snapshot's own manifest, without what the server adds for readers."""
-    told: Mapping[str, Any] = json.loads(served)
-    return check_manifest({k: v for k, v in told.items() if k not in ("url", "tensors")})
+    manifest: Mapping[str, Any] = json.loads(served)
+    return check_manifest({k: v for k, v in manifest.items() if k not in ("url", "tensors")})
 
 
 def _parsed(report: bytes, code: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What this server has heard of the job's epochs: its log says what a change of its trainer belongs to.
+"""Logs the job's epochs, so that the log says to which incident a change of the trainer belongs.
 
-Nothing is decided by it: a server that hears nothing (an older lighthouse, none at all) serves as well.
+No decision depends on it: a server without notices (an older lighthouse, or none) serves as well.
 """
 
 import logging

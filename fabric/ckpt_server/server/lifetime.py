@@ -1,4 +1,4 @@
-"""When the server process ends: when it is told to, a while after the job is done, or when nobody is left.
+"""Decides when the server process ends: on request, a while after the job's end, or without a trainer.
 
 The server must outlive its trainer, but not for ever: a host whose trainer never comes back would keep
 the memory. So a timer runs while no trainer is attached, and another one after the trainer said that it

@@ -42,7 +42,7 @@ class ReadRequest:
 
 
 class LocalReadServer:
-    """The server's side."""
+    """Gives readers on this host descriptors of published snapshots."""
 
     def __init__(self, memory: SlotTable, token: TokenFile | str | None, stall_s: float = STALL_S) -> None:
         self._memory = memory
@@ -51,8 +51,8 @@ class LocalReadServer:
 
     @asynccontextmanager
     async def open(self, place: str) -> AsyncIterator[None]:
-        """Let readers in while the block lasts; ``place`` is the host:port that readers dial. Where somebody
-        else has taken the socket's name, readers come over HTTP alone."""
+        """Let readers in while the block lasts; ``place`` is the host:port that readers dial. Where
+        another process has taken the socket's name, readers use HTTP alone."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.setblocking(False)
             try:
@@ -92,7 +92,7 @@ class LocalReadServer:
         if slot is None or slot.memfd is None or slot.content is None or slot.content.digest != look.digest:
             raise Gone(f"step {look.step} of generation {look.generation} with that digest is not held here")
         with slot.reading(connection.shut):
-            # Opened anew, for who only reads needs no descriptor that can be written to.
+            # Opened again: a reader needs no descriptor that can be written to.
             descriptor = os.open(f"/proc/self/fd/{slot.memfd.fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 await connection.send(Response({"ok": True, "nbytes": slot.content.nbytes}, descriptor))

@@ -1,7 +1,6 @@
-"""The log of a checkpoint server, which nobody rotates from outside: it is kept below a bound.
+"""Keeps the log of a checkpoint server below a bound; no other program rotates it.
 
-The server's output goes to the file, opened for appending by whoever started it. So the file is copied and
-cut, and not replaced.
+The process that starts the server opens the file for appending. So the file is copied and cut, not replaced.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ async def keep_bounded(path: Path) -> None:
 
 
 def bound(path: Path, most: int = MOST_BYTES) -> None:
-    """Keep a log that has grown beyond ``most`` bytes as ``NAME.1``, and begin it anew. Raises OSError."""
+    """Keep a log that has grown beyond ``most`` bytes as ``NAME.1``, and empty it. Raises OSError."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         source = os.open(path, os.O_RDWR | flags)

@@ -1,4 +1,4 @@
-"""What Prometheus is told: transfers as they are counted, memory and trainer as they are when asked.
+"""Metrics for Prometheus: transfers as they are counted, memory and trainer at the time of the scrape.
 
 Everything lives in a registry of its own, so that nothing of the process or of other libraries leaks in.
 """
@@ -45,13 +45,13 @@ class CkptMetrics:
     def transfer(self, kind: str) -> Iterator[Counter]:
         """Counts one transfer while it lasts; yields the counter of bytes sent."""
         self._active.labels(kind).inc()
-        whole = False
+        complete = False
         try:
             yield self._served.labels(kind)
-            whole = True
+            complete = True
         finally:
             self._active.labels(kind).dec()
-            if not whole:
+            if not complete:
                 self._aborted.labels(kind).inc()
 
     def render(self) -> bytes:

@@ -1,4 +1,4 @@
-"""The checkpoint server process: holds a worker's shared memory, serves it, and is the worker's pulse.
+"""The checkpoint server process: holds a worker's shared memory, serves it, and reports the trainer's status.
 
 It is a process of its own so that a dead trainer leaves its last snapshots behind, and so that serving
 them costs a living trainer nothing. One server per folder: a lock says so, which the kernel releases
@@ -71,7 +71,7 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class _ServerParts:
-    """What one server process consists of."""
+    """The parts of one server process."""
 
     settings: ServerSettings
     token: TokenFile
@@ -176,7 +176,7 @@ async def _serve_until_end(parts: _ServerParts, identity: ServerIdentity, listen
 
 
 def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
-    """Tell whoever started this process how that went, once."""
+    """Report to the process that started this one, once."""
     if ready_fd >= 0:
         with contextlib.suppress(OSError):
             os.write(ready_fd, json.dumps(body).encode() + b"\n")

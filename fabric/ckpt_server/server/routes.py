@@ -2,7 +2,7 @@
 
 Steps are named by number or ``latest``; a step that is not held is answered with 409 and the steps that
 are, so that a reader can choose another source or another step. Bytes support ranges and are never
-copied as a whole. What is malformed gets a 4xx with a sentence.
+copied as a whole. Malformed requests get a 4xx with a sentence.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ _Answer = Callable[["CkptRoutes", web.Request, SharedSlot, SlotContent], Awaitab
 
 @dataclass(frozen=True, slots=True)
 class CkptContext:
-    """What the routes answer from; ``name`` says whose server this is."""
+    """The objects that the routes answer from; ``name``: job, replica and instance of this server."""
 
     name: dict[str, str]
     memory: SlotTable
@@ -98,8 +98,8 @@ def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[
 
 
 def _of_snapshot(answer: _Answer) -> _Handler:
-    """The handler of a path below a snapshot, from what answers for the slot that holds it. Whoever asks for
-    one that is not held is told which are."""
+    """The handler of a path below a snapshot, from what answers for the slot that holds it. A request for
+    a snapshot that is not held gets the steps that are."""
 
     @functools.wraps(answer)
     async def handler(routes: "CkptRoutes", request: web.Request) -> web.StreamResponse:
@@ -138,8 +138,8 @@ class CkptRoutes:
     @_of_snapshot
     async def manifest(self, request: web.Request, _: SharedSlot, content: SlotContent) -> web.StreamResponse:
         """The snapshot's manifest, with the URL of its data and, unless ``tensors=0``, its tensors."""
-        whole = query_integer(request, "tensors", low=0, high=1) != 0
-        body = content.manifest if whole else content.manifest_without_tensors
+        with_tensors = query_integer(request, "tensors", low=0, high=1) != 0
+        body = content.manifest if with_tensors else content.manifest_without_tensors
         tag = etag(bytes_digest(memoryview(body)))
         try:
             check_if_match(request.headers.get("If-Match"), tag)
@@ -199,14 +199,14 @@ class CkptRoutes:
             try:
                 summary = await work(lambda: _summarise(data, span, over))
             finally:
-                over.set()  # whoever asked may have gone
+                over.set()  # the reader may have gone
                 data.release()
         if summary is None:
             return json_error(409, "the snapshot was withdrawn meanwhile: ask for a newer one")
         return web.json_response({"tensor": span.name, **summary})
 
     async def openapi(self, request: web.Request) -> web.Response:
-        """What can be asked here, as an OpenAPI document."""
+        """This server's paths, as an OpenAPI document."""
         return web.json_response(openapi.DOCUMENT)
 
     async def gradient(self, request: web.Request) -> web.StreamResponse:
@@ -227,10 +227,10 @@ class CkptRoutes:
     async def state(self, request: web.Request) -> web.Response:
         """The trainer by its own word and the kernel's, the pulse, and every slot with its readers."""
         parts, status_sender = self._parts, self._parts.probe.status_sender
-        trainer, said, why = parts.trainer, None, ""
+        trainer, says, why = parts.trainer, None, ""
         try:
             parts.probe.require_process()
-            said = {k: v for k, v in (await parts.probe.ask("state")).items() if k != "ok"}
+            says = {k: v for k, v in (await parts.probe.ask("state")).items() if k != "ok"}
         except (TrainerSilent, Refused) as error:
             why = str(error)
         return web.json_response(
@@ -243,7 +243,7 @@ class CkptRoutes:
                     "pid": trainer.pid,
                     "incarnation": trainer.incarnation,
                     "attached": trainer.is_attached,
-                    "says": said,
+                    "says": says,
                     "silent": why,
                 },
                 "status_sender": None if status_sender is None else status_sender.describe(),
@@ -252,7 +252,7 @@ class CkptRoutes:
         )
 
     async def stacks(self, request: web.Request) -> web.Response:
-        """What every thread of the trainer is at, stuck or not."""
+        """The stacks of every thread of the trainer, stuck or not."""
         return web.json_response(await self._parts.probe.stacks())
 
     async def flight(self, request: web.Request) -> web.Response:
@@ -335,7 +335,7 @@ def _near(name: str, known: Iterable[str]) -> list[str]:
 
 
 def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Excerpt | web.Response:
-    """What of the tensor is asked for. Raises ProtocolError for a slice that is none of it."""
+    """The part of the tensor that the request wants. Raises ProtocolError for a slice outside of it."""
     text, of = request.query.get("slice"), request.query.get("of", "part")
     if of not in ("part", "whole"):
         raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")

@@ -5,9 +5,8 @@ nothing of the last: its high-water mark is zero, so a slow reader costs no memo
 be left in the transport's buffer while the handler goes on, so it is sent as a copy. When the transfer
 returns or fails, nothing of ours refers to the memory any more; that is what lets a withdrawal wait for it.
 
-Bytes that are packed, or gathered from all over a tensor, are copies made piece by piece in two threads of
-low priority. One that is still at it when its transfer ends early reads memory that may be written by then,
-and nobody ever sees what it made of that.
+Two threads of low priority compress bytes, or gather them from all over a tensor, piece by piece. A thread
+that still works when its transfer ends early may read memory that is being written; its result is dropped.
 """
 
 import asyncio
@@ -41,9 +40,9 @@ _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """What of a slot's bytes an address stands for: ``nbytes`` from ``begin``, or with ``box`` these elements
-    of the tensor ``span``. ``tag`` sets its ETag apart from that of the whole; ``width``: bytes of an element
-    (of many tensors in a row 4, which parts the bytes of 16-bit elements as well)."""
+    """The part of a slot's bytes that an address stands for: ``nbytes`` from ``begin``, or with ``box``
+    these elements of the tensor ``span``. ``tag`` sets its ETag apart from that of the whole; ``width``:
+    bytes of an element (of many tensors in a row 4, which parts the bytes of 16-bit elements as well)."""
 
     begin: int
     nbytes: int
@@ -91,8 +90,8 @@ async def send(
     Raises ConnectionResetError when the connection ended early (the slot was withdrawn, the reader left
     or stalled), PreconditionFailed, Unsatisfiable and ProtocolError for what the headers ask.
     """
-    whole = request.method == "GET" and "Range" not in request.headers
-    wanted = choose(request.headers.get("Accept-Encoding")) if whole else IDENTITY
+    is_whole = request.method == "GET" and "Range" not in request.headers
+    wanted = choose(request.headers.get("Accept-Encoding")) if is_whole else IDENTITY
     with _room_for(wanted) as coding:
         return await _send(request, slot, metrics, excerpt, coding)
 
@@ -137,7 +136,7 @@ async def _send(
     if transport is None:
         raise ConnectionResetError("the reader has gone before it was answered")
     with metrics.transfer(slot.kind) as sent, slot.reading(transport.abort) as view:
-        # What TLS has taken is a copy; at a mark of zero its transport would stay paused.
+        # TLS keeps a copy of its own; at a mark of zero its transport would stay paused.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
         await response.prepare(request)
         line = _SlotTransfer(response, transport, slot, sent)
@@ -221,5 +220,5 @@ _T = TypeVar("_T")
 
 
 async def work(make: Callable[[], _T]) -> _T:
-    """What ``make()`` returns or raises, made in one of the threads of low priority."""
+    """Run ``make()`` in one of the threads of low priority; returns or raises as it does."""
     return await asyncio.get_running_loop().run_in_executor(_WORKERS, make)

@@ -1,8 +1,8 @@
-"""What a slot's bytes are, once the trainer has published them: checked, and described for readers.
+"""The content of a slot that a trainer has published: checked, and described for readers.
 
 A trainer is trusted with its own numbers but not with their form: what it publishes is refused unless
-it is a snapshot or gradient that a reader will be able to use. What readers are told is put together
-here once, so that answering them costs nothing.
+it is a snapshot or gradient that a reader will be able to use. The answers to readers are
+put together here once, so that answering costs nothing.
 """
 
 import json
@@ -77,7 +77,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
     header, now = read_header(view[:nbytes]), time.monotonic()
     url = f"{base_url}/v1/snapshots/{step}/data?generation={generation}"
     shards = find_shards(header.metadata)
-    told = {key: value for key, value in checked.items() if key != "tensors"} | {"url": url}
+    published = {key: value for key, value in checked.items() if key != "tensors"} | {"url": url}
     return SlotContent(
         generation=generation,
         step=step,
@@ -95,8 +95,8 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         published=now,
         # From here on the age grows by a clock that nobody sets.
         taken=now - max(0.0, time.time() - created),
-        manifest=_dump({**told, "tensors": _tensors(header, shards)}),
-        manifest_without_tensors=_dump(told),
+        manifest=_dump({**published, "tensors": _tensors(header, shards)}),
+        manifest_without_tensors=_dump(published),
         state=state_digest(checked),
         tensors={span.name: span for span in header.tensors},
         shards=shards,

@@ -2,11 +2,11 @@
 
 A slot is withdrawn before it is written and published after it. Withdrawing aborts the connections
 that are being served from it, and is complete only when none of them refers to the memory any more: a
-reader sees a truncated answer, never a mixed one. What was published stays when its trainer dies; a
-slot that was withdrawn and not published again stays withdrawn.
+reader sees a truncated answer, never a mixed one. Published content outlives its trainer; a
+withdrawn slot stays withdrawn until it is published again.
 
-A gradient is mostly published by a label in shared memory (see ``index_slot``), which is looked at whenever
-gradients are asked for.
+A gradient is mostly published by an entry in shared memory (see ``wire/gradient_index.py``), which the server
+reads when a reader asks for gradients.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ SLOTS_BY_KIND = {SNAPSHOT: 8, GRADIENT: 256, CRASH_MARKER: 1, gradient_index.KIN
 READ_PAUSE_S = 0.5
 # Aborted connections let go of the memory within a turn of the loop; more is a defect.
 _SETTLE_S = 10.0
-# Who waits for a gradient is told of a label within this time.
+# A waiting reader gets a gradient within this time of its entry.
 _LOOK_S = 0.01
-# Memory is mostly had before anybody waits for it, beside steps on the same processors.
+# Memory mostly grows ahead of its use, while the trainer steps on the same processors.
 _GROWING = ThreadPoolExecutor(1, "fabric-memory", lower_priority)
 
 
@@ -52,20 +52,18 @@ class SlotReader:
 
 @dataclass(slots=True)
 class SharedSlot:
-    """``content`` describes what is published, None while withdrawn; ``version`` counts withdrawals.
-    ``index_slot``: where the trainer may label it, ``entry_number``: the number of the label that was seen
-    last."""
+    """One piece of shared memory and its published content."""
 
     kind: str
     index: int
     memfd: Memfd | None = None
-    content: SlotContent | None = None
-    version: int = 0
+    content: SlotContent | None = None  # None while withdrawn
+    version: int = 0  # counts withdrawals
     readers: set[SlotReader] = field(default_factory=set)
     last_read: float = float("-inf")
     released: asyncio.Event = field(default_factory=asyncio.Event)
-    index_slot: "SharedSlot | None" = None
-    entry_number: int = 0
+    index_slot: "SharedSlot | None" = None  # of the gradient index, where this slot can have an entry
+    entry_number: int = 0  # of the index entry that was read last
 
     @property
     def capacity(self) -> int:
@@ -73,7 +71,7 @@ class SharedSlot:
         return 0 if self.memfd is None else self.memfd.capacity
 
     def is_read(self, now: float) -> bool:
-        """Whether somebody is reading it, or is likely to go on in a moment."""
+        """Whether a reader uses it, or is likely to go on in a moment."""
         return bool(self.readers) or now - self.last_read < READ_PAUSE_S
 
     @contextmanager
@@ -102,8 +100,8 @@ class SharedSlot:
             self.released.set()
 
     def refresh(self) -> int:
-        """Take note of a label that is another one than last time. Returns its number, 0 where that is gone
-        or the same."""
+        """Read the slot's entry in the gradient index where it has changed. Returns the entry's number; 0
+        where the entry is gone or the same."""
         memfd = self.index_slot.memfd if self.index_slot is not None else None
         if (
             memfd is None
@@ -117,10 +115,12 @@ class SharedSlot:
         if self.entry_number:
             taken = self.entry_number / 1e9
             try:
-                said = gradient_content(json.loads(text), len(self.memfd.view))
-                self.content = replace(said, published=taken, taken=taken)
+                content = gradient_content(json.loads(text), len(self.memfd.view))
+                self.content = replace(content, published=taken, taken=taken)
             except (FabricError, ValueError) as error:
-                log.warning("gradient slot %d is not served, its label cannot be used: %s", self.index, error)
+                log.warning(
+                    "gradient slot %d is not served, its index entry cannot be used: %s", self.index, error
+                )
         return self.entry_number
 
     def _store_reader_count(self) -> None:
@@ -161,14 +161,14 @@ class SlotTable:
         """Slot ``index`` of ``kind``. Raises ProtocolError where there can be none."""
         most = SLOTS_BY_KIND.get(kind, 0)
         if not 0 <= index < most:
-            known = ", ".join(f"{name} 0 to {count - 1}" for name, count in SLOTS_BY_KIND.items())
-            raise ProtocolError(f"there is no slot {index} of kind {kind[:40]!r}: slots are {known}")
-        found = self._slots.get((kind, index))
-        if found is None:
+            ranges = ", ".join(f"{name} 0 to {count - 1}" for name, count in SLOTS_BY_KIND.items())
+            raise ProtocolError(f"there is no slot {index} of kind {kind[:40]!r}: slots are {ranges}")
+        slot = self._slots.get((kind, index))
+        if slot is None:
             labelled = kind == GRADIENT and index < gradient_index.COUNT
-            told = self.slot(gradient_index.KIND, 0) if labelled else None
-            found = self._slots[kind, index] = SharedSlot(kind, index, index_slot=told)
-        return found
+            index_slot = self.slot(gradient_index.KIND, 0) if labelled else None
+            slot = self._slots[kind, index] = SharedSlot(kind, index, index_slot=index_slot)
+        return slot
 
     def slots(self) -> list[SharedSlot]:
         """Every slot that was ever named."""
@@ -211,15 +211,15 @@ class SlotTable:
         """Slots of ``kind`` with published content, oldest first."""
         if kind == GRADIENT:
             self._refresh()
-        found = [(slot.content, slot) for slot in self._slots.values() if slot.kind == kind]
-        live = [(content, slot) for content, slot in found if content is not None]
+        pairs = [(slot.content, slot) for slot in self._slots.values() if slot.kind == kind]
+        live = [(content, slot) for content, slot in pairs if content is not None]
         live.sort(key=lambda pair: (pair[0].order, pair[0].published))
         return [slot for _, slot in live]
 
     def _refresh(self) -> None:
-        """At the labels of all gradients; the newest of the new ones is the gradient published last."""
-        told = self._slots.get((gradient_index.KIND, 0))
-        if told is None or told.memfd is None:
+        """Read the gradient index; its newest new entry is the gradient published last."""
+        index_slot = self._slots.get((gradient_index.KIND, 0))
+        if index_slot is None or index_slot.memfd is None:
             return
         seen = [
             (slot.refresh(), slot.content) for slot in self._slots.values() if slot.index_slot is not None
@@ -238,7 +238,7 @@ class SlotTable:
         return None
 
     def snapshot_refs(self) -> tuple[SnapshotRef, ...]:
-        """What this worker can give to a newcomer."""
+        """The snapshots that this worker can give to a joining replica."""
         contents = [slot.content for slot in self.held(SNAPSHOT)]
         return tuple(SnapshotRef(c.generation, c.step, c.state) for c in contents if c is not None)
 

@@ -34,7 +34,7 @@ _ATTACH_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
-    """Who this server is: ``instance`` differs between two processes, even with the same pid."""
+    """This server's identity; ``instance`` differs between two processes, even with the same pid."""
 
     job: str
     replica: str
@@ -160,9 +160,9 @@ class TrainerChannel:
         name = body.get("op")
         operation = self._operations.get(name) if isinstance(name, str) else None
         if operation is None:
-            known = ", ".join(self._operations)
+            operations = ", ".join(self._operations)
             raise ProtocolError(
-                f"there is no operation {str(name)[:40]!r} on this channel: known are {known}"
+                f"there is no operation {str(name)[:40]!r} on this channel: known are {operations}"
             )
         return await operation(body)
 
@@ -175,15 +175,15 @@ class TrainerChannel:
             raise Refused("another user's process asks for this server: run the trainer as the same user")
         if request.pid != pid:
             raise Refused(f"the kernel says that process {pid} asks, not {request.pid}: attach for yourself")
-        mine = self._identity
-        if (request.job, request.replica) != (mine.job, mine.replica):
+        identity = self._identity
+        if (request.job, request.replica) != (identity.job, identity.replica):
             raise Refused(
-                f"this folder's checkpoint server is of replica {mine.replica} in job {mine.job}, not of"
-                f" {request.replica[:80]} in {request.job[:80]}: give each replica a folder of its own"
+                f"this folder's checkpoint server is of replica {identity.replica} in job {identity.job},"
+                f" not of {request.replica[:80]} in {request.job[:80]}: give each replica a folder of its own"
             )
         if self._current is not None and self._trainer.pid != pid and self._trainer.state != GONE:
             raise Refused(
-                f"replica {mine.replica} already has a trainer, process {self._trainer.pid}"
+                f"replica {identity.replica} already has a trainer, process {self._trainer.pid}"
                 f" ({self._trainer.state}): stop that one, or give this one another replica name"
             )
         try:
@@ -202,9 +202,9 @@ class TrainerChannel:
         ]
         slots = [slot.index for slot in self._memory.held(SNAPSHOT)]
         return _success(
-            url=mine.url,
+            url=identity.url,
             pid=os.getpid(),
-            instance=mine.instance,
+            instance=identity.instance,
             snapshots=snapshots,
             slots=slots,
             parts=self._memory.snapshot_parts(),

@@ -1,11 +1,9 @@
-"""The worker's pulse: what the kernel says of its trainer, told to the lighthouse every quarter of a second
-(by the thousands: once a second).
+"""Reports the trainer's status to the lighthouse every quarter of a second (in large jobs once a second).
 
-The trainer's own beats stop when C code holds its interpreter lock, and say nothing when it is stopped
-or killed. This process is small and does nothing else for long, so its beat is a second source that
-means something: a change of the trainer's state is sent at once, and silence means that the host, not
-the trainer, is in trouble. One lighthouse at a time is spoken to; the others redirect to the leader,
-and when a connection ends the next address is tried.
+The trainer's own heartbeats stop when C code holds the interpreter's lock, when the trainer is stopped, and
+when it is killed. This process is small and rarely busy, so its status is a second source of liveness: it
+sends a change of the trainer's state at once, and its silence means that the host is in trouble. It talks to
+one lighthouse at a time; the others redirect to the leader. When a connection ends it tries the next address.
 """
 
 import asyncio
@@ -30,7 +28,7 @@ from fabric.runtime.http.token_file import TokenFile
 
 log = logging.getLogger(__name__)
 
-# A reply to a beat is small; what is larger is no reply of ours.
+# Replies are small; a larger message comes from another program.
 _MAX_REPLY_BYTES = 64 * 1024
 _MAX_REDIRECTS = 3
 # No lighthouse is followed beyond this: it would take the silence for death.
@@ -52,12 +50,10 @@ class StatusTiming:
 
 @dataclass(frozen=True, slots=True)
 class StatusSource:
-    """What a pulse tells: ``compose`` makes the beat with this number (reading the trainer's state),
-    ``changed`` is set when the state may have changed between two beats. ``heard`` takes what the lighthouse
-    says of the epoch in force."""
+    """The source of status messages."""
 
-    compose: Callable[[int], TrainerStatus]
-    changed: asyncio.Event
+    compose: Callable[[int], TrainerStatus]  # makes the message with this number
+    changed: asyncio.Event  # set when the state may have changed between two messages
     heard: Callable[[EpochNotice], None] = lambda _: None
 
 
@@ -89,7 +85,7 @@ class StatusSender:
         self._problem = ""
 
     def describe(self) -> dict[str, object]:
-        """To whom it beats (empty: nobody at the moment), how often it has, and what is in its way."""
+        """The lighthouse it reports to (empty: none now), the messages sent, and the current problem."""
         at = str(self._at.origin()) if self._at is not None else ""
         return {"lighthouse": at, "beats": self._number, "problem": self._problem}
 
@@ -140,8 +136,8 @@ class StatusSender:
                     target, headers=headers, heartbeat=self._timing.heartbeat_s, max_msg_size=_MAX_REPLY_BYTES
                 )
             except aiohttp.WSServerHandshakeError as error:
-                # The redirect was followed, but the client does not carry a token to another address
-                # by itself. A lighthouse is trusted with it already, and so is the leader it names.
+                # The redirect was followed, but the client does not carry a token to another
+                # address. A lighthouse is trusted with it already, and so is the leader it names.
                 if error.status != 401 or not error.history:
                     raise
                 target = error.request_info.url
@@ -180,13 +176,13 @@ class StatusSender:
         self._problem = f"{target.origin()}: {why}"
         if why != self._said:
             self._said = why
-            log.warning("the pulse to %s is interrupted: %s", target.origin(), why)
+            log.warning("the status connection to %s is interrupted: %s", target.origin(), why)
 
 
 async def _listen(socket: aiohttp.ClientWebSocketResponse, heard: Callable[[EpochNotice], None]) -> None:
     """Hear notices until the connection ends. Anything else, a newer lighthouse's, only has to be read."""
     async for message in socket:
         with contextlib.suppress(ProtocolError):
-            said = decode(message.data) if message.type is aiohttp.WSMsgType.TEXT else None
-            if isinstance(said, EpochNotice):
-                heard(said)
+            notice = decode(message.data) if message.type is aiohttp.WSMsgType.TEXT else None
+            if isinstance(notice, EpochNotice):
+                heard(notice)

@@ -1,4 +1,4 @@
-"""What the kernel says of the trainer process: running, stopped or gone.
+"""Watches the trainer process through the kernel: running, stopped or gone.
 
 Two sources. The process's pidfd becomes readable when it is dead, and wakes the loop at once. But the
 kernel frees a dying process's memory first, which takes up to 200 ms per GiB, and closes its sockets
@@ -70,21 +70,21 @@ class TrainerWatch:
         self.on_death: Callable[[], None] = _nothing
         self.on_change: Callable[[str], None] = _nothing_of_it  # with the new state, seen by a look
         self.on_attach: Callable[[], None] = _nothing  # before another process takes this one's place
-        # Both stay with this process, whoever is given its number later.
+        # Both stay with this process, even when another process gets its number.
         self._stat = self._pidfd = -1
         self._dead = False
 
     def attach(self, pid: int, incarnation: int) -> None:
-        """From now on watch process ``pid``, whose channel is open. Raises Refused where there are no
-        descriptors to do it with: then nothing has changed."""
-        found = _descriptors_of(pid)
+        """From now on watch process ``pid``, whose channel is open. Raises Refused, with nothing
+        changed, where descriptors are short."""
+        descriptors = _descriptors_of(pid)
         self.on_attach()
         self._unwatch()
         self.pid, self.incarnation, self.is_attached, self.ended = pid, incarnation, True, None
-        if found is None:
+        if descriptors is None:
             self._dead = True
         else:
-            self._stat, self._pidfd = found
+            self._stat, self._pidfd = descriptors
             asyncio.get_running_loop().add_reader(self._pidfd, self._on_death)
         self.changed.set()
 
@@ -124,11 +124,11 @@ class TrainerWatch:
 
     async def watch(self) -> None:
         """Set ``changed`` within LOOK_S of every change that only a look can tell, until cancelled."""
-        said = self.state
+        last = self.state
         while True:
             await asyncio.sleep(LOOK_S)
-            if (state := self.state) != said:
-                said = state
+            if (state := self.state) != last:
+                last = state
                 self.changed.set()
                 self.on_change(state)
 
@@ -171,8 +171,8 @@ def _descriptors_of(pid: int) -> tuple[int, int] | None:
 
 
 def _nothing() -> None:
-    """Nobody else cares."""
+    """The default: do nothing."""
 
 
 def _nothing_of_it(_: str) -> None:
-    """Nobody else cares."""
+    """The default: do nothing."""

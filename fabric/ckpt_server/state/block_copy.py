@@ -2,7 +2,7 @@
 
 Blocks cut the file at multiples of 4 MiB, tensors wherever they end. A block is the unit of work: any thread
 takes one, copies what the tensors have of it in pieces that fit into a core's own cache, and digests each
-piece while it is there. What is digested of a copy is the target: the digests describe what is stored.
+piece while it is there. A copy digests its target: the digests describe the stored bytes.
 """
 
 import contextlib
@@ -68,8 +68,8 @@ Item = TypeVar("Item")
 
 
 class SharedWork(Generic[Item]):
-    """Work that any thread takes a piece of until none is left. Who waits for all of it waits for pieces that
-    somebody has begun, never for a thread that has yet to come."""
+    """Work that any thread takes a piece of until none is left. ``wait`` waits for begun pieces only, never
+    for a thread that has yet to come."""
 
     def __init__(self, items: Iterable[Item]) -> None:
         self._left = deque(items)
@@ -81,7 +81,7 @@ class SharedWork(Generic[Item]):
             self._over.set()
 
     def __len__(self) -> int:
-        """Pieces that nobody has taken yet."""
+        """Pieces that no thread has taken yet."""
         return len(self._left)
 
     def run(self, do: Callable[[Item], None]) -> None:

@@ -39,7 +39,7 @@ def placement_key(tensor: Any) -> Key:
 
 
 def describe_shard(tensor: Any) -> dict[str, Any]:
-    """What a reader needs to know of a DTensor's shard beside its bytes."""
+    """The description of a DTensor's shard, for readers: shape, offset, mesh and placements."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     names, sizes, placements = placement_key(tensor)
@@ -60,8 +60,8 @@ class Shardings:
 
     def add(self, tensor: Any) -> None:
         """Learn a DTensor's placement. Raises StateError where two meshes cannot be told apart."""
-        known = self.examples.setdefault(placement_key(tensor), tensor)
-        if not torch.equal(known.device_mesh.mesh, tensor.device_mesh.mesh):
+        example = self.examples.setdefault(placement_key(tensor), tensor)
+        if not torch.equal(example.device_mesh.mesh, tensor.device_mesh.mesh):
             raise StateError(
                 f"two device meshes are both described as {_words(placement_key(tensor))}: give their "
                 "dimensions different names (mesh_dim_names)"

@@ -37,7 +37,7 @@ _FACTORIES: Mapping[str, type | None] = {
 }
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMPY_KINDS = "biufcSUMm"
-# What the constructors of values raise when they are given something else than they wrote.
+# The errors of value constructors for malformed arguments.
 _MALFORMED = (
     ArithmeticError,
     AttributeError,
@@ -408,9 +408,9 @@ def _decode_array(decoder: StateDecoder, node: Any, depth: int) -> "np.ndarray[A
 
 def _decode_module(decoder: StateDecoder, node: Any, depth: int) -> "OrderedDict[str, Any]":
     tensors, metadata = node
-    found = OrderedDict(decoder.decode(tensors, depth))
-    found._metadata = OrderedDict(decoder.decode(metadata, depth))  # type: ignore[attr-defined]  # noqa: SLF001 - torch's name for the versions of a module's state
-    return found
+    state = OrderedDict(decoder.decode(tensors, depth))
+    state._metadata = OrderedDict(decoder.decode(metadata, depth))  # type: ignore[attr-defined]  # noqa: SLF001 - torch's name for the versions of a module's state
+    return state
 
 
 def _double(text: str) -> float:

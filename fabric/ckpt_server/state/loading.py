@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class WorkRunner(Protocol):
-    """Does heavy work that is no code of the objects' own; it may take another thread for it."""
+    """Runs heavy work that calls no code of the objects; it may use another thread."""
 
     def __call__(self, work: Callable[[], _T]) -> _T: ...
 
@@ -38,7 +38,7 @@ def at_once(work: Callable[[], _T]) -> _T:
 
 
 class Loadable(Protocol):
-    """What shared state consists of."""
+    """One object of the shared state."""
 
     def state_dict(self) -> Any: ...
 
@@ -228,9 +228,9 @@ def _check_optimizer(path: str, live: torch.optim.Optimizer, value: Any) -> None
         state, groups = value["state"], value["param_groups"]
         options = [set(group) for group in groups]
         indices = [list(group["params"]) for group in groups]
-        known = {index for group in indices for index in group}
-        strays = sorted(index for index in state if type(index) is int and index not in known)
-        kept = {index: dict(state[index]) for index in known if index in state}
+        listed = {index for group in indices for index in group}
+        strays = sorted(index for index in state if type(index) is int and index not in listed)
+        kept = {index: dict(state[index]) for index in listed if index in state}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StateError(
             f"{path} is an optimizer here and none in the snapshot; nothing was loaded."

@@ -6,7 +6,7 @@ state again and returns when that is safe; ``join`` returns the digests. Between
 ``fence`` nothing may change what the view refers to, buffers and moving averages included.
 
 On the CPU one or two threads of low priority copy and digest block by block, and leave the trainer a core.
-Who waits in ``fence`` helps: the trainer's thread takes blocks itself rather than wait for a thread that the
+The thread that waits in ``fence`` helps: the trainer takes blocks rather than wait for a thread that the
 scheduler starves. ``digest`` reads the state in the same way without copying it.
 
 On a GPU a side stream waits for an event recorded behind the optimizer step, copies into registered
@@ -46,10 +46,10 @@ __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaCopyStream", "SnapshotDiges
 
 _cuda: Any = torch.cuda  # its streams and events carry no types
 _log = logging.getLogger(__name__)
-# Lower than other background work: the copy must not take the cores that the trainer needs, and who has to
-# wait for it helps.
+# Lower than other background work: the copy must not take the cores that the trainer needs, and the thread
+# that waits for it helps.
 _NICENESS = 10
-# So few are digested sooner by who needs the digest than by a thread that may be starved in the midst of one.
+# The caller digests so few blocks sooner than a thread that the scheduler may starve.
 _FEW_BLOCKS = 4
 _PACK_BELOW_BYTES = 256 << 10  # smaller device tensors are gathered on the device first
 _PACK_BYTES = 16 << 20
@@ -83,7 +83,7 @@ class Copier(Protocol):
 def build_manifest(
     view: StateView, digests: SnapshotDigests, *, job: str, replica: str, generation: int, created: float
 ) -> dict[str, Any]:
-    """What the checkpoint server publishes about this snapshot; ``created`` is Unix time."""
+    """The manifest that the checkpoint server publishes; ``created`` is Unix time."""
     state = SnapshotRef(generation, view.step, digests.digest)
     return make_manifest(state, view.nbytes, digests.blocks, job=job, replica=replica, created=created)
 
@@ -204,14 +204,14 @@ class CudaCopyStream:
 
     def _register(self, memory: Bytes) -> None:
         address, nbytes = memory.ctypes.data, memory.nbytes
-        known = self._registered.pop(address, None)
-        if known is not None and known.nbytes >= nbytes:
-            self._registered[address] = known  # the newest now
+        registered = self._registered.pop(address, None)
+        if registered is not None and registered.nbytes >= nbytes:
+            self._registered[address] = registered  # the newest now
             return
         with _cuda.device(self._device):
-            if known is not None:
-                _unregister(known)
-            # What is not a slot any more, because slots grow and servers die, goes when others come.
+            if registered is not None:
+                _unregister(registered)
+            # Memory that was a slot goes when another slot comes: slots grow and servers die.
             while len(self._registered) >= _REGISTERED:
                 _unregister(self._registered.pop(next(iter(self._registered))))
             code = int(_cuda.cudart().cudaHostRegister(address, nbytes, 0))
@@ -231,7 +231,7 @@ class CudaCopyStream:
 
     def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
         with _cuda.stream(self._stream):
-            # What the gathering allocates belongs to the side stream, so it is not reused too early.
+            # The gathered copy belongs to the side stream, so its memory is not reused too early.
             source = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             torch.from_numpy(memory).copy_(source, non_blocking=True)
 

@@ -1,8 +1,8 @@
-"""Whether a value would be encoded as it was the last time, without encoding it.
+"""Tells whether a value would be encoded as the last time, without encoding it.
 
-An outline is a flat list of all that the encoding of a value depends on beside its tensors' elements: types,
-keys, lengths, numbers and strings, and of each tensor where it lies and what it is. To make and compare one
-costs a fraction of what encoding does. Values that it does not know have none: they are encoded every time.
+The structure of a value is a flat list of everything its encoding depends on, except the elements of tensors:
+types, keys, lengths, numbers and strings, and of each tensor its memory and type. Making and comparing one
+costs a fraction of an encoding. Values of unknown types have no structure and are encoded every time.
 """
 
 import math
@@ -20,8 +20,8 @@ _MAX_DEPTH = 20
 def record_structure(value: object, words: list[object], tensors: list[torch.Tensor], depth: int = 0) -> bool:
     """Add ``value`` to ``words`` and its tensors (their parts in this process) to ``tensors``, as met.
 
-    Returns False where it has no outline. The tensors of an outline are contiguous: what is stored of each is
-    its memory.
+    Returns False where the value has no structure. All recorded tensors are contiguous, so that each is
+    stored as its memory.
     """
     kind = type(value)
     if kind in PLAIN_TENSORS:

@@ -90,7 +90,7 @@ def capture(objects: Mapping[str, object], step: int) -> StateView:
 
 @dataclass(frozen=True, slots=True)
 class _DescribedItem:
-    """What was written about an object, or about one item of its state, and its structure then.
+    """The description of an object, or of one item of its state, and the structure that it had then.
 
     ``entries`` are those of the file's header, each with the place of its tensor among the ``count`` that
     are met on the way through the part. No tensor is kept, so none is kept alive.
@@ -104,7 +104,7 @@ class _DescribedItem:
 
 
 class StateDescriber:
-    """Captures the same objects again and again, and writes anew only what has changed since.
+    """Captures the same objects again and again, and describes again only the parts that changed.
 
     A tensor has not changed while it is the elements of the same memory, whatever they are now. ``standing``
     gives, for a tensor that changes within a step, the one that holds what it was when the step began. One
@@ -129,23 +129,25 @@ class StateDescriber:
             raise StateError(f"A step must be a whole number from 0, not {step!r}.")
         before, parts = self._parts, {}
         met: list[torch.Tensor] = []
-        told = []
+        descriptions = []
         for name, value, state in _states(self.objects):
             texts = []
             for key, item in _items(value, state):
                 ties: dict[object, str] | None = {} if isinstance(value, torch.nn.Module) else None
                 path = StatePath.root(name) if key is None else StatePath.root(name).key(key)
-                part, found = _describe(item, path, ties, before.get((name, key)))
+                part, tensors_met = _describe(item, path, ties, before.get((name, key)))
                 parts[name, key] = part
-                met += found
+                met += tensors_met
                 texts.append(part.json if key is None else f"{canonical_json(key)}:{part.json}")
-            whole = (name, None) in parts
-            told.append(f"{canonical_json(name)}:" + (texts[0] if whole else f"{{{','.join(texts)}}}"))
+            is_one_part = (name, None) in parts
+            descriptions.append(
+                f"{canonical_json(name)}:" + (texts[0] if is_one_part else f"{{{','.join(texts)}}}")
+            )
         if [_laid(part) for part in parts.values()] != [_laid(part) for part in before.values()]:
             self._arrange(parts.values())
         self._parts = parts
         header = self._preamble.with_metadata(
-            f'{{"format":{FORMAT},"state":{{{",".join(told)}}},"step":{step}}}'
+            f'{{"format":{FORMAT},"state":{{{",".join(descriptions)}}},"step":{step}}}'
         )
         tensors = tuple((name, self._standing(met[place].detach())) for name, place in self._order)
         return StateView(header, tensors, len(header) + self._nbytes, step)
@@ -177,7 +179,7 @@ def _items(value: object, state: Any) -> list[tuple[str | None, object]]:
 def _describe(
     value: object, path: StatePath, ties: dict[object, str] | None, known: _DescribedItem | None
 ) -> tuple[_DescribedItem, list[torch.Tensor]]:
-    """What there is to write about ``value``, ``known`` itself where that still holds, and its tensors."""
+    """The description of ``value`` (``known`` itself where that still holds), and its tensors."""
     words: list[object] = []
     met: list[torch.Tensor] = []
     has_structure = record_structure(value, words, met)
@@ -211,8 +213,8 @@ def check_serialisable(objects: Mapping[str, object]) -> None:
 
 
 def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = at_once) -> int:
-    """Loads the snapshot in ``file`` (exactly its bytes) into ``objects``; returns its step. What is heavy
-    and no code of the objects' own goes through ``run``, which may do it in another thread.
+    """Loads the snapshot in ``file`` (exactly its bytes) into ``objects``; returns its step. Heavy work that
+    runs no code of the objects goes through ``run``, which may use another thread.
 
     Names, shapes, dtypes and structure are checked first. Raises StateError that names the first
     difference, or the object that refused its state; nothing is changed then.
@@ -225,19 +227,19 @@ def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = a
     unused = set(tensors)
 
     def view(name: str) -> torch.Tensor:
-        found = tensors.get(name)
-        if found is None:
+        tensor = tensors.get(name)
+        if tensor is None:
             raise StateError(
                 f"The state refers to tensor {name[:200]!r}, which it does not contain; it is damaged."
             )
-        return found
+        return tensor
 
     def own(name: str) -> torch.Tensor:
         return view(name).clone()
 
     shardings = _shardings(objects)
     decoded = {}
-    for name, node in tree.items():  # a module copies out of the file by itself
+    for name, node in tree.items():  # a module copies out of the file
         source = view if isinstance(objects[name], torch.nn.Module) else own
         decoder = StateDecoder(source, unused, shardings=shardings)
         decoded[name] = run(partial(decoder.decode, node))
@@ -254,11 +256,11 @@ def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = a
 def verify(objects: Mapping[str, object], step: int, digest: str, run: WorkRunner = at_once) -> None:
     """Raises IntegrityError unless ``objects`` are in exactly the state that ``digest`` names; see
     ``restore``."""
-    found = run(capture(objects, step).digest)
-    if found != digest:
+    live_digest = run(capture(objects, step).digest)
+    if live_digest != digest:
         raise IntegrityError(
-            f"After loading step {step} the state's digest is {found} and must be {digest}: an object did not"
-            " take over all of its state; check that its load_state_dict reverses its state_dict."
+            f"After loading step {step} the state's digest is {live_digest} and must be {digest}: an object"
+            " did not take over all of its state; check that its load_state_dict reverses its state_dict."
         )
 
 
@@ -318,17 +320,17 @@ def _require_names(found: set[str], objects: Mapping[str, object]) -> None:
 def tensors_of(file: memoryview, spans: Iterable[TensorSpan]) -> dict[str, torch.Tensor]:
     """All tensors of ``file`` by name, each as ``tensor_at`` gives it."""
     address = np.frombuffer(file, np.uint8).ctypes.data
-    found = {}
+    tensors = {}
     for span in spans:
         name, word, shape, begin, end = span
         width = ELEMENT_BYTES[word]
         if begin == end or file.readonly or (address + begin) % width:
-            found[name] = tensor_at(file, span)
+            tensors[name] = tensor_at(file, span)
             continue
         dtype, count = TORCH_DTYPE[word], (end - begin) // width
         flat = torch.frombuffer(file, dtype=dtype, count=count, offset=begin)
-        found[name] = flat if len(shape) == 1 else flat.view(shape)
-    return found
+        tensors[name] = flat if len(shape) == 1 else flat.view(shape)
+    return tensors
 
 
 def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:

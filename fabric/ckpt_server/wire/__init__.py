@@ -1,1 +1,1 @@
-"""What trainer, server and readers say to each other: lines, requests, compression. No torch."""
+"""The wire between trainer, server and readers: lines, requests, compression. No torch."""

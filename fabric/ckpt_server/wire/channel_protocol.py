@@ -30,7 +30,7 @@ STACKS_NAME = "trainer.stacks"
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
-# Who has not attached yet has nothing long to say.
+# Lines before attach are short.
 MAX_FIRST_LINE_BYTES = 64 * 1024
 
 

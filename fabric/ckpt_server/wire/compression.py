@@ -1,8 +1,8 @@
-"""Compressed transfers: which coding a request gets, and the one that fetchers speak, ``x-fabric-shuffle``.
+"""Compressed transfers: the choice of a coding, and ``x-fabric-shuffle`` (byte shuffle and zstd).
 
-Numbers of a training state hardly repeat, but their first bytes do: sign and exponent. Grouped by their place
-in the element (all first bytes, then all second ones) they compress by a fifth to a half, where zstd alone
-finds little. A body in this coding is frames, each of one piece of at most PIECE_BYTES:
+Numbers of a training state hardly repeat, but their first bytes do: sign and exponent. A byte shuffle groups
+bytes by their place in the element: all first bytes, then all second ones. Shuffled, a state compresses by a
+fifth to a half, where zstd alone finds little. A body is a sequence of frames, each of at most PIECE_BYTES:
 
     width of an element (1 byte), 3 zero bytes, length of the piece, length of what follows (4 bytes each,
     little endian), then the piece as it is where both lengths are equal, else the zstd frame of its grouped
@@ -22,7 +22,7 @@ from fabric.errors import ProtocolError
 IDENTITY, ZSTD, SHUFFLE = "identity", "zstd", "x-fabric-shuffle"
 PIECE_BYTES = 1 << 20
 _LEVEL = 1
-_WORTH = 0.98  # what saves less is sent as it is
+_WORTH = 0.98  # a piece that saves less is sent as it is
 _FRAME = struct.Struct("<III")  # the width is one byte, the three after it are zero
 _WIDTHS = (1, 2, 4, 8)
 _CODING = re.compile(r"\s*([\w*-]{1,40})\s*(?:;\s*q=\s*([01](?:\.\d{0,3})?)\s*)?", re.ASCII | re.IGNORECASE)
@@ -44,7 +44,8 @@ def choose(accept_encoding: str | None) -> str:
 
 
 class Compressor:
-    """Packs pieces, one after the other, in ``coding`` (ZSTD or PLANES); ``width``: bytes of an element."""
+    """Compresses pieces, one after the other, in ``coding`` (ZSTD or PLANES); ``width``: bytes of an
+    element."""
 
     def __init__(self, coding: str, width: int) -> None:
         import zstandard
@@ -55,7 +56,7 @@ class Compressor:
         self._stream = compressor.compressobj() if coding == ZSTD else None
 
     def pack(self, piece: memoryview) -> bytes:
-        """What is sent for ``piece``, which has at most PIECE_BYTES; may be empty."""
+        """The bytes to send for ``piece``, which has at most PIECE_BYTES; may be empty."""
         if self._stream is not None:
             return bytes(self._stream.compress(piece))
         width = self._width if len(piece) % self._width == 0 else 1
@@ -65,7 +66,7 @@ class Compressor:
         return _FRAME.pack(width, len(piece), len(compressed)) + compressed
 
     def end(self) -> bytes:
-        """What is sent last."""
+        """The last bytes to send."""
         return bytes(self._stream.flush()) if self._stream is not None else b""
 
 
@@ -108,9 +109,9 @@ def _decompressed(compressed: memoryview, nbytes: int) -> bytes:
     import zstandard
 
     try:
-        told = zstandard.get_frame_parameters(compressed)
-        if told.content_size != nbytes or told.dict_id or told.window_size > 2 * PIECE_BYTES:
-            raise ProtocolError(f"it sent a piece that unpacks to {told.content_size}, not {nbytes} bytes")
+        frame = zstandard.get_frame_parameters(compressed)
+        if frame.content_size != nbytes or frame.dict_id or frame.window_size > 2 * PIECE_BYTES:
+            raise ProtocolError(f"it sent a piece that unpacks to {frame.content_size}, not {nbytes} bytes")
         decompressor = zstandard.ZstdDecompressor()
         plain = decompressor.decompress(compressed, max_output_size=nbytes, allow_extra_data=False)
     except zstandard.ZstdError as error:

@@ -1,4 +1,4 @@
-"""What the checkpoint server tells the process that writes a durable checkpoint, and what that answers."""
+"""The job that the checkpoint server gives to the writer of a durable checkpoint, and the writer's result."""
 
 from dataclasses import dataclass
 

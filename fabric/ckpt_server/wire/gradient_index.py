@@ -1,15 +1,15 @@
-"""What lies in a gradient slot, said in memory that the trainer and its server share; nobody is woken for it.
+"""An index in shared memory of the published gradients; publishing by it wakes no process.
 
-A step's gradient is published whether somebody wants it or not, and mostly nobody does. So the trainer
-writes a label, and the server reads it when it is asked for gradients. A label is written after the slot's
-bytes, numbered by the time in ns (0: withdrawn) and digested, so that one that is half there is none; it
-outlives the trainer, as the bytes do.
+Every step publishes a gradient, and mostly no reader wants it. So the trainer writes an entry, and the server
+reads it when a reader asks for gradients. The trainer writes an entry after the slot's bytes. The entry has a
+number (time in ns; 0: withdrawn) and a digest, so that a half-written one counts for nothing. It outlives the
+trainer, as the bytes do.
 
-Before the trainer writes to the slot again it takes the label back and looks whether anybody reads the slot;
-the server says that somebody does and then looks at the label. Each stores first and loads second, with an
+Before the trainer writes to the slot again, it takes the entry back and then loads the number of readers. The
+server stores the number of readers and then loads the entry. Each stores first and loads second, with an
 atomic instruction or a system call in between, so at least one of them sees the other: the trainer then asks
-the server over its channel to end the transfer, or the server does not begin it. Whatever a reader gets is
-digested as a whole, so what a processor of another kind might let through would be refused there.
+the server to end the transfer, or the server does not begin it. A reader verifies the digest of all it gets,
+so a memory order of another processor could not let wrong bytes through.
 """
 
 import os
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import xxhash
 
 KIND = "gradient_index"
-COUNT = 32  # gradient slots that have one
+COUNT = 32  # gradient slots that have an entry
 _BYTES = 8192
 TOTAL_BYTES = COUNT * _BYTES
 # Number, readers (the server's), digest and length of what follows.
@@ -34,7 +34,7 @@ _fence = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class PublishedGradient:
-    """What a trainer says of the reduced gradient in a slot."""
+    """The trainer's description of the reduced gradient in a slot."""
 
     generation: int
     step: int  # the step that the gradient leads on from
@@ -54,7 +54,7 @@ class GradientIndex:
         self._last = 0
 
     def write(self, slot: int, body: bytes) -> bool:
-        """Label a slot that was withdrawn. False where there is no room for it."""
+        """Write the entry of a withdrawn slot. False where the entry does not fit."""
         if slot >= COUNT or len(body) > MOST_BYTES:
             return False
         at, word = slot * _BYTES, slot * _BYTES // 8
@@ -66,7 +66,7 @@ class GradientIndex:
         return True
 
     def withdraw(self, slot: int) -> bool:
-        """Take the label back. Returns whether nobody reads the slot, so that it may be written at once."""
+        """Take the entry back. Returns True without readers: the slot may be written at once."""
         if slot >= COUNT:
             return False
         word = slot * _BYTES // 8
@@ -76,7 +76,7 @@ class GradientIndex:
 
 
 def read_entry(view: memoryview, slot: int) -> tuple[int, bytes]:
-    """The number and the text of a slot's label; 0 where there is none."""
+    """The number and the text of a slot's entry; 0 without one."""
     at = slot * _BYTES
     if len(view) < at + _BYTES:  # its memory is still being allocated, or has been let go
         return 0, b""
@@ -84,18 +84,18 @@ def read_entry(view: memoryview, slot: int) -> tuple[int, bytes]:
     if not number or length > MOST_BYTES:
         return 0, b""
     body = bytes(view[at + _HEAD.size : at + _HEAD.size + length])
-    whole = _digest(number, body) == expected and _WORD.unpack_from(view, at)[0] == number
-    return (number, body) if whole else (0, b"")
+    intact = _digest(number, body) == expected and _WORD.unpack_from(view, at)[0] == number
+    return (number, body) if intact else (0, b"")
 
 
 def entry_number(view: memoryview, slot: int) -> int:
-    """The number alone, which is new when the label is."""
+    """The number alone; a new entry has a new one."""
     at = slot * _BYTES
     return int(_WORD.unpack_from(view, at)[0]) if len(view) >= at + _BYTES else 0
 
 
 def store_reader_count(descriptor: int, slot: int, count: int) -> None:
-    """The server's word: so many transfers of this slot are under way."""
+    """Store how many transfers of this slot are under way; the server calls it."""
     os.pwrite(descriptor, _WORD.pack(count), slot * _BYTES + _READERS_AT)
 
 

@@ -8,7 +8,7 @@ watch that resumes from a revision. Three backends (memory, SQLite, etcd) keep t
 pass the same contract suite.
 
 Every failure of a write says whether it is *definite* (``StoreError``: not applied) or *indefinite*
-(``StoreIndefinite``: read again before deciding anything). A failed guard is no error but an answer.
+(``StoreIndefinite``: read again before deciding anything). A failed guard is an answer, not an error.
 
 A lease is a hint, not a fence: it may outlive its TTL by any amount, so its holder steps down by its own
 monotonic clock, counted from before the call, and every write is guarded by the holder's own key.
@@ -92,7 +92,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Remove a key; removing one that is not there is no error and makes no event."""
+    """Remove a key; a missing key is not an error, and makes no event."""
 
     key: str
 
@@ -130,7 +130,7 @@ class Store(Protocol):
         ...
 
     async def connect(self) -> str:
-        """Reach the store and return its id: random, written once by whoever came first.
+        """Reach the store and return its id: random, written once by the first handle.
 
         A wiped or replaced store has another id; nothing known about the old one holds for it.
         """
@@ -173,7 +173,7 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give up connections, threads and watches. Leases run out by themselves."""
+        """Give up connections, threads and watches. Leases run out later."""
         ...
 
 
@@ -189,7 +189,7 @@ def key_bytes(key: str) -> bytes:
 
 
 def key_text(key: bytes) -> str:
-    """The inverse of ``key_bytes`` that survives keys which somebody else wrote."""
+    """Invert ``key_bytes``, also for keys that another program wrote."""
     return key.decode("utf-8", "surrogateescape")
 
 

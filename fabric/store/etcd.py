@@ -171,7 +171,7 @@ class EtcdStore:
                         delay_s = RECONNECT_FIRST_S
                         for event in answer.events:
                             yield event
-                        # What "created" tells is where the store is, not how far this watch has come.
+                        # The revision in "created" is the store's, not how far this watch has come.
                         if answer.events or not answer.created:
                             last = answer.events[-1].revision if answer.events else answer.revision
                             from_revision = max(from_revision, last + 1)
@@ -254,7 +254,7 @@ class EtcdStore:
     async def _anywhere(
         self, path: str, request: Json, *, writes: bool, missing_is_fine: bool = False
     ) -> Json:
-        """What may be repeated, on one endpoint after the other.
+        """Send a request that may be repeated, to one endpoint after the other.
 
         Raises StoreUnavailable when none answered; when one of them may have done it, ``writes`` makes
         that a StoreIndefinite.

@@ -39,7 +39,7 @@ class EtcdAccess:
         self.context()
 
     def context(self) -> ssl.SSLContext | bool:
-        """What aiohttp takes as ``ssl``. Raises ConfigError where a file cannot be used."""
+        """Return the ``ssl`` argument of aiohttp. Raises ConfigError where a file cannot be used."""
         if not self.tls:
             return True
         try:
@@ -54,7 +54,7 @@ class EtcdAccess:
         return context
 
     def password(self) -> str:
-        """Read anew each time, so that a changed file counts. Raises ConfigError."""
+        """Read again each time, so that a changed file counts. Raises ConfigError."""
         assert self.password_file is not None
         try:
             with self.password_file.open("rb") as file:

@@ -84,7 +84,7 @@ class Gateway:
 
     @property
     def token(self) -> str:
-        """What requests carry now, empty before the first and without a user."""
+        """The token that requests carry now; empty before the first request and without a user."""
         return self._token
 
     async def _authorise(self, endpoint: str) -> str:

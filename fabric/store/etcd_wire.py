@@ -2,7 +2,7 @@
 
 It is protobuf's JSON mapping: bytes are base64, 64-bit integers are decimal strings, and a field that is
 zero, empty or false is left out. Errors are an object with a gRPC ``code``, or plain text when they come
-from the HTTP layer. What arrives is checked here, field by field; nothing is believed to have a type.
+from the HTTP layer. Every field of an answer is checked here; no type is assumed.
 """
 
 import base64
@@ -46,7 +46,7 @@ _BAD_RELEASES = (
 
 @dataclass(frozen=True, slots=True)
 class GatewayFailure:
-    """An answer that is no result: ``code`` is gRPC's, or None when there was none."""
+    """An answer that is an error: ``code`` is gRPC's, or None where the answer has none."""
 
     code: int | None
     text: str
@@ -141,7 +141,7 @@ def parse(body: bytes) -> Json:
 
 
 def failure(status: int, body: bytes) -> GatewayFailure:
-    """What a non-200 answer says; never raises, since a proxy may say anything."""
+    """Read a non-200 answer; never raises, since a proxy may send any bytes."""
     text = body[:300].decode("utf-8", "replace").strip()
     try:
         answer = parse(body)
@@ -209,7 +209,7 @@ def watch_answer(result: Json) -> WatchAnswer:
 
 
 def version_warning(version: object) -> str | None:
-    """What the operator should know about a release, as its status tells it."""
+    """Return the warning for the operator about a release, from its status."""
     known = version[:40] if isinstance(version, str) else ""
     parts = known.split("-")[0].split(".")[:3]
     numbers = tuple(int(part) for part in parts if part.isdecimal() and part.isascii())

@@ -2,7 +2,7 @@
 
 ``MemorySpace`` is the store itself, ``MemoryStore`` one handle on it; several handles of one process and
 one event loop share a space, as several lighthouses share etcd. Nothing here awaits between reading and
-writing, so a transaction is atomic without a lock. Leases are ended by whoever comes next: every
+writing, so a transaction is atomic without a lock. The next operation ends expired leases: every
 operation first deletes what has expired, and a watch wakes at the next deadline.
 """
 

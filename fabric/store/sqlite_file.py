@@ -6,9 +6,9 @@ that returned survives a power cut), every transaction ``BEGIN IMMEDIATE``, so w
 is applied to, and a bounded history table that watches read from.
 
 Leases are deadlines on the monotonic clock, which all processes of one machine share and which no change
-of the wall clock moves. That clock starts anew with the machine, so each lease also names the boot it was
+of the wall clock moves. That clock starts again with the machine, so each lease also names the boot it was
 granted in: after a reboot all leases have ended, as their holders have. For the same reason the file must
-not be shared between machines. Whoever comes next deletes what has expired.
+not be shared between machines. The next process deletes expired leases.
 
 A file that was removed or replaced while in use would silently split the store in two (SQLite goes on with
 the unlinked one), so its identity is checked before each transaction.
@@ -142,7 +142,7 @@ class SqliteFile:
             self._end_lease(lease_id)
 
     def changes(self, prefix: str, cursor: Cursor) -> tuple[list[WatchEvent], Cursor]:
-        """What happened from a cursor (revision, position) on, bounded, and where to read on."""
+        """Return a bounded part of the changes from a cursor (revision, position) on, and the next cursor."""
         where, bounds = _key_condition(prefix)
         with self._reading() as connection:
             revision = self._revision()
@@ -306,14 +306,14 @@ class SqliteFile:
         try:
             self._connection.execute("COMMIT")
         except sqlite3.Error as error:
-            # The log may or may not hold a complete transaction: whoever opens the file next decides.
+            # The log may or may not hold a complete transaction: the next open of the file decides.
             self._roll_back()
             raise StoreIndefinite(
                 f"The store {self._path} did not confirm a write ({error}): read it again before going on."
             ) from error
 
     def _roll_back(self) -> None:
-        # After some errors SQLite has ended the transaction by itself, and a failed disk may refuse.
+        # After some errors SQLite has already ended the transaction, and a failed disk may refuse.
         with suppress(sqlite3.Error):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")

@@ -1,10 +1,10 @@
-"""Who dials, for what, and the proof that both sides hold the job's token: bytes only, no sockets.
+"""The greeting of a dialler, and the proof that both sides hold the job's token: bytes only, no sockets.
 
 The acceptor opens with its wire version and a random challenge. The dialler answers with a nonce of its
 own, an HMAC-SHA256 keyed by the token, and its greeting in JSON. The acceptor replies with an HMAC over
 all of that, or with one sentence that says why not. The token itself never travels, neither side's proof
-can be replayed, and a dialler that reached the wrong process (a reused port) learns it here. An empty
-token means that anybody who reaches the port may pass. Nothing here is encrypted.
+can be replayed, and a dialler that reached the wrong process (a reused port) learns it here. With an
+empty token every process that reaches the port may pass. Nothing here is encrypted.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ MAX_NAME_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a dialler says of itself; ``to`` is the replica it means to reach, empty for any.
+    """A dialler's description of itself; ``to`` is the replica that it wants to reach, empty for any.
 
     ``kind`` is ``control`` for an ordered message link, ``data`` for a ring link of ``epoch``, ``rank`` for
     the link of rank ``rank`` to rank 0 of its own replica, ``probe`` for one that ends with the greeting.
@@ -51,7 +51,7 @@ class Greeting:
 
 
 def challenge_frame(challenge: bytes) -> bytes:
-    """What the acceptor says first."""
+    """Return the acceptor's first frame."""
     return WIRE + challenge
 
 
@@ -145,7 +145,7 @@ def read_verdict(verdict: bytes, challenge: bytes, hello: bytes, token: bytes) -
 
 
 def random_bytes() -> bytes:
-    """A challenge or nonce that nobody can guess."""
+    """Return an unpredictable challenge or nonce."""
     return secrets.token_bytes(CHALLENGE_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Handshakes that a listener has under way: everybody is accepted, and strangers who say nothing make room.
+"""The handshakes of a listener under way: it accepts every connection, and drops silent ones to make room.
 
 A stranger needs no token to connect, and may say nothing for as long as a handshake may take. If the listener
 waited for them, some hundred of them would keep a job's own links from forming. So the listener goes on
@@ -15,15 +15,15 @@ logger = logging.getLogger(__name__)
 
 # Handshakes under way at a time; one address may have half of them.
 MAX_HANDSHAKES = 256
-# A member of a large job answers within this time, also when all others dial at once: nobody younger is
-# dropped for another address.
+# A member of a large job answers within this time, also when all others dial at once. No younger
+# handshake is dropped for another address.
 _AT_LEAST_S = 0.25
 _TELL_EVERY_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
 class Handshake:
-    """One that has begun at ``begun``, by the loop's clock; ``drop`` ends it."""
+    """A handshake that began at ``begun``, by the loop's clock; ``drop`` ends it."""
 
     address: str
     begun: float
@@ -31,7 +31,7 @@ class Handshake:
 
 
 class Handshakes:
-    """Those under way, the oldest first."""
+    """The handshakes under way, the oldest first."""
 
     def __init__(self, most: int = MAX_HANDSHAKES) -> None:
         self._most = most
@@ -42,14 +42,14 @@ class Handshakes:
         self._told = float("-inf")
 
     def begin(self, address: str, drop: Callable[[], object]) -> Handshake:
-        """Note one that has just been accepted."""
-        found = Handshake(address, asyncio.get_running_loop().time(), drop)
-        self._open[found] = None
+        """Note a connection that was just accepted."""
+        handshake = Handshake(address, asyncio.get_running_loop().time(), drop)
+        self._open[handshake] = None
         self._of[address] += 1
-        return found
+        return handshake
 
     def end(self, handshake: Handshake) -> None:
-        """It is over, however it ended."""
+        """Remove a handshake that is over."""
         if handshake in self._open:
             del self._open[handshake]
             self._of[handshake.address] -= 1
@@ -60,7 +60,7 @@ class Handshakes:
     async def make_room(self, address: str) -> None:
         """Return when the next connection may be accepted; the last one came from ``address``."""
         if self._of[address] > self._most // 2:
-            self._drop(next(one for one in self._open if one.address == address))
+            self._drop(next(h for h in self._open if h.address == address))
         while len(self._open) > self._most:
             oldest = next(iter(self._open))
             wait_s = oldest.begun + _AT_LEAST_S - asyncio.get_running_loop().time()
@@ -73,7 +73,7 @@ class Handshakes:
                     await self._ended.wait()
             except TimeoutError:
                 continue
-        # Accepting alone never lets the loop turn while somebody stands in line.
+        # Accepting never yields to the loop while connections wait, so yield here.
         await asyncio.sleep(0)
 
     def drop_oldest(self) -> None:

@@ -1,4 +1,4 @@
-"""What a message link is, whatever carries it."""
+"""The interface of a message link."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -21,10 +21,10 @@ from fabric.errors import ProtocolError
 from fabric.transport.framing import GOODBYE, MAX_FRAME_BYTES, FrameParser, frame
 from fabric.transport.interface import OnClosed, OnMessage
 
-# What may wait for a slow peer: many times what an epoch's messages need.
+# Bytes that may wait for a slow peer: many times the messages of an epoch.
 QUEUE_LIMIT_BYTES = 16 * 1024 * 1024
 _READ_BYTES = 256 * 1024
-# What the kernel says when nothing was acknowledged for too long, or there is no way to the host any more.
+# The kernel's errors when a host acknowledges nothing for too long, or has no route any more.
 _SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 

@@ -1,9 +1,9 @@
 """Links between processes on one host: a unix socket beside the TCP one, found by the port of that.
 
 The name is abstract and holds the port, so it is there exactly where the port is: in the same network
-namespace, which need not be so for two containers on one machine. Whoever connects runs the handshake of
-any link, so a process that took the name cannot pass for a member, and both ends look at the kernel's word
-for the other's user: memory is shared over these links, and a job without a token must not share it with
+namespace, which need not be so for two containers on one machine. A process that
+connects runs the handshake of any link, so one that took the name cannot pass for a member. Both ends ask the
+kernel for the other's user: these links share memory, and a job without a token must not share it with
 another user.
 """
 

@@ -55,7 +55,7 @@ OnConnection = Callable[[Greeting, socket.socket], None]
 
 @dataclass(slots=True)
 class ListenerIdentity:
-    """Who the acceptor is. ``store_id`` may be set later; while empty, any is accepted."""
+    """The identity of a listener. ``store_id`` may be set later; while it is empty, any is accepted."""
 
     job: str
     replica: str
@@ -158,7 +158,7 @@ class Listener:
         except TimeoutError:
             logger.warning("a client did not greet within %g s and was dropped", self._handshake_s)
         except OSError as error:
-            # It died, or thought better of it: nobody was refused anything.
+            # The dialler died or left: this is not a refusal.
             logger.info("a connection ended before its greeting did: %s", error)
         except FabricError as error:
             logger.warning("a connection was refused: %s", error)
@@ -216,7 +216,7 @@ async def dial(
 
     With ``local`` it is a unix socket where whom the greeting names listens on this host.
 
-    Raises Unreachable where nobody answers within ``timeout_s``, Unconnected where not even a connection
+    Raises Unreachable where no process answers within ``timeout_s``, Unconnected where not even a connection
     comes about, Unauthorized, Refused or ProtocolError as the handshake ends, ConfigError for an address that
     is none.
     """
@@ -364,7 +364,7 @@ async def _receive_frame(sock: socket.socket) -> bytes:
 
 
 async def _receive_exactly(sock: socket.socket, count: int) -> bytes:
-    # Never a byte more: what follows the handshake belongs to whoever gets the socket.
+    # Read no byte more: the bytes after the handshake belong to the owner of the socket.
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < count:
@@ -376,7 +376,7 @@ async def _receive_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def _end(sock: socket.socket) -> None:
-    """Whoever reads it sees its end."""
+    """End the connection: its reader sees the end."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 

@@ -43,20 +43,15 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class CommitVote:
-    """I hold round (epoch, step), and am ready for epoch ``ready`` (>= epoch).
-
-    ``state_digest`` is of the shared state at ``step``, empty where it was not computed. ``nonfinite`` names
-    a tensor of what I put in that is not finite, where that was asked for and the sum is not. ``entries``:
-    small ones of that state, said with its digest, see ``parted``.
-    """
+    """I hold round (epoch, step), and can commit it from now on."""
 
     fence: Fence
     step: int
-    ready: int
+    ready: int  # the epoch I am ready for, at least that of the round
     gradient_digest: str
-    state_digest: str = ""
-    nonfinite: str = ""
-    entries: tuple[tuple[str, str], ...] = ()
+    state_digest: str = ""  # of the shared state at ``step``; empty: not computed
+    nonfinite: str = ""  # a tensor of what I put in that is not finite, where that was asked for
+    entries: tuple[tuple[str, str], ...] = ()  # small entries of that state, said with its digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,83 +194,60 @@ LeaderMessage = (
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """First message of every session: who I am, what state I hold, where I am reached.
-
-    ``generation`` 0 means "nothing but my initial state". ``micro_batches`` is how many make a step;
-    ``data`` names everything that the data order depends on, "name value name value ...".
-    ``predecessors`` are the incarnations that ran on this host before, newest first: the kernel says that
-    they have ended. It says nothing of processes elsewhere. ``predecessors_gone`` says the same to leaders of
-    an older version, which ask for no names. ``finished``: the user's loop has ended at this step.
-    ``data_slot``:
-    the one that this replica's data are for, -1 where any will do. ``ranks``: addresses of ranks 1 and up,
-    where the replica has several; ``link`` and ``ckpt`` are rank 0's, and digests are of all ranks together.
-    ``replay``: whether it catches up by published gradients; else the others wait for its state.
-    ``exchange_s`` and ``user_code_s`` are its time budget. ``autonomy_s``: for how long it may commit without
-    an answer of a lighthouse; 0 from an older version, which does not say it.
-    ``spare``: it takes part only where a member is missing.
-    ``tensors`` are the parameters in order, for people: "name dtype[shape]"; empty where they are very many.
-    ``roster``: digest of the newest roster I hold; empty from a version that understands no ``RosterDelta``.
-    ``plane``: how gradients are exchanged (``host``, ``device``, ``nccl``); empty: not said.
-    ``durable``: complete durable checkpoints that it found in storage and could load, oldest first.
-    ``ended``: an earlier process here saw the end of the job when no lighthouse could be told.
-    ``secret``: known to this process and the lighthouse alone, so that no other process can speak for it.
-    """
+    """First message of every session: who I am, what state I hold, where I am reached."""
 
     replica: str
     incarnation: int
-    generation: int
+    generation: int  # 0: nothing but my initial state
     step: int
     digest: str
-    epoch: int
-    link: str
-    ckpt: str
-    micro_batches: int
+    epoch: int  # the newest one I know
+    link: str  # rank 0's address for other members
+    ckpt: str  # base URL of rank 0's checkpoint server
+    micro_batches: int  # how many make a step
     layout: str = ""
-    data: str = ""
+    data: str = ""  # everything that the data order depends on: "name value name value ..."
     shares: int = 1
     snapshots: tuple[SnapshotRef, ...] = ()
-    predecessors_gone: bool = False
-    finished: bool = False
+    predecessors_gone: bool = False  # for leaders of an older version, which ask for no names
+    finished: bool = False  # the user's loop has ended at this step
     sharing: Sharing = EVERYTHING
-    data_slot: int = -1
-    ranks: tuple[RankAddress, ...] = ()
-    replay: bool = True
-    exchange_s: float = 60.0
-    user_code_s: float = 1800.0
-    spare: bool = False
+    data_slot: int = -1  # the one that this replica's data are for; -1: any will do
+    ranks: tuple[RankAddress, ...] = ()  # addresses of ranks 1 and up, where the replica has several
+    replay: bool = True  # it catches up by published gradients; else the others wait for its state
+    exchange_s: float = 60.0  # its time budget for an exchange
+    user_code_s: float = 1800.0  # its time budget for user code
+    spare: bool = False  # it takes part only where a member is missing
+    # The parameters in order, for people: "name dtype[shape]"; empty: very many.
     tensors: tuple[str, ...] = ()
-    roster: str = ""
-    plane: str = ""
-    durable: tuple[SnapshotRef, ...] = ()
+    roster: str = ""  # digest of the newest roster I hold; empty: an older version, without RosterDelta
+    plane: str = ""  # how gradients are exchanged (host, device, nccl); empty: not said
+    durable: tuple[SnapshotRef, ...] = ()  # complete durable checkpoints that it could load, oldest first
+    # Earlier incarnations on this host that the kernel says have ended, newest first.
     predecessors: tuple[int, ...] = ()
-    secret: str = ""
-    autonomy_s: float = 0.0
+    secret: str = ""  # known to this process and the lighthouse alone: no other process speaks for it
+    autonomy_s: float = 0.0  # how long it may commit without a lighthouse's answer; 0: an older version
+    # The job's end, which an earlier process here saw while no lighthouse could be told.
     ended: JobEnd | None = None
     rack: str = ""  # where its host stands, see ``Member.rack``
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Progress: sent at every step and at least once a second.
-
-    ``phase`` is one word (mode and what the main thread does); ``waiting_for`` names peers.
-    ``busy`` is the reason given to ``session.busy``, empty outside of it, and ``busy_s`` its bound.
-    ``empty``: the newest step that was committed with total weight 0, or -1.
-    ``unreachable``: members that I cannot reach, said from outside the roster.
-    """
+    """Progress: sent at every step and at least once a second."""
 
     number: int
     epoch: int
     generation: int
     step: int
     digest: str = ""
-    phase: str = ""
+    phase: str = ""  # the mode, and what the main thread does
     waiting_for: tuple[str, ...] = ()
-    busy: str = ""
+    busy: str = ""  # the reason given to ``session.busy``; empty outside of it
     times: StepTimes | None = None
-    busy_s: float = 0.0
-    empty: int = -1
-    unreachable: tuple[str, ...] = ()
+    busy_s: float = 0.0  # its bound
+    empty: int = -1  # the newest step that was committed with total weight 0
+    unreachable: tuple[str, ...] = ()  # members that I cannot reach, said from outside the roster
 
     @property
     def is_linking(self) -> bool:
@@ -298,54 +270,39 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """My round of this epoch ended without a result. ``about`` is the peer it failed on, or empty;
-    ``waiting_for`` whom I waited for at that moment; ``stalled``: the time budget was over; ``mismatch``:
-    that peer takes part in something else (other parameters, other sizes); ``unreachable``: members to which
-    nothing gets through."""
+    """My round of this epoch ended without a result."""
 
     fence: Fence
     step: int
     why: str
-    about: str = ""
-    waiting_for: tuple[str, ...] = ()
-    stalled: bool = False
-    mismatch: bool = False
-    unreachable: tuple[str, ...] = ()
+    about: str = ""  # the peer it failed on
+    waiting_for: tuple[str, ...] = ()  # the members I waited for at that moment
+    stalled: bool = False  # the time budget was over
+    mismatch: bool = False  # that peer takes part in something else: other parameters, other sizes
+    unreachable: tuple[str, ...] = ()  # members to which nothing gets through
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """My answer to forced epoch ``fence.epoch``; built once, and a promise to stay out of older ones.
-
-    ``round_epoch``, ``round_step``, ``round_roster`` describe the newest round I entered (epoch 0: none);
-    ``prepared`` whether I hold it; ``disputed`` whether somebody said that it holds something else, and
-    no majority said what I did, so that nobody can have committed it; ``have`` the micro-batches of step
-    ``step`` in my kept gradient; ``committed_digest`` is of the gradient that led to ``step``, empty where
-    there was none.
-    ``outvoted``: most members of a round that I was in said that the state at ``step`` is another than mine.
-    ``parted``: where the states of the members differed in that round, for people.
-    ``unconfirmed``: since the epoch that let me in no digest of a state of mine has agreed with another
-    member's, but for that of a state as I loaded it.
-    ``round_lacked`` stands for ``round_roster`` where it is not None: the members of this epoch that were not
-    in that round, which is short where the rosters are long.
-    """
+    """My answer to forced epoch ``fence.epoch``; built once, and a promise to stay out of older ones."""
 
     fence: Fence
     state_generation: int
     step: int
     digest: str
-    round_epoch: int
+    round_epoch: int  # of the newest round I entered; 0: none
     round_step: int
     round_roster: tuple[str, ...]
-    prepared: bool
+    prepared: bool  # whether I hold that round
     gradient_digest: str
-    have: tuple[int, ...]
-    committed_digest: str = ""
+    have: tuple[int, ...]  # the micro-batches of ``step`` in my kept gradient
+    committed_digest: str = ""  # of the gradient that led to ``step``; empty: there was none
+    # Where not None, the members of this epoch that the round lacked: stands for ``round_roster``.
     round_lacked: tuple[str, ...] | None = None
-    disputed: bool = False
-    outvoted: bool = False
-    unconfirmed: bool = False
-    parted: str = ""
+    disputed: bool = False  # a vote named another result, and no majority mine: nobody can have committed it
+    outvoted: bool = False  # most members of a round of mine named another state at ``step`` than mine
+    unconfirmed: bool = False  # since I was let in, no later state of mine has agreed with another member's
+    parted: str = ""  # where the members' states differed in that round, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,31 +380,23 @@ MemberMessage = (
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatus:
-    """The second source of liveness: what the kernel says of the trainer, and what memory holds.
-
-    ``trainer`` is ``running``, ``stopped``, ``gone`` or ``absent`` (none has attached yet). ``deaths``: which
-    micro-batches the replica's processes died at, said again in every pulse until the job is past them. In a
-    replica of several ranks every rank has its checkpoint server, and ``rank`` says whose this is.
-    ``ages_s``: how many seconds ago the state of each of ``snapshots`` was its trainer's, in the same order.
-    ``durable``: the newest durable checkpoint that was written from here, where there is one;
-    ``durable_error``: why the last one was not, in a sentence. ``parts``: of how many ranks each of
-    ``snapshots`` is, in the same order; empty from an older version: of as many as the replicas have now.
-    ``ended``: the trainer saw the end of the job when no lighthouse could be told.
-    """
+    """The second source of liveness: what the kernel says of the trainer, and what memory holds."""
 
     replica: str
     incarnation: int
-    trainer: str
+    trainer: str  # ``running``, ``stopped``, ``gone`` or ``absent`` (none has attached yet)
     number: int
     ckpt: str = ""
     snapshots: tuple[SnapshotRef, ...] = ()
+    # Micro-batches that its processes died at, repeated until the job is past them.
     deaths: tuple[Death, ...] = ()
-    rank: int = 0
+    rank: int = 0  # whose checkpoint server this is, in a replica of several ranks
+    # For each of ``snapshots``, how many seconds ago it was its trainer's state.
     ages_s: tuple[float, ...] = ()
-    durable: tuple[SnapshotRef, ...] = ()
-    durable_error: str = ""
-    parts: tuple[int, ...] = ()
-    ended: JobEnd | None = None
+    durable: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that was written from here
+    durable_error: str = ""  # why the last one was not written, in a sentence
+    parts: tuple[int, ...] = ()  # for each of ``snapshots``, of how many ranks it is; empty: an older version
+    ended: JobEnd | None = None  # the job's end, which the trainer saw while no lighthouse could be told
 
 
 # --- leader to checkpoint server ------------------------------------------------------------------

@@ -13,7 +13,7 @@ MAX_BODY_LINES = 50
 MAX_PARAMETERS = 9  # with self
 VAGUE = {"util", "utils", "common", "helpers", "helper", "manager", "misc"}
 # Files over the limit, with the size they have now: they may shrink, never grow.
-TOO_LONG: dict[str, int] = {"fabric/client/loop/session.py": 516}
+TOO_LONG: dict[str, int] = {}
 
 
 def tree(path: Path) -> ast.Module:

@@ -148,12 +148,8 @@ def _attach(
         failpoints=Failpoints(chosen.points),
     )
     model_watch = ModelWatch(model, parameters, watch)
-    session = Session(
-        chosen, process, trainer.describer, trainer.gradients, trainer.make_parts(), model_watch
-    )
-    session.begin_at(choices.step)
-    session.start_debug_endpoint()
-    return session
+    parts = trainer.make_parts()
+    return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
 
 
 def _set_up_logs(settings: Settings, process: ProcessIdentity) -> None:

@@ -150,6 +150,11 @@ class Engine:
         return self.member.view.current if self.member is not None else None
 
     @property
+    def epoch(self) -> int:
+        """The epoch in force here, 0 before the first."""
+        return self.current.epoch if self.current is not None else 0
+
+    @property
     def newest(self) -> Record | None:
         """The newest epoch that was heard of."""
         return self.member.view.newest if self.member is not None else None
@@ -163,7 +168,7 @@ class Engine:
         """Where this trainer stands, for people; from any thread, so parts of it may be a moment apart."""
         member, parts = self.member, self._parts
         told: dict[str, object] = {
-            "epoch": self.current.epoch if self.current is not None else 0,
+            "epoch": self.epoch,
             "newest_epoch": self.newest.epoch if self.newest is not None else 0,
             "roster": list(self.current.names) if self.current is not None else [],
             "generation": self.generation,

@@ -1,88 +1,66 @@
-"""A newcomer brings its state up to the others', who step on meanwhile and must not be slowed by it.
+"""How a joining replica catches up: it loads a fetched state, then replays published gradients.
 
-On the CPU the heavy work of that runs politely (``runtime.priority``) in other threads than the main one,
-which waits for it: loading and digesting the state, writing a replayed gradient into ``.grad``, and the
-steps of torch's own optimizers. What is the user's runs in the main thread as ever: their loop, hooks,
-schedulers, other optimizers, ``state_dict`` and ``load_state_dict`` of what is not torch's. A device is not
-the host's processor, and ranks of one replica wait for each other: there everything runs in the main thread.
+The other members step on meanwhile and must not be slowed down. On the CPU the heavy work runs at low
+priority (``runtime.priority``) in another thread, and the main thread waits for it: loading and digesting
+the state, writing a replayed gradient into ``.grad``, the steps of torch's own optimizers. The user's code
+runs in the main thread as ever. On a device, and in a replica of several ranks, everything runs there.
 """
 
-import functools
-import types
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
-
 import torch
-from torch.optim import optimizer as torch_optimizer
 
-from fabric.ckpt_server.state.training_state import StateDescriber, restore, verify
-from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.loop.shutdown import Shutdown
+from fabric.ckpt_server.state.training_state import restore, verify
+from fabric.client.control.engine import Engine, EngineParts
+from fabric.client.loop.local_state import LocalState
+from fabric.client.loop.low_priority_steps import LowPrioritySteps
+from fabric.client.loop.progress import Progress
 from fabric.errors import FabricError
-from fabric.ftar.buckets import FlatGradients
 from fabric.protocol.messages import member_events as io
-from fabric.runtime.priority import run_low_priority
-
-_T = TypeVar("_T")
 
 
-class Replay(Shutdown):
-    """What a session does to get where the others are."""
+class Replay:
+    """Brings ``state`` up to the other members'."""
 
-    _state: StateDescriber
-    _gradients: FlatGradients
-    _state_step: int
-    _until: int
-    _metrics: dict[str, float]
-    _replayed = 0
-    _behind = False  # from a loaded state, or a replayed step, to the next round that I take part in
-    _steps: "LowPrioritySteps | None" = None
+    def __init__(self, parts: EngineParts, engine: Engine, state: LocalState, progress: Progress) -> None:
+        self._parts = parts
+        self._engine = engine
+        self._state = state
+        self._progress = progress
+        self._replayed = 0  # steps since the state was loaded
+        self._steps: LowPrioritySteps | None = None
 
-    def digest(self) -> str:
-        """xxh3_128 of the shared state as it is now; equal on all members after the same step."""
-        return self._run_yielding(self._state.capture(self._state_step).digest)
-
-    def _run_yielding(self, work: Callable[[], _T]) -> _T:
-        """The result of ``work``, which is our own or torch's, done politely while I step with nobody."""
-        return run_low_priority(work) if self._may_yield and (self._behind or not self.epoch) else work()
-
-    @property
-    def _may_yield(self) -> bool:
-        return self._place.group is None and isinstance(self._parts.backend, HostBackend)
-
-    def _begin_replay(self) -> None:
+    def begin(self) -> None:
         """The user's code is about to apply a published gradient."""
         self._replayed += 1
-        self._behind = True
-        if self._may_yield:
-            optimizers = [x for x in self._state.objects.values() if isinstance(x, torch.optim.Optimizer)]
-            self._steps = LowPrioritySteps(optimizers)
+        self._progress.behind = True
+        if self._state.may_yield:
+            objects = self._state.describer.objects.values()
+            self._steps = LowPrioritySteps([x for x in objects if isinstance(x, torch.optim.Optimizer)])
 
-    def _end_replay(self) -> None:
+    def end(self) -> None:
         """The user's code has applied it."""
         if self._steps is not None:
             self._steps.close()
             self._steps = None
 
-    def _install(self, order: io.Install) -> None:
-        """Load the fetched state; only after all of it was verified, and verified again when loaded."""
+    def install(self, order: io.Install) -> None:
+        """Load the fetched state, which was verified as a whole, and verify it again once loaded."""
         fetched_state = self._parts.fetch_thread.state
         assert fetched_state is not None
-        # Of this rank's part; the order's is of the whole replica.
+        # The digest of this rank's part; the order has that of the whole replica.
         digest = fetched_state.fetched.manifest["digest"]
         self._parts.points.hit("install", order.step)
-        self._drop_gradient()
-        self._let_change()
-        self._behind = True
+        self._state.drop_gradient()
+        self._state.wait_changeable()
+        self._progress.behind = True
+        objects, run = self._state.describer.objects, self._state.run
         try:
-            restore(fetched_state.file, self._state.objects, self._run_yielding)
-            verify(self._state.objects, order.step, digest, self._run_yielding)
+            restore(fetched_state.file, objects, run)
+            verify(objects, order.step, digest, run)
         except FabricError as error:
             self._engine.post(io.InstallFailed(f"the state of step {order.step} does not fit: {error}"))
             return
         self._parts.buffers.begin()
-        self._state_step = order.step
+        self._progress.state_step = order.step
         fetched = fetched_state.fetched
         if not fetched_state.resharded:
             self._parts.snapshots.serve(fetched_state.slot, fetched.manifest)
@@ -97,108 +75,12 @@ class Replay(Shutdown):
             compression=fetched.compression,
             resharded=fetched_state.resharded,
         )
-        self._note_state(digest)
-        self._engine.post(io.Installed(order.step, digest, last=order.step >= self._until))
+        self._state.note(digest)
+        self._engine.post(io.Installed(order.step, digest, last=order.step >= self._progress.until))
 
-    def _note_joined(self, held: io.PreparedRound) -> None:
-        """The first round of a newcomer, or of one that had been evicted."""
-        if self._behind:
-            self._behind = False
+    def note_joined(self, prepared: io.PreparedRound) -> None:
+        """Journal the first round of a replica that has caught up."""
+        if self._progress.behind:
+            self._progress.behind = False
             replayed, self._replayed = self._replayed, 0
-            self._parts.journal.write("joined", epoch=held.epoch, step=held.step, replayed=replayed)
-
-    _digest_begun = False
-
-    def _let_change(self) -> None:
-        """The state may change when this returns. A digest that nobody asked for, because the round went on
-        without this process, is noted all the same. Raises StateError: see ``Snapshots``."""
-        self._parts.snapshots.wait_copied()
-        if self._digest_begun:
-            self._digest_begun = False
-            self._note_state(self._parts.snapshots.take_digest(self._state_step))
-
-    def _note_state(self, digest: str) -> None:
-        if digest:
-            self._parts.journal.write(
-                "state", generation=self._engine.generation, step=self._state_step, digest=digest
-            )
-
-    def _drop_gradient(self) -> None:
-        for _, parameter in self._gradients.parameters:
-            parameter.grad = None
-        self._parts.buffers.drop()
-        self._metrics.clear()
-
-
-class LowPrioritySteps:
-    """Until ``close`` a ``step()`` of ``optimizers`` runs politely, where it is torch's own code alone."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._wrapped = [(x, _wrap(x)) for x in optimizers if _is_plain(x)]
-
-    def close(self) -> None:
-        """Steps run in the thread that calls them again."""
-        for optimizer, wrapper in self._wrapped:
-            wrapper.open = False  # for whoever has wrapped it meanwhile, or kept it
-            if optimizer.__dict__.get("step") is wrapper.method:
-                optimizer.__dict__.pop("step")
-                optimizer.__dict__.update(wrapper.before)
-        self._wrapped = []
-
-
-@dataclass(slots=True)
-class _Wrapper:
-    """What stands in an optimizer's ``step``, and what stood there ``before`` (in its own attributes)."""
-
-    method: Callable[..., Any]
-    before: dict[str, Any]
-    open: bool = True
-
-
-def _wrap(optimizer: torch.optim.Optimizer) -> _Wrapper:
-    original = optimizer.step
-
-    @functools.wraps(original)
-    def step(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
-        # A closure is the user's code; a mode holds in the thread that has entered it.
-        own = wrapper.open and not (arguments or named or _is_in_a_mode() or _has_hooks(optimizer))
-        return run_low_priority(original) if own else original(*arguments, **named)
-
-    # A scheduler that is made meanwhile wraps it in turn, and takes it for a method.
-    before = {"step": optimizer.__dict__["step"]} if "step" in optimizer.__dict__ else {}
-    wrapper = _Wrapper(types.MethodType(step, optimizer), before)
-    optimizer.step = wrapper.method  # type: ignore[method-assign]
-    return wrapper
-
-
-def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its steps are torch's own code, on the CPU, wrapped by nobody but torch's schedulers."""
-    kind, own = type(optimizer), optimizer.__dict__.get("step")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return (
-        f"{kind.__module__}.".startswith("torch.optim.")
-        and (own is None or getattr(own, "__wrapped__", None) is kind.step)
-        and all(type(p) in (torch.Tensor, torch.nn.Parameter) and p.device.type == "cpu" for p in parameters)
-    )
-
-
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether user code runs within a step."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks  # noqa: SLF001  (torch has no public way to ask)
-        or optimizer._optimizer_step_post_hooks  # noqa: SLF001
-        or torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001
-        or torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001
-    )
-
-
-def _is_in_a_mode() -> bool:
-    """Whether the calling thread has entered anything that changes what torch's operations do."""
-    inside: Any = torch._C  # noqa: SLF001
-    return bool(
-        inside._len_torch_function_stack()  # noqa: SLF001
-        or inside._len_torch_dispatch_stack()  # noqa: SLF001
-        or torch.is_inference_mode_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or torch.compiler.is_compiling()
-    )
+            self._parts.journal.write("joined", epoch=prepared.epoch, step=prepared.step, replayed=replayed)

@@ -6,11 +6,9 @@ newcomer's first step and the recovery after our own eviction are all "a step wi
 averaged gradient is already in ``.grad``", so the user's loop has no special case.
 """
 
-import atexit
 import contextlib
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -35,11 +33,13 @@ from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.client.gradients.nonfinite_metrics import finite, restored
 from fabric.client.loop.empty_steps import EmptySteps
+from fabric.client.loop.local_state import LocalState
 from fabric.client.loop.model_watch import ModelWatch
+from fabric.client.loop.progress import Progress
 from fabric.client.loop.replay import Replay
+from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, make_engine
 from fabric.client.loop.step import Step
-from fabric.client.process import excepthook
 from fabric.client.process.error_text import name_samples
 from fabric.client.process.excepthook import before_report
 from fabric.client.process.process_identity import ProcessIdentity
@@ -49,9 +49,8 @@ from fabric.client.state.durable_policy import StorageUnavailable, writer_of
 from fabric.client.state.small_entries import small_entries
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
-from fabric.model import EVERYTHING, Sharing, SnapshotRef, StepTimes
+from fabric.model import EVERYTHING, Sharing, StepTimes
 from fabric.protocol.messages import member_events as io
-from fabric.protocol.messages.rank_messages import SnapshotDue
 from fabric.runtime.config import Settings, parse_replicas
 
 # For loops that we do not own a step has no micro-batches of ours; this many tokens stand for them, so
@@ -59,70 +58,79 @@ from fabric.runtime.config import Settings, parse_replicas
 EXCHANGE_TOKENS = 64
 
 
-class Session(Replay):
+class Session:
     """Made by ``fabric.client.attach``. Not thread-safe: call it from the training loop's thread."""
 
     def __init__(
         self,
         settings: Settings,
-        place: ProcessIdentity,
+        process: ProcessIdentity,
         describer: StateDescriber,
         gradients: FlatGradients,
         parts: EngineParts,
         watch: ModelWatch,
+        step: int,
     ) -> None:
         self.settings = settings
-        self._place = place
-        self._state, self._gradients = describer, gradients
+        self._parts = parts
         self._watch = watch
-        self._parts, self._snapshots = parts, parts.snapshots
-        self._engine = make_engine(parts, place)
+        self._engine = make_engine(parts, process)
         if isinstance(self._engine, RankEngine):
             before_report(self._engine.await_explanation)
+        self._progress = Progress(state_step=step)
+        self._state = LocalState(settings, process, parts, self._engine, describer, gradients, self._progress)
+        self._replay = Replay(parts, self._engine, self._state, self._progress)
+        self._shutdown = Shutdown(settings, process, parts, self._engine, self._progress)
         self.overlap = Overlap(
             gradients,
             lambda step, weight: self._engine.post(io.Streaming(step, weight)),
             # Ranks of one replica would have to begin together, on a device every bucket needs its event, and
             # averaged buffers are final only after backward. A single bucket is final when backward ends.
             wanted=settings.retain_gradients
-            and place.group is None
+            and process.group is None
             and len(gradients.buckets) > 1
             and (isinstance(parts.backend, HostBackend) and not parts.buffers.stand_ins),
         )
-        self._state_step = 0
+        self._process = process
         self._empty = EmptySteps(settings.replica, describer.objects.values())
         self._clock = StepClock()
-        self._wait_logger = WaitLogger(settings.replica, self._waits_for, math.inf if place.rank else FIRST_S)
-        self._metrics: dict[str, float] = {}
-        self._samples: dict[int, list[int]] = {}
+        first_s = math.inf if process.rank else FIRST_S  # rank 0 logs for all
+        self._wait_logger = WaitLogger(settings.replica, self._describe_wait, first_s)
         self._loader: Loader | None = None
-        self._finished = False
-        self._until = sys.maxsize
-        self._pid = os.getpid()
-        atexit.register(self._ends)
+        self._sampler: StepSampler | None = None
+        self._presence: PresenceFactor | None = None
+        self._micro_batches = 0
+        self._first_order: io.Compute | io.Apply | io.Finish | None = None
 
     # --- reading ----------------------------------------------------------------------------------
 
     @property
+    def epoch(self) -> int:
+        """The membership epoch in force here, 0 before the first."""
+        return self._engine.epoch
+
+    @property
     def committed_step(self) -> int:
         """Committed optimizer steps that this replica's state has."""
-        return self._state_step
+        return self._progress.state_step
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Replica ids of the epoch in force, in ring order; of a newcomer the newest that it has heard of."""
+        """Replica ids of the epoch in force, in ring order; while joining, of the newest known epoch."""
         current = self._engine.current or self._engine.newest
         return current.names if current is not None else ()
 
     @property
     def is_writer(self) -> bool:
-        """Whether this replica is the one that writes a file for all: the first by name of those that are in
-        the epoch with the job's state. It is the same on all ranks of a replica."""
+        """Whether this replica writes files for all: the first by name of the members with the job's state.
+
+        It is the same on all ranks of a replica.
+        """
         return writer_of(self._engine.current) == self.settings.replica
 
-    def begin_at(self, step: int) -> None:
-        """The state in memory is that of ``step`` (for attach alone, before anything else)."""
-        self._state_step = step
+    def digest(self) -> str:
+        """Return xxh3_128 of the shared state as it is now; equal on all members after the same step."""
+        return self._state.digest()
 
     # --- the trainer's loop -------------------------------------------------------------------------
 
@@ -159,30 +167,30 @@ class Session(Replay):
         """
         number = data_slot_of(self.settings.replica, self._replicas, data_slot)
         self._sampler = StepSampler(
-            size, global_batch_size, seed, (number, self._replicas), lambda: self._state_step
+            size, global_batch_size, seed, (number, self._replicas), lambda: self._progress.state_step
         )
         return self._sampler
 
     def steps(self, data: Loader, until: int) -> Iterator[Step]:
         """Steps from wherever the job is up to committed step ``until``; see Step."""
-        self._until = until
+        self._progress.until = until
         if not self._engine.is_running:
             self._loader = data
             plan = data.plan
             self._presence = PresenceFactor(self._optimizers()) if data.scale_lr else None
             described = {**plan.describe(), **describe_sharing(data.sharing)}
             self._start(described, {"until": until}, data.sharing, data.data_slot)
-        while self._state_step < until and not self._finished:
-            step = Step(self, self._state_step)
+        while self._progress.state_step < until and not self._progress.finished:
+            step = Step(self, self._progress.state_step)
             order = self._wait(self._ready())
             if isinstance(order, io.Finish):
-                if self._state_step < until:
+                if self._progress.state_step < until:
                     # Going on would hand the user's code weights that are not the final ones.
                     self._too_late(order)
                 return
             self._first_order = order
             data.sit(self._engine.current, self.settings.replica)
-            step.number = self._state_step
+            step.number = self._progress.state_step
             yield step
             if not step.done:
                 raise FabricError(
@@ -199,11 +207,11 @@ class Session(Replay):
         while isinstance(order, io.Compute):
             self._loader.read_ahead(order.step, order.micro_batches)
             for left, micro_batch in enumerate(order.micro_batches, 1 - len(order.micro_batches)):
-                self._at = (order.step, micro_batch)
-                crash_marker.at(*self._at)
+                self._progress.at = (order.step, micro_batch)
+                crash_marker.at(order.step, micro_batch)
                 self._parts.points.hit("forward", order.step)
                 samples = self._loader.plan.samples(order.step, micro_batch)
-                self._samples[micro_batch] = samples
+                self._progress.samples[micro_batch] = samples
                 batch = self._loader.fetch(order.step, micro_batch)
                 seed_everything(self._loader.plan.seed, order.step, micro_batch)
                 step.begin(len(self._loader.slice.cut(samples)))
@@ -211,7 +219,7 @@ class Session(Replay):
                     yield batch
                 self._clock.work[micro_batch] = float(len(samples))
             crash_marker.clear()
-            self._at = None
+            self._progress.at = None
             self._loader.expect(order.step + 1, following)
             order = self._computed(order, step.take_weight())
         self._end_step(step, order)
@@ -219,8 +227,9 @@ class Session(Replay):
     def metrics(self, **values: float) -> None:
         """Add to the step's sums, e.g. ``metrics(loss=loss.item() * len(batch))``; the totals over the
         global batch are in ``step.metrics`` after the commit, at no extra collective."""
+        metrics = self._progress.metrics
         for name, value in values.items():
-            self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
+            metrics[name] = metrics.get(name, 0.0) + float(value)
 
     def exchange(self, weight: float = 1.0) -> Step:
         """For loops that we do not own: average ``.grad`` over the members and commit the step.
@@ -235,9 +244,10 @@ class Session(Replay):
         elif not self._engine.is_running and sampler is not None:
             sharing = Sharing("shrink", sampler.data_slots)
             self._start(sampler.describe(), {"loop": "exchange"}, sharing, sampler.data_slot)
-        has_data = sampler is None or sampler.take(self._state_step)
-        step = Step(self, self._state_step)
-        for _, parameter in self._gradients.parameters:
+        has_data = sampler is None or sampler.take(self._progress.state_step)
+        step = Step(self, self._progress.state_step)
+        parameters = [parameter for _, parameter in self._state.gradients.parameters]
+        for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(weight)
         order = self._wait(self._ready())
@@ -245,9 +255,9 @@ class Session(Replay):
         while isinstance(order, io.Compute):
             # A gradient of weights that have been replaced meanwhile was dropped: then there is none to give.
             # Nor for one of data that were drawn for another step.
-            held = has_data and any(p.grad is not None for _, p in self._gradients.parameters)
+            held = has_data and any(p.grad is not None for p in parameters)
             if held and sampler is not None:
-                self._samples = {i: sampler.indices(order.step) for i in order.micro_batches}
+                self._progress.samples = {i: sampler.indices(order.step) for i in order.micro_batches}
             order = self._computed(order, weight if held and not contributed else 0.0)
             contributed = True
         if isinstance(order, io.Finish):
@@ -275,10 +285,10 @@ class Session(Replay):
 
         It returns with the job's final state, or ends the process: this loop ended before it had caught up.
         """
-        if self._engine.is_running and not self._finished:
-            self._note_state(self._digest_when_due(wanted=True))
-            if self._parts.durable.is_due(self._state_step, self._engine.current, last=True):
-                self._snapshot_by_policy(True, "")
+        if self._engine.is_running and not self._progress.finished:
+            self._state.note(self._state.digest_if(wanted=True))
+            if self._parts.durable.is_due(self.committed_step, self._engine.current, last=True):
+                self._state.snapshot_by_policy(True, "")
                 self._parts.snapshot_worker.settle(within_s=60.0)
             self._engine.post(io.Closing())
             self._wait_logger.begin()
@@ -287,9 +297,9 @@ class Session(Replay):
             self._finish(order)
         if self._loader is not None:
             self._loader.close()
-        self._parts.journal.write("finish", step=self._state_step)
+        self._parts.journal.write("finish", step=self.committed_step)
         self._engine.close()
-        self._end(finished=True)
+        self._shutdown.end(finished=True)
 
     # --- between the user's code and the engine ---------------------------------------------------------
 
@@ -299,7 +309,8 @@ class Session(Replay):
         return parse_replicas(self.settings.replicas)[1]
 
     def _optimizers(self) -> list[Any]:
-        return [x for name, x in self._state.objects.items() if name.startswith("optimizer")]
+        objects = self._state.describer.objects
+        return [x for name, x in objects.items() if name.startswith("optimizer")]
 
     def _start(
         self,
@@ -313,68 +324,50 @@ class Session(Replay):
         self._watch.begin()
         self._micro_batches = int(data["micro_batches"])
         parts.buffers.begin()
-        excepthook.on_uncaught.append(self._failed)
+        self._shutdown.watch_uncaught()
         parts.journal.write(
             "start",
             pid=os.getpid(),
             job=settings.job,
-            layout=self._gradients.layout,
+            layout=self._state.gradients.layout,
             torch=torch.__version__,
             data=dict(data),
             data_slot=data_slot,
         )
         self._engine.stream = lambda: self.overlap.stream
-        self._engine.samples = lambda step, ids: {str(i): self._samples.get(i, []) for i in ids}
-        digest = self._digest_when_due(wanted=True)
-        if not parts.handle.snapshots and self._place.group is None:
+        self._engine.samples = lambda step, ids: {str(i): self._progress.samples.get(i, []) for i in ids}
+        digest = self._state.digest_if(wanted=True)
+        if not parts.handle.snapshots and self._process.group is None:
             # What a first start may begin from, should the replicas' initial states differ.
-            self._snapshot(generation=0)
+            self._state.snapshot(generation=0)
         parts.snapshot_worker.submit(parts.slots.reserve)
-        part = self._loader.slice.index if self._loader is not None else self._place.rank
-        alike = {**data, **more, "on_nan": settings.on_nan}
-        layout, tensors = self._gradients.layout, self._gradients.described
-        plane = parts.plane.kind
-        said = " ".join(f"{name} {value}" for name, value in alike.items())
-        work = TrainingSetup(
-            self._micro_batches,
-            said,
-            layout,
-            digest,
-            part,
-            sharing,
-            data_slot,
-            tensors,
-            plane,
-            self._state_step,
+        part = self._loader.slice.index if self._loader is not None else self._process.rank
+        agreed = {**data, **more, "on_nan": settings.on_nan}  # what must be equal on all members
+        gradients = self._state.gradients
+        setup = TrainingSetup(
+            micro_batches=self._micro_batches,
+            data=" ".join(f"{name} {value}" for name, value in agreed.items()),
+            layout=gradients.layout,
+            digest=digest,
+            part=part,
+            sharing=sharing,
+            data_slot=data_slot,
+            tensors=gradients.described,
+            plane=parts.plane.kind,
+            step=self.committed_step,
         )
         try:
-            begin(self._engine, parts, settings, self._place, work)
+            begin(self._engine, parts, settings, self._process, setup)
         except StorageUnavailable as error:
-            self._leave(str(error), 75)
+            self._shutdown.leave(str(error), 75)
 
     def _ready(self) -> io.Ready:
-        """The user's update has run (or nothing has yet): the state stands at ``_state_step``."""
-        self._end_replay()
+        """The user's update has run, or nothing has yet: the state stands at a step boundary."""
+        self._replay.end()
         self._clock.optimizer_s += self._clock.lap()
-        wanted, self._digest_wanted = self._digest_wanted, False
-        later = self._digests_beside(wanted)
-        digest, copied = "" if later else self._digest_when_due(wanted), False
-        if self._engine.generation > 0:
-            durable = self._parts.durable.is_due(self._state_step, self._engine.current)
-            if durable or self._snapshots.is_due(self._state_step, self._parts.snapshot_worker.submit):
-                copied = self._snapshot_by_policy(durable, digest)
-        if later:
-            self._snapshots.begin_digest(self._state_step, copied)
-        self._digest_begun = later
-        self._note_state(digest)
-        entries = small_entries(self._state.objects) if digest else ()
-        return io.Ready(self._state_step, digest, self._times(), later, entries)
-
-    _digest_wanted = True
-    _sampler: StepSampler | None = None
-    _presence: PresenceFactor | None = None
-    _micro_batches = 0
-    _first_order: io.Compute | io.Apply | io.Finish | None = None
+        digest, later = self._state.reach_boundary()
+        entries = small_entries(self._state.describer.objects) if digest else ()
+        return io.Ready(self.committed_step, digest, self._times(), later, entries)
 
     def _times(self) -> StepTimes:
         exchange = self._parts.exchange
@@ -384,12 +377,12 @@ class Session(Replay):
 
     def _computed(self, order: io.Compute, weight: float) -> io.Compute | io.Apply | io.Finish:
         self._watch.check(order.step)
-        self._gradients.settle()
+        self._state.gradients.settle()
         self._clock.compute_s += self._clock.lap()
         if weight > 0:
             self._parts.buffers.contribute(weight)
-        metrics = finite(self._metrics)
-        self._metrics.clear()
+        metrics = finite(self._progress.metrics)
+        self._progress.metrics.clear()
         redo = self.overlap.end_order()
         self._parts.backend.mark_ready()
         return self._wait(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
@@ -408,30 +401,28 @@ class Session(Replay):
                 return order
             self._obey(order)
 
-    def _waits_for(self) -> str:
+    def _describe_wait(self) -> str:
         return describe_wait(self._engine.describe(), self._parts.leader.waiting_for)
 
     def _obey(self, order: io.Effect) -> None:
         if isinstance(order, io.Stop):
             samples = self._loader.plan.samples if self._loader is not None else None
-            named = name_samples(order.poison, samples) if samples is not None else ""
-            self._leave(order.reason + named, order.code)
+            poisoned = name_samples(order.poison, samples) if samples is not None else ""
+            self._shutdown.leave(order.reason + poisoned, order.code)
         elif isinstance(order, io.DropGradient):
-            self._drop_gradient()
+            self._state.drop_gradient()
         elif isinstance(order, io.TellDigest):
-            digest = self._snapshots.take_digest(order.step) or self.digest()
-            self._digest_begun = False
-            self._note_state(digest)
-            self._engine.post(io.Digested(order.step, digest, small_entries(self._state.objects)))
+            self._engine.post(self._state.take_digest(order.step))
         elif isinstance(order, io.TakeSnapshot):
-            self._snapshot(order.generation)
+            generation = order.generation if order.generation >= 0 else self._engine.generation
+            self._state.snapshot(generation)
         elif isinstance(order, io.Install):
-            self._install(order)
+            self._replay.install(order)
 
     def _too_late(self, order: io.Finish) -> NoReturn:
-        self._leave(
-            f"the job is complete at step {order.step}, this process held step {self._state_step}: nothing "
-            "is left to train, and the final state is with the replicas that finished"
+        self._shutdown.leave(
+            f"the job is complete at step {order.step}, this process held step {self.committed_step}: "
+            "nothing is left to train, and the final state is with the replicas that finished"
         )
 
     def _end_step(self, step: Step, order: io.Compute | io.Apply | io.Finish | None) -> None:
@@ -439,64 +430,36 @@ class Session(Replay):
         if isinstance(order, io.Finish):
             self._too_late(order)
         assert isinstance(order, io.Apply)
-        self._let_change()
+        self._state.wait_changeable()
         transfer = self._parts.fetch_thread
         if order.prepared is not None:
             held, buffer = order.prepared, self._parts.slots.find(order.step)
-            self._note_joined(held)
+            self._replay.note_joined(held)
         else:
             assert transfer.buffer is not None
             self._parts.points.hit("replay", order.step)
             held, buffer = transfer.as_held(), transfer.buffer
-            self._begin_replay()
+            self._replay.begin()
         self._journal_commit(order, held, replay=order.prepared is None)
         counted = sum(len(ids) for _, ids in held.contributions)
         step.skipped = self._empty.has_no_update(held) or bool(held.nonfinite)
         if step.skipped:
             # Optimizers leave a parameter without a gradient as it is, so the user's loop needs no branch.
-            self._drop_gradient()
+            self._state.drop_gradient()
         else:
             weight = held.weight or 1.0  # of a sum that is zero
-            scatter = partial(self._parts.backend.scatter, self._gradients, buffer, weight)
-            self._run_yielding(scatter)
+            scatter = partial(self._parts.backend.scatter, self._state.gradients, buffer, weight)
+            self._state.run(scatter)
             if held.weight:
                 self._parts.buffers.commit(held.weight)
         if self._presence is not None:
             self._presence.present(counted, self._micro_batches)
-        self._state_step = order.step + 1
-        self._digest_wanted = order.digest
-        self._samples.clear()
+        self._progress.state_step = order.step + 1
+        self._state.digest_wanted = order.digest
+        self._progress.samples.clear()
         step.number, step.contributed = order.step, order.contributed
         step.metrics, step.done = restored(held.metrics), True
         self._clock.lap()
-
-    def _snapshot_by_policy(self, durable: bool, digest: str) -> bool:
-        """Whether it has begun: with several ranks all take theirs at the same step, when rank 0 says so."""
-        if self._place.group is None:
-            self._snapshot(-1, durable, digest)
-            return True
-        if self._place.rank == 0:
-            self._engine.post(SnapshotDue(self._state_step, durable))
-        return False
-
-    def _snapshot(self, generation: int, durable: bool = False, digest: str = "") -> None:
-        """Begin one; a negative ``generation`` is the current one. ``digest``: the state's, where known."""
-        generation = self._engine.generation if generation < 0 else generation
-        self._parts.points.hit("snapshot", self._state_step)
-        state = SnapshotRef(generation, self._state_step, digest)
-        self._snapshots.start(state, self._parts.snapshot_worker.submit, self._engine.post, durable)
-
-    @property
-    def _digests(self) -> bool:
-        return self.settings.reproducible and self.settings.digest_every > 0
-
-    def _digest_when_due(self, wanted: bool) -> str:
-        return self.digest() if wanted and self._digests else ""
-
-    def _digests_beside(self, wanted: bool) -> bool:
-        """Whether the digest is taken while forward and backward run: on the host, by who is no newcomer."""
-        there = self._engine.generation > 0 and self.epoch > 0 and not self._behind
-        return wanted and self._digests and there and isinstance(self._parts.backend, HostBackend)
 
     def _journal_commit(self, order: io.Apply, held: io.PreparedRound, replay: bool) -> None:
         times = self._clock.by_phase(self._parts.exchange.seconds)
@@ -511,5 +474,5 @@ class Session(Replay):
         )
 
     def _finish(self, order: io.Finish) -> None:
-        self._finished = True
-        self._note_end(order)
+        self._progress.finished = True
+        self._shutdown.note_end(order)

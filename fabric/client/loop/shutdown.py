@@ -1,5 +1,4 @@
-"""How a trainer's process leaves the job (finished, told to stop, or because the user's loop has raised), and
-how it can be looked into until then."""
+"""How a trainer's process leaves the job: finished, told to stop, or because the user's loop has raised."""
 
 import atexit
 import contextlib
@@ -11,6 +10,7 @@ from typing import NoReturn
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.loop import job_end_note
+from fabric.client.loop.progress import Progress
 from fabric.client.process import excepthook
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
@@ -22,94 +22,95 @@ from fabric.runtime.config import Settings
 
 
 class Shutdown:
-    """What a session does last. ``_at`` is the (step, micro-batch) that the user's code is at."""
+    """Ends this process's part in the job; answers the checkpoint server's questions until then."""
 
-    settings: Settings
-    _place: ProcessIdentity
-    _parts: EngineParts
-    _engine: Engine
-    _samples: dict[int, list[int]]
-    _at: tuple[int, int] | None = None
-    _debug_endpoint: DebugEndpoint | None = None
-    _unheard: JobEnd | None = None  # the job's end, where no lighthouse has heard of it
-    _pid = 0
-
-    def start_debug_endpoint(self) -> None:
-        """Answer the checkpoint server's questions from now until the end."""
+    def __init__(
+        self,
+        settings: Settings,
+        process: ProcessIdentity,
+        parts: EngineParts,
+        engine: Engine,
+        progress: Progress,
+    ) -> None:
+        self._settings = settings
+        self._process = process
+        self._parts = parts
+        self._engine = engine
+        self._progress = progress
+        self._unheard: JobEnd | None = None  # the job's end, where no lighthouse has heard of it
+        self._pid = os.getpid()
+        atexit.register(self._on_exit)
 
         def state() -> dict[str, object]:
-            return {"at": list(self._at or ()), **self._engine.describe()}
+            return {"at": list(progress.at or ()), **engine.describe()}
 
-        self._debug_endpoint = DebugEndpoint(
-            self.settings.home, {"stacks": stacks, "flight": flight, "state": state}
-        )
+        answers = {"stacks": stacks, "flight": flight, "state": state}
+        self._debug_endpoint = DebugEndpoint(settings.home, answers)
 
-    @property
-    def epoch(self) -> int:
-        """The membership epoch in force here, 0 before the first."""
-        current = self._engine.current
-        return current.epoch if current is not None else 0
+    def watch_uncaught(self) -> None:
+        """From now on an exception that nobody catches fails the job."""
+        excepthook.on_uncaught.append(self._on_uncaught)
 
-    def _failed(self, error: BaseException) -> None:
-        """The user's loop has raised, and nobody caught it: the job fails, and this process with it, once the
-        lighthouse has heard, which rank 0 tells for all ranks. A device that fails is a death of this replica
-        alone."""
-        if not isinstance(error, Exception):
-            return
-        if is_device_fault(error):
-            os._exit(75)
-        samples = self._samples.get(self._at[1], []) if self._at is not None else []
-        why = describe(error, self._at, samples)
-        self._parts.crash_marker.clear()
-        self._engine.post(io.LoopRaised(why))
-        with contextlib.suppress(queue.Empty):
-            while not isinstance(self._engine.orders.get(timeout=TELL_S), io.Stop):
-                pass
-        self._parts.journal.write("stop", code=1, reason=why)
-        self._engine.close()
-        self._end(finished=False)
-
-    def _leave(self, reason: str, code: int = 0) -> NoReturn:
+    def leave(self, reason: str, code: int = 0) -> NoReturn:
         """End this process with one sentence."""
-        sys.stderr.write(f"fabric: {self.settings.replica}: {reason}\n")
-        sys.stderr.flush()
+        self._say(reason)
         self._parts.journal.write("stop", code=code, reason=reason)
         self._engine.close()
-        self._end(finished=code == 0)
+        self.end(finished=code == 0)
         raise SystemExit(code)
 
-    def _note_end(self, order: io.Finish) -> None:
-        """The job is over. Where no lighthouse has heard of that, word of it stays here for the next one."""
+    def note_end(self, order: io.Finish) -> None:
+        """Note that the job is over. Where no lighthouse has heard of it, leave a note for the next one."""
         if order.alone:
-            sys.stderr.write(f"fabric: {self.settings.replica}: {order.alone}\n")
-            sys.stderr.flush()
+            self._say(order.alone)
             self._parts.journal.write("alone", step=order.step, reason=order.alone)
         if order.ended is not None:
             self._unheard = order.ended
-            job_end_note.leave(self.settings.home, order.ended)
+            job_end_note.leave(self._settings.home, order.ended)
 
-    def _end(self, finished: bool) -> None:
-        """Detach; a server that is gone already needs no goodbye."""
-        if self._debug_endpoint is not None:
-            self._debug_endpoint.close()
+    def end(self, finished: bool) -> None:
+        """Detach from the checkpoint server; one that is gone already needs no goodbye."""
+        self._debug_endpoint.close()
         if finished:
             unheard = self._unheard
-            linger_s = 5.0 if unheard is None else max(5.0, self.settings.orphan_s)
+            linger_s = 5.0 if unheard is None else max(5.0, self._settings.orphan_s)
             with contextlib.suppress(FabricError):
                 self._parts.handle.finish(linger_s, unheard)
         else:
             self._release_server()
-        atexit.unregister(self._ends)
-        if self._failed in excepthook.on_uncaught:
-            excepthook.on_uncaught.remove(self._failed)
+        atexit.unregister(self._on_exit)
+        if self._on_uncaught in excepthook.on_uncaught:
+            excepthook.on_uncaught.remove(self._on_uncaught)
         self._parts.handle.close()
         self._parts.journal.close()
 
-    def _ends(self) -> None:
-        """The interpreter ends and nobody has called ``close``: Ctrl-C, ``sys.exit``, a loop that was left.
+    def _on_uncaught(self, error: BaseException) -> None:
+        """The user's loop has raised: fail the job, then end this process.
 
-        What it still does, its teardown and other people's handlers, can take seconds. Nobody waits for that:
-        for the job it is a death, and it is told at once.
+        The process waits until the lighthouse has heard, which rank 0 tells for all ranks. A device fault is
+        a death of this replica alone.
+        """
+        if not isinstance(error, Exception):
+            return
+        if is_device_fault(error):
+            os._exit(75)
+        at = self._progress.at
+        samples = self._progress.samples.get(at[1], []) if at is not None else []
+        reason = describe(error, at, samples)
+        self._parts.crash_marker.clear()
+        self._engine.post(io.LoopRaised(reason))
+        with contextlib.suppress(queue.Empty):
+            while not isinstance(self._engine.orders.get(timeout=TELL_S), io.Stop):
+                pass
+        self._parts.journal.write("stop", code=1, reason=reason)
+        self._engine.close()
+        self.end(finished=False)
+
+    def _on_exit(self) -> None:
+        """The interpreter ends without ``close``: Ctrl-C, ``sys.exit``, a loop that was left.
+
+        The interpreter's teardown can take seconds. The job does not wait for it: for the job this is a
+        death, and the lighthouse hears of it at once.
         """
         if os.getpid() != self._pid:
             return  # a child that was forked in the middle of the job
@@ -120,11 +121,17 @@ class Shutdown:
         self._release_server()
 
     def _release_server(self) -> None:
-        """A process that ends before it was ever in the job leaves nothing that anybody could want; what its
-        server holds is kept for a successor, or for the others, in every other case."""
-        self._parts.crash_marker.clear()  # who ends in order did not die at a micro-batch
+        """End the checkpoint server of a process that was never in the job.
+
+        In every other case the server stays: a successor, or other members, may want what it holds.
+        """
+        self._parts.crash_marker.clear()  # an orderly end is not a death at a micro-batch
         newest, handle = self._engine.newest, self._parts.handle
-        listed = newest is not None and newest.lists(self.settings.replica, self._place.incarnation)
-        if not listed and not self.epoch and not handle.snapshots:
+        listed = newest is not None and newest.lists(self._settings.replica, self._process.incarnation)
+        if not listed and not self._engine.epoch and not handle.snapshots:
             with contextlib.suppress(FabricError):
                 handle.finish(linger_s=0.0)
+
+    def _say(self, sentence: str) -> None:
+        sys.stderr.write(f"fabric: {self._settings.replica}: {sentence}\n")
+        sys.stderr.flush()

@@ -1,0 +1,144 @@
+"""The shared state as this process holds it: its digests, its snapshots, and when it may change.
+
+Between a step boundary and the next update the state stands still, so it is digested and copied meanwhile.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from fabric.ckpt_server.state.training_state import StateDescriber
+from fabric.client.control.engine import Engine, EngineParts
+from fabric.client.gradients.gradient_backend import HostBackend
+from fabric.client.loop.progress import Progress
+from fabric.client.process.process_identity import ProcessIdentity
+from fabric.client.state.small_entries import small_entries
+from fabric.ftar.buckets import FlatGradients
+from fabric.model import SnapshotRef
+from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.rank_messages import SnapshotDue
+from fabric.runtime.config import Settings
+from fabric.runtime.priority import run_low_priority
+
+_T = TypeVar("_T")
+
+
+class LocalState:
+    """Used by the main thread alone."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        process: ProcessIdentity,
+        parts: EngineParts,
+        engine: Engine,
+        describer: StateDescriber,
+        gradients: FlatGradients,
+        progress: Progress,
+    ) -> None:
+        self.describer = describer
+        self.gradients = gradients
+        self.digest_wanted = True  # at the next boundary
+        self._process = process
+        self._parts = parts
+        self._engine = engine
+        self._progress = progress
+        self._digests = settings.reproducible and settings.digest_every > 0
+        self._digest_begun = False  # in the background, and not taken yet
+
+    # --- digests ----------------------------------------------------------------------------------
+
+    @property
+    def may_yield(self) -> bool:
+        """Whether heavy work may run at low priority.
+
+        A device is not the host's processor, and ranks of one replica wait for each other.
+        """
+        return self._process.group is None and isinstance(self._parts.backend, HostBackend)
+
+    def run(self, work: Callable[[], _T]) -> _T:
+        """Return the result of ``work``, run at low priority while no other member waits for this one."""
+        alone = self._progress.behind or not self._engine.epoch
+        return run_low_priority(work) if self.may_yield and alone else work()
+
+    def digest(self) -> str:
+        """Return xxh3_128 of the shared state as it is now."""
+        return self.run(self.describer.capture(self._progress.state_step).digest)
+
+    def digest_if(self, wanted: bool) -> str:
+        """Return the digest where it is ``wanted`` and this job compares digests; else an empty string."""
+        return self.digest() if wanted and self._digests else ""
+
+    def note(self, digest: str) -> None:
+        """Journal the state's digest, where there is one."""
+        if digest:
+            self._parts.journal.write(
+                "state", generation=self._engine.generation, step=self._progress.state_step, digest=digest
+            )
+
+    def _digests_in_background(self, wanted: bool) -> bool:
+        """Whether to digest while forward and backward run: on the host, by a member that is not behind."""
+        takes_part = self._engine.generation > 0 and self._engine.epoch > 0
+        takes_part = takes_part and not self._progress.behind
+        on_host = isinstance(self._parts.backend, HostBackend)
+        return wanted and self._digests and takes_part and on_host
+
+    # --- the step boundary ------------------------------------------------------------------------
+
+    def reach_boundary(self) -> tuple[str, bool]:
+        """Digest and snapshot the state as is due; return the digest, and whether it comes later."""
+        wanted, self.digest_wanted = self.digest_wanted, False
+        later = self._digests_in_background(wanted)
+        digest, copied = "" if later else self.digest_if(wanted), False
+        step, parts = self._progress.state_step, self._parts
+        if self._engine.generation > 0:
+            durable = parts.durable.is_due(step, self._engine.current)
+            if durable or parts.snapshots.is_due(step, parts.snapshot_worker.submit):
+                copied = self.snapshot_by_policy(durable, digest)
+        if later:
+            parts.snapshots.begin_digest(step, copied)
+        self._digest_begun = later
+        self.note(digest)
+        return digest, later
+
+    def take_digest(self, step: int) -> io.Digested:
+        """Return the digest of the state at ``step``: the one begun in the background, or a new one."""
+        digest = self._parts.snapshots.take_digest(step) or self.digest()
+        self._digest_begun = False
+        self.note(digest)
+        return io.Digested(step, digest, small_entries(self.describer.objects))
+
+    def wait_changeable(self) -> None:
+        """Return when the state may change. Raises StateError, see ``Snapshots.wait_copied``."""
+        self._parts.snapshots.wait_copied()
+        if self._digest_begun:
+            # The round went on without this process. The journal gets the digest all the same.
+            self._digest_begun = False
+            self.note(self._parts.snapshots.take_digest(self._progress.state_step))
+
+    def drop_gradient(self) -> None:
+        """Forget the local gradient, with the buffers and metrics that belong to it."""
+        for _, parameter in self.gradients.parameters:
+            parameter.grad = None
+        self._parts.buffers.drop()
+        self._progress.metrics.clear()
+
+    # --- snapshots --------------------------------------------------------------------------------
+
+    def snapshot_by_policy(self, durable: bool, digest: str) -> bool:
+        """Begin a snapshot, and return whether it has begun.
+
+        In a replica of several ranks all take theirs at the same step, on rank 0's command.
+        """
+        if self._process.group is None:
+            self.snapshot(self._engine.generation, durable, digest)
+            return True
+        if self._process.rank == 0:
+            self._engine.post(SnapshotDue(self._progress.state_step, durable))
+        return False
+
+    def snapshot(self, generation: int, durable: bool = False, digest: str = "") -> None:
+        """Begin a snapshot. ``digest``: the state's, where it is known already."""
+        parts, step = self._parts, self._progress.state_step
+        parts.points.hit("snapshot", step)
+        state = SnapshotRef(generation, step, digest)
+        parts.snapshots.start(state, parts.snapshot_worker.submit, self._engine.post, durable)

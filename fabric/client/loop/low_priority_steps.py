@@ -1,0 +1,89 @@
+"""Runs the steps of torch's own optimizers at low priority while a replica replays.
+
+What belongs to the user stays in the main thread: hooks, closures, schedulers, optimizers of other classes.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from fabric.runtime.priority import run_low_priority
+
+
+class LowPrioritySteps:
+    """Until ``close`` each plain ``step()`` of ``optimizers`` runs at low priority."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._wrapped = [(x, _wrap(x)) for x in optimizers if _is_plain(x)]
+
+    def close(self) -> None:
+        """Steps run in the thread that calls them again."""
+        for optimizer, wrapper in self._wrapped:
+            wrapper.open = False  # for code that has wrapped or kept it meanwhile
+            if optimizer.__dict__.get("step") is wrapper.method:
+                optimizer.__dict__.pop("step")
+                optimizer.__dict__.update(wrapper.before)
+        self._wrapped = []
+
+
+@dataclass(slots=True)
+class _Wrapper:
+    """What stands in an optimizer's ``step``, and what stood there ``before`` (in its own attributes)."""
+
+    method: Callable[..., Any]
+    before: dict[str, Any]
+    open: bool = True
+
+
+def _wrap(optimizer: torch.optim.Optimizer) -> _Wrapper:
+    original = optimizer.step
+
+    @functools.wraps(original)
+    def step(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
+        # A closure is the user's code; a mode holds in the thread that has entered it.
+        own = wrapper.open and not (arguments or named or _is_in_a_mode() or _has_hooks(optimizer))
+        return run_low_priority(original) if own else original(*arguments, **named)
+
+    # A scheduler that is made meanwhile wraps it in turn, and takes it for a method.
+    before = {"step": optimizer.__dict__["step"]} if "step" in optimizer.__dict__ else {}
+    wrapper = _Wrapper(types.MethodType(step, optimizer), before)
+    optimizer.step = wrapper.method  # type: ignore[method-assign]
+    return wrapper
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its steps are torch's own code, on the CPU, wrapped by nobody but torch's schedulers."""
+    kind, own = type(optimizer), optimizer.__dict__.get("step")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return (
+        f"{kind.__module__}.".startswith("torch.optim.")
+        and (own is None or getattr(own, "__wrapped__", None) is kind.step)
+        and all(type(p) in (torch.Tensor, torch.nn.Parameter) and p.device.type == "cpu" for p in parameters)
+    )
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether user code runs within a step."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks  # noqa: SLF001  (torch has no public way to ask)
+        or optimizer._optimizer_step_post_hooks  # noqa: SLF001
+        or torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001
+        or torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001
+    )
+
+
+def _is_in_a_mode() -> bool:
+    """Whether the calling thread has entered anything that changes what torch's operations do."""
+    inside: Any = torch._C  # noqa: SLF001
+    return bool(
+        inside._len_torch_function_stack()  # noqa: SLF001
+        or inside._len_torch_dispatch_stack()  # noqa: SLF001
+        or torch.is_inference_mode_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+    )

@@ -156,7 +156,7 @@ class Slots:
     """Where a fetched state goes; this host's own server holds none."""
 
     memory: bytearray
-    who = ("job", "a")
+    job, replica = "job", "a"
 
     def held(self, state: SnapshotRef) -> int:
         return -1

@@ -42,7 +42,7 @@ class Host:
     writes: list[str] = field(default_factory=list)
     memory: bytearray = field(default_factory=lambda: bytearray(len(STATE)))
     url = "http://own"
-    who = ("job", "r0")
+    job, replica = "job", "r0"
 
     # As ``Snapshots``.
     def held(self, state: SnapshotRef) -> int:

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.cli.audit.sample_order import DataOrder
 from fabric.client.data.iterable_stream import IterableStream
-from fabric.client.data.loader import LoaderOptions, SamplePlan, data_slot_of, make_loader, parse_options
+from fabric.client.data.loader import (
+    DataReader,
+    LoaderOptions,
+    SamplePlan,
+    data_slot_of,
+    make_loader,
+    parse_options,
+)
 from fabric.client.data.sampler import SoloSampler, StepSampler
 from fabric.client.gradients.averaged_buffers import AveragedBuffers, changing_buffers
 from fabric.client.gradients.learning_rate import PresenceFactor
@@ -83,7 +90,9 @@ def test_shards_cut_a_step_as_the_verifier_has_it(shards, micro, step, size):
 
 
 def test_each_seat_reads_its_own_shard_and_those_of_the_layout_after_it():
-    loader = make_loader(list(range(30)), (12, 2, 0), list, 0, LoaderOptions(redundancy=2), ("r0", 3, ""))
+    loader = make_loader(
+        list(range(30)), (12, 2, 0), list, 0, LoaderOptions(redundancy=2), DataReader("r0", 3)
+    )
     assert loader.shards == [(0, 10), (10, 20)]
 
 

@@ -1,9 +1,9 @@
 """The control thread: an event loop that holds the links and drives the member core.
 
-The trainer's main thread posts events and takes orders from ``orders``; exchange, transfer and keeper
-threads post the outcomes of what they were told to do. Whoever posts hands the core its event there and
-then, and performs what a step consists of (see ``_ANYWHERE``); so a step without faults wakes the control
-thread for what peers say, and for nothing else. Nothing here decides anything.
+The trainer's main thread posts events and takes orders from ``orders``; the exchange, fetch and snapshot
+threads post the outcomes of their work. The posting thread hands its event to the core at once, and performs
+the effects of ``_ANYWHERE``. So a step without faults wakes the control thread for messages of peers only.
+This module decides nothing.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import uvloop
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
+from fabric.client.control.round_journal import RoundJournal
 from fabric.client.gradients.averaged_buffers import AveragedBuffers
 from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_thread import ExchangeThread
@@ -33,12 +34,11 @@ from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError
 from fabric.ftar.plane import DataPlane
-from fabric.model import Fence, Record, incident_id_of
+from fabric.model import Record, incident_id_of
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.network import CommitVote, Contribution
 from fabric.protocol.messages.rank_messages import NameSnapshot, RankEvent
-from fabric.runtime import logs
 from fabric.runtime.driver import Core, Driver
 from fabric.runtime.failpoints import Failpoints
 
@@ -53,17 +53,17 @@ MainThreadOrder = (
     | io.Finish
     | io.Stop
 )
-# Notes that a person reads at once, and what the line says before their reason.
-_SAID = {"kept out": " waits", "loops differ": ""}
+# Journal events that also go to standard error, and the words before their reason.
+_PRINTED = {"kept out": " waits", "loops differ": ""}
 Event = io.Event | RankEvent
 _ORDERS = get_args(MainThreadOrder)
-# What a step without faults orders, which needs nothing of the loop's: done by the thread that had the event.
+# The effects of a step without faults: they need no event loop, so the thread with the event performs them.
 _ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io.Apply, io.TellDigest))
 
 
 @dataclass(slots=True)
 class EngineParts:
-    """What the engine drives."""
+    """The parts that the engine drives."""
 
     handle: ServerHandle
     plane: DataPlane
@@ -100,8 +100,10 @@ class _Informed:
 
 
 class Engine:
-    """Runs from ``listen`` until ``close``; ``post`` and ``orders`` are the main thread's side of it. This is
-    the engine of a replica of one process; ``ranks`` has those of the ranks of a larger one."""
+    """Runs from ``listen`` until ``close``; the main thread uses ``post`` and ``orders``.
+
+    This is the engine of a replica of one process; ``rank_engines`` has those of larger replicas.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
         self.orders: queue.SimpleQueue[MainThreadOrder] = queue.SimpleQueue()
@@ -111,10 +113,11 @@ class Engine:
         self._driver: Driver[io.Event, io.Effect] | None = None
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
-        self._contributed: tuple[int, int] = (0, -1)
-        self._heard: Fence | None = None
+        self._round_journal = RoundJournal(parts.journal)
         self._session: asyncio.Task[None] | None = None
         self._number = 0  # of the order being performed, where orders have numbers
+        # Returns the readiness of the gradient that backward computes now; the session sets it.
+        self._readiness: Callable[[], BucketReadiness | None] = lambda: None
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: self._send_peer,
             io.SendLeader: lambda e: parts.leader.send(e.message),
@@ -132,7 +135,7 @@ class Engine:
             NameSnapshot: lambda e: parts.snapshot_worker.submit(lambda: parts.snapshots.name(e, self.post)),
         }
 
-    # --- what is known ----------------------------------------------------------------------------
+    # --- reading ---------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
@@ -141,7 +144,7 @@ class Engine:
 
     @property
     def generation(self) -> int:
-        """Of the state in memory; 0: nobody vouches for it."""
+        """The generation of the state in memory; 0 where it belongs to none."""
         return self.member.view.generation if self.member is not None else 0
 
     @property
@@ -156,18 +159,21 @@ class Engine:
 
     @property
     def newest(self) -> Record | None:
-        """The newest epoch that was heard of."""
+        """The newest epoch that a leader has announced."""
         return self.member.view.newest if self.member is not None else None
 
     @property
     def step(self) -> int:
-        """Of the state in memory."""
+        """The step of the state in memory."""
         return self.member.view.step if self.member is not None else 0
 
     def describe(self) -> dict[str, object]:
-        """Where this trainer stands, for people; from any thread, so parts of it may be a moment apart."""
+        """Describe where this trainer stands, for people.
+
+        Any thread may ask, so the values may be a moment apart.
+        """
         member, parts = self.member, self._parts
-        told: dict[str, object] = {
+        status: dict[str, object] = {
             "epoch": self.epoch,
             "newest_epoch": self.newest.epoch if self.newest is not None else 0,
             "roster": list(self.current.names) if self.current is not None else [],
@@ -180,7 +186,7 @@ class Engine:
         if member is not None:
             view = member.view
             round_ = view.round
-            told |= {
+            status |= {
                 "phase": view.phase,
                 "busy": view.busy,
                 "catching_up": view.fetching,
@@ -195,7 +201,7 @@ class Engine:
                     "missing": list(round_.missing()),
                 },
             }
-        return told
+        return status
 
     # --- from the main thread -----------------------------------------------------------------------
 
@@ -203,15 +209,27 @@ class Engine:
         """Start the control thread; returns the port. Raises ConfigError where the listener cannot bind."""
         ready: queue.SimpleQueue[BaseException | int] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=lambda: uvloop.run(self._main((bind, ports), ready)),
+            target=lambda: uvloop.run(self._main(bind, ports, ready)),
             name="fabric-control",
             daemon=True,
         )
         self._thread.start()
-        found = ready.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        outcome = ready.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def connect_loop(
+        self,
+        readiness: Callable[[], BucketReadiness | None],
+        samples: Callable[[int, tuple[int, ...]], dict[str, list[int]]],
+    ) -> None:
+        """Take from the training loop what the core does not carry.
+
+        ``readiness``: of the gradient that backward computes now. ``samples``: of a step's micro-batches.
+        """
+        self._readiness = readiness
+        self._round_journal.samples = samples
 
     def begin(self, member: MemberCore) -> None:
         """Drive ``member`` from now on, and look for the lighthouse."""
@@ -233,17 +251,17 @@ class Engine:
         self._parts.snapshot_worker.close(within_s=2.0)
 
     def crash(self, error: BaseException) -> None:
-        """A defect in the core or a thread: this process must start anew."""
+        """Stop this process for a defect in the core or a thread; its launcher starts it again."""
         reason = f"internal error in {type(error).__name__}: {error}"
         self._parts.crash_marker.clear()
         self._parts.journal.write("stop", code=75, reason=reason)
         self.orders.put(io.Stop(75, reason))
 
-    async def _main(self, listen: tuple[str, str], ready: "queue.SimpleQueue[BaseException | int]") -> None:
+    async def _main(self, bind: str, ports: str, ready: "queue.SimpleQueue[BaseException | int]") -> None:
         parts = self._parts
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         try:
-            port = await parts.peers.start(*listen, self._feed)
+            port = await parts.peers.start(bind, ports, self._feed)
         except FabricError as error:
             ready.put(error)
             return
@@ -264,10 +282,10 @@ class Engine:
         self._session = asyncio.create_task(self._parts.leader.run(self._feed, self._refused))
 
     async def _end(self) -> None:
-        """Say goodbye to everybody."""
+        """Say goodbye to the lighthouse and the peers."""
         await self._parts.leader.drain(within_s=1.0)
         if self._driver is not None:
-            # Links that end from now on I end myself: the core would blame others for them.
+            # From now on this process ends its own links; the core would blame the peers for that.
             self._driver.close()
         await self._parts.peers.close()
         if self._session is not None:
@@ -280,7 +298,7 @@ class Engine:
 
     def _feed(self, event: Any, number: int = 0) -> None:
         self._note_planes(event)
-        if self._driver is not None:  # of a rank that follows, too, which has no core of its own
+        if self._driver is not None:
             self._driver.feed(event)
 
     def _note_planes(self, event: Any) -> None:
@@ -292,7 +310,7 @@ class Engine:
         self.orders.put(io.Stop(1, reason))
 
     def _answer_to_this(self) -> Callable[[io.Event], None]:
-        """Posts what answers the order that is being performed."""
+        """Return a function that posts the answer to the order being performed."""
         number = self._number
         return lambda event: self.post(event, number)
 
@@ -309,48 +327,16 @@ class Engine:
     def _send_peer(self, effect: io.SendPeer) -> None:
         message = effect.message
         if isinstance(message, Contribution):
-            self._journal_contribution(message.fence.epoch, message)
+            self._round_journal.note_contribution(message)
         elif isinstance(message, CommitVote):
             self._parts.points.hit("before-barrier", message.step)
         self._parts.peers.send(effect.replica, effect.incarnation, message)
         if isinstance(message, CommitVote):
             self._parts.points.hit("barrier", message.step)
 
-    def _journal_contribution(self, epoch: int, message: Contribution) -> None:
-        """Written before the contribution leaves this process, once per round; empty ones are not."""
-        if self._contributed == (epoch, message.step) or not message.micro_batches:
-            return
-        self._contributed = (epoch, message.step)
-        self._parts.journal.write(
-            "contribute",
-            generation=message.fence.generation,
-            epoch=epoch,
-            step=message.step,
-            micro_batches=list(message.micro_batches),
-            samples=self.samples(message.step, message.micro_batches),
-            weight=message.weight,
-        )
-
-    # What the main thread fed: set by the session.
-    samples: Callable[[int, tuple[int, ...]], dict[str, list[int]]] = staticmethod(lambda _step, _ids: {})
-
     def _link_up(self, effect: io.LinkUp) -> None:
-        record = effect.record
-        # Links of an epoch may be made more than once: one line each.
-        if record.fence != self._heard:
-            self._heard = record.fence
-            logs.describe(epoch=record.epoch, incident_id=record.incident_id)
-            self._parts.journal.write(
-                "epoch",
-                epoch=record.epoch,
-                generation=record.generation,
-                forced=record.is_forced,
-                roster=list(record.names),
-                data_slots={x.replica: x.data_slot for x in record.roster},
-                reason=record.reason,
-                incident_id=record.incident_id,
-            )
-        self._parts.peers.link_up(record)
+        self._round_journal.note_epoch(effect.record)
+        self._parts.peers.link_up(effect.record)
 
     def _switch(self, effect: io.Switch) -> None:
         step = self.step
@@ -362,12 +348,9 @@ class Engine:
 
     def _start_exchange(self, effect: io.StartExchange) -> None:
         own = self.member.view.own_contribution if self.member is not None else None
-        if own is not None:  # of a gradient that is still computed it comes later
-            self._journal_contribution(effect.fence.epoch, own)
-        self._parts.exchange.start(effect, self.stream() if effect.streaming else None, self.post)
-
-    # The gradient that is being computed and handed over bucket by bucket: set by the session.
-    stream: Callable[[], BucketReadiness | None] = staticmethod(lambda: None)
+        if own is not None:  # a gradient that backward still computes contributes later
+            self._round_journal.note_contribution(own)
+        self._parts.exchange.start(effect, self._readiness() if effect.streaming else None, self.post)
 
     def _abort_exchange(self, effect: io.AbortExchange) -> None:
         self._parts.plane.abort(effect.epoch, effect.why)
@@ -395,7 +378,10 @@ class Engine:
         self._parts.slots.listening = effect.on
 
     def _cause(self, note: io.WriteJournal) -> str:
-        """What an abort belongs to: the forced epoch that ended the round, else the next one, which will."""
+        """Return the incident of a journal entry.
+
+        An abort belongs to the forced epoch that ended the round, or else to the next epoch, which will.
+        """
         newest = self.newest
         if newest is None:
             return ""
@@ -405,8 +391,8 @@ class Engine:
     def _note(self, note: io.WriteJournal) -> None:
         if note.kind == "resume":
             self._parts.points.hit("recovery", note.step)
-        if note.kind in _SAID:
-            sys.stderr.write(f"fabric: {self._parts.peers.replica}{_SAID[note.kind]}: {note.why}\n")
+        if note.kind in _PRINTED:
+            sys.stderr.write(f"fabric: {self._parts.peers.replica}{_PRINTED[note.kind]}: {note.why}\n")
             sys.stderr.flush()
         extra: dict[str, Any] = {"micro_batches": list(note.micro_batches)} if note.micro_batches else {}
         extra["incident_id"] = self._cause(note)

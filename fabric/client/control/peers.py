@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fabric.errors import FabricError, ProtocolError, Unconnected
 from fabric.ftar.plane import DataPlane, Ring
@@ -30,8 +31,13 @@ _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 _DIAL_S = 3.0
 # Connections that do not come about fail at about the same time: they are told of together.
 _TOGETHER_S = 0.1
-# A member may receive one message per peer before its own main thread is ready: some megabytes at most.
-Key = tuple[str, int]
+
+
+class ProcessKey(NamedTuple):
+    """One process of a member."""
+
+    replica: str
+    incarnation: int
 
 
 @dataclass(slots=True)
@@ -56,18 +62,18 @@ class Peers:
     def __init__(
         self, identity: ListenerIdentity, incarnation: int, token: TokenFile, plane: DataPlane, link_s: float
     ) -> None:
-        self._me: Key = (identity.replica, incarnation)
+        self._me = ProcessKey(identity.replica, incarnation)
         self._identity = identity
         self._token = token
         self._plane = plane
         self._link_s = link_s
         self._feed: Callable[[io.Event], None] = lambda _: None
         self._listener = Listener(identity, self._accepted, self._on_connection)
-        self._links: dict[Key, Link] = {}
-        self._ring_arrivals: dict[tuple[int, Key], socket.socket] = {}
+        self._links: dict[ProcessKey, Link] = {}
+        self._ring_arrivals: dict[tuple[int, ProcessKey], socket.socket] = {}
         self._epochs: dict[int, _Linking] = {}
         # One dial per peer, whichever epochs want it: two would replace each other's link.
-        self._dials: dict[Key, asyncio.Task[None]] = {}
+        self._dials: dict[ProcessKey, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._encoded: tuple[PeerMessage | None, bytes] = None, b""
 
@@ -80,7 +86,7 @@ class Peers:
     @property
     def replica(self) -> str:
         """Whose links these are."""
-        return self._me[0]
+        return self._me.replica
 
     @property
     def linked(self) -> list[str]:
@@ -109,7 +115,7 @@ class Peers:
 
     def send(self, replica: str, incarnation: int, message: PeerMessage) -> None:
         """Queue a message; a link that is down has told the core so, or will."""
-        link = self._links.get((replica, incarnation))
+        link = self._links.get(ProcessKey(replica, incarnation))
         if link is not None:
             if message is not self._encoded[0]:  # the same one mostly goes to everybody
                 self._encoded = message, wire.encode(message)
@@ -130,7 +136,7 @@ class Peers:
     def link_up(self, record: Record) -> None:
         """Make what is missing of the links of ``record``; feeds Linked or LinkFailed."""
         self._identity.store_id = record.store_id
-        if self._me[0] not in record.names:
+        if self._me.replica not in record.names:
             # Drained: the epoch goes on without me, and I am ready for that.
             asyncio.get_running_loop().call_soon(self._feed, io.Linked(record.epoch))
             return
@@ -193,7 +199,7 @@ class Peers:
             return
         linking.done = True
         record = linking.record
-        position = record.names.index(self._me[0])
+        position = record.names.index(self._me.replica)
         ring = Ring(record.epoch, position, record.names)
         if len(record.roster) > 1:
             linking.previous_socket = self._ring_arrivals.pop((record.epoch, self._previous(record)))
@@ -203,28 +209,30 @@ class Peers:
         """Whom this process links to for messages: those are between the replicas' ranks 0."""
         if self._identity.rank:
             return []
-        others = [x for x in record.roster if x.replica > self._me[0]]
+        others = [x for x in record.roster if x.replica > self._me.replica]
         return [x for x in others if (x.replica, x.incarnation) not in self._links]
 
     def _missing(self, linking: _Linking) -> list[str]:
         record = linking.record
-        others = [(x.replica, x.incarnation) for x in record.roster if x.replica != self._me[0]]
-        missing = [] if self._identity.rank else [key[0] for key in others if key not in self._links]
+        others = [
+            ProcessKey(x.replica, x.incarnation) for x in record.roster if x.replica != self._me.replica
+        ]
+        missing = [] if self._identity.rank else [key.replica for key in others if key not in self._links]
         if others and not linking.done:
             previous = self._previous(record)
-            following = record.roster[(record.names.index(self._me[0]) + 1) % len(record.roster)].replica
-            if (record.epoch, previous) not in self._ring_arrivals and previous[0] not in missing:
-                missing.append(previous[0])
+            following = record.roster[(record.names.index(self._me.replica) + 1) % len(record.roster)].replica
+            if (record.epoch, previous) not in self._ring_arrivals and previous.replica not in missing:
+                missing.append(previous.replica)
             if linking.next_socket is None and following not in missing:
                 missing.append(following)
         return missing
 
-    def _previous(self, record: Record) -> Key:
-        member = record.roster[record.names.index(self._me[0]) - 1]
-        return member.replica, member.incarnation
+    def _previous(self, record: Record) -> ProcessKey:
+        member = record.roster[record.names.index(self._me.replica) - 1]
+        return ProcessKey(member.replica, member.incarnation)
 
     async def _dial_control(self, linking: _Linking, member: Member) -> None:
-        key = (member.replica, member.incarnation)
+        key = ProcessKey(member.replica, member.incarnation)
         task = self._dials.get(key)
         if task is None:
             task = self._dials[key] = asyncio.create_task(self._link_control(linking.record, member))
@@ -233,7 +241,7 @@ class Peers:
         with self._noted(linking, member):
             await asyncio.shield(task)
 
-    def _dialled(self, key: Key, task: "asyncio.Task[None]") -> None:
+    def _dialled(self, key: ProcessKey, task: "asyncio.Task[None]") -> None:
         self._dials.pop(key, None)
         if not task.cancelled():
             task.exception()  # whoever waited for it has it; nobody may have
@@ -247,7 +255,7 @@ class Peers:
             raise
 
     async def _link_control(self, record: Record, member: Member) -> None:
-        key = (member.replica, member.incarnation)
+        key = ProcessKey(member.replica, member.incarnation)
         sock = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._link_s):
@@ -259,7 +267,7 @@ class Peers:
         record = linking.record
         if len(record.roster) < 2 or linking.next_socket is not None:
             return
-        member = record.roster[(record.names.index(self._me[0]) + 1) % len(record.roster)]
+        member = record.roster[(record.names.index(self._me.replica) + 1) % len(record.roster)]
         with self._noted(linking, member):
             linking.next_socket = await self._dial(record, member, "data", lambda: False)
 
@@ -290,8 +298,8 @@ class Peers:
         return Greeting(
             job=self._identity.job,
             store_id=store_id,
-            replica=self._me[0],
-            incarnation=self._me[1],
+            replica=self._me.replica,
+            incarnation=self._me.incarnation,
             kind=kind,
             epoch=epoch,
             to=member.replica,
@@ -307,7 +315,7 @@ class Peers:
         task.add_done_callback(self._tasks.discard)
 
     async def _probe(self, members: tuple[Member, ...]) -> None:
-        reached = await asyncio.gather(*(self._reaches(x) for x in members if x.replica != self._me[0]))
+        reached = await asyncio.gather(*(self._reaches(x) for x in members if x.replica != self._me.replica))
         self._feed(io.Probed(tuple(name for name, is_there in reached if not is_there)))
 
     async def _reaches(self, member: Member) -> tuple[str, bool]:
@@ -327,7 +335,7 @@ class Peers:
     # --- links as they come -----------------------------------------------------------------------
 
     def _on_connection(self, greeting: Greeting, sock: socket.socket) -> None:
-        key = (greeting.replica, greeting.incarnation)
+        key = ProcessKey(greeting.replica, greeting.incarnation)
         if greeting.kind == "rank":
             self.on_rank(greeting, sock)
             return
@@ -343,31 +351,31 @@ class Peers:
         self._ring_arrivals[greeting.epoch, key] = sock
         self._changed()
 
-    def _adopt(self, key: Key, sock: socket.socket) -> None:
-        link = Link(sock, key[0])
+    def _adopt(self, key: ProcessKey, sock: socket.socket) -> None:
+        link = Link(sock, key.replica)
         old = self._links.get(key)
         self._links[key] = link
         if old is not None:
             reason = "replaced by a newer link to the same process"
             old.abort(reason)
             # What was on its way on the old one may be lost, so a round that used it cannot go on.
-            self._feed(io.LinkLost(key[0], key[1], reason))
+            self._feed(io.LinkLost(*key, reason))
         task = asyncio.get_running_loop().create_task(self._run(key, link))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._changed()
 
-    async def _run(self, key: Key, link: Link) -> None:
+    async def _run(self, key: ProcessKey, link: Link) -> None:
         def on_message(data: bytes) -> None:
             message = wire.decode(data)
             if not isinstance(message, Contribution | CommitVote | Finished):
-                raise ProtocolError(f"{key[0]} sent a {type(message).__name__}, which is not for peers")
-            self._feed(io.FromPeer(key[0], key[1], message))
+                raise ProtocolError(f"{key.replica} sent a {type(message).__name__}, which is not for peers")
+            self._feed(io.FromPeer(*key, message))
 
         def on_closed(reason: str) -> None:
             if self._links.get(key) is link:
                 del self._links[key]
-                self._feed(io.LinkLost(key[0], key[1], reason, link.silent))
+                self._feed(io.LinkLost(*key, reason, link.silent))
 
         await link.run(on_message, on_closed)
 

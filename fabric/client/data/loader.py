@@ -342,30 +342,39 @@ class Loader:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+@dataclass(frozen=True, slots=True)
+class DataReader:
+    """The replica that reads the data, as the loader needs it."""
+
+    replica: str
+    replicas: int  # that the job starts with
+    rack: str = ""  # of the replica's host
+
+
 def make_loader(
     dataset: Any,
     sizes: tuple[int, int, int],
     collate_fn: Callable[[Sequence[Any]], Any] | None,
     num_workers: int,
     options: LoaderOptions,
-    who: tuple[str, int, str],
+    reader: DataReader,
     part: SampleSlice | None = None,
 ) -> Loader:
-    """``sizes`` are global batch, micro-batch and seed; ``who`` is the replica, how many the job starts with,
-    and the replica's rack; ``part`` is this rank's slice of a micro-batch. Raises ConfigError for what does
-    not fit."""
-    replica, replicas, rack = who
+    """Make the loader of one rank. Raises ConfigError for sizes and options that do not fit.
+
+    ``sizes``: global batch, micro-batch and seed. ``part``: this rank's slice of a micro-batch.
+    """
     # torch's own iterable data sets inherit an index that they do not have.
     indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, torch.utils.data.IterableDataset)
     streams = not indexed and hasattr(dataset, "__iter__")
     if streams and options.redundancy:
         raise ConfigError("redundancy is for data sets with len() and an index, not for iterable ones")
-    shards = replicas if options.redundancy else 0
+    shards = reader.replicas if options.redundancy else 0
     plan = SamplePlan(0 if streams else len(dataset), *sizes, shards=shards, is_stream=streams)
     data_slot = -1
-    if options.redundancy and (options.data_slot is not None or not rack):
-        data_slot = data_slot_of(replica, replicas, options.data_slot)
-    sharing = options.sharing(replicas)
+    if options.redundancy and (options.data_slot is not None or not reader.rack):
+        data_slot = data_slot_of(reader.replica, reader.replicas, options.data_slot)
+    sharing = options.sharing(reader.replicas)
     return Loader(
         dataset, plan, collate_fn or collate, num_workers, sharing, data_slot, options.scale_lr, part
     )

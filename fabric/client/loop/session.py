@@ -19,6 +19,7 @@ from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.control.engine import EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.data.loader import (
+    DataReader,
     Loader,
     SampleSlice,
     data_slot_of,
@@ -153,9 +154,9 @@ class Session:
         without one all ranks get all samples. ``options``: see ``fabric.client.data.loader.LoaderOptions``.
         """
         sizes = (global_batch_size, micro_batch_size, seed)
-        who = (self.settings.replica, self._replicas, self.settings.rack)
+        reader = DataReader(self.settings.replica, self._replicas, self.settings.rack)
         chosen = parse_options(options)
-        return make_loader(dataset, sizes, collate_fn, num_workers, chosen, who, SampleSlice.of(mesh))
+        return make_loader(dataset, sizes, collate_fn, num_workers, chosen, reader, SampleSlice.of(mesh))
 
     def sampler(
         self, size: int, *, global_batch_size: int, seed: int = 0, data_slot: int | None = None
@@ -334,8 +335,10 @@ class Session:
             data=dict(data),
             data_slot=data_slot,
         )
-        self._engine.stream = lambda: self.overlap.stream
-        self._engine.samples = lambda step, ids: {str(i): self._progress.samples.get(i, []) for i in ids}
+        self._engine.connect_loop(
+            readiness=lambda: self.overlap.stream,
+            samples=lambda _step, ids: {str(i): self._progress.samples.get(i, []) for i in ids},
+        )
         digest = self._state.digest_if(wanted=True)
         if not parts.handle.snapshots and self._process.group is None:
             # What a first start may begin from, should the replicas' initial states differ.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fabric.ckpt_server.state.training_state import capture
-from fabric.client.data.loader import Loader, SampleSlice, make_loader, parse_options
+from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import seed_everything
 from fabric.client.data.sampler import SoloSampler, StepSampler
 from fabric.client.process.rank_group import RankGroup
@@ -94,9 +94,9 @@ class SoloSession:
         **options: Any,
     ) -> Loader:
         """As Session.loader; nobody is ever absent, so all of it is computed, whatever the policy."""
-        sizes, who = (global_batch_size, micro_batch_size, seed), ("replica0", self._replicas, "")
+        sizes, reader = (global_batch_size, micro_batch_size, seed), DataReader("replica0", self._replicas)
         return make_loader(
-            dataset, sizes, collate_fn, num_workers, parse_options(options), who, SampleSlice.of(mesh)
+            dataset, sizes, collate_fn, num_workers, parse_options(options), reader, SampleSlice.of(mesh)
         )
 
     def sampler(

@@ -56,8 +56,7 @@ class Snapshots:
         self._policy = policy
         self._again_at: float | None = None  # after one that failed, whatever the policy says
         self._said = ""
-        self.who = who  # job and replica
-        self._job, self._replica = who
+        self.job, self.replica = who
         # What the server still holds from before stays as long as it can: the newest is overwritten last.
         self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
         self._taking: PendingSnapshot | None = None  # the last one that was begun
@@ -174,7 +173,7 @@ class Snapshots:
         gist = _NUMBERS.sub("", str(error))
         if gist != self._said:
             self._said = gist
-            _log.warning("fabric: %s: no snapshot of step %d: %s", self._replica, step, error)
+            _log.warning("fabric: %s: no snapshot of step %d: %s", self.replica, step, error)
 
     def _take_slot(self) -> int:
         """The slot to overwrite: the older one, unless somebody reads it and nobody reads the other."""
@@ -238,8 +237,8 @@ class Snapshots:
             manifest = build_manifest(
                 view,
                 digests,
-                job=self._job,
-                replica=self._replica,
+                job=self.job,
+                replica=self.replica,
                 generation=generation,
                 created=taking.created,
             )

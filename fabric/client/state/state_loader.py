@@ -145,7 +145,7 @@ class StateLoader:
                 mine.complete(target.allocate)
                 return _fetched_state(target, mine.manifest, parts, began)
         target = _Target(self._snapshots, beside=order.state)
-        job, replica = self._snapshots.who
+        job, replica = self._snapshots.job, self._snapshots.replica
         manifest = reshard(
             parts, order.state, self._layout, target.allocate, rank=self._rank, job=job, replica=replica
         )

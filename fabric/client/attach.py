@@ -1,4 +1,4 @@
-"""``attach``: from a model and its optimizer to a session; what can be refused is refused here, by name."""
+"""``attach``: from a model and its optimizer to a session. It refuses mistakes by name before training."""
 
 import contextlib
 import os
@@ -51,13 +51,13 @@ from fabric.runtime.http.token_file import TokenFile
 from fabric.transport.tcp import ListenerIdentity
 
 MAX_STEP = 1 << 60
-# What may become of buffers that forward changes.
+# The choices for buffers that forward changes.
 BUFFERS = ("refuse", "average", "ignore")
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What ``attach`` was told besides model, optimizer, state and settings. Raises ConfigError."""
+    """The arguments of ``attach`` besides model, optimizer, state and settings. Raises ConfigError."""
 
     buffers: str = "refuse"
     snapshots: SnapshotPolicy | None = None
@@ -89,17 +89,16 @@ def attach(
     """Join this process to the job that the environment (or ``arguments``) names.
 
     ``optimizer``: one, several in a sequence, or several by name; all of them are part of the shared state.
-    ``state``: further objects with ``state_dict`` and ``load_state_dict`` that are part of the shared state.
-    ``buffers``: what to do with buffers that forward changes (BatchNorm): ``refuse``, ``average`` (by weight,
-    at the commit: they are shared state) or ``ignore`` (each replica keeps its own, and they are not part of
-    the shared state). ``snapshots``: when to take one, instead of what the settings say.
-    ``unshared``: what to do with a learning rate scheduler, or a scaler, that is not in ``state``: ``refuse``
-    or ``ignore``. ``step``: where a job begins that nobody remembers, such as the step of a checkpoint that
-    you have loaded; a replica that joins takes the job's step instead.
+    ``state``: further objects of the shared state, each with ``state_dict`` and ``load_state_dict``.
+    ``buffers``: for buffers that forward changes (BatchNorm). ``refuse`` them, ``average`` them by weight at
+    the commit (they are shared state then), or ``ignore`` them (each replica keeps its own).
+    ``snapshots``: a policy that says when to take a snapshot, instead of the settings' policy.
+    ``unshared``: ``refuse`` or ``ignore`` a learning rate scheduler or scaler that is not in ``state``.
+    ``step``: the step at which a new job begins, such as that of a checkpoint that you have loaded. A replica
+    that joins takes the job's step instead.
 
     ``arguments`` are the fields of ``fabric.runtime.config.Settings``. A mistake that a person can mend ends
-    the process with one sentence
-    and exit code 1; with FABRIC_DISABLE=1 a session without any service is returned.
+    the process with one sentence and exit code 1. With FABRIC_DISABLE=1 the session uses no service.
     """
     install_excepthook()
     try:

@@ -1,8 +1,7 @@
 """DistributedDataParallel inside a replica, fabric between the replicas.
 
-DDP's process group has this process alone: what crosses replicas is fabric's, so a dead replica breaks no
-group. DDP tells when gradients are final, bucket by bucket, and fabric's own buckets go out as they fill;
-which parameters DDP puts into which bucket does not matter, and may differ between members.
+DDP's process group has this process alone, so a dead replica breaks no group. DDP tells when gradients are
+final, and fabric sends its own buckets as they fill. The members' DDP buckets may differ.
 """
 
 import torch
@@ -23,7 +22,7 @@ def ddp(model: DistributedDataParallel, session: Session | SoloSession) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"fabric.client.ddp takes a model that is wrapped in DistributedDataParallel, and this is a "
-            f"{type(model).__name__}: wrap it, or leave the call out, for a plain model needs none"
+            f"{type(model).__name__}: wrap it, or leave out the call, which a plain model does not need"
         )
     size = distributed.get_world_size(model.process_group)
     if size != 1:

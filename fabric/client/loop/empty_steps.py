@@ -1,5 +1,6 @@
-"""A step of total weight 0: nobody had data for it, or only data drawn for a step that is past. It is
-committed, so that the data position goes on. It has no update, and it is never silent.
+"""Steps of total weight 0: no member had data for them, or only data drawn for a step that is past.
+
+Such a step is committed, so that the data position goes on. It has no update, and a line reports it.
 """
 
 import logging
@@ -21,14 +22,16 @@ class EmptySteps:
         self._met = 0
 
     def has_no_update(self, held: PreparedRound) -> bool:
-        """Whether this step is empty, and ``.grad`` is to be None; all members judge alike. Says so at the
-        first one, and when there are twice as many."""
+        """Whether this step is empty and ``.grad`` is to be None; all members decide alike.
+
+        Logs the first such step, and again each time their number has doubled.
+        """
         if held.weight > 0:
             return False
         self._met += 1
         if self._met & (self._met - 1) == 0:
             _log.warning(
-                "%s: step %d was committed with total weight 0, for nobody had data for it: %s (%d so far)",
+                "%s: step %d was committed with total weight 0, as no member had data: %s (%d so far)",
                 self._replica,
                 held.step,
                 "its gradient is zero" if self._scales else "it has no update",

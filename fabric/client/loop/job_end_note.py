@@ -1,7 +1,7 @@
-"""Word of the job's end, left on this host's disk by a process that no lighthouse could hear.
+"""A note of the job's end on this host's disk, for the case that no lighthouse was in reach.
 
 The next process of the replica tells the lighthouse, which marks the job complete, and ends. The checkpoint
-server tells it too, as long as it lives; the file is for when it does not.
+server tells the lighthouse too while it lives; the file serves after that.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _NAME = "ended.json"
 
 
 def leave(home: Path, ended: JobEnd) -> None:
-    """Write it to the replica's folder, where no other user can. A full disk loses it."""
+    """Write the note to the replica's folder, which other users cannot write. A full disk loses the note."""
     path = home / f"{_NAME}.new"
     with contextlib.suppress(OSError):
         path.write_text(json.dumps(asdict(ended)))
@@ -25,7 +25,7 @@ def leave(home: Path, ended: JobEnd) -> None:
 
 
 def find(home: Path) -> JobEnd | None:
-    """What an earlier process has left in the replica's folder."""
+    """Return the note that an earlier process left in the replica's folder, if any."""
     try:
         return decode_as(JobEnd, json.loads((home / _NAME).read_text()), _NAME)
     except (OSError, ValueError, ProtocolError):

@@ -1,5 +1,7 @@
-"""What of a model and its optimizer cannot be kept equal over replicas, refused by name: optimizers whose
-update looks at the loss again, and a model that is not any more the one that was attached."""
+"""Refuses by name what cannot stay equal on all replicas.
+
+These are optimizers that evaluate the loss again, and models that changed after ``attach``.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +10,7 @@ import torch
 from fabric.client.loop.unshared_schedulers import UnsharedWatch
 from fabric.errors import ConfigError, StateError
 
-# New parameters are looked for every so many steps, for that walks over every module.
+# Steps between two searches for new parameters: a search walks over every module.
 LOOK_EVERY = 10
 
 
@@ -36,11 +38,11 @@ class ModelWatch:
         self._attached = [(name, p, p.shape, p.dtype) for name, p in parameters]
 
     def begin(self) -> None:
-        """Before this process talks to the others; raises ConfigError, see UnsharedWatch."""
+        """Check before this process joins its job. Raises ConfigError, see UnsharedWatch."""
         self._unshared.check_when_changed()
 
     def check(self, step: int) -> None:
-        """Before the gradient of ``step`` is given to the others: it is of the parameters that they know."""
+        """Check before the gradient of ``step`` goes out: the others know the attached parameters only."""
         if not self._scaled:
             # A scaler that is in use has scaled a loss by now.
             self._scaled = True
@@ -58,10 +60,10 @@ class ModelWatch:
     def _look(self) -> None:
         now = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         for name, parameter, _, _ in self._attached:
-            found = now.pop(name, None)
-            if found is None:
+            current = now.pop(name, None)
+            if current is None:
                 raise _changed(name, "was removed")
-            if found is not parameter:
+            if current is not parameter:
                 raise _changed(name, "was replaced by another tensor")
         if now:
             raise _changed(next(iter(now)), "was added or unfrozen")
@@ -70,5 +72,5 @@ class ModelWatch:
 def _changed(name: str, what: str) -> StateError:
     return StateError(
         f"the parameter {name} {what} after attach, and the other replicas do not know that: change the "
-        "model before attach, and start all replicas anew"
+        "model before attach, and start all replicas again"
     )

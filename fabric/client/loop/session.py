@@ -1,9 +1,9 @@
 """The session: what a trainer holds. Steps are the outer loop, micro-batches the inner one.
 
-The main thread only ever waits in one place, ``_wait``: it has posted where it stands and gets orders:
-compute these micro-batches, apply this committed gradient, load this state, stop. A replayed step, a
-newcomer's first step and the recovery after our own eviction are all "a step without micro-batches whose
-averaged gradient is already in ``.grad``", so the user's loop has no special case.
+The main thread waits in one place only, ``_wait``. It posts where it stands and obeys orders: compute these
+micro-batches, apply this committed gradient, load this state, stop. A replayed step, the first step of a
+joining replica and the recovery after an eviction look alike: a step without micro-batches whose averaged
+gradient is already in ``.grad``. So the user's loop has no special case.
 """
 
 import contextlib
@@ -54,8 +54,8 @@ from fabric.model import EVERYTHING, Sharing, StepTimes
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.config import Settings, parse_replicas
 
-# For loops that we do not own a step has no micro-batches of ours; this many tokens stand for them, so
-# that every member of a roster of up to that size contributes.
+# A foreign loop has no micro-batches of ours. This many tokens stand for them, so that every member of a
+# roster of up to that size contributes.
 EXCHANGE_TOKENS = 64
 
 
@@ -85,8 +85,8 @@ class Session:
         self.overlap = Overlap(
             gradients,
             lambda step, weight: self._engine.post(io.Streaming(step, weight)),
-            # Ranks of one replica would have to begin together, on a device every bucket needs its event, and
-            # averaged buffers are final only after backward. A single bucket is final when backward ends.
+            # Several ranks would have to begin together. On a device every bucket needs an event. Averaged
+            # buffers are final only after backward, as is a single bucket.
             wanted=settings.retain_gradients
             and process.group is None
             and len(gradients.buckets) > 1
@@ -186,7 +186,7 @@ class Session:
             order = self._wait(self._ready())
             if isinstance(order, io.Finish):
                 if self._progress.state_step < until:
-                    # Going on would hand the user's code weights that are not the final ones.
+                    # The weights here are not the final ones, so the user's code must not go on.
                     self._too_late(order)
                 return
             self._first_order = order
@@ -233,10 +233,10 @@ class Session:
             metrics[name] = metrics.get(name, 0.0) + float(value)
 
     def exchange(self, weight: float = 1.0) -> Step:
-        """For loops that we do not own: average ``.grad`` over the members and commit the step.
+        """Average ``.grad`` over the members, commit the step and return it; for loops that we do not own.
 
-        Call it between backward and clipping; gradients must come from a mean over ``weight`` units.
-        Returns the committed step. What a dead member had computed is skipped (policy ``shrink``).
+        Call it between backward and clipping; gradients must come from a mean over ``weight`` units. The part
+        of a member that died is skipped (policy ``shrink``).
         """
         sampler = self._sampler
         if not self._engine.is_running and sampler is None:
@@ -254,8 +254,8 @@ class Session:
         order = self._wait(self._ready())
         contributed = False
         while isinstance(order, io.Compute):
-            # A gradient of weights that have been replaced meanwhile was dropped: then there is none to give.
-            # Nor for one of data that were drawn for another step.
+            # There is no gradient to contribute where a loaded state has replaced the weights meanwhile, or
+            # where the data were drawn for another step.
             held = has_data and any(p.grad is not None for p in parameters)
             if held and sampler is not None:
                 self._progress.samples = {i: sampler.indices(order.step) for i in order.micro_batches}
@@ -268,10 +268,10 @@ class Session:
 
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
-        """Say why this replica is away from the exchange for a while; shown in ``fabric status``.
+        """Say why this replica is away from the exchange for a while; ``fabric status`` shows it.
 
-        ``at_most_s`` takes the place of ``user_code_s`` meanwhile: whoever keeps the others waiting for
-        longer is evicted, and catches up when it comes back. Raises ConfigError where it is not above 0.
+        ``at_most_s`` replaces ``user_code_s`` meanwhile. A replica that makes the others wait for longer is
+        evicted, and catches up later. Raises ConfigError where ``at_most_s`` is not above 0.
         """
         if not 0 < at_most_s < math.inf:
             raise ConfigError(f"session.busy has at_most_s={at_most_s:g}: give a finite number above 0")
@@ -282,9 +282,9 @@ class Session:
             self._engine.post(io.Busy("", 0.0))
 
     def close(self) -> None:
-        """Finished: wait until every member is, then leave. Never counted as a failure.
+        """Wait until every member's loop has ended, then leave; never counted as a failure.
 
-        It returns with the job's final state, or ends the process: this loop ended before it had caught up.
+        It returns with the job's final state, or ends the process where this loop ended before it caught up.
         """
         if self._engine.is_running and not self._progress.finished:
             self._state.note(self._state.digest_if(wanted=True))
@@ -306,7 +306,7 @@ class Session:
 
     @property
     def _replicas(self) -> int:
-        """How many replicas the job starts with."""
+        """The number of replicas that the job starts with."""
         return parse_replicas(self.settings.replicas)[1]
 
     def _optimizers(self) -> list[Any]:
@@ -320,7 +320,7 @@ class Session:
         sharing: Sharing = EVERYTHING,
         data_slot: int = -1,
     ) -> None:
-        """Begin to talk: the data is known now, and with it everything a session must say."""
+        """Open the leader session: with the data, everything that it must declare is known."""
         settings, parts = self.settings, self._parts
         self._watch.begin()
         self._micro_batches = int(data["micro_batches"])
@@ -341,7 +341,7 @@ class Session:
         )
         digest = self._state.digest_if(wanted=True)
         if not parts.handle.snapshots and self._process.group is None:
-            # What a first start may begin from, should the replicas' initial states differ.
+            # A first start may begin from this snapshot, should the replicas' initial states differ.
             self._state.snapshot(generation=0)
         parts.snapshot_worker.submit(parts.slots.reserve)
         part = self._loader.slice.index if self._loader is not None else self._process.rank
@@ -391,7 +391,7 @@ class Session:
         return self._wait(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
 
     def _wait(self, event: io.Event) -> io.Compute | io.Apply | io.Finish:
-        """Post where I stand and obey until there is something for the user's loop."""
+        """Post where this trainer stands, then obey orders until one is for the user's loop."""
         self._engine.post(event)
         self._wait_logger.begin()
         while True:

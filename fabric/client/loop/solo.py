@@ -93,7 +93,7 @@ class SoloSession:
         mesh: Any = None,
         **options: Any,
     ) -> Loader:
-        """As Session.loader; nobody is ever absent, so all of it is computed, whatever the policy."""
+        """As Session.loader; this process computes all micro-batches, whatever the policy."""
         sizes, reader = (global_batch_size, micro_batch_size, seed), DataReader("replica0", self._replicas)
         return make_loader(
             dataset, sizes, collate_fn, num_workers, parse_options(options), reader, SampleSlice.of(mesh)
@@ -119,20 +119,22 @@ class SoloSession:
             self.committed_step += 1
 
     def average(self, weight: float, part: int) -> None:
-        """Divide the summed gradients by the total weight; ``part`` is the slice of the samples computed
-        here, for the ranks of a replica must agree on the whole of it."""
+        """Divide the summed gradients by the total weight of all ranks.
+
+        ``part``: the slice of the samples that this rank computed.
+        """
         if self._group is not None:
-            mine = {"weight": weight, "metrics": sorted(self._metrics.items()), "part": part}
-            said = self._group.gather(mine)
-            shares = [(x["weight"], tuple((k, v) for k, v in x["metrics"])) for x in said]
-            weight, metrics = replica_share([x["part"] for x in said], shares)
+            share = {"weight": weight, "metrics": sorted(self._metrics.items()), "part": part}
+            ranks = self._group.gather(share)
+            shares = [(x["weight"], tuple((k, v) for k, v in x["metrics"])) for x in ranks]
+            weight, metrics = replica_share([x["part"] for x in ranks], shares)
             self._metrics = dict(metrics)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(weight)
 
     def skips(self) -> bool:
-        """As ``on_nan`` says of a gradient that is not finite: whether the step goes without its update."""
+        """Whether ``on_nan`` makes this step go without an update, because its gradient is not finite."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._on_nan == "propagate" or all(bool(torch.isfinite(g).all()) for g in gradients):
             return False
@@ -148,7 +150,7 @@ class SoloSession:
             self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
 
     def take_metrics(self) -> dict[str, float]:
-        """The step's sums, begun anew."""
+        """Return the step's sums and start the next ones."""
         totals, self._metrics = self._metrics, {}
         return totals
 
@@ -165,7 +167,7 @@ class SoloSession:
 
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
-        """As Session.busy: nobody is waiting."""
+        """As Session.busy; no other member waits."""
         yield
 
     def close(self) -> None:

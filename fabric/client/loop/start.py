@@ -1,5 +1,7 @@
-"""How a session begins to talk: alone, or as one rank of a replica whose ranks first tell each other what
-they are. Rank 0 then speaks for the replica, and the others follow it.
+"""How a trainer joins its job: alone, or as one rank of a replica.
+
+The ranks of a replica first exchange their settings. Rank 0 then speaks for the replica, and the others
+follow it.
 """
 
 import secrets
@@ -22,81 +24,79 @@ from fabric.transport.greeting import Greeting
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """What this process brings: how its data is cut (``part``: which slice of a micro-batch is its own) and
-    shared out, the layout of its parameters (``tensors``: the same for people), the digest of its initial
-    state (empty: none was taken) and its ``step``, and how gradients are exchanged (see ``DataPlane``)."""
+    """The facts of this process that its members must know or share."""
 
-    micro_batches: int
-    data: str
-    layout: str
-    digest: str
-    part: int = 0
-    sharing: Sharing = EVERYTHING
+    micro_batches: int  # of a step
+    data: str  # the data settings that must be equal, in words
+    layout: str  # of the parameters, as a digest
+    digest: str  # of the initial state; empty where digests are off
+    part: int = 0  # the slice of a micro-batch that this rank computes
+    sharing: Sharing = EVERYTHING  # how micro-batches are divided among the members
     data_slot: int = -1
-    tensors: tuple[str, ...] = ()
-    plane: str = ""
-    step: int = 0
+    tensors: tuple[str, ...] = ()  # the layout, for people
+    plane: str = ""  # the kind of data plane
+    step: int = 0  # of the initial state
 
 
-def make_engine(parts: EngineParts, place: ProcessIdentity) -> Engine:
-    """The engine of this rank."""
-    if place.group is None:
+def make_engine(parts: EngineParts, process: ProcessIdentity) -> Engine:
+    """Make the engine of this rank."""
+    if process.group is None:
         return Engine(parts)
-    if place.group.rank == 0:
-        return HeadEngine(parts, place.group, place.incarnation)
-    return FollowerEngine(parts, place.group)
+    if process.group.rank == 0:
+        return HeadEngine(parts, process.group, process.incarnation)
+    return FollowerEngine(parts, process.group)
 
 
 def begin(
-    engine: Engine, parts: EngineParts, settings: Settings, place: ProcessIdentity, work: TrainingSetup
+    engine: Engine, parts: EngineParts, settings: Settings, process: ProcessIdentity, setup: TrainingSetup
 ) -> None:
-    """Listen, and take part in the job from now on. Raises FabricError where that cannot be."""
+    """Listen for peers and take part in the job. Raises FabricError where the start fails."""
     config = _config(settings, parts.exchange.retain)
     port = engine.listen(settings.bind, settings.ports)
-    address = RankAddress(f"{advertised_host(settings)}:{port}", _ckpt(parts, place.rank))
-    if place.group is None:
+    address = RankAddress(f"{advertised_host(settings)}:{port}", _ckpt(parts, process.rank))
+    if process.group is None:
         durable = parts.durable.find()
-        identity = _identity(settings, place, work, address, work.layout, durable=durable)
-        state = MemberState(0, work.step, work.digest)
+        identity = _identity(settings, process, setup, address, setup.layout, durable=durable)
+        state = MemberState(0, setup.step, setup.digest)
         engine.begin(MemberCore(identity, config, seconds_since_boot(), state, parts.handle.held_by(1)))
         return
-    said = place.group.gather(
+    declared = process.group.gather(
         {
             "link": address.link,
             "ckpt": address.ckpt,
-            "work": [work.micro_batches, work.data, work.step],
-            "layout": work.layout,
-            "digest": work.digest,
-            "part": work.part,
-            "snapshots": _told(parts.handle.held_by(place.group.size)),
+            "work": [setup.micro_batches, setup.data, setup.step],
+            "layout": setup.layout,
+            "digest": setup.digest,
+            "part": setup.part,
+            "snapshots": _refs_as_json(parts.handle.held_by(process.group.size)),
             "holds": bool(parts.handle.snapshots),
         }
     )
-    _check_equal_work(said)
+    _check_equal_work(declared)
     if isinstance(engine, FollowerEngine):
         greeting = Greeting(
             job=settings.job,
             store_id="",
             replica=settings.replica,
-            incarnation=place.incarnation,
+            incarnation=process.incarnation,
             kind="rank",
             to=settings.replica,
         )
-        engine.join(said[0]["link"], greeting, settings.token)
+        engine.join(declared[0]["link"], greeting, settings.token)
         return
     assert isinstance(engine, HeadEngine)
-    engine.groups = tuple(int(x["part"]) for x in said)
-    layout = replica_digest([x["layout"] for x in said])
-    ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in said[1:])
+    engine.groups = tuple(int(x["part"]) for x in declared)
+    layout = replica_digest([x["layout"] for x in declared])
+    ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in declared[1:])
     durable = parts.durable.find()
-    identity = _identity(settings, place, work, address, layout, ranks, durable)
-    state = MemberState(0, work.step, replica_digest([x["digest"] for x in said]))
-    held = _held_by_all(said)
+    identity = _identity(settings, process, setup, address, layout, ranks, durable)
+    state = MemberState(0, setup.step, replica_digest([x["digest"] for x in declared]))
+    held = _held_by_all(declared)
     engine.begin(MemberCore(identity, config, seconds_since_boot(), state, held))
-    if not any(one["holds"] for one in said):
-        # What a first start may begin from, should the replicas' initial states differ. Never over a part of
-        # a state of the job, whatever layout it is in.
-        engine.post(SnapshotDue(work.step))
+    if not any(x["holds"] for x in declared):
+        # A first start may begin from this snapshot, should the replicas' initial states differ. It must not
+        # overwrite a part of the job's state, whatever layout that is in.
+        engine.post(SnapshotDue(setup.step))
 
 
 def _config(settings: Settings, retain: bool) -> MemberConfig:
@@ -118,8 +118,8 @@ def _ckpt(parts: EngineParts, rank: int) -> str:
 
 def _identity(
     settings: Settings,
-    place: ProcessIdentity,
-    work: TrainingSetup,
+    process: ProcessIdentity,
+    setup: TrainingSetup,
     address: RankAddress,
     layout: str,
     ranks: tuple[RankAddress, ...] = (),
@@ -127,43 +127,43 @@ def _identity(
 ) -> MemberIdentity:
     return MemberIdentity(
         replica=settings.replica,
-        incarnation=place.incarnation,
+        incarnation=process.incarnation,
         link=address.link,
         ckpt=address.ckpt,
-        micro_batches=work.micro_batches,
+        micro_batches=setup.micro_batches,
         layout=layout,
-        data=work.data,
-        predecessors=place.predecessors,
+        data=setup.data,
+        predecessors=process.predecessors,
         ranks=ranks,
         durable=durable or (),
         storage_unread=durable is None,
-        sharing=work.sharing,
-        data_slot=work.data_slot,
+        sharing=setup.sharing,
+        data_slot=setup.data_slot,
         rack=settings.rack,
-        tensors=work.tensors,
-        plane=work.plane,
+        tensors=setup.tensors,
+        plane=setup.plane,
         spare=settings.spare,
         ended=job_end_note.find(settings.home),
         secret=secrets.token_hex(16),
     )
 
 
-def _check_equal_work(said: list[dict[str, Any]]) -> None:
-    for rank, one in enumerate(said):
-        if one["work"] != said[0]["work"]:
+def _check_equal_work(declared: list[dict[str, Any]]) -> None:
+    for rank, other in enumerate(declared):
+        if other["work"] != declared[0]["work"]:
             raise ConfigError(
                 f"rank {rank} has other data settings than rank 0, or another step: give attach, "
                 "session.loader and session.steps the same arguments on all ranks of a replica"
             )
 
 
-def _told(refs: tuple[SnapshotRef, ...]) -> list[list[object]]:
+def _refs_as_json(refs: tuple[SnapshotRef, ...]) -> list[list[object]]:
     return [[ref.generation, ref.step, ref.digest] for ref in refs]
 
 
-def _held_by_all(said: list[dict[str, Any]]) -> tuple[SnapshotRef, ...]:
-    """Snapshots that the servers of all ranks still hold, oldest first."""
-    others = [[tuple(ref) for ref in one["snapshots"]] for one in said[1:]]
+def _held_by_all(declared: list[dict[str, Any]]) -> tuple[SnapshotRef, ...]:
+    """Return the snapshots that the servers of all ranks still hold, oldest first."""
+    others = [[tuple(ref) for ref in x["snapshots"]] for x in declared[1:]]
     return tuple(
-        SnapshotRef(*ref) for ref in said[0]["snapshots"] if all(tuple(ref) in held for held in others)
+        SnapshotRef(*ref) for ref in declared[0]["snapshots"] if all(tuple(ref) in held for held in others)
     )

@@ -14,17 +14,14 @@ if TYPE_CHECKING:
 class Step:
     """Iterate it to get micro-batches; when the iteration ends, ``.grad`` is the average over the job.
 
-    ``number`` is the committed step this one leads from (after a recovery it may have moved on by the time
-    the iteration ends). ``contributed`` is false where this replica contributed nothing: a replayed step, or
-    a newcomer's first. ``metrics`` are the sums over the whole global batch, there when the iteration ended.
-    ``skipped``: the average was not finite and ``on_nan`` is "skip", so every ``.grad`` is None.
+    The fields have their final values when the iteration has ended.
     """
 
     def __init__(self, session: "Session", number: int) -> None:
-        self.number = number
-        self.contributed = False
-        self.skipped = False
-        self.metrics: dict[str, float] = {}
+        self.number = number  # the committed step that this one leads from; a recovery may move it on
+        self.contributed = False  # this replica put something in: false in a replay and in a first step
+        self.skipped = False  # the step has no update: every ``.grad`` is None
+        self.metrics: dict[str, float] = {}  # sums over the whole global batch
         self.done = False
         self._session = session
         self._samples = 0
@@ -36,7 +33,7 @@ class Step:
         return self._session.run_step(self)
 
     def begin(self, samples: int) -> None:
-        """A micro-batch of ``samples`` samples is handed to the user."""
+        """Note that the user's loop gets a micro-batch of ``samples`` samples."""
         self._samples = samples
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
@@ -50,8 +47,10 @@ class Step:
             (loss * share).backward()  # type: ignore[no-untyped-call]
 
     def add_weight(self, weight: float | None = None) -> float:
-        """Somebody else, such as a pipeline schedule, has added this micro-batch's gradient, scaled by
-        ``weight`` (default: its number of samples), which is returned."""
+        """Count a gradient that other code has added, such as a pipeline schedule; return its weight.
+
+        The gradient must be scaled by ``weight`` (default: the micro-batch's number of samples).
+        """
         share = float(self._samples if weight is None else weight)
         if not share > 0:
             raise FabricError(f"the weight of a micro-batch must be above 0, not {share:g}")
@@ -59,6 +58,6 @@ class Step:
         return share
 
     def take_weight(self) -> float:
-        """The weight gathered since the last call."""
+        """Return the weight added since the last call."""
         weight, self._weight = self._weight, 0.0
         return weight

@@ -1,8 +1,8 @@
-"""What steers an optimizer and is not in ``state=``: a learning rate scheduler, or a scaler.
+"""Finds learning rate schedulers and scalers that are not in ``state=``, and refuses them.
 
-Nothing looks wrong while all replicas run from the start. A replica that joins has its own scheduler at
-another step. Its update differs, and the digests of the states part. So it is refused before it can happen.
-torch keeps no list of an optimizer's schedulers, so they are looked for among all living objects.
+While all replicas run from the start the mistake does not show. A replica that joins has its own scheduler
+at another step, so its update differs, and so do the digests of the states. torch keeps no list of an
+optimizer's schedulers, so this module looks for them among all living objects.
 """
 
 import gc
@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fabric.errors import ConfigError
 
-# What may become of what is not shared.
+# The choices for a scheduler or scaler that is not shared.
 UNSHARED = ("refuse", "ignore")
-# How deep an object of ``state=`` is looked into, and at how many parts of it.
+# The depth to which an object of ``state=`` is searched, and the number of its parts.
 _DEPTH = 3
 _PARTS = 10_000
 
@@ -24,7 +24,7 @@ _PARTS = 10_000
 class UnsharedWatch:
     """Raises ConfigError for a scheduler of ``optimizers``, or a scaler, that no object of ``state`` holds.
 
-    ``ignored``: the user has said that it is meant so.
+    ``ignored``: the user has said ``unshared="ignore"``.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class UnsharedWatch:
         self._wrapped = self._count_wrapped()
 
     def check(self) -> None:
-        """Look for schedulers now, and for scalers that have scaled a loss already."""
+        """Search for schedulers, and for scalers that have scaled a loss already."""
         self._wrapped = self._count_wrapped()
         if self._ignored or self._refusal() is None:
             return
-        gc.collect()  # perhaps nobody holds it any more
+        gc.collect()  # it may be garbage by now
         refusal = self._refusal()
         if refusal is not None:
             raise refusal
@@ -66,7 +66,7 @@ class UnsharedWatch:
         return None
 
     def check_when_changed(self) -> None:
-        """As ``check``, where a scheduler was made since the last one: torch wraps ``step`` for most."""
+        """As ``check``, where a scheduler was made since the last check: torch wraps ``step`` for most."""
         if self._count_wrapped() != self._wrapped:
             self.check()
 
@@ -80,7 +80,7 @@ class UnsharedWatch:
 
 
 def _living(kinds: tuple[type, ...]) -> list[Any]:
-    """Every living object of these types. Nothing is asked of the others, for some answer with an import."""
+    """Return all living objects of these types. Looking at an attribute of others could import a module."""
     types = {x for kind in kinds for x in _subtypes(kind)}
     return [x for x in gc.get_objects() if type(x) in types]
 
@@ -90,7 +90,7 @@ def _subtypes(kind: type) -> set[type]:
 
 
 def _parts_of(values: Iterable[object]) -> set[int]:
-    """The ids of these objects and of what they hold, down to a few levels."""
+    """Return the ids of these objects and of their parts, down to a few levels."""
     seen: set[int] = set()
     level = list(values)
     for _ in range(_DEPTH + 1):
@@ -121,5 +121,5 @@ def _article(kind: str) -> str:
 def _refusal(what: str, differs: str, entry: str) -> ConfigError:
     return ConfigError(
         f"{what} and is not in state=, so a replica that joins would train with {differs}: make it before "
-        f'attach and pass state={{{entry}}}, or say unshared="ignore" where it is meant so'
+        f'attach and pass state={{{entry}}}, or say unshared="ignore" where that is intended'
     )

@@ -286,7 +286,7 @@ class _Trainer:
             return StateFetcher(tokens, rank=rank, ssl_context=tls)
 
         layout = Layout(self.describer.objects)
-        return StateLoader(snapshots, durable, layout, (own_rank, self.process.size), make_fetcher)
+        return StateLoader(snapshots, durable, layout, own_rank, self.process.size, make_fetcher)
 
 
 def _crash(replica: str, crash_marker: CrashMarker) -> Callable[[BaseException], None]:

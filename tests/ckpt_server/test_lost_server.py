@@ -62,7 +62,7 @@ class Fetching:
         def make_fetcher(rank: int = 0) -> StateFetcher:
             return StateFetcher(timeout_s=20.0, rank=rank)
 
-        ladder = StateLoader(self.snapshots, durable, layout, (0, 1), make_fetcher)
+        ladder = StateLoader(self.snapshots, durable, layout, 0, 1, make_fetcher)
         self.transfer = FetchThread(ladder, 0, Failpoints(""), self.crashed)
 
     def crashed(self, error: BaseException) -> None:

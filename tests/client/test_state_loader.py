@@ -94,7 +94,7 @@ def fetch(host: Host, storage: Storage, monkeypatch, durable: bool) -> tuple[obj
     """What the member is told, by the transfer thread's own code."""
     monkeypatch.setattr(module, "_PAUSE_S", 0.0)
     monkeypatch.setattr(module, "Worker", lambda *_, **__: SimpleNamespace(submit=lambda job: job()))
-    ladder = StateLoader(host, storage, SimpleNamespace(), (0, 1), lambda *_: host)
+    ladder = StateLoader(host, storage, SimpleNamespace(), 0, 1, lambda *_: host)
     points = SimpleNamespace(hit=lambda *_: None)
     transfer, told = FetchThread(ladder, 8, points, pytest.fail), []
     urls = (*host.sources, *((DURABLE,) if durable else ()))

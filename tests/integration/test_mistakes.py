@@ -405,7 +405,7 @@ def test_shared_state_that_forward_changes(zygote, tmp_path, what, how):
         job.finish()
         assert job.codes == {"r0": 1}, job.logs()
         said = sentence(job, "r0")
-        assert how in said and "change it only beside optimizer.step()" in said
+        assert how in said and "change it only where optimizer.step() is" in said
         assert [e["step"] for e in job.events("r0", "commit")] == list(range(5)), "nothing of that step"
 
 

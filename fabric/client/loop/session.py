@@ -441,7 +441,7 @@ class Session:
         else:
             assert transfer.buffer is not None
             self._parts.points.hit("replay", order.step)
-            held, buffer = transfer.as_held(), transfer.buffer
+            held, buffer = transfer.as_prepared(), transfer.buffer
             self._replay.begin()
         self._journal_commit(order, held, replay=order.prepared is None)
         counted = sum(len(ids) for _, ids in held.contributions)

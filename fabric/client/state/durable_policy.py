@@ -1,8 +1,7 @@
-"""Durable checkpoints as a trainer sees them: when one is due and who writes it, and what storage holds
-already.
+"""Durable checkpoints as a trainer sees them: when one is due, which replica writes it, what storage holds.
 
-One replica writes each of them: the lowest name among the members that have the state. All count steps and
-time alike, so when that one dies the next one takes over by itself, at the next checkpoint that is due."""
+The writer is the lowest name among the members that have the state. All members count steps and time alike,
+so when the writer dies the next name writes the next checkpoint that is due."""
 
 import sys
 import threading
@@ -25,14 +24,14 @@ from fabric.errors import Refused, StateError
 from fabric.model import Record, SnapshotRef
 from fabric.runtime.config import Settings
 
-_MOST_TOLD = 16  # of what storage holds; the others are older
+_MOST_LISTED = 16  # checkpoints that are declared to the lighthouse; the others are older
 _LOOK_AGAIN_S = 1.0
-# A listing that takes longer than this is told of, and whether it is needed is asked meanwhile.
+# After this time a line reports the slow listing, and the lighthouse is asked whether it is needed.
 _ANSWER_S = 10.0
 
 
 class StorageUnavailable(StateError):
-    """Storage cannot be listed, and the job cannot begin without it: this process is to be started again."""
+    """Storage cannot be listed, and the job cannot begin without it: the launcher must try again."""
 
 
 class NoAnswer(StorageError):
@@ -40,46 +39,50 @@ class NoAnswer(StorageError):
 
 
 class _ListingThread:
-    """One look at what storage holds, in a thread of its own: a mount whose server has vanished answers
-    nobody, for ever, and no call to it can be broken off."""
+    """Lists storage in a thread of its own.
+
+    A mount whose server has vanished blocks for ever, and no call to it can be interrupted.
+    """
 
     def __init__(self, job: Storage, name: str) -> None:
         self._job, self._name, self._began = job, name, time.monotonic()
-        self._found: Future[CheckpointListing] = Future()
+        self._listing: Future[CheckpointListing] = Future()
         threading.Thread(target=self._run, name="fabric-storage", daemon=True).start()
 
     def wait(self, seconds: float) -> CheckpointListing:
-        """Raises StorageError; NoAnswer where there is none in that time, and one may come yet."""
+        """Return the listing. Raises StorageError; NoAnswer where the listing may still come."""
         try:
-            return self._found.result(seconds)
+            return self._listing.result(seconds)
         except FutureTimeoutError:
             gone_s = time.monotonic() - self._began
             raise NoAnswer(f"{self._job.url} has not answered for {gone_s:.0f} s") from None
 
     def _run(self) -> None:
         try:
-            self._found.set_result(list_checkpoints(self._job, self._name))
-        except Exception as error:  # noqa: BLE001  (whoever waits raises it)
-            self._found.set_exception(error)
+            self._listing.set_result(list_checkpoints(self._job, self._name))
+        except Exception as error:  # noqa: BLE001  (``wait`` raises it)
+            self._listing.set_exception(error)
 
 
 class DurableCheckpoints:
-    """``settings.durable`` empty: there is none, and nothing is ever due. ``place`` is mine."""
+    """Of one trainer; with ``settings.durable`` empty nothing is ever due."""
 
-    def __init__(self, settings: Settings, journal: Journal, place: ProcessIdentity) -> None:
+    def __init__(self, settings: Settings, journal: Journal, process: ProcessIdentity) -> None:
         self._settings = settings
         self._journal = journal
-        self._place = place
+        self._process = process
         self._last_s = time.monotonic()
         self._last_step = -1
 
     def find(self) -> tuple[SnapshotRef, ...] | None:
-        """Complete checkpoints, oldest first, in whatever layout of ranks; None where storage cannot be
-        listed and need not be, for others hold the job's state. Raises StorageAway where it must be (to begin
-        again from nothing would be worse than not to begin), StateError where there must be a checkpoint and
-        is none. A folder that is not there holds none: it is made, which is said."""
-        place = self._settings.durable
-        if not place:
+        """Return the complete checkpoints, oldest first, in whatever layout of ranks.
+
+        None: storage cannot be listed, and other members hold the job's state. Raises StorageUnavailable
+        where no other member holds it, because a job that begins from nothing would lose more. Raises
+        StateError where a required checkpoint is missing. A missing folder is made, and a line says so.
+        """
+        folder = self._settings.durable
+        if not folder:
             return ()
         listing = self._listing(self._job())
         if listing is None:
@@ -87,16 +90,16 @@ class DurableCheckpoints:
         if self._settings.durable_required and not listing.complete:
             more = "".join(f"; {warning}" for warning in listing.warnings)
             raise StateError(
-                f"{place} holds no complete durable checkpoint of job {self._settings.job}{more}: correct "
+                f"{folder} holds no complete durable checkpoint of job {self._settings.job}{more}: correct "
                 "FABRIC_DURABLE or FABRIC_JOB, or start without FABRIC_DURABLE_REQUIRED to begin from nothing"
             )
         self._tell_unless_writable()
         for warning in listing.warnings:
             self._journal.write("durable", warning=warning)
-        return tuple(c.state for c in listing.complete[-_MOST_TOLD:])
+        return tuple(c.state for c in listing.complete[-_MOST_LISTED:])
 
     def _listing(self, job: Storage) -> CheckpointListing | None:
-        """What storage holds as soon as it can be listed; None where it cannot, and others hold the state."""
+        """Return the listing as soon as there is one; None where other members hold the state instead."""
         limit_s, waits = self._settings.contact_s, False
         deadline, look = time.monotonic() + limit_s, _ListingThread(job, self._settings.job)
         while True:
@@ -104,11 +107,11 @@ class DurableCheckpoints:
                 return look.wait(_LOOK_AGAIN_S if waits else _ANSWER_S)
             except StorageError as error:
                 trouble, may_come = error, isinstance(error, NoAnswer)
-            held = peer_state_query.peers_hold_state(self._settings)
-            if held:
+            peers_hold = peer_state_query.peers_hold_state(self._settings)
+            if peers_hold:
                 self._say(f"{trouble}: it is left for later, for others hold the job's state")
                 return None
-            why = "no member" if held is False else "no lighthouse says that a member"
+            why = "no member" if peers_hold is False else "no lighthouse says that a member"
             left_s = deadline - time.monotonic()
             if left_s <= 0 and not may_come:
                 raise StorageUnavailable(
@@ -124,8 +127,10 @@ class DurableCheckpoints:
                 look = _ListingThread(job, self._settings.job)
 
     def _tell_unless_writable(self) -> None:
-        """What the first checkpoint would meet later. No reason to refuse: memory of peers needs no storage,
-        and storage may be mended while the job trains."""
+        """Warn now of what the first checkpoint would meet later.
+
+        This does not stop the start: peers' memory needs no storage, and storage may heal during training.
+        """
         storage = Storage(self._settings.durable)
         try:
             is_new = not storage.is_there()
@@ -145,8 +150,10 @@ class DurableCheckpoints:
         sys.stderr.flush()
 
     def is_due(self, step: int, record: Record | None, last: bool = False) -> bool:
-        """Whether the state at ``step`` is to become a durable checkpoint, and this replica is the one.
-        ``last``: the loop has ended with it."""
+        """Whether this replica must write the state at ``step`` as a durable checkpoint.
+
+        ``last``: the loop has ended with it.
+        """
         settings = self._settings
         if not settings.durable or record is None or step == self._last_step:
             return False
@@ -162,15 +169,14 @@ class DurableCheckpoints:
         return writer_of(record) == settings.replica
 
     def persist(self, handle: ServerHandle, step: int, generation: int) -> None:
-        """Have the checkpoint server write the snapshot that it holds of ``step``; the journal says how that
-        began. Raises FabricError where the server is lost."""
+        """Have the checkpoint server write its snapshot of ``step``. Raises FabricError where it is lost."""
         settings = self._settings
         try:
             handle.persist(
                 step,
                 generation,
                 url=settings.durable,
-                incarnation=self._place.incarnation,
+                incarnation=self._process.incarnation,
                 keep=settings.durable_keep,
                 required=settings.durable_required,
             )
@@ -180,7 +186,7 @@ class DurableCheckpoints:
             self._journal.write("durable", step=step, generation=generation)
 
     def find_state(self, state: SnapshotRef) -> DurableCheckpoint:
-        """The complete checkpoint of ``state``. Raises StateError."""
+        """Return the complete checkpoint of ``state``. Raises StateError."""
         if not self._settings.durable:
             raise StateError(
                 f"step {state.step} is in durable storage and FABRIC_DURABLE is not set here: set it"
@@ -192,7 +198,7 @@ class DurableCheckpoints:
 
 
 def writer_of(record: Record | None) -> str:
-    """The replica that writes for all: the first by name of those that know the job's state and stay."""
+    """Return the replica that writes for all: the first by name of those that have the state and stay."""
     names = (
         [x.replica for x in record.roster if not x.joining and not x.leaving] if record is not None else []
     )

@@ -1,4 +1,4 @@
-"""The transfer thread: fetches a snapshot or one published gradient at a time, and can be cancelled."""
+"""The fetch thread: fetches a snapshot or a published gradient, one at a time; a fetch can be cancelled."""
 
 import threading
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from fabric.runtime.failpoints import Failpoints
 
 # A long poll shorter than the server's bound; the core asks again.
 _WAIT_S = 20.0
-# After trouble of this host's own: an epoch is formed for every try, and the next one may fail alike.
+# The pause after a failure of this host: every try needs an epoch, and the next one may fail alike.
 _PAUSE_S = 1.0
 
 
 class FetchThread:
-    """Performs FetchState and FetchGradient; what arrived is in ``state`` and ``gradient``."""
+    """Performs FetchState and FetchGradient; the results are in ``state`` and ``gradient``."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class FetchThread:
         on_crash: Callable[[BaseException], None],
     ) -> None:
         self._state_loader = state_loader
-        # A cancelled fetcher is spent: its sockets are shut down for good.
+        # A cancelled fetcher cannot be used again: its sockets are shut down.
         self._fetcher = state_loader.make_fetcher()
         self._gradient_bytes = gradient_bytes
         self._points = points
@@ -39,10 +39,10 @@ class FetchThread:
         self.buffer: torch.Tensor | None = None
         self.state: FetchedState | None = None
         self.gradient: GradientMeta | None = None
-        self.generation = 0  # of that gradient, whatever has been decided since
+        self.generation = 0  # of that gradient, even where the job has moved on since
 
     def fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
-        """Queue a snapshot's fetch."""
+        """Queue the fetch of a snapshot."""
         self._worker.submit(lambda: self._fetch_state(order, post))
 
     def _fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
@@ -58,7 +58,7 @@ class FetchThread:
         post(io.StateFetched(order.state.step, order.state.digest))
 
     def fetch_gradient(self, order: io.FetchGradient, post: Callable[[io.Event], None]) -> None:
-        """Queue one gradient's fetch; CancelFetch makes those queued before it void."""
+        """Queue the fetch of one gradient; CancelFetch voids the fetches queued before it."""
         ticket = self._wanted = self._wanted + 1
         self._worker.submit(lambda: self._fetch_gradient(order, ticket, post))
 
@@ -87,23 +87,23 @@ class FetchThread:
         self.gradient, self.generation = meta, order.generation
         post(io.GradientFetched(order.step, meta.digest))
 
-    def as_held(self) -> io.PreparedRound:
-        """What the fetched gradient's round was, as its members held it."""
-        found = self.gradient
-        assert found is not None
-        contributions = found.meta.get("contributions", {})
+    def as_prepared(self) -> io.PreparedRound:
+        """Return the fetched gradient's round as its members had prepared it."""
+        gradient = self.gradient
+        assert gradient is not None
+        contributions = gradient.meta.get("contributions", {})
         return io.PreparedRound(
-            epoch=found.epoch,
-            step=found.step,
-            gradient_digest=found.digest,
-            weight=found.weight,
+            epoch=gradient.epoch,
+            step=gradient.step,
+            gradient_digest=gradient.digest,
+            weight=gradient.weight,
             contributions=tuple((str(k), tuple(v)) for k, v in contributions.items()),
-            metrics=tuple(sorted(found.meta.get("metrics", {}).items())),
-            nonfinite=str(found.meta.get("nonfinite", "")),
+            metrics=tuple(sorted(gradient.meta.get("metrics", {}).items())),
+            nonfinite=str(gradient.meta.get("nonfinite", "")),
         )
 
     def cancel(self) -> None:
-        """The gradient under way is no longer wanted."""
+        """Cancel the gradient fetch under way."""
         self._wanted += 1
         spent, self._fetcher = self._fetcher, self._state_loader.make_fetcher()
         spent.cancel()

@@ -1,8 +1,8 @@
-"""Finds out who was written to while nobody may write: tensors of a state that is being read.
+"""Finds tensors that user code has written to while the state was being read.
 
-torch counts the writes to a tensor, those too that a device has yet to make. What it does not count (through
-``.data``, numpy or a captured graph) shows in the bytes alone: of each tensor on the host the first few are
-looked at again, which finds what writes to whole tensors, as averages and statistics do.
+torch counts the writes to a tensor, including those that a device has yet to make. It does not count writes
+through ``.data``, numpy or a captured graph. For these the guard compares the first bytes of each tensor on
+the host: that finds writes to whole tensors, as averages and statistics are.
 """
 
 import ctypes
@@ -15,15 +15,15 @@ from fabric.ckpt_server.state.training_state import StateView
 _SAMPLE_BYTES = 64  # one line of the cache
 MEANWHILE = (
     " while forward and backward ran, but it is part of the shared state, which is equal on all replicas and "
-    "is read meanwhile: change it only beside optimizer.step(), or leave it out (a buffer: "
+    "is read meanwhile: change it only where optimizer.step() is, or leave it out (a buffer: "
     "persistent=False)"
 )
-# Where the state's digest alone tells of it, nothing names the tensor.
+# The message where only the digest differs, so that the tensor is unknown.
 UNNAMED = f"a tensor was changed without torch's knowledge{MEANWHILE}"
 
 
 class MutationGuard:
-    """The tensors of ``view`` as they are now; ``check`` says what has become of them. From any thread."""
+    """Remembers the tensors of ``view``; ``check`` finds those written since. From any thread."""
 
     def __init__(self, view: StateView) -> None:
         self._watched = [(name, tensor, _version(tensor), _sample(tensor)) for name, tensor in view.tensors]
@@ -31,8 +31,10 @@ class MutationGuard:
         self._refused = ""
 
     def check(self) -> str:
-        """Why the reading is not of one state, naming the tensor, or empty. What it said first it says
-        again: whoever calls it first has read the state, or is about to let it be changed."""
+        """Return why the reading is not of one state, naming the tensor, or an empty string.
+
+        The first result stands: its caller has read the state, or is about to let it change.
+        """
         with self._lock:
             watched, self._watched = self._watched, []
             for name, tensor, version, sample in watched:

@@ -1,4 +1,4 @@
-"""What the lighthouse knows of the others, for a replica that does not take part yet."""
+"""Asks the lighthouse about the other members, for a replica that has no leader session yet."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,10 +8,12 @@ from fabric.runtime.config import Settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
 
-def peers_hold_state(found: Settings) -> bool | None:
-    """Whether a member of the job other than this replica lives and knows the state, or the job is over: then
-    nobody needs storage to begin from. None where no lighthouse tells. Raises Unauthorized."""
-    lighthouses = Lighthouses(found.lighthouse, found.job, found.token.decode(), found.tls)
+def peers_hold_state(settings: Settings) -> bool | None:
+    """Whether the job needs no storage to begin: another live member has the state, or the job is over.
+
+    None where no lighthouse answers. Raises Unauthorized.
+    """
+    lighthouses = Lighthouses(settings.lighthouse, settings.job, settings.token.decode(), settings.tls)
     with ThreadPoolExecutor(1, "fabric-ask") as pool:  # the caller's own thread may be in an event loop
         try:
             job = pool.submit(lighthouses.ask, lighthouses.path()).result()
@@ -20,7 +22,7 @@ def peers_hold_state(found: Settings) -> bool | None:
         except Refused:
             return False
     over = bool(job["record"] and job["record"]["complete"])
-    return over or any(_lives(member) for member in job["members"] if member["replica"] != found.replica)
+    return over or any(_lives(member) for member in job["members"] if member["replica"] != settings.replica)
 
 
 def _lives(member: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The small entries of a shared state, by path: what names a mistake when states part."""
+"""The small entries of a shared state, by path; when states diverge they name the mistake."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,8 +11,8 @@ _DEPTH = 4
 
 
 def small_entries(objects: Mapping[str, object]) -> Entries:
-    """Numbers, words and truth values of everything but the model, as (path, value)."""
-    found: list[tuple[str, str]] = []
+    """Return numbers, words and truth values of everything but the model, as (path, value)."""
+    entries: list[tuple[str, str]] = []
     for name, value in objects.items():
         if name == "model":
             continue  # a module's state is tensors
@@ -23,10 +23,10 @@ def small_entries(objects: Mapping[str, object]) -> Entries:
         else:
             groups = getattr(value, "state_dict", dict)()
         for entry in _walk(name, groups, 0):
-            found.append(entry)
-            if len(found) == MAX_ENTRIES:
-                return bounded(tuple(found))
-    return bounded(tuple(found))
+            entries.append(entry)
+            if len(entries) == MAX_ENTRIES:
+                return bounded(tuple(entries))
+    return bounded(tuple(entries))
 
 
 def _walk(path: str, value: object, depth: int) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""When a replica snapshots its state by itself. What a joiner asks for is taken on top of any policy.
+"""When a replica snapshots its state unasked. Snapshots for joining members come on top of any policy.
 
-A policy is a small object: ``is_due`` is asked once at every step boundary, ``taken`` is told of every copy
-that was made, also for somebody who asked. Times are monotonic seconds.
+A policy is a small object. The session calls ``is_due`` once at every step boundary, and ``taken`` after
+every copy, requested ones included. Times are monotonic seconds.
 """
 
 import math
@@ -24,16 +24,16 @@ class SnapshotPolicy(Protocol):
 
 @dataclass(slots=True)
 class OverheadBudget:
-    """As fresh as ``share`` of the time pays for (0: nothing), and never older than ``max_age_s`` seconds.
+    """Snapshots as often as ``share`` of the time allows, and at least every ``max_age_s`` seconds.
 
-    A copy counts with all of its time, though most of that passes while the step computes: it costs less.
-    Old is judged as of the next boundary, when it would be too late. The state before the first step is worth
-    nothing, and lacks what the optimizer has yet to make. A snapshot of it, for somebody who asked, does not
-    count: memory for the whole should be there before a newcomer waits for it. Raises ConfigError.
+    The whole time of a copy counts, though most of it passes while the step computes. The age counts as of
+    the next boundary, because that one would be too late. The state before the first step does not count: it
+    lacks the optimizer's part, whose memory must be there before a joining replica waits for it. Raises
+    ConfigError.
     """
 
-    share: float = 0.02
-    max_age_s: float = 600.0
+    share: float = 0.02  # of the step time; 0: no snapshot by share
+    max_age_s: float = 600.0  # seconds
     _at: float = field(default=-math.inf, repr=False)
     _cost_s: float = field(default=0.0, repr=False)
     _asked: float = field(default=math.inf, repr=False)
@@ -61,8 +61,10 @@ class OverheadBudget:
 
 @dataclass(slots=True)
 class EverySteps:
-    """At every ``n``-th step, whatever it costs: at the same steps on all replicas, but for the first, which
-    may find that a large state's memory is not there yet. Raises ConfigError."""
+    """Snapshots at every ``n``-th step, so at the same steps on all replicas. Raises ConfigError.
+
+    The first may come later, where the memory for a large state is not there yet.
+    """
 
     n: int
     _last: int = field(default=-1, repr=False)
@@ -80,8 +82,8 @@ class EverySteps:
         self._last = step
 
 
-def policy_of(found: Settings) -> SnapshotPolicy:
-    """What the settings ask for."""
-    if found.snapshot_every:
-        return EverySteps(found.snapshot_every)
-    return OverheadBudget(found.snapshot_share, found.snapshot_max_age_s)
+def policy_of(settings: Settings) -> SnapshotPolicy:
+    """Return the policy that the settings ask for."""
+    if settings.snapshot_every:
+        return EverySteps(settings.snapshot_every)
+    return OverheadBudget(settings.snapshot_share, settings.snapshot_max_age_s)

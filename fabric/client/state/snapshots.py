@@ -1,7 +1,7 @@
-"""When this replica snapshots its state, and how: into two slots of the server's memory, in turn.
+"""How this replica snapshots its state: into two slots of the checkpoint server's memory, in turn.
 
-The copy starts at a step boundary and is joined before the user's update code may change anything. When one
-is due a policy says (``snapshot_policy``); a newcomer's request is served on top of it.
+The copy starts at a step boundary and has read the state before the user's update code runs. A policy says
+when a snapshot is due (``snapshot_policy``); requests of joining members come on top of it.
 """
 
 import contextlib
@@ -34,9 +34,12 @@ _log = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """One at a time. ``submit`` runs a job on the keeper thread; ``post`` takes Snapshotted; ``recover``
-    starts a dead server again. ``rank`` is mine in a replica of several ranks: there a part is served only
-    when ``name`` says that all ranks have theirs."""
+    """Takes one snapshot at a time.
+
+    ``submit`` runs a job on the snapshot worker; ``post`` takes Snapshotted; ``recover`` starts a dead server
+    again. ``rank``: this process's rank in a replica of several. Such a rank serves its part only after
+    ``name`` has said that all ranks have theirs.
+    """
 
     def __init__(
         self,
@@ -55,13 +58,13 @@ class Snapshots:
         self._copier = copier
         self._policy = policy
         self._again_at: float | None = None  # after one that failed, whatever the policy says
-        self._said = ""
+        self._last_failure = ""
         self.job, self.replica = who
-        # What the server still holds from before stays as long as it can: the newest is overwritten last.
+        # Keep what the server still holds as long as possible: overwrite the newest snapshot last.
         self._next_slot = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
         self._taking: PendingSnapshot | None = None  # the last one that was begun
         self._sized, self._nbytes = False, 0  # whether the optimizer's part is in the size of the state
-        self._preparing = self._lacks = False  # memory is on its way; it could not be had
+        self._preparing = self._lacks = False  # memory is being allocated; the allocation failed
         self._digests = Digests(describer, copier)
         self._on_device = on_device
         self._recover = recover
@@ -82,8 +85,11 @@ class Snapshots:
         return wanted and not self._is_copying and self._has_room(submit)
 
     def _has_room(self, submit: Callable[[Callable[[], None]], None]) -> bool:
-        """Whether memory for the next one is there. A large state's is had beside the steps, for a copy that
-        waits for it holds up the trainer; where it could not be had the copy finds out why."""
+        """Whether memory for the next snapshot is there.
+
+        A large state's memory is allocated in the background, because a copy that waits for it delays the
+        trainer. Where the allocation fails, the copy reports why.
+        """
         if self._nbytes <= _SMALL_BYTES or self._lacks:
             return True
         if not self._preparing and not self._holds(self._next_slot, self._nbytes):
@@ -101,13 +107,12 @@ class Snapshots:
         post: Callable[[Snapshotted], None],
         durable: bool = False,
     ) -> None:
-        """Begin to copy ``state``, which must not change until ``wait_copied`` returns; its digest is empty
-        where it is not known yet. Raises StateError where the last one had been changed.
+        """Begin to copy ``state``, which must not change until ``wait_copied`` returns.
 
-        The trainer's thread only says what to copy: the keeper asks the server for the slot and starts the
-        copy. On a device it is started here, behind the work that is enqueued so far. ``durable``: it becomes
-        a durable checkpoint when it is there. While the server has not answered for the last one, there is
-        none: nobody waits for it twice.
+        The snapshot worker asks the server for the slot and starts the copy; on a device this thread starts
+        it, behind the work that is enqueued so far. The digest in ``state`` is empty where it is not known
+        yet. ``durable``: the snapshot becomes a durable checkpoint. While the server still owes a slot for
+        the last snapshot this one is given up at once. Raises StateError where the last state was changed.
         """
         self._wait_last()
         if self._is_copying:
@@ -124,20 +129,20 @@ class Snapshots:
 
     @property
     def _is_copying(self) -> bool:
-        """Whether the last one is under way, or was given up and still waits for the server."""
+        """Whether the last copy is under way, or was given up and still waits for the server."""
         taking = self._taking
         if taking is None:
             return False
         return not (taking.ended if taking.given_up else taking.copied).is_set()
 
     def _wait_last(self) -> None:
-        """Until the last copy is over. Raises StateError where its state has been changed."""
+        """Wait until the last copy is over. Raises StateError where its state has been changed."""
         if self._taking is not None:
             self._taking.copied.wait()
             self._taking.demand_unchanged()
 
     def _begin(self, view: StateView, taking: PendingSnapshot) -> int | FabricError:
-        """Start the copy; the slot that it goes to, or why there is none."""
+        """Start the copy; return its slot, or why it could not start."""
         slot = -1
         try:
             slot = self._take_slot()
@@ -157,26 +162,26 @@ class Snapshots:
         return self._handle.allocate("snapshot", slot, wanted)
 
     def _prepare(self, nbytes: int) -> None:
-        """On the keeper thread: have the memory of both slots before it is wanted."""
+        """On the snapshot worker: allocate the memory of both slots before a copy needs it."""
         slots, lacks = (self._next_slot, 1 - self._next_slot), True
         self._preparing = not all(self._holds(slot, nbytes) for slot in slots)
-        with contextlib.suppress(FabricError):  # said when it is wanted
+        with contextlib.suppress(FabricError):  # reported when a copy needs it
             for slot in slots:
                 self._copier.prepare(self._memory(slot, nbytes))
             lacks = False
         self._preparing, self._lacks = False, lacks
 
     def _failed(self, step: int, error: FabricError) -> None:
-        """Say it, once as long as it goes on, and try again in a while."""
+        """Log a failure, once as long as it lasts, and set the time of the next try."""
         self._again_at = time.monotonic() + _PAUSE_S
-        # Which slot it is, and how much memory there is, differs every time.
+        # The slot and the free memory in the message differ every time.
         gist = _NUMBERS.sub("", str(error))
-        if gist != self._said:
-            self._said = gist
+        if gist != self._last_failure:
+            self._last_failure = gist
             _log.warning("fabric: %s: no snapshot of step %d: %s", self.replica, step, error)
 
     def _take_slot(self) -> int:
-        """The slot to overwrite: the older one, unless somebody reads it and nobody reads the other."""
+        """Return the slot to overwrite: the older one, unless that one has readers and the other has none."""
         with self._slots_lock:
             for slot in (self._next_slot, 1 - self._next_slot):
                 if self._handle.begin("snapshot", slot, unless_read=True):
@@ -189,7 +194,7 @@ class Snapshots:
             return slot
 
     def name(self, order: NameSnapshot, post: Callable[[SnapshotNamed], None]) -> None:
-        """Serve my part of a snapshot under the digests of all ranks, unless its slot was taken since."""
+        """Serve this rank's part under the digests of all ranks, unless its slot was overwritten since."""
         done = False
         with self._slots_lock:
             slot, manifest = self._unnamed.pop((order.generation, order.step), (-1, {}))
@@ -216,7 +221,7 @@ class Snapshots:
         begun: int | FabricError | None,
         post: Callable[[Snapshotted], None],
     ) -> None:
-        """On the keeper thread: start the copy (where it has not ``begun``), wait for it, have it served."""
+        """On the snapshot worker: start the copy if it has not ``begun``, wait for it, have it served."""
         generation, step = taking.state.generation, taking.state.step
         digest = ""
         try:
@@ -229,7 +234,7 @@ class Snapshots:
                     taking.refused = UNNAMED
                 taking.digest = digests.digest
             finally:
-                taking.settle()
+                taking.check_unchanged()
                 self._policy.taken(step, taking.started, time.monotonic() - taking.started)
                 taking.copied.set()
             if taking.refused:
@@ -247,9 +252,9 @@ class Snapshots:
             else:
                 self._unnamed[generation, step] = (slot, manifest)
             digest = digests.digest
-            self._again_at, self._said = None, ""
+            self._again_at, self._last_failure = None, ""
         except FabricError as error:
-            # The server died under us: the newcomer is told that this replica missed the step.
+            # The server died: Snapshotted without a digest says that this replica missed the step.
             self._failed(step, error)
             self._recover()
         finally:
@@ -259,12 +264,14 @@ class Snapshots:
             self._prepare(view.nbytes)
 
     def wait_copied(self) -> None:
-        """Return once the state may change: on a device, once the compute stream is told to wait. A copy that
-        has not begun is waited for no longer than SLOT_S. Raises StateError where the user's code has changed
-        the state already."""
+        """Return when the state may change; on a device, when the compute stream has been told to wait.
+
+        A copy that has not begun within SLOT_S is given up. Raises StateError where the user's code has
+        changed the state already.
+        """
         taking = self._taking
         if taking is not None and not taking.copied.is_set():
-            taking.settle()
+            taking.check_unchanged()
             if taking.wait_begun():
                 self._copier.fence()
                 if not self._on_device:
@@ -274,40 +281,45 @@ class Snapshots:
         self._digests.finish()
 
     def begin_digest(self, step: int, copied: bool) -> None:
-        """Begin to digest the state at ``step``, on the host, which must not change until ``wait_copied`` or
-        ``take_digest`` returns. ``copied``: its snapshot was begun just now, and brings the digest along."""
+        """Begin to digest the state at ``step`` on the host.
+
+        The state must not change until ``wait_copied`` or ``take_digest`` returns. ``copied``: its snapshot
+        was begun just now, and its copy computes the digest.
+        """
         self._digests.begin(step, self._taking if copied else None)
 
     def take_digest(self, step: int) -> str:
-        """What ``begin_digest`` began: see ``Digests.take``."""
+        """Return the digest that ``begin_digest`` began: see ``Digests.take``."""
         return self._digests.take(step)
 
     def held(self, state: SnapshotRef) -> int:
-        """The slot in which the server held this state when this trainer attached, or -1."""
-        found = zip(self._handle.snapshots, self._handle.slots, strict=True)
-        return next((slot for ref, slot in found if ref == state), -1)
+        """Return the slot in which the server held this state when this trainer attached, or -1."""
+        slots = zip(self._handle.snapshots, self._handle.slots, strict=True)
+        return next((slot for ref, slot in slots if ref == state), -1)
 
     def look(self, slot: int, nbytes: int) -> memoryview:
-        """The bytes in a slot, which is not overwritten next. Raises FabricError."""
+        """Return the bytes of a slot; the next snapshot goes to the other one. Raises FabricError."""
         with self._slots_lock:
             self._next_slot = (slot + 1) % _SLOTS
         return self._handle.allocate("snapshot", slot, nbytes)
 
     def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
-        """What was fetched into ``slot`` is loaded, and mine to give."""
-        with contextlib.suppress(FabricError):  # refused where it has been served from that slot all along
+        """Serve the fetched state in ``slot``, which is loaded now."""
+        with contextlib.suppress(FabricError):  # refused where the server serves that slot already
             self._handle.publish_snapshot(slot, manifest)
 
     @property
     def url(self) -> str:
-        """Where this trainer's own server is read."""
+        """The URL of this trainer's own server."""
         return self._handle.url
 
     def target(self, nbytes: int, beside: SnapshotRef | None = None) -> tuple[int, memoryview]:
-        """A slot for a state that is fetched: it becomes this replica's own snapshot. ``beside``: it is this
-        state in another layout. What the server has of that others may still need, so it stays, and the next
-        snapshot goes where the fetched one was. A server that is dead is started again: whoever waits for a
-        state takes no snapshots, so nobody else would. Raises FabricError."""
+        """Return a slot, and its memory, for a state that is fetched. Raises FabricError.
+
+        The fetched state becomes this replica's own snapshot. ``beside``: the same state in another layout,
+        which others may still need; it stays, and the next snapshot goes to the fetched one's slot. A dead
+        server is started again here, because a replica that waits for a state takes no snapshots.
+        """
         try:
             return self._target(nbytes, beside)
         except ServerLost:

@@ -1,8 +1,9 @@
-"""Where a replica's state comes from, highest rung first: this host's own memory, the memory of others,
-durable storage. When one rung fails half-way the next one is tried, for the same state.
+"""Loads a replica's state from the first source that works.
 
-A state that was taken in another layout of ranks than mine is cut anew on any rung, of the slices that this
-rank needs (``ckpt_server/relayout``)."""
+The order is this host's own memory, the memory of other members, durable storage. When one source fails
+half-way the next one is tried, for the same state. A state in another layout of ranks is resharded from any
+source: this rank reads the slices that it needs (``ckpt_server/reshard``).
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,47 +24,52 @@ from fabric.model import DURABLE, SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import by_rank
 
-OWN_MEMORY = "own memory"  # where a state came from that nobody had to send
+OWN_MEMORY = "own memory"  # the source of a state that needed no transfer
 
 
 class NoSlotMemory(StateError):
-    """This host has no memory for a state: its own checkpoint server is lost, or refuses. The state itself,
-    and those who hold it, may be well."""
+    """This host has no memory for a state: its own checkpoint server is lost, or refuses.
+
+    The state and the members that hold it may be well.
+    """
 
 
 @dataclass(slots=True)
 class FetchedState:
-    """A fetched state in one of my own slots, not yet loaded. ``resharded``: it was cut anew, so that under
-    its name others know another file."""
+    """A fetched state in one of this replica's own slots, not yet loaded."""
 
     slot: int
     file: memoryview
     fetched: FetchResult
-    resharded: bool = False
+    resharded: bool = False  # other members know another file under this state's name
 
 
 class StateLoader:
-    """Of rank ``rank`` of ``size``; ``layout`` is how the live objects are placed. ``make_fetcher``
-    takes a rank, mine where none is given."""
+    """Loads the states of one rank.
+
+    ``layout``: how the live objects are placed. ``make_fetcher`` takes a rank, by default this one.
+    """
 
     def __init__(
         self,
         snapshots: Snapshots,
         durable: DurableCheckpoints,
         layout: Layout,
-        place: tuple[int, int],
+        rank: int,
+        size: int,
         make_fetcher: Callable[..., StateFetcher],
     ) -> None:
         self._snapshots = snapshots
         self._durable = durable
         self._layout = layout
-        self._rank, self._size = place
+        self._rank, self._size = rank, size
         self.make_fetcher = make_fetcher
 
     def load(self, order: io.FetchState, fetcher: StateFetcher) -> FetchedState:
-        """The state, verified, in a slot of mine; ``fetcher`` is for my own rank's servers.
+        """Return the state, verified, in a slot of this replica.
 
-        Raises FabricError with every rung's reason; ``fetch_failure`` is what that means.
+        ``fetcher``: for the servers of this rank. Raises FabricError with each source's reason; see
+        ``fetch_failure``.
         """
         arrived = self._from_own_memory(order, fetcher)
         if arrived is not None:
@@ -86,10 +92,10 @@ class StateLoader:
         except StateError as error:
             raise StateError("; ".join([*reasons, str(error)])) from error
 
-    # --- rungs -------------------------------------------------------------------------------------
+    # --- sources -----------------------------------------------------------------------------------
 
     def _from_own_memory(self, order: io.FetchState, fetcher: StateFetcher) -> FetchedState | None:
-        """Where this host's own checkpoint server has kept it as I need it, verified; else None."""
+        """Return the state that this host's own checkpoint server has kept, verified, if it fits."""
         state = order.state
         slot, began = self._snapshots.held(state), time.monotonic()
         if slot < 0:
@@ -112,7 +118,7 @@ class StateLoader:
         self, order: io.FetchState, served: Mapping[int, Sequence[str]], fetcher: StateFetcher
     ) -> FetchedState:
         ranks = 1 + max(served)
-        if ranks == self._size == 1:  # the ordinary way, at once: no layouts to compare
+        if ranks == self._size == 1:  # the ordinary case: no layouts to compare
             target = _Target(self._snapshots)
             fetched = fetcher.fetch_state(served[0], order.state, target.allocate)
             return FetchedState(target.slot, target.file, fetched)
@@ -132,18 +138,18 @@ class StateLoader:
         with ExitStack() as stack:
             return self._take(order, [StoredRankFile(r, checkpoint, stack) for r in range(checkpoint.ranks)])
 
-    # --- as it was, or cut anew ----------------------------------------------------------------------
+    # --- as it was, or resharded ----------------------------------------------------------------------
 
     def _take(self, order: io.FetchState, parts: list[RankFile]) -> FetchedState:
-        """My part of the state as it is where that fits, else my slices of all parts."""
+        """Return this rank's part as it is where that fits; else build it from slices of all parts."""
         began = time.monotonic()
         if len(parts) == self._size:
-            mine = parts[self._rank]
-            header = mine.header()
-            if mine.ranks == self._size and self._layout.fits(header):
+            own_part = parts[self._rank]
+            header = own_part.header()
+            if own_part.ranks == self._size and self._layout.fits(header):
                 target = _Target(self._snapshots)
-                mine.complete(target.allocate)
-                return _fetched_state(target, mine.manifest, parts, began)
+                own_part.complete(target.allocate)
+                return _fetched_state(target, own_part.manifest, parts, began)
         target = _Target(self._snapshots, beside=order.state)
         job, replica = self._snapshots.job, self._snapshots.replica
         manifest = reshard(
@@ -153,7 +159,10 @@ class StateLoader:
 
 
 class _Target:
-    """A slot of my own memory. ``beside``: that state is there in another layout, and others read it."""
+    """A slot of this replica's memory.
+
+    ``beside``: the same state in another layout, which other members read.
+    """
 
     def __init__(self, snapshots: Snapshots, beside: SnapshotRef | None = None) -> None:
         self._snapshots = snapshots
@@ -162,7 +171,7 @@ class _Target:
         self.file = memoryview(b"")
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Raises NoSlotMemory."""
+        """Return ``nbytes`` of a slot. Raises NoSlotMemory."""
         try:
             self.slot, memory = self._snapshots.target(nbytes, self._beside)
         except FabricError as error:
@@ -185,8 +194,12 @@ def _fetched_state(
 
 
 def fetch_failure(order: io.FetchState, error: FabricError) -> io.FetchFailed:
-    """What the member is told. From durable storage, or whole and wrong: asking again gives the same. What
-    does not fit here does not fit wherever it is read. After trouble of this host's own the state is good."""
+    """Return the event that tells the core of a failed load.
+
+    ``unusable``: another try would fail alike, because the state came from storage or was complete and wrong.
+    ``misfit``: the state does not fit here, wherever it is read. A failure of this host says nothing about
+    it.
+    """
     own = isinstance(error, NoSlotMemory)
     unusable = not own and (DURABLE in order.urls or isinstance(error, IntegrityError))
     return io.FetchFailed(str(error), unusable, misfit=isinstance(error, Misfit))

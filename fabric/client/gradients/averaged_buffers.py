@@ -4,7 +4,7 @@ All members begin a step with equal buffers; forward moves each member's own. Th
 every such buffer has a stand-in parameter whose "gradient" is the buffer times the member's weight, so the
 sum over the total weight is the average by weight, published, replayed and digested like any gradient.
 Integer buffers (``num_batches_tracked``) become what one process would have counted: the value before the
-step plus everybody's increments. A gradient that is dropped takes its forward passes with it.
+step plus the increments of all members. A dropped gradient undoes its forward passes.
 """
 
 import torch
@@ -20,7 +20,7 @@ def changing_buffers(model: torch.nn.Module) -> list[str]:
 
 
 class AveragedBuffers:
-    """Those of ``model`` that are named; none where ``names`` is empty."""
+    """The buffers of ``model`` in ``names``."""
 
     def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
         buffers = dict(model.named_buffers())
@@ -39,19 +39,21 @@ class AveragedBuffers:
             self.stand_ins.append((f"buffer:{name}", stand_in))
 
     def begin(self) -> None:
-        """The state stands at a step: forward passes from here on belong to the next commit."""
+        """Remember the buffers at a step boundary: later forward passes belong to the next commit."""
         self._before = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
         self._weight = 0.0
 
     def standing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What one of these buffers was when the step began, whatever forward has made of it; any other
-        tensor itself. So the state at a step can be read while the step runs."""
+        """Return the value that ``tensor`` had when the step began, if it is one of these buffers.
+
+        Any other tensor is returned as it is. So the state at a step can be read while the step runs.
+        """
         name = self._places.get(tensor.data_ptr(), "")
         return self._before.get(name, tensor)
 
     @torch.no_grad()
     def contribute(self, weight: float) -> None:
-        """This replica's gradient has grown by ``weight``: its buffers go with all of it."""
+        """Put the buffers into the exchange, times the weight of this replica's gradient so far."""
         self._weight += weight
         for (name, buffer), (_, stand_in) in self._pairs():
             if buffer.is_floating_point():
@@ -61,7 +63,7 @@ class AveragedBuffers:
 
     @torch.no_grad()
     def commit(self, total_weight: float) -> None:
-        """The stand-ins hold the committed averages: they become the buffers."""
+        """Write the committed averages, which the stand-ins hold, into the buffers."""
         for (name, buffer), (_, stand_in) in self._pairs():
             assert stand_in.grad is not None
             if buffer.is_floating_point():
@@ -74,7 +76,7 @@ class AveragedBuffers:
 
     @torch.no_grad()
     def drop(self) -> None:
-        """The kept gradient counts for nothing: nor do the forward passes that made it."""
+        """Undo the forward passes of a kept gradient that is dropped."""
         for name, before in self._before.items():
             self._buffers[name].copy_(before)
         self._weight = 0.0

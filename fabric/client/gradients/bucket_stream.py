@@ -1,10 +1,9 @@
-"""The exchange begins while backward still runs: gradients go out bucket by bucket, as they get final.
+"""Starts the exchange while backward still runs: gradients go out bucket by bucket as they become final.
 
-Final is what the last backward of a step's last micro-batch has added to. Which one that is has to be known
-before it runs, so the number of ``step.backward`` calls in a micro-batch is learned from the one before.
-Should the user's code change a gradient after it was handed over (one more backward, clipping within the
-micro-batch), that is noticed before anybody can commit: the round is done again without overlap, and so is
-every later one.
+A gradient is final once the last backward of a step's last micro-batch has added to it. To know that backward
+in advance, the number of ``step.backward`` calls is taken from the micro-batch before. User code may change a
+gradient after it was handed over (one more backward, clipping within the micro-batch). That shows before any
+member can commit: the round is redone without overlap, and so are all later rounds.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from fabric.ftar.buckets import Bucket, FlatGradients
 
 
 class BucketReadiness:
-    """Which buckets of one order are final; the main thread says so, the exchange thread waits for it."""
+    """The final buckets of one order: the main thread marks them, the exchange thread waits for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -27,13 +26,13 @@ class BucketReadiness:
         self._cause: str | None = None
 
     def finish(self, bucket: Bucket) -> None:
-        """The gradients of ``bucket`` do not change any more."""
+        """Mark ``bucket`` as final."""
         with self._changed:
             self._final.add(bucket.begin)
             self._changed.notify_all()
 
     def finish_all(self) -> None:
-        """Backward has ended: whatever had no gradient in it is final too."""
+        """Mark all buckets as final: backward has ended, also for parameters that it did not reach."""
         with self._changed:
             self._all = True
             self._changed.notify_all()
@@ -54,10 +53,10 @@ class BucketReadiness:
 
 
 class Overlap:
-    """The main thread's side: knows the last backward of an order, and hands over what it has finished.
+    """The main thread's side: finds the last backward of an order and hands over its final gradients.
 
-    ``announce(step, weight)`` tells the core that the gradient of ``step`` is on its way. Gradients are
-    watched through hooks on the parameters, or by whoever calls ``ready`` after ``watch(False)``.
+    ``announce(step, weight)`` tells the core that the gradient of ``step`` is on its way. Hooks on the
+    parameters call ``ready``; after ``watch(False)`` the caller does (DDP).
     """
 
     def __init__(
@@ -70,14 +69,14 @@ class Overlap:
         self._buckets = {id(p): bucket for bucket in gradients.buckets for _, p in bucket.parameters}
         self._announce = announce
         self._usable = wanted
-        self._usual = 0  # backward calls in a micro-batch, as far as is known
+        self._backwards_per_micro_batch = 0  # of the micro-batch before
         self._weight = 0.0  # of this order's backwards so far
         self._calls = 0
         self._last = False
         self._running = False
         self._missing: dict[int, int] = {}
         self._versions: dict[int, int] = {}
-        self._given: dict[int, torch.Tensor | None] = {}
+        self._handed_over: dict[int, torch.Tensor | None] = {}
         self._changed = False
         self._hooks = [
             p.register_post_accumulate_grad_hook(self.ready)  # type: ignore[no-untyped-call]
@@ -86,7 +85,7 @@ class Overlap:
         ]
 
     def watch(self, parameters: bool) -> None:
-        """With False somebody else calls ``ready``."""
+        """With False remove the hooks: the caller calls ``ready`` then."""
         if not parameters:
             for hook in self._hooks:
                 hook.remove()
@@ -94,18 +93,23 @@ class Overlap:
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around the user's work on one micro-batch; ``last`` of its order."""
+        """Enclose the user's work on one micro-batch. ``last``: the last one of its order."""
         self._calls, self._last = 0, last
         with contextlib.nullcontext() if last else self.without_sync():
             yield
-        self._usual = self._calls
+        self._backwards_per_micro_batch = self._calls
 
     @contextlib.contextmanager
     def backward(self, step: int, weight: float) -> Iterator[None]:
-        """Around one backward that adds a gradient of this ``weight``."""
+        """Enclose one backward that adds a gradient of this ``weight``."""
         self._calls += 1
         self._weight += weight
-        if self._usable and self._last and self.stream is None and self._calls == self._usual:
+        if (
+            self._usable
+            and self._last
+            and self.stream is None
+            and self._calls == self._backwards_per_micro_batch
+        ):
             self._begin(step)
             yield
             self._end()
@@ -128,13 +132,15 @@ class Overlap:
             version = -1 if p.grad is None else p.grad._version  # noqa: SLF001  (torch has no public one)
             if self._versions.setdefault(id(p), version) != version:
                 self._changed = True
-            self._given[id(p)] = p.grad
+            self._handed_over[id(p)] = p.grad
         assert self.stream is not None
         self.stream.finish_all()
 
     def ready(self, parameter: torch.Tensor, version: bool = True) -> None:
-        """The gradient of ``parameter`` is final, if this is the last backward. With ``version`` False
-        somebody still writes the same bytes to it."""
+        """Note that the gradient of ``parameter`` is final, if this is the last backward.
+
+        ``version`` False: DDP still writes the same bytes to it, so its version does not count.
+        """
         if not self._running or (bucket := self._buckets.get(id(parameter))) is None:
             return
         missing = self._missing[bucket.begin] = self._missing[bucket.begin] - 1
@@ -146,21 +152,23 @@ class Overlap:
             self.stream.finish(bucket)
 
     def end_order(self) -> str:
-        """All micro-batches of the order are computed. Returns why what was handed over is not what the
-        gradients are now, or nothing."""
+        """End an order whose micro-batches are computed.
+
+        Return why the gradients are not those that were handed over, or an empty string.
+        """
         self._weight = 0.0
         if (stream := self.stream) is None:
             return ""
         self.stream = None
         changed = self._changed or self._running
         for p in self._parameters:
-            given = self._given.get(id(p))
+            handed_over = self._handed_over.get(id(p))
             current = p.grad
-            same = current is given and (
+            same = current is handed_over and (
                 current is None or current._version == self._versions[id(p)]  # noqa: SLF001
             )
             changed = changed or not same
-        self._given.clear()
+        self._handed_over.clear()
         self._running = False
         stream.finish_all()
         if not changed:

@@ -1,6 +1,7 @@
-"""The exchange thread: kept gradient into a slot, around the ring, digest; one round at a time.
+"""The exchange thread: gathers the kept gradient into a slot, reduces it over the ring and digests it.
 
-Bucket by bucket: while the first ones are reduced, backward may still work on the gradients of the later.
+It does one round at a time, bucket by bucket. While it reduces the first buckets, backward may still compute
+the gradients of later ones.
 """
 
 import time
@@ -34,8 +35,10 @@ class ExchangeThread:
         check_finite: bool = False,
         retain: bool = True,
     ) -> None:
-        """``check_finite``: look for values that are not finite in every sum. ``retain``: the local gradient
-        survives; on a device it always does."""
+        """``check_finite``: look for values that are not finite in every sum.
+
+        ``retain``: keep the local gradient until the commit; on a device it is always kept.
+        """
         self.retain = retain or not isinstance(backend, HostBackend)
         self._backend = backend
         self._check_finite = check_finite
@@ -56,7 +59,7 @@ class ExchangeThread:
         self._worker.submit(lambda: self._run(order, stream, post))
 
     def abort(self, epoch: int, why: str) -> None:
-        """End the wait for gradients that backward has not finished; the plane ends the others."""
+        """End the wait for gradients that backward has not finished; the plane ends all other waits."""
         newest, stream = self._newest
         if stream is not None and newest <= epoch:
             stream.abort(why)
@@ -75,17 +78,17 @@ class ExchangeThread:
             post(io.ExchangeFailed(epoch, step, *lost))
             return
         except ConfigError as error:
-            # A gradient of a form that cannot be summed: the user's mistake, met here and not in their loop.
+            # The gradient has a form that cannot be summed: a mistake of the user that shows here.
             post(io.LoopRaised(str(error)))
             return
         nonfinite = self._gradients.first_nonfinite(buffer) if self._check_finite else ""
-        mine = self._gradients.first_nonfinite_own() if nonfinite and order.weight > 0 else ""
-        post(io.Exchanged(epoch, step, digest, nonfinite, mine))
+        own_nonfinite = self._gradients.first_nonfinite_own() if nonfinite and order.weight > 0 else ""
+        post(io.Exchanged(epoch, step, digest, nonfinite, own_nonfinite))
 
     def _exchange(
         self, order: io.StartExchange, stream: BucketReadiness | None, slot: torch.Tensor, flat: torch.Tensor
     ) -> str:
-        """Reduce all buckets in ``flat``, bring them into ``slot``; the digest of its bytes."""
+        """Reduce all buckets in ``flat``, copy them to ``slot``, and return the digest of its bytes."""
         if order.weight == 0:
             self._backend.run(flat.zero_)
         raw, digest, digested = slot.numpy().data, xxhash.xxh3_128(), 0
@@ -99,7 +102,7 @@ class ExchangeThread:
                 self.seconds += time.monotonic() - started
             self._backend.copy_to_slot(slot, bucket.gap, bucket.end)
             if bucket.gap == digested:
-                # In the order of the bytes, and beside the others' work on the next bucket.
+                # In the order of the bytes, while other members work on the next bucket.
                 digest.update(raw[digested : bucket.end])
                 digested = bucket.end
         digest.update(raw[digested:])
@@ -112,7 +115,7 @@ class ExchangeThread:
                 for _, parameter in bucket.parameters:
                     parameter.grad = None
         part = bucket.view(flat)
-        # Lasting: nobody writes to the slot before two more steps were committed, or this round was aborted.
+        # No later round writes to the slot before two more commits, or before this round is aborted.
         self._plane.all_reduce(
             order.fence.epoch, order.step, part, retain_gradients=False, result_is_stable=True
         )

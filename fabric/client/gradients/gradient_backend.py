@@ -1,9 +1,9 @@
-"""Where gradients are while they are exchanged: in host memory, or on the device where the parameters are.
+"""Where gradients lie while they are exchanged: in host memory, or on the device of the parameters.
 
-On a device the gradient is gathered into one flat buffer there, reduced there, and copied once into the
-result slot in host memory, from which it is digested and published. What the user's update code sees comes
-from the device's buffer. The streams are ordered by events: the main thread never waits for the device here,
-and the compute stream waits for nothing but the reduced gradient that it is about to use.
+On a device the gradient is gathered into one flat buffer, reduced there, and copied once into the result slot
+in host memory. From the slot it is digested and published; the user's update code gets the device's buffer.
+Events order the streams: the main thread never waits for the device here, and the compute stream waits only
+for the reduced gradient that it is about to use.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,24 +25,27 @@ from fabric.runtime.config import Settings
 
 
 class GradientBackend(Protocol):
-    """What the exchange and the session ask of the place."""
+    """The operations that exchange and session need, on either kind of memory."""
 
     def mark_ready(self) -> None:
-        """Main thread, or backward's: all work that makes the gradients which are handed over now, or that
-        used the newest result, is enqueued. Called before every handover, of all gradients or one bucket."""
+        """Note that all work on the gradients to hand over is enqueued, before each handover.
+
+        So is all work that used the newest result. The main thread or backward's thread calls this.
+        """
 
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Exchange thread: the flat buffer to gather into and reduce in; ``slot`` is the round's own."""
+        """Exchange thread: yield the flat buffer to gather into and reduce in; ``slot`` is the round's
+        own."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """Exchange thread, within a round: torch operations on gradients and the flat buffer."""
+        """Exchange thread, within a round: run torch operations on gradients and the flat buffer."""
 
     def copy_to_slot(self, slot: torch.Tensor, begin: int, end: int) -> None:
-        """Exchange thread, within a round: bytes [begin, end) of the result are in ``slot`` afterwards."""
+        """Exchange thread, within a round: copy bytes [begin, end) of the result to ``slot``."""
 
     def scatter(self, gradients: FlatGradients, slot: torch.Tensor, weight: float) -> None:
-        """Main thread: the gradient that lies in ``slot``, over ``weight``, into every ``.grad``."""
+        """Main thread: write the gradient in ``slot``, divided by ``weight``, into every ``.grad``."""
 
 
 class HostBackend:
@@ -77,7 +80,7 @@ class DeviceBackend:
         self._stream = device.stream()
         self._ready: DeviceEvent | None = None
         self._left: DeviceEvent | None = None
-        # Where what lies in the flat buffer was copied to: the same memory names the same round.
+        # The slot that has the flat buffer's content; the same memory means the same round.
         self._copied_to = 0
 
     def mark_ready(self) -> None:
@@ -121,7 +124,7 @@ class DeviceBackend:
 
 
 def device_of(parameters: tuple[NamedParameter, ...]) -> torch.device:
-    """Where the parameters are. Raises ConfigError for several places, or one that is of no use."""
+    """Return the device of the parameters. Raises ConfigError for several devices, or an unsupported one."""
     first, where = parameters[0][0], parameters[0][1].device
     for name, parameter in parameters:
         if parameter.device != where:
@@ -135,30 +138,30 @@ def device_of(parameters: tuple[NamedParameter, ...]) -> torch.device:
 
 
 def choose_backend(
-    found: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
+    settings: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
 ) -> tuple[DataPlane, GradientBackend]:
-    """The data plane for these gradients, and where they are. Raises ConfigError."""
+    """Choose the data plane and the backend for these gradients. Raises ConfigError."""
     where = device_of(gradients.parameters)
     if where.type == "cpu":
-        if found.data_plane == "nccl":
+        if settings.data_plane == "nccl":
             raise ConfigError(
                 "FABRIC_DATA_PLANE is nccl and the parameters are on the CPU: use a GPU, or auto"
             )
-        shares = found.data_plane != "tcp"
-        return CpuRing(exchange_s=found.exchange_s, shared_memory=shares, on_piece=on_piece), HostBackend()
+        shares = settings.data_plane != "tcp"
+        return CpuRing(exchange_s=settings.exchange_s, shared_memory=shares, on_piece=on_piece), HostBackend()
     device = CudaDevice(where)
-    if found.data_plane == "nccl":
-        return GroupPlane(NcclFactory(device.device), device.owns, found.exchange_s), DeviceBackend(
+    if settings.data_plane == "nccl":
+        return GroupPlane(NcclFactory(device.device), device.owns, settings.exchange_s), DeviceBackend(
             device, gradients.nbytes
         )
-    return device_backend(device, found, gradients, on_piece)
+    return device_backend(device, settings, gradients, on_piece)
 
 
 def device_backend(
-    device: Device, found: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
+    device: Device, settings: Settings, gradients: FlatGradients, on_piece: Callable[[int], None]
 ) -> tuple[DataPlane, GradientBackend]:
-    """The device ring on ``device``, and the gradients there."""
+    """Return the device ring on ``device``, and the backend for gradients there."""
     plane = DeviceRing(
-        device, exchange_s=found.exchange_s, shares=found.data_plane != "tcp", on_piece=on_piece
+        device, exchange_s=settings.exchange_s, shares=settings.data_plane != "tcp", on_piece=on_piece
     )
     return plane, DeviceBackend(device, gradients.nbytes)

@@ -1,9 +1,9 @@
-"""Where reduced gradients live: slots in the checkpoint server's shared memory, used in turn.
+"""Slots for reduced gradients in the checkpoint server's shared memory, used in turn.
 
 A round reduces straight into a slot, so publishing it costs no copy. The last two committed gradients are
-always there (a third slot takes the round under way). While somebody catches up more slots keep more steps:
-five of any size, for a state takes a few steps to be fetched and loaded, and more up to a limit in bytes.
-When the server is gone, or hangs, the round uses private memory and is not published.
+always there, and a third slot takes the round under way. While a replica catches up more slots keep more
+steps: five of any size, because a state takes a few steps to be fetched and loaded, and more up to a limit in
+bytes. When the server is gone, or hangs, the round uses private memory and is not published.
 """
 
 import threading
@@ -18,51 +18,48 @@ from fabric.errors import FabricError, StateError
 from fabric.ftar.plane import DataPlane
 from fabric.protocol.messages.member_events import PreparedRound
 
-_ALWAYS = 3
-_LISTENING = 6, 32
+_LEAST_SLOTS = 3
+_CATCH_UP_SLOTS = 6, 32
 
 
 @dataclass(slots=True)
 class GradientSlot:
-    """One result buffer: the round it was reduced for, whether that was published (``labelled``: without a
-    word to the server), and when it was used."""
+    """One result buffer."""
 
     index: int
     buffer: torch.Tensor
-    epoch: int = 0
-    step: int = -1
+    epoch: int = 0  # of the round that was reduced into it
+    step: int = -1  # of that round
     published: bool = False
-    labelled: bool = False
-    shared: bool = True
-    used: int = 0
+    labelled: bool = False  # published through shared memory, without a request to the server
+    shared: bool = True  # in the server's memory
+    used: int = 0  # the number of its last use; 0: never used
 
 
 @dataclass(slots=True)
 class GradientSlots:
-    """``nbytes`` of one flat gradient; ``limit_bytes`` for all slots together. Neighbours of ``plane`` may
-    read a slot in place: what is gathered into it is reduced there without a copy."""
+    """The slots of one trainer."""
 
     handle: ServerHandle
-    nbytes: int
+    nbytes: int  # of one flat gradient
     layout: str
-    plane: DataPlane
-    limit_bytes: int = 2**30
-    listening: bool = False
+    plane: DataPlane  # its neighbours may read a slot in place
+    limit_bytes: int = 2**30  # for all slots together
+    listening: bool = False  # a replica catches up, so more steps are kept
     _slots: list[GradientSlot] = field(default_factory=list)
     _prepared: GradientSlot | None = None
     _uses: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reserve(self) -> None:
-        """Have the slots of the first rounds before these wait for their memory; one at a time, for a round
-        may come meanwhile."""
-        for index in range(_ALWAYS):
+        """Allocate the slots of the first rounds in advance, one at a time: a round may come meanwhile."""
+        for index in range(_LEAST_SLOTS):
             with self._lock:
-                if len(self._slots) < _ALWAYS and all(slot.index != index for slot in self._slots):
+                if len(self._slots) < _LEAST_SLOTS and all(slot.index != index for slot in self._slots):
                     self._slots.append(self._allocate(index))
 
     def for_round(self, epoch: int, step: int) -> GradientSlot:
-        """The slot that the round of ``step`` in ``epoch`` may overwrite."""
+        """Return the slot that the round of ``step`` in ``epoch`` may overwrite."""
         with self._lock:
             slot = next((s for s in self._slots if s.step == step and not s.published), None)
             if slot is None:
@@ -101,8 +98,11 @@ class GradientSlots:
         return slot
 
     def _without_server(self, slot: GradientSlot) -> GradientSlot:
-        """``slot``, not to be served. When a server is gone its memory stays mapped, and nobody serves it.
-        One that hangs may go on, and serve what it was told lies there: so that stays as it is."""
+        """Return a buffer in place of ``slot`` that no server serves.
+
+        The memory of a server that is gone stays mapped, so the slot itself will do. A server that hangs may
+        go on and serve the slot's old content, so that content must stay.
+        """
         if not self.handle.hangs:
             slot.shared = False
             return slot
@@ -111,16 +111,16 @@ class GradientSlots:
 
     def _is_full(self) -> bool:
         """Whether the next slot is one that exists."""
-        least, most = _LISTENING
+        least, most = _CATCH_UP_SLOTS
         listening = max(least, min(most, self.limit_bytes // max(self.nbytes, 1)))
-        return len(self._slots) >= (listening if self.listening else _ALWAYS)
+        return len(self._slots) >= (listening if self.listening else _LEAST_SLOTS)
 
     def _oldest(self) -> int:
-        """By use and not by step, for a cold start goes back to lower ones: first what was never used."""
+        """Return the index of the slot used least recently; a cold start goes back to lower steps."""
         return min(range(len(self._slots)), key=lambda i: self._slots[i].used)
 
     def _allocate(self, index: int, private: torch.Tensor | None = None) -> GradientSlot:
-        """A slot in the server's memory, or in ``private`` (made where None) while there is no server."""
+        """Make a slot in the server's memory, or in ``private`` memory while there is no server."""
         try:
             self.handle.allocate_gradient_index()
             memory = self.handle.allocate("gradient", index, max(self.nbytes, 1))
@@ -197,7 +197,7 @@ class GradientSlots:
         )
 
     def find(self, step: int) -> torch.Tensor:
-        """The buffer of the newest round of ``step``."""
+        """Return the buffer of the newest round of ``step``."""
         # Without the lock, which is held while the server answers: the main thread asks for the step that it
         # is about to apply, and no later round takes that slot before it has.
         slot = self._newest(step)
@@ -214,8 +214,10 @@ class GradientSlots:
         return max((s for s in tuple(self._slots) if s.step == step), key=lambda s: s.used, default=None)
 
     def reset(self) -> None:
-        """A new server: allocate everything anew. What the newest steps lie in is still read by this
-        trainer (it may be about to apply it), so that stays mapped until it is overwritten."""
+        """Start again with a new server.
+
+        This trainer may still read the slots of the newest steps, so these stay mapped until overwritten.
+        """
         with self._lock:
             self._prepared = None
             for slot in self._slots:

@@ -1,7 +1,7 @@
-"""The learning rate of a step in which not everybody took part: times sqrt(present / all).
+"""Scales the learning rate of a step in which some members are missing, by sqrt(present / all).
 
-Applied around the optimizer's own step, by its hooks, and taken back exactly: schedulers never see it, and a
-replayed step has the factor that the others had, because it depends on the committed contributions alone.
+Hooks apply the factor around the optimizer's own step and restore the rate exactly, so schedulers never see
+it. The factor depends on the committed contributions alone, so a replayed step has the same one.
 """
 
 import math
@@ -19,14 +19,14 @@ class PresenceFactor:
         for optimizer in optimizers:
             if not hasattr(optimizer, "register_step_pre_hook"):
                 raise ConfigError(
-                    f"scale_lr needs a torch.optim.Optimizer, {type(optimizer).__name__} is none: scale its "
+                    f"scale_lr needs a torch.optim.Optimizer, not a {type(optimizer).__name__}: scale its "
                     "learning rate in your loop"
                 )
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
 
     def present(self, counted: int, total: int) -> None:
-        """So many micro-batches of ``total`` are in the step's gradient."""
+        """Set the factor of a step whose gradient has ``counted`` of ``total`` micro-batches."""
         self.factor = math.sqrt(counted / total)
 
     def _before(self, optimizer: Any, _arguments: object, _options: object) -> None:

@@ -1,7 +1,7 @@
-"""Metrics that are no numbers: a loss may be infinite or NaN, and JSON has no word for either.
+"""Carries infinite and NaN metrics, for which JSON has no number.
 
-Sums travel as finite numbers alone. What is not finite travels as a count beside them, ``nan:loss``, which
-adds up over members like any other sum, and becomes the value again where the user reads it.
+Sums travel as finite numbers only. A value that is not finite travels as a count, ``nan:loss``, which adds up
+over members like any other sum. Where the user reads the metric, the count becomes the value again.
 """
 
 import math
@@ -11,21 +11,21 @@ _MARKS = {"nan:": math.nan, "inf:": math.inf, "-inf:": -math.inf}
 
 
 def finite(metrics: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """``metrics`` as (name, finite number) in order of name, with counts for what is not finite."""
-    found: dict[str, float] = {}
+    """Return ``metrics`` as (name, finite number) by name, with counts for values that are not finite."""
+    sums: dict[str, float] = {}
     for name, value in metrics.items():
-        found[name] = value if math.isfinite(value) else 0.0
+        sums[name] = value if math.isfinite(value) else 0.0
         if not math.isfinite(value):
             mark = "nan:" if math.isnan(value) else "inf:" if value > 0 else "-inf:"
-            found[mark + name] = 1.0
-    return tuple(sorted(found.items()))
+            sums[mark + name] = 1.0
+    return tuple(sorted(sums.items()))
 
 
 def restored(metrics: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The sums as floating point would have given them."""
-    found = dict(metrics)
+    """Return the sums that floating point would have given."""
+    sums = dict(metrics)
     for mark, value in _MARKS.items():
-        for marked in [name for name in found if name.startswith(mark)]:
-            count, name = found.pop(marked), marked.removeprefix(mark)
-            found[name] = found.get(name, 0.0) + (value if count else 0.0)
-    return found
+        for marked in [name for name in sums if name.startswith(mark)]:
+            count, name = sums.pop(marked), marked.removeprefix(mark)
+            sums[name] = sums.get(name, 0.0) + (value if count else 0.0)
+    return sums

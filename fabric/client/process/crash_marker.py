@@ -1,7 +1,7 @@
-"""The note of which micro-batch the main thread is at, in memory that outlives this process.
+"""Records which micro-batch the main thread computes, in memory that outlives this process.
 
-Should it die there, the checkpoint server tells the lighthouse, which gives a micro-batch at which two
-processes died to nobody else. See ``fabric.ckpt_server.server.crash_log``.
+Should the process die there, the checkpoint server tells the lighthouse. A micro-batch at which two processes
+died is poison: the lighthouse gives it to no third one. See ``fabric.ckpt_server.server.crash_log``.
 """
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
@@ -18,18 +18,18 @@ class CrashMarker:
         self.renew()
 
     def renew(self) -> None:
-        """The server is another one: take the note to it."""
+        """Move to the memory of a new server."""
         try:
             self._word = self._handle.allocate("crash_marker", 0, MARKER_BYTES).cast("Q")
         except FabricError:
             self._word = None
 
     def at(self, step: int, micro_batch: int) -> None:
-        """The main thread begins with this micro-batch."""
+        """Record that the main thread begins this micro-batch."""
         if self._word is not None:
             self._word[0] = encode_marker(step, micro_batch)
 
     def clear(self) -> None:
-        """It is at none: whatever happens now is no micro-batch's doing."""
+        """Record that the main thread computes no micro-batch: a death now is not the fault of one."""
         if self._word is not None:
             self._word[0] = 0

@@ -1,9 +1,9 @@
-"""Answers what the checkpoint server wants to know of this process: its stacks, where it stands, torch's
-recording of its collectives.
+"""Answers the checkpoint server's questions: this process's stacks, where it stands, torch's flight
+recording.
 
-A thread of its own on a socket of its own, so that it answers while main, control and exchange are stuck, as
-long as the interpreter's lock comes round. Where it does not, a signal makes the interpreter write the stacks
-without it. See ``fabric.ckpt_server.server.debug_probe`` for the other side.
+The endpoint has a thread and a socket of its own, so it answers while the other threads are stuck, if it gets
+the interpreter lock. Where it does not, a signal makes the interpreter write the stacks without the lock.
+See ``fabric.ckpt_server.server.debug_probe`` for the other side.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _PEER_S = 5.0
 _MAX_FRAMES = 100
 _PEER_CREDENTIALS = struct.Struct("iII")
 
-# The interpreter writes to it for as long as the process lives: nobody closes it.
+# The interpreter writes to this file while the process lives, so it stays open.
 _dump_file: IO[bytes] | None = None
 
 Answers = Mapping[str, Callable[[], Mapping[str, object]]]
@@ -47,7 +47,7 @@ Answers = Mapping[str, Callable[[], Mapping[str, object]]]
 class DebugEndpoint:
     """Answers ``answers`` by name on ``run_dir``'s socket, from a daemon thread, until ``close``.
 
-    Where the socket cannot be made this process is not looked into, and trains all the same.
+    Where the socket cannot be made this process trains without an endpoint.
     """
 
     def __init__(self, run_dir: Path, answers: Answers) -> None:
@@ -100,35 +100,35 @@ class DebugEndpoint:
             if answer is None:
                 raise Refused(f"this trainer knows no answer to {str(question.get('ask'))[:40]!r}")
             body: Mapping[str, object] = {"ok": True, **answer()}
-        except Exception as error:  # noqa: BLE001  (whoever looks gets the reason; the trainer goes on)
+        except Exception as error:  # noqa: BLE001  (the asking server gets the reason; the trainer goes on)
             text = str(error) if isinstance(error, FabricError) else f"{type(error).__name__}: {error}"
             body = {"ok": False, "error": text}
         asking.sendall(encode_line(body))
 
 
 def stacks() -> dict[str, object]:
-    """The Python stacks of all threads, the main thread first, most recent call first."""
+    """Return the Python stacks of all threads, the main thread first, most recent call first."""
     names = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    found = []
+    threads = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda kv: kv[0] != main):  # noqa: SLF001
         thread = names.get(ident)
         calls = [
             f"{code.co_filename}:{number} {code.co_name}"
             for code, number in ((f.f_code, n) for f, n in traceback.walk_stack(frame))
         ]
-        found.append(
+        threads.append(
             {
                 "name": thread.name if thread is not None else hex(ident),
                 "tid": thread.native_id if thread is not None else 0,
                 "stack": calls[:_MAX_FRAMES],
             }
         )
-    return {"threads": found}
+    return {"threads": threads}
 
 
 def flight() -> dict[str, object]:
-    """Torch's recording of collectives as it says it itself, in JSON. Raises Refused where it keeps none."""
+    """Return torch's own recording of collectives, in JSON. Raises Refused where there is none."""
     c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # noqa: SLF001
     dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
     if dump is None:
@@ -144,8 +144,10 @@ def flight() -> dict[str, object]:
 
 
 def _write_stacks_on_signal(path: Path) -> None:
-    """From now on STACKS_SIGNAL makes the interpreter write all stacks to the file at ``path``. A handler of
-    the user's stays, and then there is no such file."""
+    """Have the interpreter write all stacks to ``path`` at STACKS_SIGNAL.
+
+    A handler of the user's stays in place; then there is no such file.
+    """
     global _dump_file
     path.unlink(missing_ok=True)
     if _dump_file is None and signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:

@@ -1,4 +1,4 @@
-"""Words for a job that fails: what the user's loop raised and where, and the samples of poison."""
+"""Sentences for a job that fails: the error of the user's loop, and the samples of poison."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,12 +13,12 @@ _MOST_CHARACTERS = 200
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Whether the device failed and not the program: then this replica has died, and the others go on."""
+    """Whether the device failed and not the program: only this replica dies then, and the others go on."""
     return isinstance(error, torch.AcceleratorError)
 
 
 def describe(error: BaseException, at: tuple[int, int] | None, samples: Iterable[int]) -> str:
-    """The exception in one line, and the (step, micro-batch) ``at`` which it was raised."""
+    """Return the exception in one line, with the (step, micro-batch) ``at`` which it was raised."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     text = text[:_MOST_CHARACTERS]
@@ -26,7 +26,7 @@ def describe(error: BaseException, at: tuple[int, int] | None, samples: Iterable
 
 
 def name_samples(poison: Iterable[Poison], samples: Callable[[int, int], list[int]]) -> str:
-    """A sentence with the samples of every poisonous micro-batch; empty where there are none."""
+    """Return a sentence with the samples of every poisonous micro-batch, or an empty string."""
     parts = [
         f"micro-batch {micro_batch} of step {p.step} is {_listed(samples(p.step, micro_batch))}"
         for p in poison

@@ -1,9 +1,9 @@
-"""A mistake in how fabric is used ends the process with one sentence, never with a traceback of our insides.
+"""Reports a mistake in the use of fabric as one sentence instead of a traceback.
 
-``attach`` refuses what it can; the rest (sizes that do not divide, an inner loop left early, a state that
-stops being serialisable) is raised where it is met, so that a program may still catch it. What nobody
-catches reaches the interpreter's exception hook: there a FabricError is one line on standard error, and
-the interpreter's exit code is 1, "do not restart me". Everything else is shown as it always was.
+``attach`` refuses what it can. Later mistakes (an inner loop left early, a state that stops being
+serialisable) are raised where they occur, so that a program may still catch them. An uncaught FabricError
+reaches the interpreter's exception hook: there it is one line on standard error, with exit code 1, "do not
+restart me". Every other exception is shown as usual.
 """
 
 import sys
@@ -13,28 +13,26 @@ from types import TracebackType
 from fabric.errors import FabricError, IllegalTransition
 
 _shown_before = sys.excepthook
-# What is done about an exception that nobody caught, once it has been shown.
+# Called with an uncaught exception once it has been shown.
 on_uncaught: list[Callable[[BaseException], None]] = []
-
-
-# What may end this process with a better sentence than the error that reached the top.
+# May end this process with a better sentence than the uncaught error.
 _waits: list[Callable[[], None]] = []
 
 
 def before_report(wait: Callable[[], None]) -> None:
-    """Call ``wait`` before an error that is not ours is shown."""
+    """Call ``wait`` before an uncaught error that is not a FabricError is shown."""
     _waits.append(wait)
 
 
 def install_excepthook() -> None:
-    """From now on an uncaught FabricError is one sentence; may be called again."""
+    """Show an uncaught FabricError as one sentence from now on; further calls change nothing."""
     global _shown_before
     if sys.excepthook is not _show:
         _shown_before, sys.excepthook = sys.excepthook, _show
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # A move that a state machine forbids is a defect of ours: its traceback is wanted.
+    # A move that a state machine forbids is a defect of fabric: show its traceback.
     if isinstance(error, FabricError) and not isinstance(error, IllegalTransition):
         sys.stderr.write(f"fabric: {error}\n")
     else:

@@ -1,11 +1,11 @@
-"""What this replica did, one JSON line per event: the independent record that a run is verified from.
+"""The journal of this replica, one JSON line per event: ``fabric demo verify`` checks a run from it.
 
-The transitions among them are logged too, whether there is a journal or not.
+State transitions are logged too, with or without a journal.
 
-Each line is one ``write`` on a file opened for appending, so that a SIGKILL loses at most the line being
-written; every incarnation of the replica appends to the same file. Written only where FABRIC_JOURNAL says.
-A disk that is full ends no trainer: what could not be written is counted, and the count is the first line
-(event ``lost``) when there is room again.
+Each line is one ``write`` on a file opened for appending, so a SIGKILL loses at most the line being written.
+All incarnations of the replica append to the same file. FABRIC_JOURNAL names it; without that there is none.
+A full disk does not end the trainer: the journal counts the lost lines, and the first line (event ``lost``)
+gives the count when there is room again.
 """
 
 import errno
@@ -24,8 +24,8 @@ from fabric.runtime.logs import fields
 
 log = logging.getLogger(__name__)
 
-# What is logged: what happens once per start, failure or epoch, and nothing that happens at every step.
-_TOLD = frozenset(
+# The events that are logged: those of a start, a failure or an epoch, and none of every step.
+_LOGGED = frozenset(
     ("start", "epoch", "abort", "resume", "outside", "installed", "join", "joined", "catch-up-failed")
 ) | {"blocking-join", "poison", "skipped", "finish"}
 
@@ -38,7 +38,7 @@ class Journal:
         self._descriptor = -1
         self._lock = threading.Lock()
         self._path = path
-        self._torn, self._lost = False, 0
+        self._torn, self._lost_lines = False, 0
         if path is None:
             return
         try:
@@ -62,22 +62,22 @@ class Journal:
 
     def write(self, event: str, **values: Any) -> None:
         """Append one line; safe from any thread."""
-        if event in _TOLD:
-            known = {name: values[name] for name in ("epoch", "step", "incident_id") if name in values}
-            why = values.get("why") or values.get("reason") or ""
-            text = ": ".join(str(part) for part in (event, values.get("about"), why) if part)
-            log.info("%s", text, extra=fields(**known))
+        if event in _LOGGED:
+            log_fields = {name: values[name] for name in ("epoch", "step", "incident_id") if name in values}
+            reason = values.get("why") or values.get("reason") or ""
+            text = ": ".join(str(part) for part in (event, values.get("about"), reason) if part)
+            log.info("%s", text, extra=fields(**log_fields))
         if not self.on:
             return
         with self._lock:  # the clock is read and the line written as one, or lines go back in time
             body = {"event": event, "t": time.time(), "mono": time.monotonic(), **self._who, **values}
             try:
-                if self._lost:
-                    self._put({**body, "event": "lost", "lines": self._lost})
-                    self._lost = 0
+                if self._lost_lines:
+                    self._put({**body, "event": "lost", "lines": self._lost_lines})
+                    self._lost_lines = 0
                 self._put(body)
             except OSError as error:
-                if not self._lost:
+                if not self._lost_lines:
                     log.warning(
                         "fabric: %s: the journal %s cannot be written (%s): training goes on without it;"
                         " make room, or mend that disk",
@@ -85,10 +85,10 @@ class Journal:
                         self._path,
                         error.strerror,
                     )
-                self._lost += 1
+                self._lost_lines += 1
 
     def _put(self, body: Mapping[str, Any]) -> None:
-        """Write one line, whole. Raises OSError; what there is of a line then ends at the next one."""
+        """Write one complete line. Raises OSError; the next line then ends what was written of this one."""
         line = json.dumps(body, separators=(",", ":")).encode() + b"\n"
         if self._torn:
             os.write(self._descriptor, b"\n")

@@ -1,7 +1,7 @@
-"""The ranks of this replica, as its own torch.distributed world has them: who I am, and what all say.
+"""The ranks of this replica, as its own torch.distributed world has them.
 
-Used at the start alone, before links of our own exist: every rank tells all others a few values, as JSON in
-tensors of bytes. Each replica has a world of its own; nothing here reaches another replica.
+Only the start uses this, before links of our own exist: every rank gives all others a few values, as JSON in
+byte tensors. Each replica has a world of its own, so this module reaches no other replica.
 """
 
 import json
@@ -29,7 +29,7 @@ class RankGroup:
 
     @classmethod
     def find(cls) -> "RankGroup | None":
-        """The world of this replica, None where it is one process. Raises ConfigError before it is made."""
+        """Return this replica's world, None where it is one process. Raises ConfigError before init."""
         if dist.is_available() and dist.is_initialized():
             size = dist.get_world_size()
             return cls(dist.get_rank(), size) if size > 1 else None
@@ -42,8 +42,10 @@ class RankGroup:
         return None
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What every rank gave, in rank order; a collective. A rank that is lost meanwhile ends this process
-        with code 75: all of them start anew."""
+        """Return the values of all ranks, in rank order; a collective.
+
+        A rank that is lost meanwhile ends this process with code 75, so that all ranks start again.
+        """
         data = json.dumps(value).encode()
         if len(data) > _MAX_BYTES:
             raise ProtocolError(f"{len(data)} bytes are more than ranks tell each other at the start")

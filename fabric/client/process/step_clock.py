@@ -8,16 +8,16 @@ from fabric.model import StepTimes
 
 @dataclass(slots=True)
 class StepClock:
-    """The main thread's laps in seconds, those not yet reported; ``work`` is samples by micro-batch."""
+    """The main thread's times since the last report."""
 
-    mark: float = field(default_factory=time.monotonic)
+    mark: float = field(default_factory=time.monotonic)  # end of the last lap
     compute_s: float = 0.0
     optimizer_s: float = 0.0
     wait_s: float = 0.0
-    work: dict[int, float] = field(default_factory=dict)
+    work: dict[int, float] = field(default_factory=dict)  # samples by micro-batch
 
     def lap(self) -> float:
-        """Seconds since the last lap ended."""
+        """End a lap; return its seconds."""
         now = time.monotonic()
         seconds, self.mark = now - self.mark, now
         return seconds
@@ -32,7 +32,7 @@ class StepClock:
         }
 
     def times(self, exchange_s: float, waiting_s: dict[str, float]) -> StepTimes:
-        """What the lighthouse is told of the step; the counting begins anew."""
+        """Return the step's times for the lighthouse, and start the next count."""
         times = StepTimes(
             compute_s=self.compute_s,
             exchange_s=exchange_s,

@@ -1,6 +1,4 @@
-"""A trainer that waits for others says so: for whom, and until when, as the lighthouse puts it. Once within
-seconds, then ever more rarely.
-"""
+"""Logs what a trainer waits for, in the lighthouse's words: within seconds, then ever more rarely."""
 
 import logging
 import math
@@ -11,7 +9,7 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
-# A wait that lasts longer is worth a line. The next one comes a minute later at the earliest, then two.
+# A longer wait gets a line. The next line comes a minute later at the earliest, then two.
 FIRST_S = 5.0
 AGAIN_S, LIMIT_S = 60.0, 600.0
 _LONGEST_S = 3600.0  # in one turn: a queue takes no infinite time
@@ -20,8 +18,7 @@ T = TypeVar("T")
 
 
 class WaitLogger:
-    """How the main thread waits for orders. ``replica`` waits, ``describe`` says what for, if
-    that is known."""
+    """Waits for orders; ``describe`` returns what ``replica`` waits for, or nothing."""
 
     def __init__(self, replica: str, describe: Callable[[], str], first_s: float = FIRST_S) -> None:
         self._replica = replica
@@ -29,15 +26,15 @@ class WaitLogger:
         self._first_s = first_s
         self._again_s = AGAIN_S
         self._begun = 0.0  # monotonic seconds
-        self._said = -math.inf  # when the newest line was
+        self._logged_at = -math.inf
 
     def begin(self) -> None:
-        """A wait begins, and lasts however many orders come meanwhile that do not end it."""
+        """Start a wait; orders that do not end it may come meanwhile."""
         self._begun = time.monotonic()
 
     def get(self, orders: "queue.SimpleQueue[T]") -> T:
-        """The next order, as soon as there is one."""
-        due = max(self._begun + self._first_s, self._said + self._again_s)
+        """Return the next order as soon as there is one."""
+        due = max(self._begun + self._first_s, self._logged_at + self._again_s)
         while True:
             try:
                 return orders.get(timeout=min(max(0.0, due - time.monotonic()), _LONGEST_S))
@@ -46,27 +43,30 @@ class WaitLogger:
                     due = self._say(time.monotonic())
 
     def _say(self, now: float) -> float:
-        """Say it if there is something to say; returns when to look again."""
+        """Log what the replica waits for, if that is known; return when to look again."""
         what = self._describe()
         if not what:
             return now + self._first_s
-        lasts = now - self._said <= 2 * self._again_s
+        lasts = now - self._logged_at <= 2 * self._again_s
         self._again_s = min(2 * self._again_s, LIMIT_S) if lasts else AGAIN_S
-        self._said = now
+        self._logged_at = now
         log.warning("fabric: %s has waited %.0f s: for %s", self._replica, now - self._begun, what)
         return now + self._again_s
 
 
-def describe_wait(told: Mapping[str, Any], said: str) -> str:
-    """What a trainer waits for, by what its engine tells (``Engine.describe``) and what the lighthouse
-    ``said`` last. Empty where nothing is known yet: ``LighthouseLink`` says for which lighthouse it waits."""
-    lighthouse, round_ = told["lighthouse"], told.get("round")
-    if lighthouse["connected"] and said:
-        return said
-    if told["newest_epoch"] == 0:
+def describe_wait(status: Mapping[str, Any], reason: str) -> str:
+    """Return what a trainer waits for; empty where ``LighthouseLink`` still reports that.
+
+    ``status``: from ``Engine.describe``. ``reason``: the newest one of the lighthouse.
+    """
+    lighthouse, round_ = status["lighthouse"], status.get("round")
+    if lighthouse["connected"] and reason:
+        return reason
+    if status["newest_epoch"] == 0:
         return ""
-    if told.get("catching_up") in ("state", "gradient"):
-        return f"the {told['catching_up']} of step {told['step']} and on, from the others' checkpoint servers"
+    if status.get("catching_up") in ("state", "gradient"):
+        wanted, step = status["catching_up"], status["step"]
+        return f"the {wanted} of step {step} and on, from the others' checkpoint servers"
     if round_ is not None and round_["missing"]:
         return f"{', '.join(round_['missing'])} in step {round_['step']}"
     if not lighthouse["connected"]:

@@ -1,5 +1,7 @@
-"""A daemon thread that runs jobs in order. Daemon, because a trainer whose main thread has raised must
-be able to exit while an exchange or a fetch is still blocked."""
+"""A daemon thread that runs jobs in order.
+
+It is a daemon so that a trainer whose main thread has raised can exit while an exchange or a fetch blocks.
+"""
 
 import queue
 import threading
@@ -9,9 +11,9 @@ from fabric.runtime.priority import lower_priority
 
 
 class Worker:
-    """Runs what is submitted, one at a time; a job handles its own errors, anything else is ``on_crash``.
+    """Runs one job at a time; a job handles its own errors, and any other goes to ``on_crash``.
 
-    ``background`` work gets what the training leaves of the processor.
+    ``background`` jobs get the processor time that the training leaves.
     """
 
     def __init__(
@@ -28,13 +30,13 @@ class Worker:
         self._jobs.put(job)
 
     def settle(self, within_s: float) -> None:
-        """Return when what is queued now has been done, at most ``within_s`` from now."""
+        """Return when the jobs queued so far are done, at most ``within_s`` from now."""
         done = threading.Event()
         self.submit(done.set)
         done.wait(within_s)
 
     def close(self, within_s: float) -> None:
-        """End after what is queued, waiting at most ``within_s``."""
+        """End after the queued jobs; wait at most ``within_s``."""
         self._jobs.put(None)
         self._thread.join(within_s)
 

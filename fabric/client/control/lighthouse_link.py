@@ -1,9 +1,9 @@
-"""The session with the lighthouse: one WebSocket, kept open to whichever instance leads.
+"""The leader session: one WebSocket, kept open to the lighthouse that leads.
 
-Addresses are tried in turn, the last leader first, with attempts under a second and jittered back-off. At
-the first contact a refusal (wrong token, unknown job) ends the process with its sentence, where no address
-lets it in. A process that was let in once takes a refusal for a problem like any other: an address may be
-another program's for a while, or a lighthouse may not have the job's new token yet."""
+The link tries the addresses in turn, the last leader first, with attempts under a second and jittered
+back-off. At the first contact a refusal (wrong token, unknown job) ends the process with its sentence, unless
+another address admits it. Later a refusal is a problem like any other: another program may hold the address
+for a while, or a lighthouse may not have the job's new token yet."""
 
 import asyncio
 import logging
@@ -26,37 +26,39 @@ log = logging.getLogger(__name__)
 
 _CONNECT_S = 0.9
 _BACKOFF_S = (0.05, 0.5)
-_QUIET_S = 3.0  # a lighthouse that starts with its job is no news
+_QUIET_S = 3.0  # no line before: the lighthouse may start together with its job
 _LEADER_KINDS = LeaderMessage.__args__
 _MAX_MESSAGE_BYTES = wire.MAX_BYTES
 
 
 class LighthouseLink:
-    """Feeds LeaderConnected, FromLeader and LeaderLost; ``send`` while away is dropped on purpose: the
-    core says again what matters when a session opens."""
+    """Feeds LeaderConnected, FromLeader and LeaderLost.
 
-    def __init__(self, found: Settings) -> None:
-        job, replicas, replica = found.job, found.replicas, found.replica
-        self._tokens = TokenFile(found.token_file)
-        self._urls = list(found.lighthouse)
-        self._given = found.lighthouse
-        self._contact_s = found.contact_s
-        self._tls = found.tls
+    It drops messages while no session is open: the core repeats what matters when one opens.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        job, replicas, replica = settings.job, settings.replicas, settings.replica
+        self._tokens = TokenFile(settings.token_file)
+        self._urls = list(settings.lighthouse)
+        self._given = settings.lighthouse
+        self._contact_s = settings.contact_s
+        self._tls = settings.tls
         self._path = f"/v1/jobs/{job}/session"
         self._query = {"replicas": replicas, "replica": replica}
         self._outbox: asyncio.Queue[bytes] | None = None
-        self.waiting_for = ""  # for whom the job waits, as the lighthouse said last
+        self.waiting_for = ""  # the lighthouse's newest sentence on what the job waits for
         self._problem = ""
         self._reached = False  # a lighthouse has answered as one
         self._let_in = False  # a session has been open
-        self._refused: dict[str, str] = {}  # address -> why it did not let us in, before one has
-        self._mistaken: set[str] = set()  # addresses whose TLS and ours cannot go together
-        self._told: set[str] = set()
+        self._refused: dict[str, str] = {}  # address -> its refusal, until one admits this process
+        self._mistaken: set[str] = set()  # addresses whose TLS settings do not fit ours
+        self._logged: set[str] = set()
         self._begun = 0.0
 
     @property
     def url(self) -> str:
-        """Which lighthouse is spoken to, or tried next."""
+        """The lighthouse of the open session, or the next one to try."""
         return self._urls[0]
 
     @property
@@ -70,8 +72,10 @@ class LighthouseLink:
             self._outbox.put_nowait(wire.encode(message))
 
     async def run(self, feed: Callable[[io.Event], None], on_refused: Callable[[str], None]) -> None:
-        """Keep a session open until cancelled; a first contact that never comes, or that waiting cannot
-        bring, is a refusal too."""
+        """Keep a session open until cancelled.
+
+        A first contact that never comes, or that waiting cannot bring, calls ``on_refused`` too.
+        """
         self._begun = asyncio.get_running_loop().time()
         deadline = self._begun + self._contact_s
         jitter = random.Random()  # noqa: S311  (back-off, not a secret)
@@ -89,7 +93,7 @@ class LighthouseLink:
                         await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
                         continue
                     if error.status == 429:
-                        # Thousands come back at once: it is there, and says when. Not all at that moment.
+                        # Thousands of members come back at once. It says when to return; spread them out.
                         self._reached = True
                         await asyncio.sleep(come_back_s(error.headers or {}) * jitter.uniform(0.5, 1.0))
                         continue
@@ -106,7 +110,7 @@ class LighthouseLink:
                 await asyncio.sleep(jitter.uniform(*_BACKOFF_S))
 
     def _note_answer(self, url: str, status: int) -> None:
-        """An address answered, and let nobody in."""
+        """Note that an address answered without a session."""
         self._problem = f"{url} answered {status}"
         if status not in (400, 401, 403, 404):
             self._refused.pop(url, None)
@@ -114,23 +118,24 @@ class LighthouseLink:
         self._problem = _refusal(url, status)
         if not self._let_in:
             self._refused[url] = self._problem
-        elif self._problem not in self._told:
-            self._told.add(self._problem)
+        elif self._problem not in self._logged:
+            self._logged.add(self._problem)
             log.warning("fabric: %s: trains on meanwhile: %s", self._query["replica"], self._problem)
 
     def _note_problem(self, url: str, error: Exception) -> None:
-        """Why ``url`` was not reached; said once where none has been for a while, for that may take long."""
+        """Note why ``url`` was not reached; log it once where no lighthouse has answered for a while."""
         self._problem = f"{url} cannot be reached ({describe(error, url, self._tls)})"
         if permanent_cause(error, self._tls):
             self._mistaken.add(url)
         waited_s = asyncio.get_running_loop().time() - self._begun
-        if not self._reached and waited_s >= _QUIET_S and self._problem not in self._told:
-            self._told.add(self._problem)
+        if not self._reached and waited_s >= _QUIET_S and self._problem not in self._logged:
+            self._logged.add(self._problem)
             replica, limit_s = self._query["replica"], self._contact_s
             log.warning("fabric: %s: no lighthouse yet: %s; up to %g s", replica, self._problem, limit_s)
 
     def _given_up(self, deadline: float) -> str:
-        """Why nobody is asked any more, empty while that goes on. A certificate does not heal by waiting."""
+        """Return why the first contact has failed for good, or an empty string; a TLS mistake does not
+        heal."""
         refused = [self._refused[url] for url in self._urls if url in self._refused]
         if refused and self._mistaken.issuperset(url for url in self._urls if url not in self._refused):
             return refused[0]
@@ -144,15 +149,18 @@ class LighthouseLink:
         return ""
 
     def _follow(self, follower: str, leader: str) -> None:
-        """A follower sent us on. The client drops the token on the way to another origin, on purpose, so the
-        leader is asked anew, first. Where that has refused us the follower has, too."""
+        """Try the leader next, to which a follower redirected us.
+
+        The HTTP client drops the token when it follows to another origin, so the link dials the leader
+        itself. A refusal of that leader counts for the follower too.
+        """
         if leader in self._refused:
             self._refused[follower] = self._refused[leader]
         self._urls = [leader, *(url for url in self._urls if url != leader)]
 
     async def _session(self, http: aiohttp.ClientSession, url: str, feed: Callable[[io.Event], None]) -> None:
         async with asyncio.timeout(_CONNECT_S * 3):
-            token = self._tokens.shown()  # the file may have got another one since
+            token = self._tokens.shown()  # the file may have a new token
             socket = await http.ws_connect(
                 url + self._path,
                 params=self._query,
@@ -161,7 +169,7 @@ class LighthouseLink:
             )
         self._reached = self._let_in = True
         self._refused.clear()
-        self._told.clear()
+        self._logged.clear()
         self._outbox = asyncio.Queue()
         self._problem = ""
         sender = asyncio.get_running_loop().create_task(self._send_all(socket, self._outbox))

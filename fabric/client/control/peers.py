@@ -1,9 +1,9 @@
 """Links to the other members: one ordered control link per process, ring sockets per epoch.
 
-Control links outlive epochs and are keyed by (replica, incarnation); of two members the one whose id sorts
-first dials. Ring sockets belong to one epoch: each member dials the next in roster order and is dialled by
-the one before, outside the step. An epoch is linked when all of that stands; what is missing is retried
-until it is superseded, and reported as failed after ``link_s`` so that the leader hears of it.
+Control links outlive epochs and have a process as their key; of two members the one whose id sorts first
+dials. Ring sockets belong to one epoch: each member dials the next in roster order and is dialled by the one
+before, outside the step. An epoch is linked when all of these links stand. Missing links are retried until a
+newer epoch comes. After ``link_s`` they are reported as failed, so that the leader hears of it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from fabric.transport.tcp import CONNECT_S, Listener, ListenerIdentity, dial
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 _DIAL_S = 3.0
-# Connections that do not come about fail at about the same time: they are told of together.
+# Connections that fail do so at about the same time: wait this long and report them together.
 _TOGETHER_S = 0.1
 
 
@@ -49,7 +49,7 @@ class _Linking:
     previous_socket: socket.socket | None = None
     task: "asyncio.Task[None] | None" = None
     done: bool = False
-    unreachable: dict[str, str] = field(default_factory=dict)  # to whom no connection came about, and why
+    unreachable: dict[str, str] = field(default_factory=dict)  # replica -> why no connection came about
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -85,7 +85,7 @@ class Peers:
 
     @property
     def replica(self) -> str:
-        """Whose links these are."""
+        """The replica that owns these links."""
         return self._me.replica
 
     @property
@@ -100,7 +100,7 @@ class Peers:
         return self._listener.address[1]
 
     async def close(self) -> None:
-        """Say goodbye to everybody, then end every task."""
+        """Say goodbye to all peers, then end every task."""
         links = list(self._links.values())
         await asyncio.gather(*(link.close(linger_s=1.0) for link in links), return_exceptions=True)
         for task in [
@@ -114,15 +114,15 @@ class Peers:
             sock.close()
 
     def send(self, replica: str, incarnation: int, message: PeerMessage) -> None:
-        """Queue a message; a link that is down has told the core so, or will."""
+        """Queue a message; without a link it is dropped, and the core hears LinkLost."""
         link = self._links.get(ProcessKey(replica, incarnation))
         if link is not None:
-            if message is not self._encoded[0]:  # the same one mostly goes to everybody
+            if message is not self._encoded[0]:  # mostly the same message goes to all peers
                 self._encoded = message, wire.encode(message)
             link.send(self._encoded[1])
 
     def planes(self, epoch: int) -> dict[str, str]:
-        """What carries my links of ``epoch`` to the ring's next and from its previous: shm or tcp."""
+        """Return the transport of this member's two ring links in ``epoch``: shm or tcp."""
         linking = self._epochs.get(epoch)
         links = {"next": linking.next_socket, "previous": linking.previous_socket} if linking else {}
         return {
@@ -137,7 +137,7 @@ class Peers:
         """Make what is missing of the links of ``record``; feeds Linked or LinkFailed."""
         self._identity.store_id = record.store_id
         if self._me.replica not in record.names:
-            # Drained: the epoch goes on without me, and I am ready for that.
+            # This member was drained: the epoch goes on without it, so no link is missing.
             asyncio.get_running_loop().call_soon(self._feed, io.Linked(record.epoch))
             return
         linking = self._epochs.get(record.epoch)
@@ -163,7 +163,7 @@ class Peers:
     async def _bring_up(self, linking: _Linking) -> None:
         record = linking.record
         if not record.lists(*self._me):
-            # I leave when this epoch begins: nothing of it is mine to link, and the others wait for my word.
+            # This process leaves when the epoch begins: it links nothing, but the others wait for its answer.
             self._feed(io.Linked(record.epoch))
             return
         loop = asyncio.get_running_loop()
@@ -206,7 +206,7 @@ class Peers:
         self._plane.install(ring, linking.next_socket, linking.previous_socket)
 
     def _to_dial(self, record: Record) -> list[Member]:
-        """Whom this process links to for messages: those are between the replicas' ranks 0."""
+        """Return the members to dial for control links, which only ranks 0 of replicas have."""
         if self._identity.rank:
             return []
         others = [x for x in record.roster if x.replica > self._me.replica]
@@ -244,7 +244,7 @@ class Peers:
     def _dialled(self, key: ProcessKey, task: "asyncio.Task[None]") -> None:
         self._dials.pop(key, None)
         if not task.cancelled():
-            task.exception()  # whoever waited for it has it; nobody may have
+            task.exception()  # marks it as seen, where no epoch waits for it any more
 
     @contextlib.contextmanager
     def _noted(self, linking: _Linking, member: Member) -> Iterator[None]:
@@ -288,7 +288,7 @@ class Peers:
                 await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
                 tries += 1
             except FabricError:
-                # The peer may not have heard of the epoch, or its place may just be taken over.
+                # The peer may not know the epoch yet, or a new process may just be replacing it.
                 since = math.inf
                 await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
                 tries += 1
@@ -309,7 +309,7 @@ class Peers:
     # --- from outside the roster ------------------------------------------------------------------
 
     def probe(self, members: tuple[Member, ...]) -> None:
-        """Find out which of them can be reached from here; feeds Probed."""
+        """Find out which members can be reached from here; feeds Probed."""
         task = asyncio.get_running_loop().create_task(self._probe(members))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -319,7 +319,7 @@ class Peers:
         self._feed(io.Probed(tuple(name for name, is_there in reached if not is_there)))
 
     async def _reaches(self, member: Member) -> tuple[str, bool]:
-        """Any answer will do, a refusal too: what is wanted is a way there and back."""
+        """Whether ``member`` answers; a refusal counts, because it shows a way there and back."""
         greeting = self._greeting(self._identity.store_id, member, "probe")
         try:
             sock = await dial(
@@ -343,7 +343,7 @@ class Peers:
             self._adopt(key, sock)
             return
         if greeting.kind == "probe":
-            sock.close()  # it has found out what it wanted to know
+            sock.close()  # the connection itself was the answer
             return
         stale = self._ring_arrivals.pop((greeting.epoch, key), None)
         if stale is not None:
@@ -358,7 +358,7 @@ class Peers:
         if old is not None:
             reason = "replaced by a newer link to the same process"
             old.abort(reason)
-            # What was on its way on the old one may be lost, so a round that used it cannot go on.
+            # Messages on the old link may be lost, so a round that used it cannot go on.
             self._feed(io.LinkLost(*key, reason))
         task = asyncio.get_running_loop().create_task(self._run(key, link))
         self._tasks.add(task)

@@ -1,9 +1,9 @@
 """The engines of a replica of several ranks: rank 0 decides, the others obey.
 
-``HeadEngine`` runs the member core behind ``protocol.ranks.Ranks`` and sends every rank its orders; it does
+``HeadEngine`` runs the member core behind ``protocol.ranks.Ranks``, sends every rank its orders and performs
 its own like any engine. ``FollowerEngine`` has no core: it performs orders as they come and sends their
-outcomes back. Whoever loses the other ends its process with code 75, at once and from the control thread,
-for the main thread may be stuck in a collective with the one that is gone.
+outcomes back. A rank that loses another one ends its process with code 75, at once and from the control
+thread: the main thread may be stuck in a collective with the lost rank.
 """
 
 import asyncio
@@ -35,43 +35,46 @@ _STUCK_S = 5.0
 
 
 class RankEngine(Engine):
-    """What the engines of all ranks share: the end that comes from another rank."""
+    """An engine whose process may end because of another rank."""
 
     def __init__(self, parts: EngineParts, group: RankGroup) -> None:
         super().__init__(parts)
         self._group = group
-        self._ordered: io.Stop | None = None
-        self._told = threading.Event()
+        self._stop: io.Stop | None = None
+        self._stop_ordered = threading.Event()
         self._closing = False
 
     def await_explanation(self) -> None:
-        """An error has reached the top of the main thread. When another rank has died or failed, collectives
-        fail here too; this process then ends in a moment, with the sentence that explains it."""
-        if self._loop is not None and self._told.wait(_EXPLAINED_S) and self._ordered is not None:
-            self._end_now(self._ordered)
+        """Wait for an explanation of an error that has reached the top of the main thread.
+
+        When another rank has died or failed, collectives fail here too. This process then ends in a moment,
+        with the sentence that explains it.
+        """
+        if self._loop is not None and self._stop_ordered.wait(_EXPLAINED_S) and self._stop is not None:
+            self._end_now(self._stop)
 
     def post(self, event: Any, number: int = 0) -> None:
-        """See Engine. Every event goes by way of the control thread, which has the links between ranks."""
+        """As Engine.post, by way of the control thread, which has the links between ranks."""
         if self._loop is not None:
-            # The loop closes only after the job is complete: nobody waits for what comes later.
+            # The loop closes only after the job is complete; later events have no effect.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._feed, event, number)
 
     def close(self) -> None:
-        """Say goodbye and end the thread: see Engine."""
+        """As Engine.close."""
         self._closing = True
         super().close()
 
     def _perform(self, effect: Any) -> None:
         if isinstance(effect, io.Stop):
             assert self._loop is not None
-            self._ordered = effect
-            self._told.set()
+            self._stop = effect
+            self._stop_ordered.set()
             self._loop.call_later(_STUCK_S, self._end_when_stuck, effect)
         super()._perform(effect)
 
     def _end_when_stuck(self, stop: io.Stop) -> None:
-        """The main thread has not obeyed: it waits in a collective for a rank that does not come any more."""
+        """End the process: the main thread is stuck in a collective with a rank that is gone."""
         if not self._closing:
             self._end_now(stop)
 
@@ -83,7 +86,7 @@ class RankEngine(Engine):
 
 
 class HeadEngine(RankEngine):
-    """Rank 0. ``groups`` is set before ``begin``: which part of a micro-batch each rank computes."""
+    """Rank 0. Set ``groups`` before ``begin``: the part of a micro-batch that each rank computes."""
 
     def __init__(self, parts: EngineParts, group: RankGroup, incarnation: int) -> None:
         super().__init__(parts, group)
@@ -113,7 +116,7 @@ class HeadEngine(RankEngine):
         if isinstance(event, _OUTCOMES):
             event = FromRank(0, RankOutcome(event, number))
         if isinstance(event, FromRank) and isinstance(event.outcome.event, io.LoopRaised):
-            # Perhaps another rank has died, and the end of its link, which explains this, is not read yet.
+            # Another rank may have died, and the end of its link, which explains this, is not read yet.
             assert self._loop is not None
             self._loop.call_later(_SETTLED_S, super()._feed, event)
             return
@@ -128,7 +131,7 @@ class HeadEngine(RankEngine):
         elif effect.rank:
             self._links.send(effect.rank, effect.command)
         elif isinstance(effect.command.effect, io.Stop) and self._core is not None and self._core.lost:
-            # The order to the others has been given: rank 0 is told last.
+            # The other ranks have their order: rank 0 stops last.
             self._end_now(effect.command.effect)
         else:
             self._number = effect.command.number

@@ -1,7 +1,7 @@
 """The links between rank 0 and the other ranks of its replica: orders one way, outcomes the other.
 
-They are links like those between members (authenticated, ordered); the end of a rank's process is seen as the
-end of its link.
+These links are like those between members: authenticated and ordered. The end of a link means the end of its
+rank's process.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ class HeadLinks:
     def hear(
         self, on_outcome: Callable[[int, RankOutcome], None], on_lost: Callable[[int, str], None]
     ) -> None:
-        """Who takes what the ranks say, and the end of each; once all are linked.
+        """Set the receivers of outcomes and lost links, once all ranks are linked.
 
-        Nothing is read before: a rank speaks as soon as it is linked, and what it says waits in its socket.
+        Nothing is read before: a rank sends as soon as it is linked, and its messages wait in the socket.
         """
         for rank, link in self._links.items():
             task = asyncio.get_running_loop().create_task(_listen(rank, link, on_outcome, on_lost))
@@ -53,14 +53,14 @@ class HeadLinks:
         """A rank has dialled."""
         rank = greeting.rank
         if greeting.incarnation != self._incarnation or not 0 < rank < self._size or rank in self._links:
-            sock.close()  # of an earlier life, or none of ours
+            sock.close()  # an earlier process, or no rank of this replica
             return
         self._links[rank] = Link(sock, f"rank {rank}")
         if len(self._links) == self._size - 1:
             self._all_there.set()
 
     async def wait(self) -> None:
-        """Until every rank is linked. Raises Unreachable."""
+        """Wait until every rank is linked. Raises Unreachable."""
         try:
             async with asyncio.timeout(_START_S):
                 await self._all_there.wait()
@@ -75,7 +75,7 @@ class HeadLinks:
         self._links[rank].send(encode_command(order))
 
     async def close(self) -> None:
-        """Say goodbye: what was sent is read first."""
+        """Say goodbye; the peers read all messages first."""
         await asyncio.gather(*(link.close(linger_s=1.0) for link in self._links.values()))
         for task in self._tasks:
             task.cancel()

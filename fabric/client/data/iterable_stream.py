@@ -1,4 +1,4 @@
-"""Iterable data sets: the stream is read from its beginning to the committed position, by everybody.
+"""Iterable data sets: every replica reads the stream from its beginning to the committed position.
 
 An iterable data set must give the same samples in the same order every time it is iterated, on every
 replica. Sample number p of the endless repetition of that iteration has position p, and step s covers the
@@ -17,7 +17,7 @@ from fabric.errors import ConfigError, FabricError
 
 
 class IterableStream:
-    """Samples of an iterable data set by position; asks forward only, else it begins anew."""
+    """Samples of an iterable data set by position; a step back starts a new iteration."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -28,10 +28,7 @@ class IterableStream:
         self._lock = threading.Lock()
 
     def read(self, first: int, positions: list[int]) -> list[Any]:
-        """The samples at ``positions``, none of them before ``first``; what lies before that is forgotten.
-
-        Safe from any thread.
-        """
+        """Return the samples at ``positions``, and forget those before ``first``; safe from any thread."""
         with self._lock:
             for position in [p for p in self._kept if p < first]:
                 del self._kept[position]
@@ -52,7 +49,7 @@ class IterableStream:
             self._iterator, self._next = iter(self._dataset), 0
 
     def _draw(self) -> Any:
-        """The next sample; after the last comes the first."""
+        """Return the next sample; after the last comes the first."""
         assert self._iterator is not None
         for sample in self._iterator:
             return sample

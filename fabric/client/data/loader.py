@@ -1,4 +1,4 @@
-"""The order of the data: a pure function of (data set size, seed, step), whoever computes it.
+"""The order of the data: a pure function of data set size, seed and step, the same on every replica.
 
 Pass k over the data set is the permutation ``numpy.random.Generator(PCG64([seed, k])).permutation(size)``;
 the passes are concatenated. Step s covers positions [s*G, (s+1)*G) of that, and its micro-batch i covers
@@ -41,27 +41,26 @@ def _permutation(
 
 
 def sample_indices(dataset_size: int, seed: int, start: int, count: int, shard: int = -1) -> list[int]:
-    """Data set indices at positions ``start`` to ``start + count`` of the concatenated permutations."""
-    found: list[int] = []
+    """Return ``count`` data set indices from position ``start`` of the concatenated permutations."""
+    indices: list[int] = []
     while count > 0:
         number, offset = divmod(start, dataset_size)
         part = _permutation(dataset_size, seed, number, shard)[offset : offset + count]
-        found.extend(int(i) for i in part)
+        indices.extend(int(i) for i in part)
         start += len(part)
         count -= len(part)
-    return found
+    return indices
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """How a data set is cut into steps and micro-batches. ``dataset_size`` 0: a stream. ``shards`` 0: all
-    replicas can read everything."""
+    """How a data set is cut into steps and micro-batches."""
 
-    dataset_size: int
+    dataset_size: int  # 0 for a stream
     global_batch_size: int
     micro_batch_size: int
     seed: int
-    shards: int = 0
+    shards: int = 0  # 0: all replicas can read everything
     is_stream: bool = False
 
     def __post_init__(self) -> None:
@@ -98,10 +97,10 @@ class SamplePlan:
         shard = next(h for h, part in enumerate(parts) if micro_batch in part)
         begin, end = self.shard(shard)
         number = step * len(parts[shard]) + micro_batch - parts[shard].start
-        found = sample_indices(
+        indices = sample_indices(
             end - begin, self.seed, number * self.micro_batch_size, self.micro_batch_size, shard
         )
-        return [begin + i for i in found]
+        return [begin + i for i in indices]
 
     def shard(self, number: int) -> tuple[int, int]:
         """The indices [begin, end) of shard ``number``."""
@@ -111,7 +110,7 @@ class SamplePlan:
         )
 
     def describe(self) -> dict[str, int]:
-        """For the journal: everything that the order is made of."""
+        """Describe all that determines the order, for the journal."""
         body = {
             "dataset_size": self.dataset_size,
             "global_batch_size": self.global_batch_size,
@@ -169,7 +168,7 @@ class LoaderOptions:
 
 
 def parse_options(given: dict[str, Any]) -> LoaderOptions:
-    """What ``session.loader`` was given besides the sizes. Raises ConfigError for what it does not know."""
+    """The arguments of ``session.loader`` besides the sizes. Raises ConfigError for what it does not know."""
     known = [f.name for f in fields(LoaderOptions)]
     unknown = sorted(set(given) - set(known))
     if unknown:
@@ -201,15 +200,17 @@ def data_slot_of(replica: str, replicas: int, given: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SampleSlice:
-    """Slice ``index`` of ``count`` equal ones of each micro-batch's samples."""
+    """One of ``count`` equal slices of each micro-batch's samples."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
     def of(cls, mesh: Any) -> "SampleSlice":
-        """This rank's, where ``mesh`` (a DeviceMesh of one dimension) shares the samples out; None: all of
-        them. Raises ConfigError."""
+        """Return the slice of this rank in ``mesh``, a DeviceMesh of one dimension. Raises ConfigError.
+
+        Without a mesh it is the whole micro-batch.
+        """
         if mesh is None:
             return cls()
         if mesh.ndim != 1:
@@ -220,7 +221,7 @@ class SampleSlice:
         return cls(mesh.get_local_rank(), mesh.size())
 
     def check(self, plan: SamplePlan) -> None:
-        """Raises ConfigError where micro-batches cannot be cut so."""
+        """Raise ConfigError where micro-batches do not divide into these slices."""
         if plan.micro_batch_size % self.count:
             raise ConfigError(
                 f"micro_batch_size {plan.micro_batch_size} must be a multiple of the {self.count} ranks that "
@@ -228,7 +229,7 @@ class SampleSlice:
             )
 
     def cut(self, samples: Sequence[int]) -> list[int]:
-        """Mine of ``samples``."""
+        """Return this slice of ``samples``."""
         size = len(samples) // self.count
         return list(samples[self.index * size : (self.index + 1) * size])
 
@@ -241,8 +242,7 @@ def collate(samples: Sequence[Any]) -> Any:
 class Loader:
     """Micro-batches of a data set on request, read ahead by ``num_workers`` threads.
 
-    What was read ahead and is not this replica's any more (its step is past, or the roster gave it to
-    somebody else) is discarded.
+    It discards micro-batches that it read in vain: their step is past, or another member computes them.
     """
 
     def __init__(
@@ -295,8 +295,11 @@ class Loader:
 
     @property
     def layout(self) -> str:
-        """How the shards lie on the replicas: "all" (everybody reads everything), "golomb" (two shards
-        share at most one reader) or "consecutive" (too few replicas for that)."""
+        """How the shards lie on the replicas.
+
+        "all": every replica reads everything. "golomb": two shards share at most one reader. "consecutive":
+        the job has too few replicas for that.
+        """
         if not self.plan.shards:
             return "all"
         offsets = best_offsets(self.plan.shards, self.sharing.readers)
@@ -308,7 +311,7 @@ class Loader:
             self._submit(step, micro_batches)
 
     def read_ahead(self, step: int, micro_batches: Iterable[int]) -> None:
-        """These are wanted now: begin to read them, and discard everything else that was read ahead."""
+        """Begin to read these micro-batches, and discard all others that were read ahead."""
         if self._pool is None:
             return
         wanted = {(step, micro_batch) for micro_batch in micro_batches}
@@ -331,7 +334,7 @@ class Loader:
     def _read(self, step: int, micro_batch: int) -> Any:
         indices = self.slice.cut(self.plan.samples(step, micro_batch))
         if self._stream is not None:
-            # Of the step before, too: while the next one is read ahead a part of it may still be inherited.
+            # Keep the step before too: a part of it may still be inherited while the next one is read ahead.
             first = max(0, step - 1) * self.plan.global_batch_size
             return self._collate(self._stream.read(first, indices))
         return self._collate([self._dataset[i] for i in indices])

@@ -1,5 +1,6 @@
-"""Randomness is not state: before each micro-batch every generator is seeded from (seed, step, index), so
-whoever computes the micro-batch draws the same dropout masks and augmentations."""
+"""Seeds every generator from (seed, step, index) before each micro-batch, so that randomness is not state.
+
+Every replica that computes a micro-batch draws the same dropout masks and augmentations."""
 
 import random
 from functools import cache

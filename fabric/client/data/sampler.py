@@ -1,13 +1,13 @@
 """``session.sampler``: the data order for a DataLoader of a loop that we do not own.
 
-Policy shrink: the global batch of a step is cut into one part per data slot, this replica draws the part of
-its data slot, and the part of an absent replica is skipped, which the commit records. A pass over the data
-set has
-``size // global_batch_size`` steps; what is left over at its end is not used in that pass.
+Policy shrink: the global batch of a step is cut into one part per data slot. This replica draws the part of
+its data slot; the part of an absent replica is skipped, which the commit records. A pass over the data set
+has
+``size // global_batch_size`` steps; the samples left over at its end are not used in that pass.
 
-A DataLoader draws ahead of what is computed. The part of a data slot does not depend on who else is there, so
-drawing ahead is right while steps follow each other; when this replica was away and the job is further than
-it thought, what was drawn for steps that are past is discarded: its gradient counts for nothing.
+A DataLoader draws ahead of the computation. The part of a data slot does not depend on the roster, so drawing
+ahead is right while steps follow each other. When this replica was away and the job is further on, the
+batches drawn for past steps are discarded: their gradient counts for nothing.
 
 A loop whose batch times its accumulation is another number than ``per_step`` is refused with both numbers.
 Too few samples show in what was drawn. Too many show only in the DataLoader's batch size, for a DataLoader
@@ -57,16 +57,16 @@ class StepSampler(torch.utils.data.Sampler[int]):
         self.per_step = global_batch_size // data_slots
         self._part = cut(global_batch_size, [1] * data_slots)[number]
         self._committed_step = committed_step
-        self._drawn: deque[int] = deque()  # the steps that were begun, and are not exchanged yet
+        self._drawn: deque[int] = deque()  # the steps begun and not exchanged yet
         self._begin()
 
     def _begin(self) -> None:
-        """An iteration begins: an abandoned one's batches never come."""
+        """Begin an iteration; batches of an abandoned one never come."""
         self._drawn.clear()
         self._yielded = self._exchanged = 0
 
     def __len__(self) -> int:
-        """Indices of a whole pass on this data slot."""
+        """The number of indices of one pass on this data slot."""
         return self.steps_per_pass * self.per_step
 
     def __iter__(self) -> Iterator[int]:
@@ -85,15 +85,17 @@ class StepSampler(torch.utils.data.Sampler[int]):
             yield index
 
     def indices(self, step: int) -> list[int]:
-        """The data set indices of this seat's part of ``step``."""
+        """Return the data set indices of this data slot's part of ``step``."""
         number, within = divmod(step, self.steps_per_pass)
         start = number * self.size + within * self.global_batch_size
-        whole = sample_indices(self.size, self.seed, start, self.global_batch_size)
-        return whole[self._part.start : self._part.stop]
+        batch = sample_indices(self.size, self.seed, start, self.global_batch_size)
+        return batch[self._part.start : self._part.stop]
 
     def take(self, step: int) -> bool:
-        """The loop exchanges for ``step`` what it drew first: whether that was drawn for this step. Raises
-        ConfigError where it did not draw a whole step."""
+        """Whether the batches that the loop drew first were drawn for ``step``, which it exchanges now.
+
+        Raises ConfigError where the loop did not draw a whole step.
+        """
         mistake = self._mistake()
         if mistake:
             raise ConfigError(
@@ -105,7 +107,7 @@ class StepSampler(torch.utils.data.Sampler[int]):
         return self._drawn.popleft() == step
 
     def _mistake(self) -> str:
-        """What the loop computes instead of a whole step, or empty."""
+        """Return how the loop's batches differ from a whole step, or an empty string."""
         if self._exchanged == 0:
             size = next((x for x in _batch_sizes(self) if self.per_step % x), None)
             if size is not None:
@@ -114,7 +116,7 @@ class StepSampler(torch.utils.data.Sampler[int]):
         return f"the loop drew {drawn} samples for this step" if drawn < self.per_step else ""
 
     def describe(self) -> dict[str, Any]:
-        """For the journal."""
+        """Describe the sampler for the journal."""
         return {
             "policy": "shrink",
             "sampler": 1,
@@ -128,9 +130,11 @@ class StepSampler(torch.utils.data.Sampler[int]):
 
 
 class SoloSampler(StepSampler):
-    """Alone, with FABRIC_DISABLE=1, where the one part is the whole batch. A loop that takes ``per_step``
-    samples for each step gets the same steps as the job. One whose batches have another size goes through
-    every pass in order, as with any sampler."""
+    """The sampler with FABRIC_DISABLE=1, where the one part is the whole batch.
+
+    A loop that takes ``per_step`` samples for each step gets the same steps as the job. A loop with another
+    batch size goes through every pass in order, as with any sampler.
+    """
 
     _begun = 0  # the first step of the next iteration, where steps are not whole
     _whole = True
@@ -145,7 +149,7 @@ class SoloSampler(StepSampler):
             step += 1
 
     def take(self, step: int) -> bool:
-        """Whatever was drawn counts."""
+        """Count what was drawn, whatever its step."""
         if self._whole and self._mistake():
             self._whole = False
         self._exchanged += 1
@@ -153,6 +157,6 @@ class SoloSampler(StepSampler):
 
 
 def _batch_sizes(sampler: StepSampler) -> list[int]:
-    """Those of the DataLoaders that draw from ``sampler``."""
-    found = [x for x in gc.get_objects() if type(x) is BatchSampler and x.sampler is sampler]
-    return sorted({x.batch_size for x in found})
+    """Return the batch sizes of the DataLoaders that draw from ``sampler``."""
+    batch_samplers = [x for x in gc.get_objects() if type(x) is BatchSampler and x.sampler is sampler]
+    return sorted({x.batch_size for x in batch_samplers})

@@ -99,7 +99,7 @@ def test_each_seat_reads_its_own_shard_and_those_of_the_layout_after_it():
 def test_with_a_rack_the_record_says_which_shards_are_read():
     """``shards`` is not known before the first step, and a member beyond the shards reads none."""
     sizes, options = (12, 2, 0), LoaderOptions(redundancy=2)
-    loader = make_loader(list(range(30)), sizes, list, 0, options, ("trainer", 3, "rack7"))
+    loader = make_loader(list(range(30)), sizes, list, 0, options, DataReader("trainer", 3, "rack7"))
     with pytest.raises(FabricError, match="inside the loop"):
         _ = loader.shards
     for slot, shards in ((1, [(10, 20), (20, 30)]), (3, [])):
@@ -107,7 +107,7 @@ def test_with_a_rack_the_record_says_which_shards_are_read():
         loader.sit(Record("store", 1, 1, 1, 1, "n", roster, Base(1, 0)), "trainer")
         assert loader.shards == shards
     given = LoaderOptions(redundancy=2, data_slot=2)
-    assert make_loader(list(range(30)), sizes, list, 0, given, ("trainer", 3, "rack7")).shards == [
+    assert make_loader(list(range(30)), sizes, list, 0, given, DataReader("trainer", 3, "rack7")).shards == [
         (20, 30),
         (0, 10),
     ]

@@ -9,7 +9,7 @@ from typing import TypeVar
 from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.loop.progress import Progress
+from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.process.process_identity import ProcessIdentity
 from fabric.client.state.small_entries import small_entries
 from fabric.ftar.buckets import FlatGradients
@@ -33,7 +33,7 @@ class LocalState:
         engine: Engine,
         describer: StateDescriber,
         gradients: FlatGradients,
-        progress: Progress,
+        progress: LoopProgress,
     ) -> None:
         self.describer = describer
         self.gradients = gradients

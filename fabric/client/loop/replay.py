@@ -11,8 +11,8 @@ import torch
 from fabric.ckpt_server.state.training_state import restore, verify
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.loop.local_state import LocalState
+from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.loop.low_priority_steps import LowPrioritySteps
-from fabric.client.loop.progress import Progress
 from fabric.errors import FabricError
 from fabric.protocol.messages import member_events as io
 
@@ -20,7 +20,7 @@ from fabric.protocol.messages import member_events as io
 class Replay:
     """Brings ``state`` up to the other members'."""
 
-    def __init__(self, parts: EngineParts, engine: Engine, state: LocalState, progress: Progress) -> None:
+    def __init__(self, parts: EngineParts, engine: Engine, state: LocalState, progress: LoopProgress) -> None:
         self._parts = parts
         self._engine = engine
         self._state = state

@@ -35,8 +35,8 @@ from fabric.client.gradients.learning_rate import PresenceFactor
 from fabric.client.gradients.nonfinite_metrics import finite, restored
 from fabric.client.loop.empty_steps import EmptySteps
 from fabric.client.loop.local_state import LocalState
+from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.loop.model_watch import ModelWatch
-from fabric.client.loop.progress import Progress
 from fabric.client.loop.replay import Replay
 from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, make_engine
@@ -78,7 +78,7 @@ class Session:
         self._engine = make_engine(parts, process)
         if isinstance(self._engine, RankEngine):
             before_report(self._engine.await_explanation)
-        self._progress = Progress(state_step=step)
+        self._progress = LoopProgress(state_step=step)
         self._state = LocalState(settings, process, parts, self._engine, describer, gradients, self._progress)
         self._replay = Replay(parts, self._engine, self._state, self._progress)
         self._shutdown = Shutdown(settings, process, parts, self._engine, self._progress)

@@ -10,7 +10,7 @@ from typing import NoReturn
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.loop import job_end_note
-from fabric.client.loop.progress import Progress
+from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.process import excepthook
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
@@ -30,7 +30,7 @@ class Shutdown:
         process: ProcessIdentity,
         parts: EngineParts,
         engine: Engine,
-        progress: Progress,
+        progress: LoopProgress,
     ) -> None:
         self._settings = settings
         self._process = process

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Progress:
+class LoopProgress:
     """One per session; only the main thread writes it."""
 
     state_step: int = 0  # committed optimizer steps that the state in memory has

@@ -28,7 +28,7 @@ LIMITS = {
     "reads of a core's fields by a shell": 0,
     "banned phrases in docstrings and comments": 69,
     "banned phrases in pages": 14,
-    "lines of fabric/": 50_700,
+    "lines of fabric/": 51_000,
 }
 
 MAX_ATTRIBUTES = 20

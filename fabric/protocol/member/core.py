@@ -112,7 +112,8 @@ class MemberCore:
             if not isinstance(event, io.RingWaitsFor):  # it makes nothing possible: it is only told on
                 self._advance()
                 self.link_watch.probe_when_due()
-                self.session.beat_when_due(self.rounds.missing())
+                if self.session.is_beat_due:  # of thousands of members it takes long to say who is missing
+                    self.session.beat(self.rounds.missing())
         return context.effects
 
     def next_deadline(self) -> float | None:

@@ -63,11 +63,14 @@ class LighthouseSession:
         self.contact.aborted, self.contact.unsaid = message, not self.contact.connected
         self._context.emit(io.SendLeader(self.contact.aborted))
 
-    def beat_when_due(self, waiting_for: tuple[str, ...]) -> None:
-        """Send the heartbeat that is due; ``waiting_for``: the members that my round lacks something of."""
+    @property
+    def is_beat_due(self) -> bool:
+        """Whether a heartbeat is to go now."""
+        return self.contact.connected and self._context.now >= self.contact.next_beat
+
+    def beat(self, waiting_for: tuple[str, ...]) -> None:
+        """Send a heartbeat; ``waiting_for``: the members that my round lacks something of."""
         contact = self.contact
-        if not contact.connected or self._context.now < contact.next_beat:
-            return
         contact.number += 1
         contact.sent[contact.number] = self._context.now
         contact.next_beat = self._context.now + self._context.config.beat_s

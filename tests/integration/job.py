@@ -1,6 +1,7 @@
 """A whole job of real processes for one test: lighthouse, trainers, their checkpoint servers, journals."""
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -19,6 +20,12 @@ EXAMPLES = HERE.parent.parent / "examples"
 DEADLINE_S = 180.0  # of what takes a second or two: a loaded machine is no failure
 
 
+class StartedProcess(int):
+    """A process id that names one process; the kernel gives the same id to a later one."""
+
+    number: int
+
+
 class Zygote:
     """Forks trainers; one for the whole test session."""
 
@@ -30,8 +37,10 @@ class Zygote:
             stdout=subprocess.PIPE,
             env=environment,
         )
-        self._started: queue.Queue[int] = queue.Queue()
-        self.ended: dict[int, int] = {}
+        self._started: queue.Queue[StartedProcess] = queue.Queue()
+        self._living: dict[int, StartedProcess] = {}
+        self._statuses: dict[int, int] = {}  # by the number of the start
+        self._numbers = itertools.count()
         self.changed = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -39,13 +48,20 @@ class Zygote:
         for line in self._process.stdout:
             message = json.loads(line)
             if "pid" in message:
-                self._started.put(message["pid"])
+                process = StartedProcess(message["pid"])
+                process.number = next(self._numbers)
+                self._living[process] = process
+                self._started.put(process)
             else:
                 with self.changed:
-                    self.ended[message["ended"]] = message["status"]
+                    self._statuses[self._living.pop(message["ended"]).number] = message["status"]
                     self.changed.notify_all()
 
-    def start(self, environment: dict[str, str], log: Path) -> int:
+    def status_of(self, process: StartedProcess) -> int | None:
+        """How this process ended; None while it runs."""
+        return self._statuses.get(process.number)
+
+    def start(self, environment: dict[str, str], log: Path) -> StartedProcess:
         request = {"environment": environment, "log": str(log)}
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
@@ -66,7 +82,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     lighthouse: subprocess.Popen | None = None
     url: str = ""
-    pids: dict[str, int] = field(default_factory=dict)
+    pids: dict[str, StartedProcess] = field(default_factory=dict)
     codes: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
     later_points: dict[str, list[str]] = field(default_factory=dict)
@@ -178,7 +194,7 @@ class Job:
 
     def ended(self, replica: str) -> int | None:
         """The exit code of the current process (negative: a signal), or None while it runs."""
-        status = self.zygote.ended.get(self.pids[replica])
+        status = self.zygote.status_of(self.pids[replica])
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def finish(self, restart: bool = True, deadline_s: float = DEADLINE_S) -> None:
@@ -257,7 +273,7 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         for pid in self.pids.values():
-            if pid not in self.zygote.ended:
+            if self.zygote.status_of(pid) is None:
                 _signal(pid, signal.SIGCONT)
                 _signal(pid, signal.SIGKILL)
         self.stop_lighthouse()

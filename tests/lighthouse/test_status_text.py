@@ -28,6 +28,15 @@ def test_a_start_counts_those_that_could_begin_and_not_the_sessions_of_the_dead(
     )
 
 
+def test_a_first_start_names_the_server_whose_scripts_own_checkpoint_it_waits_for():
+    lighthouse = Lighthouse(start_replicas=2)
+    lighthouse.open("a", step=40)
+    lighthouse.open("b", step=30)
+    lighthouse.pulse("b", snapshots=[SnapshotRef(0, 30, "thirty")])
+    expected = "the checkpoint server of a, to hold the state of step 40 that its script begins at, until "
+    assert said_by(lighthouse).startswith(expected)
+
+
 def test_a_cold_start_says_how_long_it_waits_for_the_rest_and_then_for_which_servers():
     lighthouse = Lighthouse(record_of("a b c", epoch=3, cold=1), start_replicas=3, start_wait_s=120.0)
     for name in "ab":

@@ -172,6 +172,29 @@ def test_the_first_start_waits_for_everybody_it_was_promised():
     assert (record.names, record.generation, record.cold, record.forced) == (("a", "b"), 1, 1, 1)
 
 
+def test_the_first_start_waits_for_the_server_of_a_script_that_begins_at_a_later_step():
+    """Its own checkpoint is of step 40, the other script's of step 30, and only that of 30 is served yet."""
+    lighthouse = Lighthouse(start_replicas=2)
+    lighthouse.open("a", step=40)
+    lighthouse.open("b", step=30)
+    lighthouse.pulse("b", snapshots=[SnapshotRef(0, 30, "thirty")])
+    assert not lighthouse.records
+    lighthouse.pulse("a", snapshots=[SnapshotRef(0, 40, "forty")])
+    (record,) = lighthouse.records
+    assert (record.base.step, record.base.sources) == (40, ("http://a",))
+
+
+def test_but_not_for_longer_than_the_grace_period():
+    lighthouse = Lighthouse(start_replicas=2)
+    lighthouse.open("a", step=40)
+    lighthouse.open("b", step=30)
+    lighthouse.pulse("b", snapshots=[SnapshotRef(0, 30, "thirty")])
+    lighthouse.wait(2.9)
+    assert not lighthouse.records
+    lighthouse.wait(0.7)
+    assert lighthouse.record.base.step == 30
+
+
 def test_but_not_for_ever():
     lighthouse = Lighthouse(start_replicas=2, start_wait_s=120.0)
     lighthouse.open("b")

@@ -110,6 +110,13 @@ def _waiting_to_start(view: LeaderView, now: float) -> str:
     doubted = f", and {there - count} more a session but no sign of life" if there > count else ""
     if count < view.min_members:
         return f"replicas to start with: {count} of at least {view.min_members} have a session{doubted}"
+    awaited = view.awaited_own_state if count >= policy.start_replicas else None
+    if awaited is not None:
+        session, until_s = awaited[0].session, awaited[1]
+        return (
+            f"the checkpoint server of {session.replica}, to hold the state of step {session.step} that its "
+            f"script begins at, until {time_of_day(until_s, now)} at most"
+        )
     waited = now - view.start_waits_since if view.start_waits_since is not None else 0.0
     servers = view.liveness.servers_to_hear(view.record.roster, now) if view.record is not None else {}
     if servers and (waited >= wait_s or count >= policy.start_replicas):

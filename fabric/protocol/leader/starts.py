@@ -103,8 +103,27 @@ class Starts:
             return False
         if record is not None and self.state.liveness.servers_to_hear(record.roster, self.state.now):
             return False
+        if record is None and self.awaited_own_state(open_) is not None:
+            return False
         self.waiting_since = None
         return True
+
+    def awaited_own_state(self, peers: list[Peer]) -> Peer | None:
+        """The replica whose script begins at the latest step of a checkpoint of its own, while no server says
+        that it holds that state. It has the grace period: a trainer copies its state while it registers."""
+        if not peers:
+            return None
+        live, newest = self.state.liveness, max(peers, key=lambda p: p.session.step)
+        if not newest.session.step or newest.session.ranks or any(p.session.generation for p in peers):
+            return None
+        if live.durable() or self.state.now >= self.own_state_until(newest):
+            return None
+        held = self.bases.held_states(peers)
+        return newest if all(ref.step < newest.session.step for ref in held) else None
+
+    def own_state_until(self, peer: Peer) -> float:
+        """Until when the own state of this replica is waited for."""
+        return max(self.state.liveness.elected, peer.opened) + self.state.liveness.config.grace_s
 
     @property
     def start_wait_s(self) -> float:

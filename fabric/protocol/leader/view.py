@@ -269,6 +269,14 @@ class LeaderView:
         """Since when a start waits for more replicas."""
         return self._core.starts.waiting_since
 
+    @property
+    def awaited_own_state(self) -> tuple[Peer, float] | None:
+        """The replica whose own checkpoint the first start waits for, and until when; None where it waits for
+        none."""
+        starts = self._core.starts
+        peer = starts.awaited_own_state(starts.candidates()) if self.record is None else None
+        return (peer, starts.own_state_until(peer)) if peer is not None else None
+
     def startable(self) -> int:
         """How many replicas could begin a generation now."""
         return self._core.starts.startable()

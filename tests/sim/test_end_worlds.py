@@ -5,6 +5,7 @@ import pytest
 from sim import end_worlds, noticing
 from sim.end_mutations import MUTATIONS
 from sim.run import hunt
+from sim.world import run_seed
 
 SEEDS = 64
 
@@ -13,6 +14,10 @@ def test_every_job_ends_in_time_and_truly():
     counts, failures = hunt(0, SEEDS, "end")
     assert not failures, "\n".join(failures)
     assert not [name for name in end_worlds.REQUIRED if not counts[name]]
+
+
+def test_a_drained_member_that_finishes_says_nothing_in_the_epoch_without_it():
+    run_seed(4551)
 
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))

@@ -122,16 +122,14 @@ class Ending:
 
     def _records(self) -> Iterator[Record]:
         """Epochs that list me, whose members I can talk to."""
-        for record in (
-            (self._epochs.current, self._epochs.newest)
-            if self._epochs.newest is not self._epochs.current
-            else (self._epochs.newest,)
-        ):
-            if (
-                record is not None
-                and record.epoch in self._epochs.links.up
-                and self._epochs.mode in (Mode.RUN, Mode.JOINED)
-            ):
+        epochs, identity = self._epochs, self._context.identity
+        if epochs.mode not in (Mode.RUN, Mode.JOINED):
+            return
+        for record in (epochs.current, epochs.newest)[epochs.newest is epochs.current :]:
+            if record is None or record.epoch not in epochs.links.up:
+                continue
+            # A drained member links the epoch without it, to get ready; it says nothing there.
+            if record.lists(identity.replica, identity.incarnation):
                 yield record
 
     def _takes_part(self) -> bool:

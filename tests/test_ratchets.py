@@ -20,15 +20,15 @@ ROOT = Path(__file__).parent.parent
 LIMITS = {
     "most files in one folder": 20,
     "class names in more than one file": 0,
-    "most attributes of one class": 31,
-    "classes with more than 20 attributes": 4,
-    "parameters that are tuples of unlike things": 9,
-    "sentences that begin with a headless who or what": 154,
-    "locals with a vague name": 125,
+    "most attributes of one class": 21,
+    "classes with more than 20 attributes": 1,
+    "parameters that are tuples of unlike things": 5,
+    "sentences that begin with a headless who or what": 80,
+    "locals with a vague name": 90,
     "reads of a core's fields by a shell": 0,
-    "banned phrases in docstrings and comments": 69,
-    "banned phrases in pages": 14,
-    "lines of fabric/": 51_000,
+    "banned phrases in docstrings and comments": 27,
+    "banned phrases in pages": 10,
+    "lines of fabric/": 50_923,
 }
 
 MAX_ATTRIBUTES = 20

@@ -20,9 +20,9 @@ class BaseChoice:
     steps_lost: int | None = None  # by the newest cold start, where that is known
 
     def choose(self, peers: list[Peer]) -> tuple[Base | None, str]:
-        """The ladder: the highest (generation, step) that anything still holds, memory before durable storage
-        where both hold it, without what could not be loaded before, or is of a state that was states wrong.
-        None when nothing else is left. And in words what was passed over."""
+        """The highest (generation, step) that a server or durable storage still holds, memory first where
+        both do. States that could not be loaded before, or were called wrong, are passed over. None when no
+        other state is left. The text says what was passed over."""
         states = self.held_states(peers)
         for ref in self.state.liveness.durable():
             states.setdefault(ref, set()).add(DURABLE)

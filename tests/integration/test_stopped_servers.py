@@ -6,14 +6,16 @@ import signal
 
 from job import Job
 
-STEPS = 40
+STEPS = 410
+# Many steps after the return of the server: a snapshot that failed is tried again a second later.
+LAST_GATE = 400
 
 
 def test_a_stopped_checkpoint_server_costs_no_step_and_is_said_and_heals(zygote, tmp_path):
-    environment = {"FABRIC_SNAPSHOT_EVERY": "2", "TINY_STEPS": str(STEPS)}
+    environment = {"FABRIC_SNAPSHOT_EVERY": "2", "TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.01"}
     gate, end = tmp_path / "go-on", tmp_path / "end"
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
-        job.start_all({"r0": f"optimizer@30=wait:{gate},optimizer@38=wait:{end}"})
+        job.start_all({"r0": f"optimizer@30=wait:{gate},optimizer@{LAST_GATE}=wait:{end}"})
         job.wait_for(lambda: len(job.events("r1", "commit")) >= 4, "some steps")
         [server] = [s for s in job.status()["checkpoint_servers"] if s["replica"] == "r1"]
         pid = int((tmp_path / "run" / "r1" / "ckpt.lock").read_text())

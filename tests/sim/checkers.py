@@ -327,8 +327,9 @@ class Checks:
         self.holds.pop(trainer.name, None)
 
     def gathered(self, trainer: "Trainer", order: io.StartExchange, content: tuple[int, ...]) -> None:
-        """What goes into the ring is what the contribution said."""
-        if len(content) != order.weight:
+        """What goes into the ring is what the contribution said. A stopped core sends no contribution, so
+        its round cannot be committed."""
+        if len(content) != order.weight and not trainer.main.will_stop:
             raise Violation(
                 f"{trainer.name} contributes {content} to step {order.step} with weight {order.weight}"
             )

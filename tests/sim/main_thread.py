@@ -75,6 +75,11 @@ class MainThread:
             elif isinstance(order, io.Apply):
                 self._apply(order)
 
+    @property
+    def will_stop(self) -> bool:
+        """Whether the core has stopped, and this thread has not come to that order."""
+        return any(isinstance(order, io.Stop) for order in self._orders)
+
     def _work(self, seconds: float, then: "object") -> None:
         self._busy = True
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from sim.world import World
 
 PULSE_S = 0.1
+# How long a lighthouse leaves the server's pings unanswered before the server tries another one.
+PING_S = 1.5
 ALWAYS = 2
 LISTENING = 24
 
@@ -60,6 +62,7 @@ class Server(Process):
         self.ended: JobEnd | None = None  # what the trainer that was here knew of the job's end
         self.written: tuple[SnapshotRef, ...] = ()  # the newest durable checkpoint that came from here
         self._connection: Connection | None = None
+        self._answered = 0.0  # when the lighthouse last answered a ping
         self._number = 0
         self._said = ""
         self.after(0.0, self._beat)
@@ -97,7 +100,16 @@ class Server(Process):
 
     def _beat(self) -> None:
         self.after(PULSE_S, self._beat)
+        self._ping()
         self.pulse()
+
+    def _ping(self) -> None:
+        """Close the connection to a lighthouse that is stopped."""
+        if self._connection is None or not self._connection.ends[1].process.paused:
+            self._answered = self.clockwork.now
+        elif self.clockwork.now - self._answered > PING_S:
+            self._connection.close(0, "no answer to a ping")
+            self._connection = None
 
     def pulse(self) -> None:
         """Say how the trainer is, to whichever lighthouse leads and can be reached."""

@@ -196,7 +196,7 @@ class SimulatedCrowd:
             self.say(member.replica, m.Running(self.record.fence, self.steps))
 
     def beat_all(self, seconds: float) -> None:
-        """A beat and a pulse of everybody every second, spread evenly over it."""
+        """A beat and a status of everybody every second, spread evenly over it."""
         names = [x.replica for x in self.record.roster]
         for _ in range(int(seconds)):
             for name in names:

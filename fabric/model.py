@@ -205,10 +205,10 @@ class Record:
     this epoch answers (``incident_id_of`` its number, or the loss of the replica that it lets in again);
     empty
     where the writer was of an older release. ``min_replicas``: how many members this epoch needs to step (0:
-    as each member's own setting says). ``orders``, ``failures`` (the newest of the last while) and ``hosts``
-    (those that failed in the last days) concern those to come; they may change within an epoch. ``ended``:
-    when the job was complete, in Unix seconds (0:
-    not known). ``autonomy_s``: the longest for which any member may commit without a lighthouse (0: none has
+    as each member's own setting says). ``overrides``, ``failures`` (the newest of the last while) and
+    ``hosts`` (those that failed in the last days) concern those to come; they may change within an epoch.
+    ``ended``: when the job was complete, in Unix seconds (0: not known).
+    ``autonomy_s``: the longest for which any member may commit without a lighthouse (0: none has
     said it).
     """
 
@@ -227,7 +227,7 @@ class Record:
     failed: str = ""
     incident_id: str = ""
     min_replicas: int = 0
-    orders: OperatorOverrides = OperatorOverrides()
+    overrides: OperatorOverrides = OperatorOverrides()
     failures: tuple[HostFailure, ...] = ()
     ended: float = 0.0
     autonomy_s: float = 0.0

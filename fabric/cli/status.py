@@ -113,7 +113,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     wide = width >= _WIDE
     columns = ["replica", "role", "phase", "step", "session", "trainer", "verdict"]
     table = Table()
-    for name in (*columns, *(["pulse", "checkpoint server"] if wide else [])):
+    for name in (*columns, *(["status", "checkpoint server"] if wide else [])):
         table.add_column(name, overflow="fold")  # a name that is cut off could be anybody's
     for entry, role in rows:
         table.add_row(*_row(entry, role, wide))
@@ -178,14 +178,12 @@ def _numbers(values: Sequence[int]) -> str:
 
 def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
     """Describe the operator overrides, and the replicas and hosts that are kept out for failing."""
-    orders, lines = record.get("orders", {}), []
-    if orders.get("paused"):
-        lines.append(f"joins are paused {orders['paused']}")
-    if orders.get("scaled"):
-        policy = job["policy"]
-        lines.append(
-            f"needs {policy['min_replicas']}, may have {policy['max_replicas']} replicas: {orders['scaled']}"
-        )
+    overrides, lines = record.get("overrides", {}), []
+    if overrides.get("paused"):
+        lines.append(f"joins are paused {overrides['paused']}")
+    if overrides.get("scaled"):
+        policy, scaled = job["policy"], overrides["scaled"]
+        lines.append(f"needs {policy['min_replicas']}, may have {policy['max_replicas']} replicas: {scaled}")
     for penalty in job.get("penalties", ()):
         until = time.strftime("%H:%M:%S", time.localtime(penalty["until"]))
         lines.append(
@@ -233,17 +231,17 @@ def _role(member: dict[str, Any]) -> str:
 
 
 def _row(entry: dict[str, Any], role: str, wide: bool) -> list[Text]:
-    pulse = entry["pulse"] or {}
+    status = entry["trainer_status"] or {}
     phase = f"busy: {entry['busy']}" if entry.get("busy") else entry["phase"]
     session = _age(entry["session_age_s"]) + ("" if entry["connected"] else " (away)")
     step = "" if entry["step"] is None else entry["step"]
-    cells = _cells(entry["replica"], role, phase, step, session, pulse.get("trainer", ""), entry["verdict"])
-    return cells + (_cells(_age(pulse.get("age_s")), entry["ckpt"]) if wide else [])
+    cells = _cells(entry["replica"], role, phase, step, session, status.get("trainer", ""), entry["verdict"])
+    return cells + (_cells(_age(status.get("age_s")), entry["ckpt"]) if wide else [])
 
 
 def _address(entry: dict[str, Any]) -> str:
-    age = _age((entry["pulse"] or {}).get("age_s"))
-    return f"{entry['replica']}: checkpoint server {entry['ckpt']}" + (f", pulse {age}" if age else "")
+    age = _age((entry["trainer_status"] or {}).get("age_s"))
+    return f"{entry['replica']}: checkpoint server {entry['ckpt']}" + (f", status {age}" if age else "")
 
 
 def _age(seconds: float | None) -> str:

@@ -20,17 +20,17 @@ _DEADLINE_S = 30.0
 
 
 class Lighthouse:
-    """Takes pulses as a lighthouse does; ``leader`` redirects to another one when set."""
+    """Takes statuses as a lighthouse does; ``leader`` redirects to another one when set."""
 
     def __init__(self) -> None:
-        self.pulses: list[TrainerStatus] = []
+        self.statuses: list[TrainerStatus] = []
         self.requests: list[str] = []
         self.leader = ""
         self.url = ""
         self._sockets: set[web.WebSocketResponse] = set()
         self._news = asyncio.Event()
 
-    async def pulse(self, request: web.Request) -> web.StreamResponse:
+    async def status(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(request.path_qs)
         self._wake()
         if self.leader:
@@ -43,7 +43,7 @@ class Lighthouse:
                 break
             beat = wire.decode(message.data)
             assert isinstance(beat, TrainerStatus)
-            self.pulses.append(beat)
+            self.statuses.append(beat)
             self._wake()
             await socket.send_str(wire.encode(HeartbeatAck(beat.number)).decode())
         self._sockets.discard(socket)
@@ -54,14 +54,14 @@ class Lighthouse:
         self._news = asyncio.Event()
 
     async def until(self, condition: Callable[[TrainerStatus], bool]) -> TrainerStatus:
-        """The next pulse from now on that meets ``condition``."""
-        at = len(self.pulses)
+        """The next status from now on that meets ``condition``."""
+        at = len(self.statuses)
         async with asyncio.timeout(_DEADLINE_S):
             while True:
-                for beat in self.pulses[at:]:
+                for beat in self.statuses[at:]:
                     if condition(beat):
                         return beat
-                at = len(self.pulses)
+                at = len(self.statuses)
                 await self._news.wait()
 
     async def hang_up(self) -> None:
@@ -73,7 +73,7 @@ class Lighthouse:
 async def lighthouse(token: str | None = None) -> AsyncIterator[Lighthouse]:
     one = Lighthouse()
     app = web.Application(middlewares=[errors_as_json, bearer_required(token, frozenset())])
-    app.router.add_get("/v1/jobs/{job}/pulse", one.pulse)
+    app.router.add_get("/v1/jobs/{job}/trainer-status", one.status)
     runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.2)
     one.url = f"http://127.0.0.1:{port}"
     try:
@@ -97,7 +97,7 @@ async def test_running_stopped_running_gone_and_the_next_trainer(run_dir):
         async with trainer(run_dir, incarnation=11, lighthouse=[one.url]) as first:
             beat = await one.until(lambda p: p.trainer == "running")
             assert (beat.replica, beat.incarnation, beat.ckpt) == ("r0", 11, first.hello["url"])
-            assert one.requests == ["/v1/jobs/job/pulse?replica=r0"]
+            assert one.requests == ["/v1/jobs/job/trainer-status?replica=r0"]
             await asyncio.to_thread(first.do, "publish", slot=0, nbytes=1000, step=40)
             with_snapshot = await one.until(lambda p: bool(p.snapshots))
             assert [(s.generation, s.step, len(s.digest)) for s in with_snapshot.snapshots] == [(1, 40, 32)]
@@ -113,7 +113,7 @@ async def test_running_stopped_running_gone_and_the_next_trainer(run_dir):
         async with trainer(run_dir, incarnation=12, lighthouse=[one.url]):
             back = await one.until(lambda p: p.trainer == "running")
             assert (back.incarnation, back.snapshots) == (12, with_snapshot.snapshots)
-        numbers = [p.number for p in one.pulses]
+        numbers = [p.number for p in one.statuses]
         assert numbers == sorted(set(numbers))
 
 
@@ -126,7 +126,7 @@ async def test_before_any_trainer_attached_it_is_absent(run_dir):
         try:
             beat = await one.until(lambda p: True)
             assert (beat.trainer, beat.incarnation, beat.replica) == ("absent", 0, "r 0")
-            assert one.requests[0] == "/v1/jobs/a%2Fb/pulse?replica=r%200"
+            assert one.requests[0] == "/v1/jobs/a%2Fb/trainer-status?replica=r%200"
         finally:
             server.terminate()
             assert await server.wait() == 0
@@ -141,7 +141,7 @@ async def test_it_follows_the_redirect_to_the_leader_and_takes_the_token_along(r
         found = {"token_file": token, "lighthouse": [follower.url]}
         async with trainer(run_dir, **found):
             await leader.until(lambda p: p.trainer == "running")
-            assert follower.requests and not follower.pulses
+            assert follower.requests and not follower.statuses
 
 
 async def test_lost_connections_are_made_again_and_dead_addresses_skipped(run_dir):
@@ -153,12 +153,12 @@ async def test_lost_connections_are_made_again_and_dead_addresses_skipped(run_di
         trainer(run_dir, lighthouse=[dead, one.url, other.url]),
     ):
         await one.until(lambda p: True)
-        assert not other.pulses
+        assert not other.statuses
         await one.hang_up()
         await other.until(lambda p: True)
         await other.hang_up()
         beat = await one.until(lambda p: True)
-        assert beat.number > max(p.number for p in other.pulses[:1])
+        assert beat.number > max(p.number for p in other.statuses[:1])
 
 
 async def test_a_wrong_token_is_logged_once_and_the_server_serves_on(run_dir, tmp_path):
@@ -169,7 +169,7 @@ async def test_a_wrong_token_is_logged_once_and_the_server_serves_on(run_dir, tm
         log = run_dir / "ckpt-server.log"
         await asyncio.to_thread(wait_for, lambda: "is interrupted" in log.read_text(), "a line")
         await asyncio.to_thread(process.do, "publish", slot=0, nbytes=1000, step=1)
-        assert not one.pulses
+        assert not one.statuses
         assert log.read_text().count("is interrupted") == 1
 
 
@@ -177,7 +177,7 @@ async def test_a_wrong_token_is_logged_once_and_the_server_serves_on(run_dir, tm
 async def test_replies_of_any_kind_do_no_harm(run_dir, reply):
     beats = asyncio.Queue()
 
-    async def pulse(request: web.Request) -> web.StreamResponse:
+    async def status(request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         async for message in socket:
@@ -187,7 +187,7 @@ async def test_replies_of_any_kind_do_no_harm(run_dir, reply):
         return socket
 
     app = web.Application()
-    app.router.add_get("/v1/jobs/{job}/pulse", pulse)
+    app.router.add_get("/v1/jobs/{job}/trainer-status", status)
     runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.2)
     try:
         async with trainer(run_dir, lighthouse=[f"http://127.0.0.1:{port}"]) as process:

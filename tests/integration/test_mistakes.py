@@ -294,11 +294,11 @@ def test_a_replica_id_taken_from_another_folder(pair):
         seen = pair.status()
         found = seen["checkpoint_servers"]
         servers = {(x["replica"], x["ckpt"]): (x["trainer"], x["connected"]) for x in found}
-        pulses = [x["pulse"] and x["pulse"]["trainer"] for x in seen["members"]]
+        statuses = [x["trainer_status"] and x["trainer_status"]["trainer"] for x in seen["members"]]
         own = {(x["replica"], x["ckpt"]): ("running", True) for x in seen["members"]}
-        return pulses == ["running", "running"] and servers == own
+        return statuses == ["running", "running"] and servers == own
 
-    pair.wait_for(are_seen, "the pulses of the living, and of nobody else")
+    pair.wait_for(are_seen, "the statuses of the living, and of nobody else")
     pair.pids["r0"], pair.starts["r0"] = first, 1
 
 

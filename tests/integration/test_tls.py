@@ -59,7 +59,7 @@ def test_a_job_over_tls_loses_a_trainer_and_nobody_else_gets_in(zygote, tmp_path
         members = {m["replica"]: m for m in json.loads(shown.stdout.rpartition("\n")[0])["members"]}
         ckpt = members["r0"]["ckpt"]
         assert ckpt.startswith("https://127.0.0.1:")
-        job.wait_for(lambda: told_by_pulse(job, mine), "the checkpoint servers' pulse over TLS")
+        job.wait_for(lambda: told_by_status(job, mine), "the checkpoint servers' status over TLS")
 
         assert "test" in [entry["job"] for entry in json.loads(the_line_of_the_page(job, mine))]
         for url in (job.url, ckpt):
@@ -110,9 +110,12 @@ def looked_at(job: Job, tls: Tls) -> list[dict]:
     return [seen for found in diagnoses if found for seen in found["seen"] if seen["replica"] == "r1"]
 
 
-def told_by_pulse(job: Job, tls: Tls) -> bool:
+def told_by_status(job: Job, tls: Tls) -> bool:
     answer = curl(f"{job.url}/v1/jobs/test", tls, "-H", TOKEN).stdout.rpartition("\n")[0]
-    return all(m["pulse"] and m["pulse"]["trainer"] == "running" for m in json.loads(answer)["members"])
+    return all(
+        m["trainer_status"] and m["trainer_status"]["trainer"] == "running"
+        for m in json.loads(answer)["members"]
+    )
 
 
 def command(job: Job, *arguments: str, **others: str) -> subprocess.CompletedProcess:

@@ -47,7 +47,7 @@ def test_a_token_is_replaced_while_the_job_runs(zygote, tmp_path):
             for file in files.values():
                 write(file, *lines)
             job.wait_for(lambda: opens(NEW, everywhere=True) and opens(OLD, everywhere=True), "both")
-        # Every session and pulse is opened again, with the token that is shown now.
+        # Every session and status is opened again, with the token that is shown now.
         port = urlsplit(job.url).port
         job.stop_lighthouse()
         job.start_lighthouse(port)

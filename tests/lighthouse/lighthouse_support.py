@@ -217,7 +217,7 @@ class WireMember:
             await self.socket.close()
 
 
-class WirePulse:
+class WireStatus:
     """One checkpoint server's connection."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, replica: str, job: str = "job") -> None:
@@ -226,15 +226,17 @@ class WirePulse:
         self.number = 0
         self.socket: aiohttp.ClientWebSocketResponse | None = None
 
-    async def open(self) -> "WirePulse":
-        self.socket = await connect(self._http, self._url, self._job, f"pulse?replica={self.replica}")
+    async def open(self) -> "WireStatus":
+        self.socket = await connect(
+            self._http, self._url, self._job, f"trainer-status?replica={self.replica}"
+        )
         return self
 
     async def beat(self, trainer: str = "running", incarnation: int = 1, **more: object) -> None:
         self.number += 1
         url = f"http://{self.replica}.test:9999"
-        pulse = m.TrainerStatus(self.replica, incarnation, trainer, self.number, url, **more)
-        await self.socket.send_str(wire.encode(pulse).decode())
+        status = m.TrainerStatus(self.replica, incarnation, trainer, self.number, url, **more)
+        await self.socket.send_str(wire.encode(status).decode())
 
     async def keep_beating(self, trainer: str = "running") -> None:
         """Beat until cancelled, as the real one does."""

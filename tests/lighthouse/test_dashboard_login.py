@@ -32,7 +32,7 @@ def test_a_cookie_that_was_made_under_a_wrong_clock_is_not_good_for_years():
 
 
 def test_a_cookie_opens_no_sockets_of_processes():
-    for path in ("/v1/jobs/gpt/session", "/v1/jobs/gpt/pulse"):
+    for path in ("/v1/jobs/gpt/session", "/v1/jobs/gpt/trainer-status"):
         assert scope(time.time() + 60, path) is False
     assert scope(time.time() + 60, "/v1/jobs/gpt/live") is None
 

@@ -9,7 +9,7 @@ import pytest
 from lighthouse_support import (
     LighthouseProcess,
     WireMember,
-    WirePulse,
+    WireStatus,
     close_all,
     connect,
     eventually,
@@ -63,8 +63,8 @@ async def test_a_killed_lighthouse_comes_back_and_announces_the_record(http, tmp
             assert await member.epoch(1) == before
         for member in again:
             await member.run()
-        pulse = await WirePulse(http, lighthouse.url, "r2").open()
-        await pulse.beat("gone")
+        status = await WireStatus(http, lighthouse.url, "r2").open()
+        await status.beat("gone")
         record = await again[0].epoch(2)
         assert record.names == ("r0", "r1") and record.store_id == before.store_id
         assert await stored_epoch(store_url, namespace) == 2
@@ -119,8 +119,8 @@ async def test_a_leader_that_was_stopped_past_its_lease_changes_nothing(http, tm
             await member.open()
             await member.epoch(1)
             await member.run()
-        pulse = await WirePulse(http, two.url, "r2").open()
-        await pulse.beat("gone")
+        status = await WireStatus(http, two.url, "r2").open()
+        await status.beat("gone")
         assert (await new[0].epoch(2)).names == ("r0", "r1")
         # What the stopped one finds when it goes on would have made it evict somebody else.
         await old[0].say(m.CannotContinue(old[0].newest.fence, "it must not be heard"))

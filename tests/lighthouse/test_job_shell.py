@@ -3,7 +3,7 @@
 import pytest
 from aiohttp import web
 from in_process import TroubledStore, lighthouse_on
-from lighthouse_support import WireMember, WirePulse, close_all, eventually, get, start_job
+from lighthouse_support import WireMember, WireStatus, close_all, eventually, get, start_job
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections.connection import DEFECT, MALFORMED, FrameCache, MemberConnection
@@ -133,7 +133,7 @@ async def test_a_member_that_does_not_read_is_cut_and_not_waited_for(instance, h
 
 
 async def test_silence_is_death_where_a_test_wants_it(http):
-    """A connection that stays open and says nothing, without a pulse: the timer alone finds it."""
+    """A connection that stays open and says nothing, without a status: the timer alone finds it."""
     impatient = LivenessConfig(silence_s=1.0, grace_s=0.1)
     async with lighthouse_on(TroubledStore(MemorySpace()), liveness=impatient) as found:
 
@@ -167,13 +167,13 @@ async def test_the_core_hears_an_unchanged_status_less_often(instance, http):
             connection, m.TrainerStatus("r0", 1, "running", number, snapshots=(held,), ages_s=(number / 20,))
         )
     job.trainer_status(connection, m.TrainerStatus("r0", 1, "stopped", 100))
-    beats = [event.pulse for event in told if hasattr(event, "pulse")]
+    beats = [event.status for event in told if hasattr(event, "status")]
     assert beats[0].number == 0 and beats[-1].trainer == "stopped" and len(beats) < 20
     await member.close()
 
 
 async def test_the_server_of_a_refused_second_process_hides_nobody(instance, http):
-    """Both pulse at once, the second one for a while after its trainer was refused, then no more."""
+    """Both status at once, the second one for a while after its trainer was refused, then no more."""
     member = await WireMember(http, instance.url, "r0").open()
     await member.say(m.Heartbeat(1, 0, 0, 0))
     await member.next(m.HeartbeatAck)
@@ -190,7 +190,7 @@ async def test_the_server_of_a_refused_second_process_hides_nobody(instance, htt
     [server] = job_view(job)["checkpoint_servers"]
     assert (server["ckpt"], server["trainer"], server["connected"]) == ("http://own", "running", True)
     [joiner] = job_view(job)["joiners"]
-    assert joiner["pulse"]["trainer"] == "running"
+    assert joiner["trainer_status"]["trainer"] == "running"
     job.server_closed(again)
     assert not job_view(job)["checkpoint_servers"][0]["connected"]
     await member.close()
@@ -199,9 +199,9 @@ async def test_the_server_of_a_refused_second_process_hides_nobody(instance, htt
 async def test_of_a_complete_job_no_server_is_listed_that_has_ended(instance, http):
     members = await start_job(http, instance.url, count=2)
     job = instance.jobs.by_name["job"]
-    pulses = [await WirePulse(http, instance.url, member.replica).open() for member in members]
-    for pulse in pulses:
-        await pulse.beat()
+    statuses = [await WireStatus(http, instance.url, member.replica).open() for member in members]
+    for status in statuses:
+        await status.beat()
 
     async def listed(*names: str) -> bool:
         return [server["replica"] for server in job_view(job)["checkpoint_servers"]] == list(names)
@@ -211,11 +211,11 @@ async def test_of_a_complete_job_no_server_is_listed_that_has_ended(instance, ht
         await member.say(m.Finished(member.newest.fence, 40))
     for member in members:
         await member.next(m.Complete)
-    await pulses[0].socket.close()
+    await statuses[0].socket.close()
     await eventually(lambda: listed("r1"), "only the one that still answers to be listed")
     ended, there = job_view(job)["members"]
-    assert (ended["ckpt"], ended["pulse"]) == ("", None)
-    assert there["ckpt"] and there["pulse"]["connected"]
+    assert (ended["ckpt"], ended["trainer_status"]) == ("", None)
+    assert there["ckpt"] and there["trainer_status"]["connected"]
     assert (ended["step"], there["step"]) == (40, 40), "and no beat of before the end"
     await close_all(members)
 

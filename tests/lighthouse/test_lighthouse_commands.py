@@ -14,7 +14,7 @@ from lighthouse_support import (
     ROOT,
     LighthouseProcess,
     WireMember,
-    WirePulse,
+    WireStatus,
     close_all,
     eventually,
     fabric,
@@ -179,12 +179,12 @@ class TestStatus:
 
     async def test_a_complete_job_is_shown_as_finished(self, lighthouse, http, job):
         members = await start_job(http, lighthouse.url, count=2, job=job)
-        pulse = await WirePulse(http, lighthouse.url, "r1", job).open()
+        status = await WireStatus(http, lighthouse.url, "r1", job).open()
         for member in members:
             await member.say(m.Finished(member.newest.fence, 7))
         for member in members:
             await member.next(m.Complete)
-        await pulse.beat("gone")
+        await status.beat("gone")
         await close_all(members)
         shown = fabric(
             *("status", "--lighthouse", lighthouse.url, "--token-file", lighthouse.token_file, "--job", job)

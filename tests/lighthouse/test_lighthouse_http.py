@@ -5,7 +5,7 @@ import subprocess
 
 import aiohttp
 import pytest
-from lighthouse_support import TOKEN, WirePulse, close_all, eventually, get, headers, post, start_job
+from lighthouse_support import TOKEN, WireStatus, close_all, eventually, get, headers, post, start_job
 
 from fabric.model import SnapshotRef, StepTimes
 from fabric.protocol.messages import network as m
@@ -79,8 +79,8 @@ async def test_metrics_tell_a_job_that_is_over_from_one_that_stands_still(lighth
 
 async def test_the_newest_durable_checkpoint_and_why_the_next_one_failed(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, job=job)
-    pulse = await WirePulse(http, lighthouse.url, "r0", job).open()
-    await pulse.beat(durable=(SnapshotRef(1, 5, "a"),), durable_error="step 9: the disk is full")
+    status = await WireStatus(http, lighthouse.url, "r0", job).open()
+    await status.beat(durable=(SnapshotRef(1, 5, "a"),), durable_error="step 9: the disk is full")
 
     async def is_known() -> bool:
         _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
@@ -115,10 +115,10 @@ async def test_how_old_the_freshest_recoverable_state_is(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, job=job)
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
     assert body["recoverable"] is None
-    pulses = [await WirePulse(http, lighthouse.url, f"r{i}", job).open() for i in range(2)]
+    statuses = [await WireStatus(http, lighthouse.url, f"r{i}", job).open() for i in range(2)]
     old, new = SnapshotRef(1, 5, "a"), SnapshotRef(1, 9, "b")
-    await pulses[0].beat(snapshots=(old,), ages_s=(70.0,))
-    await pulses[1].beat(snapshots=(old, new), ages_s=(60.0, 30.0))
+    await statuses[0].beat(snapshots=(old,), ages_s=(70.0,))
+    await statuses[1].beat(snapshots=(old, new), ages_s=(60.0, 30.0))
     await eventually(lambda: state_is(http, lighthouse.url, job, 9), "the newest snapshot to be known")
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
     state = body["recoverable"]
@@ -132,7 +132,7 @@ async def test_how_old_the_freshest_recoverable_state_is(lighthouse, http, job):
         if x.startswith(f'fabric_lighthouse_recoverable_age_seconds{{job="{job}"')
     ]
     assert 30 <= float(line.split()[-1]) < 60
-    await pulses[1].socket.close()
+    await statuses[1].socket.close()
     await eventually(lambda: state_is(http, lighthouse.url, job, 5), "the one that is left to count")
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
     assert 70 <= body["recoverable"]["age_s"] < 100
@@ -144,7 +144,14 @@ async def state_is(http, url, job, step) -> bool:
     return body["recoverable"] is not None and body["recoverable"]["step"] == step
 
 
-PATHS = ["/v1/jobs", "/v1/jobs/x", "/v1/jobs/x/events", "/v1/jobs/x/session", "/v1/jobs/x/pulse", "/nowhere"]
+PATHS = [
+    "/v1/jobs",
+    "/v1/jobs/x",
+    "/v1/jobs/x/events",
+    "/v1/jobs/x/session",
+    "/v1/jobs/x/trainer-status",
+    "/nowhere",
+]
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN + "x"])
@@ -240,7 +247,7 @@ async def test_a_policy_that_cannot_be(lighthouse, http, job, replicas):
 
 
 async def test_a_session_without_a_websocket(lighthouse, http, job):
-    for path in ("session", "pulse"):
+    for path in ("session", "trainer-status"):
         status, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}/{path}")
         assert status == 400 and "WebSocket" in body["error"]
     assert (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[0] == 404

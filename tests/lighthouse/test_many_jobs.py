@@ -8,7 +8,7 @@ from lighthouse_support import (
     TOKEN,
     LighthouseProcess,
     WireMember,
-    WirePulse,
+    WireStatus,
     close_all,
     connect,
     eventually,
@@ -194,8 +194,8 @@ async def test_a_complete_job_is_forgotten_when_its_time_is_over_and_nobody_spea
     with LighthouseProcess(tmp_path, store, arguments=("--retain-s", "1")) as lighthouse:
         url = f"{lighthouse.url}/v1/jobs/done"
         (member,) = await start_job(http, lighthouse.url, count=1, job="done")
-        pulse = await WirePulse(http, lighthouse.url, "r0", job="done").open()
-        await pulse.beat("running")
+        status = await WireStatus(http, lighthouse.url, "r0", job="done").open()
+        await status.beat("running")
         await member.say(m.Finished(member.newest.fence, 7))
         assert (await member.next(m.Complete)).step == 7
         await member.close()
@@ -206,7 +206,7 @@ async def test_a_complete_job_is_forgotten_when_its_time_is_over_and_nobody_spea
         ).open()
         assert (await late.next(m.Complete)).step == 7, "who comes late is told"
         await late.close()
-        await pulse.socket.close()
+        await status.socket.close()
 
         async def forgotten():
             return (await get(http, url))[0] == 404

@@ -6,14 +6,19 @@ import pytest
 
 from fabric.errors import ConfigError, ProtocolError
 from fabric.lighthouse.connections import validation
-from fabric.lighthouse.connections.validation import decode_member, decode_pulse, decode_session, parse_policy
+from fabric.lighthouse.connections.validation import (
+    decode_member,
+    decode_session,
+    decode_status,
+    parse_policy,
+)
 from fabric.model import Fence, RankAddress, SnapshotRef, StepTimes
 from fabric.protocol.member.session import MAX_NAMED
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 
 SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
-PULSE = m.TrainerStatus("r0", 1, "running", 1, "http://127.0.0.1:1")
+STATUS = m.TrainerStatus("r0", 1, "running", 1, "http://127.0.0.1:1")
 BEAT = m.Heartbeat(1, 1, 1, 1)
 FENCE = Fence("store", 1, 1)
 STATE = SnapshotRef(1, 2, "d")
@@ -69,8 +74,8 @@ def test_the_address_of_a_checkpoint_server_is_a_scheme_a_host_and_a_port(url):
     """A path or a query in it chose what the lighthouse asked, with the job's token."""
     for good in ("http://10.0.0.1:1", "https://[fd00::1]:65535#3", "http://a-b.example:1/", ""):
         assert decode_session(text(replace(SESSION, ckpt=good))).ckpt == good
-        assert decode_pulse(text(replace(PULSE, ckpt=good))).ckpt == good
-    for decode, message in ((decode_session, SESSION), (decode_pulse, PULSE)):
+        assert decode_status(text(replace(STATUS, ckpt=good))).ckpt == good
+    for decode, message in ((decode_session, SESSION), (decode_status, STATUS)):
         with pytest.raises(ProtocolError, match="ckpt"):
             decode(text(replace(message, ckpt=url)))
 
@@ -110,9 +115,9 @@ def test_a_member_may_name_as_many_unreachable_members_as_it_finds():
 
 def test_sentences_are_cut_and_cleaned_and_not_refused():
     forged = "x\n2026-11-22 10:00:00 INFO fabric: forged \x1b[2J" + "y" * 1000
-    pulse = decode_pulse(text(replace(PULSE, durable_error=forged)))
+    status = decode_status(text(replace(STATUS, durable_error=forged)))
     beat = decode_member(text(replace(BEAT, phase=forged, busy=forged)))
-    for sentence in (pulse.durable_error, beat.phase, beat.busy):
+    for sentence in (status.durable_error, beat.phase, beat.busy):
         assert sentence.isprintable() and len(sentence) == validation.MAX_SENTENCE and "forged" in sentence
 
 
@@ -126,9 +131,9 @@ def test_sentences_are_cut_and_cleaned_and_not_refused():
     ids=lambda change: next(iter(change)),
 )
 def test_a_trainer_status_is_bounded(change):
-    decode_pulse(text(PULSE))
+    decode_status(text(STATUS))
     with pytest.raises(ProtocolError):
-        decode_pulse(text(replace(PULSE, **change)))
+        decode_status(text(replace(STATUS, **change)))
 
 
 def test_only_a_report_may_be_long():

@@ -181,7 +181,7 @@ async def test_a_narrow_terminal_gets_whole_words(lighthouse, http, job):
     shown = fabric("status", *common(lighthouse, job), COLUMNS="80").stdout
     for member in members:
         address = f"{member.replica}: checkpoint server http://{member.replica}.test:9999"
-        assert address in shown.replace(", pulse", "\n").splitlines(), "below the table, whole"
+        assert address in shown.replace(", status", "\n").splitlines(), "below the table, whole"
     for word in ("replica", "member", "session", "trainer", "verdict", "alive"):
         assert word in shown
     await close_all(members)

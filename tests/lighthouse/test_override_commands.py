@@ -7,7 +7,7 @@ import pytest
 from lighthouse_support import (
     LighthouseProcess,
     WireMember,
-    WirePulse,
+    WireStatus,
     close_all,
     eventually,
     fabric,
@@ -184,12 +184,12 @@ async def test_saying_it_twice_is_as_saying_it_once(lighthouse, http, job):
     await close_all(members)
 
 
-async def die_and_come_back(http, lighthouse, members, pulse, job):
+async def die_and_come_back(http, lighthouse, members, server, job):
     """The last member's process ends; the others go on; its next process comes with their state."""
     dead = members[-1]
     incarnation = dead.session.incarnation
-    await pulse.beat("running", incarnation)
-    await pulse.beat("gone", incarnation)
+    await server.beat("running", incarnation)
+    await server.beat("gone", incarnation)
     epoch = members[0].newest.epoch + 1
     for member in members[:-1]:
         await member.epoch(epoch)
@@ -214,15 +214,15 @@ async def test_a_replica_that_fails_repeatedly_waits_until_an_operator_admits_it
     with LighthouseProcess(tmp_path, "memory:", arguments=arguments) as lighthouse:
         async with AsyncExitStack() as stack:
             members = await start_job(http, lighthouse.url, count=3, job=job)
-            pulse = await WirePulse(http, lighthouse.url, "r2", job=job).open()
-            stack.push_async_callback(pulse.socket.close)
-            members[-1] = await die_and_come_back(http, lighthouse, members, pulse, job)
+            server = await WireStatus(http, lighthouse.url, "r2", job=job).open()
+            stack.push_async_callback(server.socket.close)
+            members[-1] = await die_and_come_back(http, lighthouse, members, server, job)
             record = await members[0].epoch(3)
             assert "r2" in record.names, "once is no offence"
             for member in members:
                 await member.epoch(3)
                 await member.run()
-            members[-1] = await die_and_come_back(http, lighthouse, members, pulse, job)
+            members[-1] = await die_and_come_back(http, lighthouse, members, server, job)
             reason = (await members[-1].next(m.Rejected)).reason
             assert "r2 failed 2 times, last: its process is gone" in reason and "fabric admit r2" in reason
             assert not members[-1].socket.closed, "it waits"

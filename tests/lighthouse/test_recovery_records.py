@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from in_process import lighthouse_on
-from lighthouse_support import WireMember, WirePulse, close_all, eventually, headers, start_job
+from lighthouse_support import WireMember, WireStatus, close_all, eventually, headers, start_job
 from protocol.test_leader import runs, started
 
 from fabric.errors import ProtocolError
@@ -47,11 +47,11 @@ async def test_a_death_is_timed_from_detection_to_the_return(lighthouse, http, j
     members = await start_job(http, lighthouse.url, job=job)
     for member in members:
         await beat_step(member, 2, 7)
-    pulse = await WirePulse(http, lighthouse.url, "r1", job).open()
-    await pulse.beat()
+    status = await WireStatus(http, lighthouse.url, "r1", job).open()
+    await status.beat()
     assert await recoveries(http, lighthouse.url, job) == []
     members[1].cut()
-    await pulse.beat("gone")
+    await status.beat("gone")
     survivors = [members[0], members[2]]
     for member in survivors:
         await member.epoch(2)
@@ -96,8 +96,8 @@ async def test_a_process_that_is_lost_is_back_only_when_it_knows_that_it_was_out
     members = await start_job(http, lighthouse.url, job=job)
     for member in members:
         await beat_step(member, 2, 7)
-    pulse = await WirePulse(http, lighthouse.url, "r1", job).open()
-    await pulse.beat("stopped")
+    status = await WireStatus(http, lighthouse.url, "r1", job).open()
+    await status.beat("stopped")
     survivors = [members[0], members[2]]
     for member in survivors:
         await member.epoch(2)
@@ -117,7 +117,7 @@ async def test_a_process_that_is_lost_is_back_only_when_it_knows_that_it_was_out
         await member.next(m.Resume)
         await member.say(m.Running(member.newest.fence, 9))
         await beat_step(member, 3, 9)
-    await pulse.beat("running")
+    await status.beat("running")
     await members[1].epoch(2)
     await beat_step(members[1], 4, 7)
     (record,) = await recoveries(http, lighthouse.url, job)
@@ -145,8 +145,8 @@ async def test_a_leader_that_has_just_begun_learns_the_step_and_counts_only_the_
         await close_all(members)
     async with lighthouse_on(MemoryStore(space)) as second:
         await led_by(second)
-        pulse = await WirePulse(http, second.url, "r1").open()
-        await pulse.beat("gone")
+        status = await WireStatus(http, second.url, "r1").open()
+        await status.beat("gone")
 
         async def answered() -> bool:
             found = await recoveries(http, second.url, "job")
@@ -251,7 +251,7 @@ def test_members_that_stop_because_more_are_wanted_have_not_failed():
         assert job.record.is_forced and job.record.min_replicas == least and job.record != before
         assert log.observe(job.core.view, 1, 1.0) == [] and not log.is_recovering
         runs(job, "a b", 5)
-    job.pulse("b", "gone")
+    job.status("b", "gone")
     job.wait(0.1)
     assert [r.kind for r in log.observe(job.core.view, 2, 2.0)] == ["death"] and log.is_recovering
 

@@ -27,7 +27,7 @@ class Looking:
         until = self.lighthouse.now + seconds
         while self.lighthouse.now < until:
             self.lighthouse.wait(0.25)
-            self.lighthouse.do(*self.lighthouse.pulses.values())
+            self.lighthouse.do(*self.lighthouse.statuses.values())
             for name in self.lighthouse.record.names:
                 self.lighthouse.beat(name, 5)
             self.look()
@@ -45,7 +45,7 @@ def job():
 def test_a_silent_server_of_a_living_trainer_is_reported_once_and_so_is_its_return(job):
     job.wait(SILENT_S + 5)
     assert job.noted == [] and job.says("a") == ""
-    pulse = job.lighthouse.pulses.pop("a")
+    status = job.lighthouse.statuses.pop("a")
     job.wait(SILENT_S - 1)
     assert job.noted == []
     job.wait(20)
@@ -53,7 +53,7 @@ def test_a_silent_server_of_a_living_trainer_is_reported_once_and_so_is_its_retu
     assert job.noted == [("server silent", "a", said)]
     assert job.says("a").startswith("its checkpoint server has not answered for 2") and job.says("b") == ""
     assert job.servers.silent == {"a"} and job.lighthouse.record.names == ("a", "b")
-    job.lighthouse.pulses["a"] = pulse
+    job.lighthouse.statuses["a"] = status
     job.wait(1)
     assert job.noted[1:] == [("server heard", "a", "its checkpoint server answers again")]
     assert job.says("a") == "" and job.servers.silent == set()
@@ -67,7 +67,7 @@ def test_a_silent_server_of_a_dead_trainer_is_a_death_and_nothing_else(job):
 
 
 def test_the_waiting_sentence_mentions_a_silent_server(job):
-    job.lighthouse.pulses.pop("a")
+    job.lighthouse.statuses.pop("a")
     job.wait(SILENT_S + 2)
     late = m.Heartbeat(2, job.lighthouse.record.epoch, 1, 5, waiting_for=("a",))
     job.lighthouse.say("b", late)
@@ -80,11 +80,11 @@ def test_the_waiting_sentence_mentions_a_silent_server(job):
 
 
 def durable(job: Looking, name: str, *steps: int, error: str = "") -> None:
-    """A pulse that says what of its checkpoints is complete, and why the last one is not."""
+    """A status that says what of its checkpoints is complete, and why the last one is not."""
     refs = tuple(SnapshotRef(1, step, f"d{step}") for step in steps)
-    pulse = m.TrainerStatus(name, 1, "running", 1, f"http://{name}", durable=refs, durable_error=error)
-    job.lighthouse.pulses[name] = io.TrainerStatusSeen(pulse)
-    job.lighthouse.do(job.lighthouse.pulses[name])
+    status = m.TrainerStatus(name, 1, "running", 1, f"http://{name}", durable=refs, durable_error=error)
+    job.lighthouse.statuses[name] = io.TrainerStatusSeen(status)
+    job.lighthouse.do(job.lighthouse.statuses[name])
     job.look()
 
 

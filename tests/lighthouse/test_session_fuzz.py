@@ -1,4 +1,4 @@
-"""Anything at all on a session's and a pulse's WebSocket of a real lighthouse: bytes, frames, wrong fields,
+"""Anything at all on a session's and a status's WebSocket of a real lighthouse: bytes, frames, wrong fields,
 and valid messages in any order. Nothing breaks, the record stays, its members notice nothing, and who is
 refused is told why. ``FABRIC_FUZZ=5000`` hunts with so many new examples; else they are the same every time.
 """
@@ -188,7 +188,7 @@ def judge(code, reason, said):
 
 
 @FUZZ
-@given(st.sampled_from(["session", "introduced", "pulse"]), st.lists(NOISE, min_size=1, max_size=5))
+@given(st.sampled_from(["session", "introduced", "trainer-status"]), st.lists(NOISE, min_size=1, max_size=5))
 def test_noise_is_refused_with_a_sentence_and_harms_no_job(world, how, frames):
     if how == "introduced":
         judge(*world.attack("session", [INTRODUCTION, *frames]))
@@ -209,11 +209,11 @@ def test_valid_messages_in_any_order_harm_no_job(world, messages, introduced):
 
 @FUZZ
 @given(st.lists(st.from_type(m.TrainerStatus), min_size=1, max_size=5))
-def test_a_status_about_another_replica_harms_no_job(world, pulses):
-    judge(*world.attack("pulse", [texts(replace(p, replica=INTRUDER)) for p in pulses]))
+def test_a_status_about_another_replica_harms_no_job(world, statuses):
+    judge(*world.attack("trainer-status", [texts(replace(p, replica=INTRUDER)) for p in statuses]))
 
 
-@pytest.mark.parametrize("path", ["session", "pulse"])
+@pytest.mark.parametrize("path", ["session", "trainer-status"])
 @pytest.mark.parametrize(
     ("frame", "code", "words"),
     [

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from lighthouse_support import (
     WireMember,
-    WirePulse,
+    WireStatus,
     close_all,
     closing,
     connect,
@@ -62,11 +62,11 @@ async def test_the_policy_is_read_from_the_query(lighthouse, http, job):
 
 async def test_a_killed_member_is_evicted_and_the_others_go_on(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, job=job)
-    pulses = [await WirePulse(http, lighthouse.url, f"r{i}", job).open() for i in range(3)]
-    for pulse in pulses:
-        await pulse.beat()
+    statuses = [await WireStatus(http, lighthouse.url, f"r{i}", job).open() for i in range(3)]
+    for status in statuses:
+        await status.beat()
     members[1].cut()
-    await pulses[1].beat("gone")
+    await statuses[1].beat("gone")
     for member in (members[0], members[2]):
         record = await member.epoch(2)
         assert record.names == ("r0", "r2") and record.is_forced
@@ -84,21 +84,21 @@ async def test_a_killed_member_is_evicted_and_the_others_go_on(lighthouse, http,
 async def test_silence_of_session_and_status_is_death_too(lighthouse, http, job):
     """Nobody says that the process has ended; both its connections are cut."""
     members = await start_job(http, lighthouse.url, job=job)
-    pulse = await WirePulse(http, lighthouse.url, "r1", job).open()
-    await pulse.beat()
+    status = await WireStatus(http, lighthouse.url, "r1", job).open()
+    await status.beat()
     members[1].cut()
-    await pulse.socket.close()
+    await status.socket.close()
     record = await members[0].epoch(2)
     assert record.names == ("r0", "r2") and "session ended" in record.reason
     await close_all([members[0], members[2]])
 
 
 async def test_a_member_whose_trainer_runs_may_reconnect(lighthouse, http, job):
-    """A cut session is no death while the pulse says that the trainer runs: same epoch afterwards."""
+    """A cut session is no death while the status says that the trainer runs: same epoch afterwards."""
     members = await start_job(http, lighthouse.url, job=job)
-    pulse = await WirePulse(http, lighthouse.url, "r1", job).open()
-    await pulse.beat()
-    beating = asyncio.create_task(pulse.keep_beating())
+    status = await WireStatus(http, lighthouse.url, "r1", job).open()
+    await status.beat()
+    beating = asyncio.create_task(status.keep_beating())
     members[1].cut()
 
     async def is_away() -> bool:
@@ -257,7 +257,7 @@ async def test_a_message_over_the_limit_ends_the_connection(lighthouse, http, jo
     ids=str,
 )
 async def test_a_malformed_trainer_status_is_refused(lighthouse, http, job, change):
-    socket = await connect(http, lighthouse.url, job, "pulse")
+    socket = await connect(http, lighthouse.url, job, "trainer-status")
     body = json.loads(wire.encode(m.TrainerStatus("r0", 1, "running", 1)))
     await socket.send_str(json.dumps({**body, **change}))
     assert isinstance(wire.decode((await socket.receive(10)).data), m.Rejected)
@@ -265,11 +265,11 @@ async def test_a_malformed_trainer_status_is_refused(lighthouse, http, job, chan
 
 
 async def test_a_checkpoint_server_speaks_for_one_replica(lighthouse, http, job):
-    pulse = await WirePulse(http, lighthouse.url, "r0", job).open()
-    await pulse.beat()
-    pulse.replica = "r1"
-    await pulse.beat()
-    assert (await closing(pulse.socket))[0] == MALFORMED
+    status = await WireStatus(http, lighthouse.url, "r0", job).open()
+    await status.beat()
+    status.replica = "r1"
+    await status.beat()
+    assert (await closing(status.socket))[0] == MALFORMED
 
 
 async def test_long_reasons_are_cut_before_they_reach_the_record(lighthouse, http, job):
@@ -364,13 +364,13 @@ async def events(http, url: str, job: str, after: int = 0) -> list[dict]:
 
 async def test_the_job_is_shown_with_everything_that_is_known(lighthouse, http, job):
     members = await start_job(http, lighthouse.url, count=2, job=job)
-    pulse = await WirePulse(http, lighthouse.url, "r0", job).open()
-    await pulse.beat("running")
+    status = await WireStatus(http, lighthouse.url, "r0", job).open()
+    await status.beat("running")
 
-    async def has_pulse() -> bool:
-        return bool((await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[1]["members"][0]["pulse"])
+    async def has_status() -> bool:
+        return bool((await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[1]["members"][0]["trainer_status"])
 
-    await eventually(has_pulse, "the pulse to arrive")
+    await eventually(has_status, "the status to arrive")
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
     assert (body["epoch"], body["generation"], body["roster"]) == (1, 1, ["r0", "r1"])
     assert body["record"]["store_id"] == body["store"]["id"]
@@ -378,8 +378,8 @@ async def test_the_job_is_shown_with_everything_that_is_known(lighthouse, http, 
     assert body["waiting_for"] == "nothing: every member runs"
     member = body["members"][0]
     assert (member["phase"], member["step"], member["verdict"]) == ("run", 0, "alive")
-    assert member["ckpt"] == "http://r0.test:9999" and member["pulse"]["trainer"] == "running"
-    assert 0 <= member["session_age_s"] < 30 and 0 <= member["pulse"]["age_s"] < 30
+    assert member["ckpt"] == "http://r0.test:9999" and member["trainer_status"]["trainer"] == "running"
+    assert 0 <= member["session_age_s"] < 30 and 0 <= member["trainer_status"]["age_s"] < 30
     joiner = await WireMember(http, lighthouse.url, "r2", job=job, replicas="2").open()
     await joiner.epoch(1)
     _, body = await get(http, f"{lighthouse.url}/v1/jobs/{job}")
@@ -389,20 +389,20 @@ async def test_the_job_is_shown_with_everything_that_is_known(lighthouse, http, 
 
 
 async def test_a_job_of_which_nothing_is_stored_is_forgotten(lighthouse, http, job):
-    pulse = await WirePulse(http, lighthouse.url, "r0", job).open()
-    await pulse.beat("absent")
+    status = await WireStatus(http, lighthouse.url, "r0", job).open()
+    await status.beat("absent")
 
-    async def status() -> int:
+    async def answer() -> int:
         return (await get(http, f"{lighthouse.url}/v1/jobs/{job}"))[0]
 
     async def is_known() -> bool:
-        return await status() == 200
+        return await answer() == 200
 
     async def is_gone() -> bool:
-        return await status() == 404
+        return await answer() == 404
 
-    await eventually(is_known, "the pulse to be heard")
-    await pulse.socket.close()
+    await eventually(is_known, "the status to be heard")
+    await status.socket.close()
     await eventually(is_gone, "the job to be forgotten")
 
 

@@ -9,7 +9,7 @@ from fabric.lighthouse.connections.validation import (
     MOST_REPLICAS,
     check_name,
     decode_member,
-    decode_pulse,
+    decode_status,
     parse_policy,
 )
 from fabric.lighthouse.jobs.job_store import job_of, record_key
@@ -51,11 +51,11 @@ class TestValidation:
 
     @pytest.mark.parametrize("ages_s", [(1.0, 2.0), (-0.1,)])
     def test_ages_of_snapshots_fit_them(self, ages_s):
-        pulse = m.TrainerStatus("r0", 1, "running", 1, "", (SnapshotRef(1, 5, "d"),))
+        status = m.TrainerStatus("r0", 1, "running", 1, "", (SnapshotRef(1, 5, "d"),))
         for good in ((), (0.5,)):
-            assert decode_pulse(wire.encode(replace(pulse, ages_s=good)).decode()).ages_s == good
+            assert decode_status(wire.encode(replace(status, ages_s=good)).decode()).ages_s == good
         with pytest.raises(ProtocolError, match="ages_s"):
-            decode_pulse(wire.encode(replace(pulse, ages_s=ages_s)).decode())
+            decode_status(wire.encode(replace(status, ages_s=ages_s)).decode())
 
     def test_sentences_are_cut_and_printable(self):
         aborted = decode_member(wire.encode(m.Aborted(Fence("s", 1, 1), 1, "a\nb" + "x" * 999)).decode())

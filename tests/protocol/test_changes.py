@@ -70,7 +70,7 @@ def evicted(*knowing):
         lighthouse.beat(name, 5)
     runs(lighthouse, "a b c", 5)
     lighthouse.effects.clear()
-    lighthouse.pulse("c", "gone")
+    lighthouse.status("c", "gone")
     lighthouse.wait(0.02)
     assert lighthouse.record.names == ("a", "b")
     return lighthouse

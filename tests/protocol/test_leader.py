@@ -25,7 +25,7 @@ class Lighthouse:
         self.core = LeaderCore("job", config, random.Random(1), self.now)
         self.effects, self.records = [], []
         self.incarnations = {}
-        self.pulses = {}
+        self.statuses = {}
         self.do(io.Elected("s", record))
 
     def spend_credit(self):
@@ -51,7 +51,7 @@ class Lighthouse:
         effects = []
         while (due := self.core.next_deadline()) is not None and due <= until:
             self.now = max(due, self.now)
-            effects += self.do(*self.pulses.values(), io.LeaderTick())
+            effects += self.do(*self.statuses.values(), io.LeaderTick())
         self.now = until
         self.effects = effects
         return effects
@@ -68,16 +68,16 @@ class Lighthouse:
         epoch = self.record.epoch if epoch is None else epoch
         return self.say(name, m.Heartbeat(1, epoch, generation, step))
 
-    def pulse(self, name, trainer="running", incarnation=1, snapshots=(), ckpt=None):
+    def status(self, name, trainer="running", incarnation=1, snapshots=(), ckpt=None):
         seen = io.TrainerStatusSeen(
             m.TrainerStatus(name, incarnation, trainer, 1, ckpt or f"http://{name}", tuple(snapshots))
         )
-        self.pulses[name] = seen
+        self.statuses[name] = seen
         return self.do(seen)
 
     def lose(self, name):
-        """Its session and the pulse of its server end."""
-        self.pulses.pop(name, None)
+        """Its session and the status of its server end."""
+        self.statuses.pop(name, None)
         self.do(
             io.SessionClosed(name, self.incarnations[name]), io.TrainerStatusClosed(name, f"http://{name}")
         )
@@ -103,7 +103,7 @@ def started(names="a b", record=None, **policy):
     lighthouse = Lighthouse(record, **policy)
     for name in names.split():
         lighthouse.open(name, generation=1, step=5, epoch=record.epoch)
-        lighthouse.pulse(name)
+        lighthouse.status(name)
         lighthouse.beat(name, 5)
     lighthouse.spend_credit()
     return runs(lighthouse, names, 5)
@@ -177,9 +177,9 @@ def test_the_first_start_waits_for_the_server_of_a_script_that_begins_at_a_later
     lighthouse = Lighthouse(start_replicas=2)
     lighthouse.open("a", step=40)
     lighthouse.open("b", step=30)
-    lighthouse.pulse("b", snapshots=[SnapshotRef(0, 30, "thirty")])
+    lighthouse.status("b", snapshots=[SnapshotRef(0, 30, "thirty")])
     assert not lighthouse.records
-    lighthouse.pulse("a", snapshots=[SnapshotRef(0, 40, "forty")])
+    lighthouse.status("a", snapshots=[SnapshotRef(0, 40, "forty")])
     (record,) = lighthouse.records
     assert (record.base.step, record.base.sources) == (40, ("http://a",))
 
@@ -188,7 +188,7 @@ def test_but_not_for_longer_than_the_grace_period():
     lighthouse = Lighthouse(start_replicas=2)
     lighthouse.open("a", step=40)
     lighthouse.open("b", step=30)
-    lighthouse.pulse("b", snapshots=[SnapshotRef(0, 30, "thirty")])
+    lighthouse.status("b", snapshots=[SnapshotRef(0, 30, "thirty")])
     lighthouse.wait(2.9)
     assert not lighthouse.records
     lighthouse.wait(0.7)
@@ -198,7 +198,7 @@ def test_but_not_for_longer_than_the_grace_period():
 def test_but_not_for_ever():
     lighthouse = Lighthouse(start_replicas=2, start_wait_s=120.0)
     lighthouse.open("b")
-    lighthouse.pulse("b")
+    lighthouse.status("b")
     lighthouse.wait(119)
     assert not lighthouse.records
     lighthouse.wait(2)
@@ -214,7 +214,7 @@ def test_below_the_minimum_nothing_starts():
 
 def test_a_stopped_process_is_not_started_with():
     lighthouse = Lighthouse(start_replicas=1)
-    lighthouse.pulse("a", "stopped")
+    lighthouse.status("a", "stopped")
     lighthouse.wait(1.0)
     lighthouse.open("a")
     assert not lighthouse.records
@@ -240,7 +240,7 @@ def test_the_first_start_does_not_wait_for_silence_to_end_and_silence_counts_fro
 def test_after_a_loss_nobody_is_started_with_who_is_silent():
     lighthouse = started("a b c", start_replicas=3, start_wait_s=4.0)
     for name in "abc":
-        lighthouse.pulse(name, "gone")
+        lighthouse.status(name, "gone")
         lighthouse.do(io.SessionClosed(name, 1))
     lighthouse.open("a", "b", incarnation=2, predecessors=(1,))
     for _ in range(5):
@@ -252,8 +252,8 @@ def test_after_a_loss_nobody_is_started_with_who_is_silent():
 def test_a_cold_start_takes_the_newest_state_that_a_server_still_holds():
     lighthouse = started()
     old, new = SnapshotRef(1, 900, "old"), SnapshotRef(2, 40, "new")
-    lighthouse.pulse("a", "gone", snapshots=[old, new])
-    lighthouse.pulse("b", "gone", snapshots=[new])
+    lighthouse.status("a", "gone", snapshots=[old, new])
+    lighthouse.status("b", "gone", snapshots=[new])
     assert lighthouse.record.epoch == 1, "nobody is there to start with"
     lighthouse.do(io.SessionClosed("a", 1), io.SessionClosed("b", 1))
     lighthouse.open("a", incarnation=2, predecessors=(1,))
@@ -264,19 +264,19 @@ def test_a_cold_start_takes_the_newest_state_that_a_server_still_holds():
 
 def test_what_a_trainer_says_of_snapshots_does_not_count_against_the_servers():
     lighthouse = Lighthouse(start_replicas=2)
-    lighthouse.pulse("a", snapshots=[SnapshotRef(1, 3, "real")])
-    lighthouse.pulse("b")
+    lighthouse.status("a", snapshots=[SnapshotRef(1, 3, "real")])
+    lighthouse.status("b")
     lighthouse.open("a", "b", snapshots=(SnapshotRef(1, 7, "lost with its server"),))
     assert lighthouse.record.base.digest == "real"
 
 
 def test_nobody_starts_anew_while_a_member_is_merely_out_of_sight():
     lighthouse = started()
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     for name in "ab":
         lighthouse.lose(name)
     lighthouse.wait(1.0)
-    lighthouse.pulse("b", incarnation=2)
+    lighthouse.status("b", incarnation=2)
     lighthouse.open("b", incarnation=2, predecessors=(1,))
     lighthouse.wait(33)
     assert lighthouse.record.generation == 1, "a may still be committing"
@@ -290,7 +290,7 @@ def test_who_caught_up_to_the_end_from_outside_completes_a_dead_job():
     lighthouse.open("c", generation=1, step=9)
     lighthouse.say("c", m.Finished(lighthouse.record.fence, 10))
     for name in "ab":
-        lighthouse.pulse(name, "gone")
+        lighthouse.status(name, "gone")
     assert lighthouse.record.complete and lighthouse.record.base.step == 10
 
 
@@ -299,9 +299,9 @@ def test_who_caught_up_to_the_end_from_outside_completes_a_dead_job():
 
 def test_deaths_noticed_together_share_an_epoch():
     lighthouse = started("a b c")
-    lighthouse.pulse("a", "gone")
+    lighthouse.status("a", "gone")
     assert lighthouse.record.epoch == 1
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     lighthouse.wait(0.05)
     assert (lighthouse.record.epoch, lighthouse.record.names) == (2, ("c",))
     assert lighthouse.record.is_forced and "its process is gone" in lighthouse.record.reason
@@ -311,7 +311,7 @@ def test_an_epoch_changes_from_the_death_until_the_store_has_the_next():
     lighthouse = started("a b c")
     assert not lighthouse.core.writer.is_changing
     lighthouse.commits = False
-    lighthouse.pulse("a", "gone")
+    lighthouse.status("a", "gone")
     assert lighthouse.core.writer.is_changing and lighthouse.core.writer.writing is None
     lighthouse.wait(0.05)
     assert lighthouse.core.writer.is_changing and lighthouse.core.writer.writing is not None
@@ -324,7 +324,7 @@ def test_a_newcomer_alone_cannot_carry_the_job_before_it_took_part():
     lighthouse = Lighthouse(record)
     lighthouse.open("a", "c", generation=1, step=5)
     lighthouse.say("a", m.Running(record.fence, 6))
-    lighthouse.pulse("c")
+    lighthouse.status("c")
     lighthouse.wait(5.0)
     lighthouse.lose("a")
     lighthouse.wait(1.0)
@@ -340,10 +340,10 @@ def test_a_newcomer_alone_cannot_carry_the_job_before_it_took_part():
 def test_the_last_one_that_is_heard_again_goes_on():
     """Found in simulation: it was condemned for silence, could not be evicted, and was never forgiven."""
     lighthouse = started("a")
-    lighthouse.pulse("a", "stopped")
+    lighthouse.status("a", "stopped")
     lighthouse.wait(1.0)
     assert "a" in lighthouse.core.state.epoch.pending_evictions
-    lighthouse.pulse("a", "running")
+    lighthouse.status("a", "running")
     assert "a" not in lighthouse.core.state.epoch.pending_evictions and lighthouse.told("heard again")
 
 
@@ -407,7 +407,7 @@ def test_an_abort_in_the_epoch_before_a_planned_one_counts_too():
 
 def test_an_abort_before_the_last_forced_epoch_is_settled_already():
     lighthouse = started("a b c")
-    lighthouse.pulse("c", "gone")
+    lighthouse.status("c", "gone")
     lighthouse.wait(0.05)
     aborted(lighthouse, "a", "c", epoch=1)
     lighthouse.wait(5.0)
@@ -428,7 +428,7 @@ def test_an_abort_of_a_process_that_no_epoch_listed_changes_nothing():
 
 def test_an_abort_of_another_process_of_a_member_changes_nothing():
     lighthouse = started()
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     lighthouse.wait(0.05)
     assert lighthouse.record.names == ("a",)
     runs(lighthouse, "a", 5)
@@ -506,7 +506,7 @@ def test_only_a_member_tells_of_a_step_without_data_and_only_of_one_that_it_has_
 
 def test_a_forced_epoch_is_decided_when_all_have_reported_and_told_to_all():
     lighthouse = started("a b c")
-    lighthouse.pulse("c", "gone")
+    lighthouse.status("c", "gone")
     lighthouse.wait(0.05)
     record = lighthouse.record
     lighthouse.say("a", report_of(record, 5, (1, 5, "a b c"), have=(0, 1)))
@@ -570,11 +570,11 @@ def test_a_newcomer_is_admitted_when_it_has_caught_up():
 def test_who_does_not_know_yet_that_it_is_outside_is_not_admitted():
     """Found in simulation: evicted and admitted in turn, hundreds of times, while it was stopped."""
     lighthouse = started("a b c")
-    lighthouse.pulse("c", "stopped")
+    lighthouse.status("c", "stopped")
     lighthouse.wait(1.0)
     assert lighthouse.record.names == ("a", "b")
     runs(lighthouse, "a b", 5)
-    lighthouse.pulse("c", "running")
+    lighthouse.status("c", "running")
     lighthouse.wait(1.0)
     assert lighthouse.record.epoch == 2
     lighthouse.beat("c", 5)
@@ -594,7 +594,7 @@ def test_who_is_evicted_again_and_again_waits_longer_every_time():
         while lighthouse.record.names == ("a",):
             lighthouse.wait(0.05)
             for name in "ab":
-                lighthouse.pulse(name)
+                lighthouse.status(name)
                 lighthouse.beat(name, 5)
             waited += 0.05
         runs(lighthouse, "a b", 5)
@@ -612,7 +612,7 @@ def test_nobody_joins_while_something_is_outstanding():
 
 def test_a_parked_job_admits_by_a_forced_epoch():
     lighthouse = started("a b", min_replicas=2)
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     lighthouse.wait(0.05)
     lighthouse.say("a", report_of(lighthouse.record, 5))
     lighthouse.open("b", incarnation=2, generation=1, step=5, predecessors=(1,))
@@ -710,7 +710,7 @@ def test_a_member_whose_session_was_lost_is_asked_again():
 
 def test_the_address_of_a_server_that_was_started_again_is_the_new_one():
     lighthouse = needing()
-    lighthouse.pulse("a", ckpt="http://a-new")
+    lighthouse.status("a", ckpt="http://a-new")
     for name in "ab":
         lighthouse.say(name, m.SnapshotTaken(lighthouse.record.fence, "c", 6, "d6"))
     assert lighthouse.sent(m.StateSources)[0][1].urls == ("http://a-new", "http://b")
@@ -740,63 +740,63 @@ def test_two_living_processes_cannot_be_one_replica():
 
 
 def elsewhere(name, incarnation, trainer="running"):
-    """The pulse of another process of this replica id, with a server and a run folder of its own."""
+    """The status of another process of this replica id, with a server and a run folder of its own."""
     return io.TrainerStatusSeen(m.TrainerStatus(name, incarnation, trainer, 1, "http://elsewhere"))
 
 
 def test_a_refused_second_process_of_an_id_silences_nobody():
     lighthouse = started()
-    lighthouse.pulses["the second b"] = elsewhere("b", 2)
-    lighthouse.wait(0.1)  # its pulse comes before its session
+    lighthouse.statuses["the second b"] = elsewhere("b", 2)
+    lighthouse.wait(0.1)  # its status comes before its session
     assert lighthouse.do(io.SessionOpened(session_of("b", 2, generation=1)))
     assert lighthouse.sent(m.Rejected)
     lighthouse.wait(5.0)  # b's trainer holds the interpreter's lock: its server alone is heard
-    lighthouse.pulses["the second b"] = elsewhere("b", 2, "gone")
+    lighthouse.statuses["the second b"] = elsewhere("b", 2, "gone")
     lighthouse.wait(5.0)
-    del lighthouse.pulses["the second b"]
+    del lighthouse.statuses["the second b"]
     lighthouse.do(io.TrainerStatusClosed("b", "http://elsewhere"))
     lighthouse.wait(0.1)
     assert lighthouse.record.epoch == 1 and not lighthouse.core.state.epoch.pending_evictions
-    pulse = lighthouse.core.state.liveness.pulses["b"]
-    assert (pulse.incarnation, pulse.ckpt, pulse.connected) == (1, "http://b", True)
-    lighthouse.pulse("b", "stopped")
+    status = lighthouse.core.state.liveness.statuses["b"]
+    assert (status.incarnation, status.ckpt, status.connected) == (1, "http://b", True)
+    lighthouse.status("b", "stopped")
     lighthouse.wait(0.3)
     assert lighthouse.record.names == ("a",) and "been stopped" in lighthouse.record.reason, "and at once"
 
 
-def test_after_a_fail_over_the_roster_says_which_of_two_pulses_counts():
+def test_after_a_fail_over_the_roster_says_which_of_two_statuses_counts():
     lighthouse = Lighthouse(record_of("a b"))
     lighthouse.do(elsewhere("b", 2))
-    lighthouse.pulse("b")
+    lighthouse.status("b")
     lighthouse.do(elsewhere("b", 2, "gone"))
-    pulse = lighthouse.core.state.liveness.pulses["b"]
-    assert (pulse.incarnation, pulse.trainer, pulse.ckpt) == (1, "running", "http://b")
+    status = lighthouse.core.state.liveness.statuses["b"]
+    assert (status.incarnation, status.trainer, status.ckpt) == (1, "running", "http://b")
     assert not lighthouse.told("trainer gone")
 
 
 def test_a_new_process_on_another_host_counts_once_it_is_let_in():
     lighthouse = started("a b c")
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     lighthouse.do(elsewhere("b", 2))
-    assert lighthouse.core.state.liveness.pulses["b"].trainer == "gone", (
+    assert lighthouse.core.state.liveness.statuses["b"].trainer == "gone", (
         "what is certain of the old one stays so"
     )
     lighthouse.wait(0.1)
     lighthouse.open("b", incarnation=2, generation=1, step=5, predecessors=(1,))
     lighthouse.do(elsewhere("b", 2))
-    lighthouse.pulse("b", "gone")
-    pulse = lighthouse.core.state.liveness.pulses["b"]
-    assert (pulse.incarnation, pulse.trainer, pulse.ckpt) == (2, "running", "http://elsewhere")
+    lighthouse.status("b", "gone")
+    status = lighthouse.core.state.liveness.statuses["b"]
+    assert (status.incarnation, status.trainer, status.ckpt) == (2, "running", "http://elsewhere")
 
 
 def test_the_server_of_who_was_never_let_in_is_forgotten_with_its_connection():
     lighthouse = started()
-    lighthouse.pulse("x2")
+    lighthouse.status("x2")
     lighthouse.do(io.SessionOpened(session_of("x2", layout="wide")))
     assert lighthouse.sent(m.Rejected)
     lighthouse.do(io.TrainerStatusClosed("x2", "http://x2"), io.TrainerStatusClosed("b", "http://b"))
-    assert set(lighthouse.core.state.liveness.pulses) == {"a", "b"}
-    assert not lighthouse.core.state.liveness.pulses["b"].connected
+    assert set(lighthouse.core.state.liveness.statuses) == {"a", "b"}
+    assert not lighthouse.core.state.liveness.statuses["b"].connected
 
 
 def test_an_older_process_must_go():
@@ -933,7 +933,7 @@ def test_after_a_fail_over_nobody_is_dead_while_the_others_still_come_back():
     for name in "abcd":
         lighthouse.wait(2.5)
         lighthouse.open(name, generation=1, step=5, epoch=1)
-        lighthouse.pulse(name)
+        lighthouse.status(name)
     assert lighthouse.record.epoch == 1
     lighthouse.wait(2.5)
     lighthouse.open("a", generation=1, step=5, epoch=1)  # again: it had come back before

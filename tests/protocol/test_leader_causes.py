@@ -10,7 +10,7 @@ from fabric.protocol.messages import network as m
 
 def test_a_death_has_one_id_from_the_first_sign_to_the_decision():
     lighthouse = started("a b c")
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     [seen], [condemned] = lighthouse.told("trainer gone"), lighthouse.told("evicting")
     lighthouse.wait(0.05)
     assert lighthouse.record.epoch == 2 and lighthouse.record.incident_id == "e2"
@@ -26,12 +26,12 @@ def test_a_death_has_one_id_from_the_first_sign_to_the_decision():
 
 def test_a_return_belongs_to_the_loss_it_ends():
     lighthouse = started("a b c")
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     lighthouse.wait(0.05)
     runs(lighthouse, "a c", 5)
     lighthouse.open("b", incarnation=2, generation=1, step=5, epoch=2)
     assert [e.incident_id for e in lighthouse.told("session opened")] == ["e2"]
-    lighthouse.pulse("b", incarnation=2)
+    lighthouse.status("b", incarnation=2)
     lighthouse.beat("b", 5)
     lighthouse.wait(1.0)
     assert (lighthouse.record.epoch, lighthouse.record.names) == (3, ("a", "c", "b"))
@@ -47,7 +47,7 @@ def test_the_next_leader_names_an_unanswered_failure_alike():
         lighthouse = Lighthouse(record, commits=commits)
         for name in ("a", "b", "c"):
             lighthouse.open(name, generation=1, step=5, epoch=7)
-        lighthouse.pulse("b", "gone")
+        lighthouse.status("b", "gone")
         causes += [e.incident_id for e in lighthouse.told("evicting")]
         lighthouse.wait(0.05)
     assert (
@@ -71,5 +71,5 @@ def test_a_trainer_that_ends_with_the_job_is_no_cause():
     for name in ("a", "b"):
         lighthouse.say(name, m.Finished(lighthouse.record.fence, 9))
     assert lighthouse.record.complete
-    lighthouse.pulse("a", "gone")
+    lighthouse.status("a", "gone")
     assert [e.incident_id for e in lighthouse.told("trainer gone")] == [""], "no epoch answers it"

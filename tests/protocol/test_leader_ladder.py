@@ -18,20 +18,20 @@ def all_dead(durable=(), held=(), names="a b"):
     """Everybody died; new processes have come, which found these in storage. Servers hold ``held``."""
     lighthouse = Lighthouse(record_of(names, epoch=1), start_replicas=len(names.split()))
     for name in names.split():
-        lighthouse.pulse(name, "gone", snapshots=held)
+        lighthouse.status(name, "gone", snapshots=held)
     for name in names.split():
         lighthouse.open(name, incarnation=2, predecessors=(1,), durable=tuple(durable))
-        lighthouse.pulse(name, incarnation=2, snapshots=held)
+        lighthouse.status(name, incarnation=2, snapshots=held)
     return lighthouse
 
 
 def die_and_come_again(lighthouse, durable=(), held=(), incarnation=2):
     """Every trainer is killed at once, and its new process is there before the next plan sees the loss."""
     for name in "ab":
-        lighthouse.pulse(name, "gone", incarnation=incarnation - 1, snapshots=held)
+        lighthouse.status(name, "gone", incarnation=incarnation - 1, snapshots=held)
     for name in "ab":
         lighthouse.open(name, incarnation=incarnation, predecessors=(1,), durable=tuple(durable))
-        lighthouse.pulse(name, incarnation=incarnation, snapshots=held)
+        lighthouse.status(name, incarnation=incarnation, snapshots=held)
 
 
 def fall(lighthouse, name, why="/checkpoints/step-60/__0_0.distcp is damaged"):
@@ -43,7 +43,7 @@ def test_a_server_that_nobody_hears_and_that_delivers_nothing_is_believed_once_o
     lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
     for name, held in (("a", (NEW,)), ("b", ())):
         lighthouse.open(name, incarnation=2, predecessors=(1,), snapshots=held)
-    lighthouse.pulse("b", incarnation=2, snapshots=[OLD])
+    lighthouse.status("b", incarnation=2, snapshots=[OLD])
     lighthouse.wait(10.0)
     assert lighthouse.record.base.step == 60, "it may connect again in a moment"
     for name in ("a", "b"):
@@ -143,10 +143,10 @@ def outvoted(lighthouse, name, step):
 def left_alone(*others):
     """a's state was outvoted by b and c, which died; ``others`` are states that their servers hold still."""
     lighthouse = started("a b c", start_replicas=1)
-    lighthouse.pulse("a", snapshots=[SnapshotRef(1, 38, "wrong")])
+    lighthouse.status("a", snapshots=[SnapshotRef(1, 38, "wrong")])
     for name in "bc":
         lighthouse.beat(name, 40)
-        lighthouse.pulse(name, "gone", snapshots=others)
+        lighthouse.status(name, "gone", snapshots=others)
     lighthouse.wait(1.0)
     assert lighthouse.record.names == ("a",) and lighthouse.record.generation == 1
     outvoted(lighthouse, "a", 40)
@@ -196,19 +196,19 @@ def test_when_nothing_can_be_loaded_the_job_fails_rather_than_begin_from_scratch
     lighthouse.do(io.Operator("retry", "", "ann", "the storage is mended"))
     for name in ("a", "b"):
         lighthouse.open(name, incarnation=3, predecessors=(2, 1), durable=(NEW,))
-        lighthouse.pulse(name, incarnation=3)
+        lighthouse.status(name, incarnation=3)
     assert not lighthouse.record.failed and lighthouse.record.base.step == 60
 
 
 def test_a_new_store_goes_on_from_storage_in_a_generation_above_its():
     lighthouse = Lighthouse(start_replicas=1)
-    lighthouse.pulse("a")
+    lighthouse.status("a")
     lighthouse.open("a", durable=(SnapshotRef(7, 90, "x"),))
     record = lighthouse.record
     assert (record.generation, record.base) == (8, Base(7, 90, "x", (DURABLE,)))
 
 
-def test_a_checkpoint_that_was_written_since_is_known_by_its_writers_pulse():
+def test_a_checkpoint_that_was_written_since_is_known_by_its_writers_status():
     lighthouse = all_dead(durable=[OLD])
     told = lighthouse.do(
         io.TrainerStatusSeen(m.TrainerStatus("a", 2, "running", 9, "http://a", durable=(NEW,)))

@@ -17,7 +17,7 @@ def complain(lighthouse, **unreachable):
         why = f"the link to {others[0]} ended: connection timed out"
         lighthouse.say(name, m.Aborted(fence, 5, why, others[0], unreachable=tuple(others)))
     for name in lighthouse.incarnations:
-        lighthouse.do(lighthouse.pulses[name])
+        lighthouse.do(lighthouse.statuses[name])
     lighthouse.wait(0.35)
 
 
@@ -88,7 +88,7 @@ def test_a_missing_link_is_no_evidence_against_anybody():
 def test_who_is_silent_altogether_is_judged_for_that():
     """Its host may be gone: that says more than that its links are cut, and counts against it."""
     lighthouse = started("a b c d")
-    lighthouse.pulses.pop("d")
+    lighthouse.statuses.pop("d")
     for _ in range(10):
         for name in "abc":
             lighthouse.beat(name, 5)
@@ -108,7 +108,7 @@ def test_who_is_silent_altogether_is_judged_for_that():
 def test_a_newcomer_that_cannot_be_reached_is_dropped_before_a_veteran():
     lighthouse = started("a b")
     lighthouse.open("c", generation=1, step=5)
-    lighthouse.pulse("c")
+    lighthouse.status("c")
     lighthouse.beat("c", 5)
     assert lighthouse.record.names == ("a", "b", "c") and not lighthouse.record.is_forced
     complain(lighthouse, a="c")
@@ -119,7 +119,7 @@ def test_a_newcomer_that_nobody_could_link_to_is_dropped_at_once():
     """It answers nobody, and nobody waits for it yet: the others try no second time."""
     lighthouse = started("a b")
     lighthouse.open("c", generation=1, step=5)
-    lighthouse.pulse("c")
+    lighthouse.status("c")
     lighthouse.beat("c", 5)
     lighthouse.say("a", m.Aborted(lighthouse.record.fence, 5, "no link to c within 5 s", "c"))
     lighthouse.wait(0.2)
@@ -196,7 +196,7 @@ def test_an_operator_says_that_it_is_mended(cut):
 def test_a_newcomer_says_whom_it_misses_before_it_is_let_in():
     lighthouse = started("a b")
     lighthouse.open("c", generation=1, step=5)
-    lighthouse.pulse("c")
+    lighthouse.status("c")
     goes_on(lighthouse, "a b", 2, c="b")
     assert lighthouse.record.names == ("a", "b")
     goes_on(lighthouse, "a b", 1, c="")
@@ -220,7 +220,7 @@ def test_after_a_fail_over_complaints_count_as_before():
     lighthouse = Lighthouse(record)
     for name in "abcd":
         lighthouse.open(name, generation=1, step=5, epoch=4)
-        lighthouse.pulse(name)
+        lighthouse.status(name)
         lighthouse.beat(name, 5)
     complain(lighthouse, a="b", b="a")
     assert lighthouse.record.names == ("a", "c", "d")

@@ -21,14 +21,14 @@ def order(lighthouse, action, about="", who="ann", why="a test", **scale):
 def newcomer(lighthouse, name, incarnation=2, **session):
     """A replica outside, with the state, and nothing against its life."""
     lighthouse.open(name, incarnation=incarnation, generation=1, step=5, **session)
-    effects = [*lighthouse.effects, *lighthouse.pulse(name, incarnation=incarnation)]
+    effects = [*lighthouse.effects, *lighthouse.status(name, incarnation=incarnation)]
     lighthouse.effects = effects + lighthouse.beat(name, 5)
 
 
 def fail(lighthouse, name):
     """Its process dies, the others go on, and another process of it comes with the state."""
     incarnation = lighthouse.incarnations[name]
-    lighthouse.pulse(name, "gone", incarnation=incarnation)
+    lighthouse.status(name, "gone", incarnation=incarnation)
     lighthouse.wait(0.1)
     assert name not in lighthouse.record.names
     runs(lighthouse, " ".join(lighthouse.record.names), 5)
@@ -55,14 +55,14 @@ def test_a_pause_is_written_within_the_epoch_and_keeps_newcomers_out_until_it_en
     before = lighthouse.record
     order(lighthouse, "pause", why="maintenance")
     assert lighthouse.record.fence == before.fence and lighthouse.record.nonce != before.nonce
-    assert lighthouse.record.orders.paused == "by ann: maintenance"
+    assert lighthouse.record.overrides.paused == "by ann: maintenance"
     assert not lighthouse.sent(m.Epoch), "members need not notice"
     newcomer(lighthouse, "c")
     assert lighthouse.record.names == ("a", "b")
     assert "paused by ann: maintenance" in told_to(lighthouse, "c")[0]
     order(lighthouse, "resume")
     lighthouse.wait(0.1)
-    assert lighthouse.record.names == ("a", "b", "c") and not lighthouse.record.orders.paused
+    assert lighthouse.record.names == ("a", "b", "c") and not lighthouse.record.overrides.paused
 
 
 def test_saying_it_again_changes_and_writes_nothing():
@@ -73,12 +73,12 @@ def test_saying_it_again_changes_and_writes_nothing():
     order(lighthouse, "scale")
     order(lighthouse, "admit", "nobody")
     assert len(lighthouse.records) == written
-    assert lighthouse.record.orders.paused == "by ann: maintenance", "who was first is on record"
+    assert lighthouse.record.overrides.paused == "by ann: maintenance", "who was first is on record"
 
 
 def test_what_was_decided_in_the_epoch_outlives_an_order_in_it():
     lighthouse = started("a b c")
-    lighthouse.pulse("c", "gone")
+    lighthouse.status("c", "gone")
     lighthouse.wait(0.1)
     record = lighthouse.record
     assert record.is_forced and record.names == ("a", "b")
@@ -93,8 +93,8 @@ def test_what_was_decided_in_the_epoch_outlives_an_order_in_it():
 
 
 def test_the_next_leader_knows_what_was_ordered():
-    orders = OperatorOverrides(paused="by ann: maintenance", max_replicas=2, scaled="by ann: budget")
-    lighthouse = started("a b", replace(record_of("a b", epoch=1), orders=orders))
+    overrides = OperatorOverrides(paused="by ann: maintenance", max_replicas=2, scaled="by ann: budget")
+    lighthouse = started("a b", replace(record_of("a b", epoch=1), overrides=overrides))
     newcomer(lighthouse, "c")
     assert lighthouse.record.names == ("a", "b")
     assert "maintenance" in told_to(lighthouse, "c")[0]
@@ -103,15 +103,15 @@ def test_the_next_leader_knows_what_was_ordered():
 def test_a_pause_does_not_stop_an_eviction_nor_a_cold_start():
     lighthouse = started("a b")
     order(lighthouse, "pause")
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     lighthouse.wait(0.1)
     assert lighthouse.record.names == ("a",)
     runs(lighthouse, "a", 5)
-    lighthouse.pulse("a", "gone")
+    lighthouse.status("a", "gone")
     lighthouse.wait(0.1)
     lighthouse.open("a", incarnation=2, predecessors=(1,))
     lighthouse.wait(0.1)
-    assert lighthouse.record.generation == 2 and lighthouse.record.orders.paused
+    assert lighthouse.record.generation == 2 and lighthouse.record.overrides.paused
 
 
 # --- scale -----------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_a_higher_minimum_parks_the_job_by_a_forced_epoch_and_a_lower_one_wakes_
     newcomer(lighthouse, "c")
     assert lighthouse.record.names == ("a", "b", "c") and lighthouse.record.is_forced
     runs(lighthouse, "a b c", 5)
-    lighthouse.pulse("c", "gone", incarnation=2)
+    lighthouse.status("c", "gone", incarnation=2)
     lighthouse.wait(0.1)
     runs(lighthouse, "a b", 5)
     parked = lighthouse.record.epoch
@@ -139,8 +139,8 @@ def test_a_minimum_that_changes_nothing_now_waits_for_the_next_epoch():
     lighthouse = started("a b c")
     epoch = lighthouse.record.epoch
     order(lighthouse, "scale", min_replicas=2)
-    assert lighthouse.record.epoch == epoch and lighthouse.record.orders.min_replicas == 2
-    lighthouse.pulse("c", "gone")
+    assert lighthouse.record.epoch == epoch and lighthouse.record.overrides.min_replicas == 2
+    lighthouse.status("c", "gone")
     lighthouse.wait(0.1)
     assert lighthouse.record.min_replicas == 2
 
@@ -164,7 +164,7 @@ def test_who_comes_to_a_full_job_stands_by_and_takes_the_place_of_the_next_to_di
     newcomer(lighthouse, "c")
     assert lighthouse.record.names == ("a", "b")
     assert "stands by" in told_to(lighthouse, "c")[0]
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     lighthouse.wait(0.1)
     lighthouse.beat("c", 5)
     runs(lighthouse, "a", 5)
@@ -174,8 +174,8 @@ def test_who_comes_to_a_full_job_stands_by_and_takes_the_place_of_the_next_to_di
 def test_a_process_that_has_ended_is_no_spare_and_one_that_goes_on_is():
     lighthouse = started("a b c", max_replicas=2, start_replicas=2)
     newcomer(lighthouse, "d")
-    lighthouse.pulse("b", "gone")
-    lighthouse.pulse("c", "stopped")
+    lighthouse.status("b", "gone")
+    lighthouse.status("c", "stopped")
     lighthouse.wait(1.0)
     runs(lighthouse, "a", 5)
     lighthouse.beat("d", 5)
@@ -186,7 +186,7 @@ def test_a_process_that_has_ended_is_no_spare_and_one_that_goes_on_is():
     assert not lighthouse.core.admission.waiting_outside.get(
         "b"
     ) and not lighthouse.core.admission.waiting_outside.get("c")
-    lighthouse.pulse("c")
+    lighthouse.status("c")
     assert "the job has its 2 members" in told_to(lighthouse, "c")[0]
     assert not lighthouse.core.admission.waiting_outside.get("b")
 
@@ -244,7 +244,7 @@ def test_a_newcomer_that_is_kept_out_by_a_penalty_costs_the_members_no_snapshot(
     lighthouse = penalised()
     lighthouse.lose("c")
     lighthouse.open("c", incarnation=9)
-    lighthouse.pulse("c", incarnation=9)
+    lighthouse.status("c", incarnation=9)
     lighthouse.say("c", m.RequestState(lighthouse.record.fence, "nothing here"))
     lighthouse.wait(1.0)
     assert not lighthouse.sent(m.TakeSnapshotFor)
@@ -281,7 +281,7 @@ def led(record, clock_s=UNIX_S + 60.0, **policy):
     lighthouse.do(io.Elected("s", record, clock_s))
     for member in record.roster:
         lighthouse.open(member.replica, generation=1, step=5, epoch=record.epoch)
-        lighthouse.pulse(member.replica)
+        lighthouse.status(member.replica)
         lighthouse.beat(member.replica, 5)
     return runs(lighthouse, " ".join(record.names), 5)
 
@@ -335,7 +335,7 @@ def test_a_cold_start_leaves_the_penalised_out_where_enough_others_are_there():
     lighthouse.do(io.Elected("s", record, UNIX_S + 60.0))
     for name in "abc":
         lighthouse.open(name, incarnation=2, predecessors=(1,))
-        lighthouse.pulse(name, incarnation=2)
+        lighthouse.status(name, incarnation=2)
     lighthouse.wait(5.0)
     assert lighthouse.record.generation == 2 and lighthouse.record.names == ("a", "b")
 
@@ -344,7 +344,7 @@ def test_evidence_is_bounded_and_written_once_however_often_the_write_is_tried()
     old = tuple(HostFailure(f"x{n}", "", n, UNIX_S) for n in range(MAX_FAILURES))
     lighthouse = led(replace(record_of("a b c", epoch=900), failures=old))
     lighthouse.commits = False
-    lighthouse.pulse("c", "gone")
+    lighthouse.status("c", "gone")
     lighthouse.wait(0.1)
     write = lighthouse.records[-1]
     lighthouse.do(io.WriteFailed(write.nonce, definite=True), io.RecordRead(lighthouse.record))
@@ -365,7 +365,7 @@ def test_a_spare_stands_by_while_the_job_has_its_members_and_takes_the_place_of_
     assert lighthouse.record.names == ("a", "b", "c"), "who is no spare joins all the same"
     runs(lighthouse, "a b c", 5)
     for name in "cb":
-        lighthouse.pulse(name, "gone", incarnation=lighthouse.incarnations[name])
+        lighthouse.status(name, "gone", incarnation=lighthouse.incarnations[name])
         lighthouse.wait(0.1)
         lighthouse.beat("s", 5)
         runs(lighthouse, " ".join(lighthouse.record.names), 5)
@@ -379,7 +379,7 @@ def test_of_two_spares_one_takes_the_one_place():
     lighthouse = started("a b", start_replicas=2)
     for name in ("s", "t"):
         newcomer(lighthouse, name, spare=True)
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     lighthouse.wait(0.1)
     for name in ("s", "t"):
         lighthouse.beat(name, 5)
@@ -449,7 +449,7 @@ def failed_job():
     lighthouse = started()
     lighthouse.say("a", m.LoopFailed(lighthouse.record.fence, 5, "ValueError: x"))
     for name in "ab":
-        lighthouse.pulse(name, "gone")
+        lighthouse.status(name, "gone")
         lighthouse.lose(name)
     return lighthouse
 
@@ -482,7 +482,7 @@ def test_a_failed_job_begins_again_by_an_operators_word():
     for name in "ab":
         lighthouse.open(name, incarnation=2, predecessors=(1,))
         assert not refusals(lighthouse)
-        lighthouse.pulse(name, incarnation=2)
+        lighthouse.status(name, incarnation=2)
     assert not lighthouse.record.failed and lighthouse.record.names == ("a", "b")
     assert lighthouse.record.generation == 2
 
@@ -498,7 +498,7 @@ def test_only_a_job_that_has_failed_is_retried():
 
 def test_what_is_said_of_a_dead_replica_outside_tells_what_is_so():
     lighthouse = started("a b c")
-    lighthouse.pulse("c", "gone")
+    lighthouse.status("c", "gone")
     lighthouse.wait(0.1)
     assert lighthouse.record.names == ("a", "b")
     drain, evict = objections(lighthouse, "c")

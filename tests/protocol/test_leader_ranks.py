@@ -4,7 +4,7 @@ from protocol.makers import member_of, session_of
 from protocol.test_leader import Lighthouse
 
 from fabric.model import RankAddress, SnapshotRef
-from fabric.protocol.leader.liveness import Liveness, LivenessConfig, PulseState, lanes
+from fabric.protocol.leader.liveness import LastStatus, Liveness, LivenessConfig, lanes
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 
@@ -15,7 +15,7 @@ def addresses(name):
     return (RankAddress(f"{name}:2", f"http://{name}/1#1"),)
 
 
-def pulse(lighthouse, name, rank, *snapshots, trainer="running", incarnation=1, parts=()):
+def status(lighthouse, name, rank, *snapshots, trainer="running", incarnation=1, parts=()):
     url = f"http://{name}/{rank}#{rank}" if rank else f"http://{name}"
     beat = m.TrainerStatus(name, incarnation, trainer, 1, url, tuple(snapshots), rank=rank, parts=parts)
     return lighthouse.do(io.TrainerStatusSeen(beat))
@@ -40,8 +40,8 @@ def test_lanes_are_counted_without_a_gap():
 def test_a_cold_start_begins_at_the_newest_state_of_which_every_lane_has_a_holder():
     lighthouse = Lighthouse(start_replicas=2)
     # Of the newest only one lane is left; of the older one each lane is, at different replicas.
-    pulse(lighthouse, "a", 0, OLD, NEW)
-    pulse(lighthouse, "b", 1, OLD)
+    status(lighthouse, "a", 0, OLD, NEW)
+    status(lighthouse, "b", 1, OLD)
     lighthouse.open("a", ranks=addresses("a"))
     lighthouse.open("b", ranks=addresses("b"))
     base = lighthouse.records[-1].base
@@ -51,8 +51,8 @@ def test_a_cold_start_begins_at_the_newest_state_of_which_every_lane_has_a_holde
 
 def test_the_freshest_state_is_the_newest_with_a_living_holder_of_each_lane():
     liveness = Liveness(LivenessConfig(), 0.0)
-    liveness.pulses["a"] = PulseState(1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW))
-    other = liveness.pulses_of(1)["b"] = PulseState(1, "running", 0.0, 0.0, True, "http://b#1", (OLD,))
+    liveness.statuses["a"] = LastStatus(1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW))
+    other = liveness.statuses_of(1)["b"] = LastStatus(1, "running", 0.0, 0.0, True, "http://b#1", (OLD,))
     assert liveness.freshest(2) == OLD
     assert liveness.freshest(1) == NEW
     other.snapshots = (OLD, NEW)
@@ -64,9 +64,9 @@ def test_the_freshest_state_is_the_newest_with_a_living_holder_of_each_lane():
 def test_a_state_of_another_number_of_ranks_is_whole_when_all_of_its_own_lanes_are_there():
     """Two replicas of one rank come where there were two of three: of the newest a lane is gone."""
     lighthouse = Lighthouse(start_replicas=2)
-    pulse(lighthouse, "a", 0, OLD, NEW, parts=(3, 3))
-    pulse(lighthouse, "a", 1, OLD, NEW, parts=(3, 3))
-    pulse(lighthouse, "b", 2, OLD, parts=(3,))
+    status(lighthouse, "a", 0, OLD, NEW, parts=(3, 3))
+    status(lighthouse, "a", 1, OLD, NEW, parts=(3, 3))
+    status(lighthouse, "b", 2, OLD, parts=(3,))
     for name in "ab":
         lighthouse.open(name, incarnation=2, predecessors=(1,))
     base = lighthouse.records[-1].base
@@ -76,11 +76,13 @@ def test_a_state_of_another_number_of_ranks_is_whole_when_all_of_its_own_lanes_a
 def test_a_state_is_as_old_as_the_holder_says_that_says_the_most():
     liveness = Liveness(LivenessConfig(), 0.0)
     assert liveness.age_s(NEW, 100.0) is None
-    liveness.pulses["a"] = PulseState(1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW), (), (50.0, 90.0))
-    other = liveness.pulses_of(1)["b"] = PulseState(
+    liveness.statuses["a"] = LastStatus(1, "gone", 0.0, 0.0, True, "http://a", (OLD, NEW), (), (50.0, 90.0))
+    other = liveness.statuses_of(1)["b"] = LastStatus(
         1, "running", 0.0, 0.0, True, "http://b#1", (NEW,), (), (88.0,)
     )
-    liveness.pulses["c"] = PulseState(1, "running", 0.0, 0.0, True, "http://c", (NEW,))  # of an older release
+    liveness.statuses["c"] = LastStatus(
+        1, "running", 0.0, 0.0, True, "http://c", (NEW,)
+    )  # of an older release
     assert (liveness.age_s(OLD, 100.0), liveness.age_s(NEW, 100.0)) == (50.0, 12.0)
     other.connected = False
     assert liveness.age_s(NEW, 100.0) == 10.0
@@ -88,9 +90,9 @@ def test_a_state_is_as_old_as_the_holder_says_that_says_the_most():
 
 def test_a_rank_that_is_gone_takes_its_replica_out():
     lighthouse = started()
-    pulse(lighthouse, "b", 0)
-    pulse(lighthouse, "b", 1)
-    pulse(lighthouse, "b", 1, trainer="gone")
+    status(lighthouse, "b", 0)
+    status(lighthouse, "b", 1)
+    status(lighthouse, "b", 1, trainer="gone")
     lighthouse.wait(1.0)
     record = lighthouse.records[-1]
     assert record.names == ("a",) and "the process of its rank 1 is gone" in record.reason
@@ -98,8 +100,8 @@ def test_a_rank_that_is_gone_takes_its_replica_out():
 
 def test_a_rank_that_is_stopped_is_waited_for_a_moment():
     lighthouse = started()
-    pulse(lighthouse, "b", 0)
-    pulse(lighthouse, "b", 1, trainer="stopped")
+    status(lighthouse, "b", 0)
+    status(lighthouse, "b", 1, trainer="stopped")
     assert lighthouse.records[-1].names == ("a", "b")
     lighthouse.wait(0.3)
     assert lighthouse.records[-1].names == ("a",)
@@ -108,7 +110,7 @@ def test_a_rank_that_is_stopped_is_waited_for_a_moment():
 def test_a_rank_that_is_gone_is_no_proof_that_rank_0_is():
     liveness = Liveness(LivenessConfig(), 0.0)
     member = member_of("a", ranks=addresses("a"))
-    liveness.pulses_of(1)["a"] = PulseState(1, "gone", 0.0, 0.0)
+    liveness.statuses_of(1)["a"] = LastStatus(1, "gone", 0.0, 0.0)
     assert "rank 1" in liveness.rank_trouble(member, 0.0)
     assert not liveness.proven_dead(member)
 
@@ -124,5 +126,5 @@ def test_another_number_of_ranks_is_refused_by_name():
 def test_a_rank_whose_server_was_started_again_elsewhere_is_served_from_there():
     liveness = Liveness(LivenessConfig(), 0.0)
     member = member_of("a", ranks=addresses("a"))
-    liveness.pulses_of(1)["a"] = PulseState(1, "running", 0.0, 0.0, True, "http://new#1")
+    liveness.statuses_of(1)["a"] = LastStatus(1, "running", 0.0, 0.0, True, "http://new#1")
     assert liveness.ckpts(member) == ["http://a", "http://new#1"]

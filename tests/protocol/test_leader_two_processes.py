@@ -34,7 +34,7 @@ def that_runs_at_step_5(names, start_wait_s):
     lighthouse = Lighthouse(record_of(names, epoch=1), start_replicas=len(members), start_wait_s=start_wait_s)
     for name in members:
         lighthouse.open(name, generation=1, step=5, epoch=1)
-        lighthouse.pulse(name)
+        lighthouse.status(name)
         lighthouse.beat(name, 5)
     runs(lighthouse, names, 5)
     lighthouse.wait(5.0)
@@ -42,7 +42,7 @@ def that_runs_at_step_5(names, start_wait_s):
 
 
 def elsewhere(name, incarnation=2, *snapshots):
-    """The pulse of a server on another host."""
+    """The status of a server on another host."""
     return lio.TrainerStatusSeen(
         m.TrainerStatus(
             name, incarnation, "running", 1, f"http://new-{name}", snapshots or (SnapshotRef(0, 0, "start"),)
@@ -50,11 +50,11 @@ def elsewhere(name, incarnation=2, *snapshots):
     )
 
 
-def listening(lighthouse, seconds, *pulses):
+def listening(lighthouse, seconds, *statuses):
     """Let time pass while these servers speak too."""
     for _ in range(round(seconds * 10)):
         lighthouse.wait(0.1)
-        lighthouse.do(*pulses)
+        lighthouse.do(*statuses)
 
 
 # --- contact ---------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_a_second_process_is_refused_while_the_first_ones_server_says_that_it_ru
 
 def test_a_second_process_is_refused_after_a_fail_over_too():
     lighthouse = Lighthouse(record_of("a", epoch=1))
-    lighthouse.pulse("a")
+    lighthouse.status("a")
     lighthouse.do(lio.SessionOpened(session_of("a", 2)))
     assert "taken by a living process" in lighthouse.sent(m.Rejected)[0][1].reason
 
@@ -135,7 +135,7 @@ def killed(snapshots, servers_speak=True):
     lighthouse = that_runs_at_step_5("a b", start_wait_s=60.0)
     for name in "ab":
         lighthouse.do(lio.SessionClosed(name, 1))
-        lighthouse.pulse(name, "gone", snapshots=snapshots.get(name, ()))
+        lighthouse.status(name, "gone", snapshots=snapshots.get(name, ()))
         if not servers_speak:
             lighthouse.lose(name)
     lighthouse.wait(5.0)
@@ -143,7 +143,7 @@ def killed(snapshots, servers_speak=True):
 
 
 @pytest.mark.parametrize("servers_speak", [True, False])
-def test_a_death_that_was_seen_stays_certain_when_a_newer_process_pulses_from_elsewhere(servers_speak):
+def test_a_death_that_was_seen_stays_certain_when_a_newer_process_statuses_from_elsewhere(servers_speak):
     lighthouse = killed({"a": [SnapshotRef(1, 5, "s5")]}, servers_speak)
     began, new = lighthouse.now, []
     for name in "ab":
@@ -201,22 +201,22 @@ def test_what_the_server_on_the_old_host_holds_is_not_hidden_by_the_new_hosts_se
 
 
 def test_a_cold_start_after_a_fail_over_takes_what_a_session_says_its_server_holds():
-    """The new leader hears both new processes and the pulse of one server; the other's comes later."""
+    """The new leader hears both new processes and the status of one server; the other's comes later."""
     new, old = SnapshotRef(1, 60, "s60"), SnapshotRef(1, 50, "s50")
     lighthouse = Lighthouse(record_of("a b", epoch=3, cold=1))
-    lighthouse.pulse("b", incarnation=2, snapshots=[old])
+    lighthouse.status("b", incarnation=2, snapshots=[old])
     for name, held in (("a", (old, new)), ("b", (old,))):
         lighthouse.open(name, incarnation=2, predecessors=(1,), snapshots=held)
     lighthouse.wait(0.3)
     assert lighthouse.record.generation == 1
-    lighthouse.pulse("a", incarnation=2, snapshots=[old, new])
+    lighthouse.status("a", incarnation=2, snapshots=[old, new])
     lighthouse.wait(0.3)
     assert lighthouse.record.generation == 2 and lighthouse.record.base.step == 60
 
 
 def test_a_server_that_is_not_heard_is_waited_for_a_while_and_then_its_trainers_word_counts():
     lighthouse = Lighthouse(record_of("a b", epoch=3, cold=1))
-    lighthouse.pulse("b", incarnation=2, snapshots=[SnapshotRef(1, 50, "s50")])
+    lighthouse.status("b", incarnation=2, snapshots=[SnapshotRef(1, 50, "s50")])
     for name in "ab":
         lighthouse.open(name, incarnation=2, predecessors=(1,), snapshots=(SnapshotRef(1, 60, "s60"),))
     lighthouse.wait(2.5)
@@ -228,7 +228,7 @@ def test_a_server_that_is_not_heard_is_waited_for_a_while_and_then_its_trainers_
 def test_a_server_that_has_just_lost_its_connection_is_waited_for():
     lighthouse = killed({"a": [SnapshotRef(1, 5, "s5")]})
     lighthouse.do(lio.TrainerStatusClosed("a", "http://a"))
-    away = lighthouse.pulses.pop("a")
+    away = lighthouse.statuses.pop("a")
     for name in "ab":
         lighthouse.open(name, incarnation=2, predecessors=(1,))
         lighthouse.do(elsewhere(name))
@@ -242,7 +242,7 @@ def test_a_server_that_has_just_lost_its_connection_is_waited_for():
 def test_a_state_that_only_a_session_names_is_tried_once():
     """Its server is dead, and nothing but the trainer's word of long ago says what it had."""
     lighthouse = Lighthouse(record_of("a b", epoch=3, cold=1))
-    lighthouse.pulse("b", incarnation=2, snapshots=[SnapshotRef(1, 50, "s50")])
+    lighthouse.status("b", incarnation=2, snapshots=[SnapshotRef(1, 50, "s50")])
     for name in "ab":
         held = (SnapshotRef(1, 60, "s60"),) if name == "a" else ()
         lighthouse.open(name, incarnation=2, predecessors=(1,), snapshots=held)
@@ -267,7 +267,7 @@ def test_the_longest_autonomy_that_any_trainer_has_named_counts():
     lighthouse.wait(1.0)
     lighthouse.lose("a"), lighthouse.lose("b")
     lighthouse.open("c", incarnation=2)
-    lighthouse.pulse("c", incarnation=2)
+    lighthouse.status("c", incarnation=2)
     lighthouse.wait(80.0)
     assert lighthouse.record.generation == 1
     lighthouse.wait(10.0)
@@ -280,7 +280,7 @@ def test_the_next_leader_knows_the_longest_autonomy_of_members_that_it_has_not_h
     assert before.record.autonomy_s == 80.0
     lighthouse = Lighthouse(before.record)
     lighthouse.open("c", incarnation=2)
-    lighthouse.pulse("c", incarnation=2)
+    lighthouse.status("c", incarnation=2)
     lighthouse.wait(80.0)
     assert lighthouse.record.generation == 1
     lighthouse.wait(10.0)
@@ -294,10 +294,10 @@ def test_a_job_that_has_run_does_not_wait_long_for_its_full_roster():
     lighthouse = that_runs_at_step_5("a b c d", start_wait_s=120.0)
     for name in "abcd":
         lighthouse.do(lio.SessionClosed(name, 1))
-        lighthouse.pulse(name, "gone", snapshots=[SnapshotRef(1, 5, "s5")])
+        lighthouse.status(name, "gone", snapshots=[SnapshotRef(1, 5, "s5")])
     for name in "abc":
         lighthouse.open(name, incarnation=2, predecessors=(1,))
-        lighthouse.pulse(name, incarnation=2, snapshots=[SnapshotRef(1, 5, "s5")])
+        lighthouse.status(name, incarnation=2, snapshots=[SnapshotRef(1, 5, "s5")])
     lighthouse.wait(4.5)
     assert lighthouse.record.generation == 1, "the rest has a moment to come"
     lighthouse.wait(1.0)
@@ -313,7 +313,7 @@ def test_nobody_is_answered_while_a_new_generation_is_being_written():
     lighthouse = for_a_minute("a b")
     lighthouse.lose("a"), lighthouse.lose("b")
     lighthouse.open("c", incarnation=2)
-    lighthouse.pulse("c", incarnation=2)
+    lighthouse.status("c", incarnation=2)
     lighthouse.commits = False
     lighthouse.wait(AUTONOMY_AND_MARGIN_S + 6.0)
     assert lighthouse.core.writer.writing.generation == 2

@@ -3,18 +3,18 @@
 import pytest
 from protocol.makers import member_of, session_of
 
-from fabric.protocol.leader.liveness import Liveness, LivenessConfig, Peer, PulseState
+from fabric.protocol.leader.liveness import LastStatus, Liveness, LivenessConfig, Peer
 
 CONFIG = LivenessConfig(stopped_s=0.15, reconnect_s=3.0, silence_s=2.0, lost_s=0.05, grace_s=3.0)
 LATE = 100.0  # long after the election
 
 
-def liveness(peer=None, pulse=None, elected=0.0):
+def liveness(peer=None, status=None, elected=0.0):
     found = Liveness(CONFIG, elected)
     if peer is not None:
         found.peers["a"] = peer
-    if pulse is not None:
-        found.pulses["a"] = pulse
+    if status is not None:
+        found.statuses["a"] = status
     return found
 
 
@@ -22,32 +22,32 @@ def peer(connected=True, seen=LATE, closed=0.0, incarnation=1, **changes):
     return Peer(session_of("a", incarnation, **changes), connected, seen, closed=closed)
 
 
-def pulse(trainer="running", since=LATE, seen=LATE, connected=True, incarnation=1):
-    return PulseState(incarnation, trainer, since, seen, connected)
+def status(trainer="running", since=LATE, seen=LATE, connected=True, incarnation=1):
+    return LastStatus(incarnation, trainer, since, seen, connected)
 
 
 @pytest.mark.parametrize(
-    ("peer_", "pulse_", "now", "verdict"),
+    ("peer_", "status_", "now", "verdict"),
     [
-        (peer(), pulse(), LATE, ""),
-        (peer(), pulse("gone"), LATE, "its process is gone"),
-        (peer(), pulse("stopped"), LATE + 0.1, ""),
-        (peer(), pulse("stopped"), LATE + 0.2, "its trainer has been stopped for 0.20 s"),
+        (peer(), status(), LATE, ""),
+        (peer(), status("gone"), LATE, "its process is gone"),
+        (peer(), status("stopped"), LATE + 0.1, ""),
+        (peer(), status("stopped"), LATE + 0.2, "its trainer has been stopped for 0.20 s"),
         # A stop that a dead server saw says nothing of now.
-        (peer(seen=LATE), pulse("stopped", connected=False), LATE + 0.2, ""),
-        # The session is away, the pulse says that the trainer runs: time to reconnect.
-        (peer(False, closed=LATE), pulse(seen=LATE + 1), LATE + 1, ""),
-        (peer(False, closed=LATE), pulse(seen=LATE + 3), LATE + 3, "its session ended 3.00 s ago"),
+        (peer(seen=LATE), status("stopped", connected=False), LATE + 0.2, ""),
+        # The session is away, the status says that the trainer runs: time to reconnect.
+        (peer(False, closed=LATE), status(seen=LATE + 1), LATE + 1, ""),
+        (peer(False, closed=LATE), status(seen=LATE + 3), LATE + 3, "its session ended 3.00 s ago"),
         # Both ended: dead at once.
-        (peer(False, closed=LATE), pulse(connected=False), LATE + 0.06, "its session ended 0.06 s ago"),
-        # The trainer is silent (C code keeps the GIL), the pulse is not: alive.
-        (peer(seen=LATE), pulse(seen=LATE + 50), LATE + 50, ""),
-        (peer(seen=LATE), pulse(seen=LATE), LATE + 2, "its host has been silent for 2.00 s"),
+        (peer(False, closed=LATE), status(connected=False), LATE + 0.06, "its session ended 0.06 s ago"),
+        # The trainer is silent (C code keeps the GIL), the status is not: alive.
+        (peer(seen=LATE), status(seen=LATE + 50), LATE + 50, ""),
+        (peer(seen=LATE), status(seen=LATE), LATE + 2, "its host has been silent for 2.00 s"),
         (None, None, LATE, "its session ended 97.00 s ago"),
     ],
 )
-def test_the_verdict(peer_, pulse_, now, verdict):
-    assert liveness(peer_, pulse_).failure_reason(member_of("a"), now) == verdict
+def test_the_verdict(peer_, status_, now, verdict):
+    assert liveness(peer_, status_).failure_reason(member_of("a"), now) == verdict
 
 
 def test_after_an_election_absence_is_no_evidence():
@@ -74,22 +74,22 @@ def test_silence_counts_from_the_beginning_of_a_generation_and_the_kernels_word_
     silent.began = LATE
     assert silent.failure_reason(member_of("a"), LATE + 1.9) == ""
     assert silent.failure_reason(member_of("a"), LATE + 2.1) == "its host has been silent for 2.10 s"
-    gone = liveness(peer(seen=LATE - 5), pulse("gone"))
+    gone = liveness(peer(seen=LATE - 5), status("gone"))
     gone.began = LATE
     assert gone.failure_reason(member_of("a"), LATE) == "its process is gone"
-    away = liveness(peer(False, closed=LATE), pulse(connected=False))
+    away = liveness(peer(False, closed=LATE), status(connected=False))
     away.began = LATE
     assert away.failure_reason(member_of("a"), LATE + 0.1) == "its session ended 0.10 s ago"
 
 
 def test_after_an_election_both_ends_seen_is_evidence():
     """The host died while this lighthouse watched: no credit is due."""
-    dead = liveness(peer(False, closed=LATE + 1), pulse(connected=False), elected=LATE)
+    dead = liveness(peer(False, closed=LATE + 1), status(connected=False), elected=LATE)
     assert dead.failure_reason(member_of("a"), LATE + 1.1) == "its session ended 0.10 s ago"
 
 
 def test_another_incarnation_says_nothing_of_this_one():
-    newer = liveness(peer(incarnation=2), pulse("gone", incarnation=2))
+    newer = liveness(peer(incarnation=2), status("gone", incarnation=2))
     assert newer.failure_reason(member_of("a", 2), LATE) == "its process is gone"
     assert newer.proven_dead(member_of("a", 1)) == ""
     vouched = liveness(peer(incarnation=2, predecessors=(1,)))
@@ -100,7 +100,7 @@ def test_another_incarnation_says_nothing_of_this_one():
 def test_out_of_contact_counts_from_the_last_sign_of_either_source():
     member = member_of("a")
     assert not liveness(peer()).out_of_contact(member, LATE + 1000, 10)
-    gone = liveness(peer(False, closed=LATE), pulse(seen=LATE + 5, connected=False))
+    gone = liveness(peer(False, closed=LATE), status(seen=LATE + 5, connected=False))
     assert not gone.out_of_contact(member, LATE + 14.9, 10)
     assert gone.out_of_contact(member, LATE + 15, 10)
     assert not liveness(elected=LATE).out_of_contact(member, LATE + 9, 10), "from its own election on"
@@ -108,9 +108,9 @@ def test_out_of_contact_counts_from_the_last_sign_of_either_source():
 
 def test_doubt_is_looked_at_soon():
     roster = (member_of("a"),)
-    assert liveness(peer(), pulse()).next_check(roster, LATE) == LATE + 0.5
-    assert liveness(peer(False), pulse()).next_check(roster, LATE) == LATE + 0.025
-    assert liveness(peer(), pulse("stopped")).next_check(roster, LATE) == LATE + 0.025
+    assert liveness(peer(), status()).next_check(roster, LATE) == LATE + 0.5
+    assert liveness(peer(False), status()).next_check(roster, LATE) == LATE + 0.025
+    assert liveness(peer(), status("stopped")).next_check(roster, LATE) == LATE + 0.025
 
 
 def test_who_is_spared_in_a_crowd_is_not_looked_at_all_the_time():
@@ -121,5 +121,5 @@ def test_who_is_spared_in_a_crowd_is_not_looked_at_all_the_time():
     assert away.next_check(roster, LATE + 1) == LATE + 1.5
     assert away.next_check(roster, away.overload_grace_until - 0.1) == away.overload_grace_until
     assert away.next_check(roster, away.overload_grace_until) == away.overload_grace_until + 0.025
-    away.pulses["a"] = pulse("stopped", since=LATE + 1)
+    away.statuses["a"] = status("stopped", since=LATE + 1)
     assert away.next_check(roster, LATE + 1) == LATE + 1.025

@@ -131,7 +131,7 @@ def with_an_empty_store(snapshots=(), **session):
     """A lighthouse whose store is empty hears of two members of a job that has run for long."""
     lighthouse = Lighthouse(None, start_replicas=2)
     for name in "ab":
-        lighthouse.pulse(name, snapshots=snapshots)
+        lighthouse.status(name, snapshots=snapshots)
         fields = {"generation": 3, "step": 60, "epoch": 57, **session}
         lighthouse.open(name, **fields)
     lighthouse.wait(1.0)

@@ -77,7 +77,7 @@ def test_a_replica_on_a_suspect_host_stands_by_where_the_job_has_its_members():
     lighthouse.open("d", incarnation=2, generation=1, step=5)
     peer = lighthouse.core.state.liveness.peers["d"]
     peer.session = replace(peer.session, link="h3:1")
-    lighthouse.pulse("d", incarnation=2)
+    lighthouse.status("d", incarnation=2)
     lighthouse.beat("d", 5)
     lighthouse.wait(0.5)
     assert "d" not in lighthouse.record.names
@@ -141,7 +141,7 @@ def test_what_fails_is_written_with_its_host_and_the_next_leader_knows_it():
     lighthouse = Lighthouse(start_replicas=2)
     record = on_hosts(a="h1", b="h2")
     lighthouse = led(record, start_replicas=2)
-    lighthouse.pulse("b", "gone")
+    lighthouse.status("b", "gone")
     lighthouse.wait(0.1)
     (history,) = lighthouse.record.hosts
     assert (history.host, history.times, history.score) == ("h2", 1, 1.0)
@@ -156,7 +156,7 @@ def test_what_fails_is_written_with_its_host_and_the_next_leader_knows_it():
 def test_replicas_that_fail_together_on_one_host_are_one_failure_of_it():
     lighthouse = led(on_hosts(a="h1", b="h2", c="h2"), start_replicas=3)
     for name in "bc":
-        lighthouse.pulse(name, "gone")
+        lighthouse.status(name, "gone")
     lighthouse.wait(0.1)
     (history,) = lighthouse.record.hosts
     assert (history.host, history.times) == ("h2", 1)
@@ -172,7 +172,7 @@ def test_a_cold_start_keeps_what_is_known_of_hosts():
     lighthouse.do(io.Elected("s", record, UNIX_S + 60.0))
     for name in "ab":
         lighthouse.open(name, incarnation=2, predecessors=(1,))
-        lighthouse.pulse(name, incarnation=2)
+        lighthouse.status(name, incarnation=2)
     lighthouse.wait(10.0)
     assert lighthouse.record.generation == 2
     assert {x.host for x in lighthouse.record.hosts} >= {"h3"}

@@ -186,11 +186,11 @@ class Checks:
     def _let_in(self, before: Record, after: Record) -> None:
         """Nobody comes in while joins are paused, nor above the maximum that an operator has set."""
         came = [x.replica for x in after.roster if not before.lists(x.replica, x.incarnation)]
-        if came and after.orders.paused:
+        if came and after.overrides.paused:
             raise Violation(f"{came} joined in epoch {after.epoch} while joins were paused")
-        if came and len(after.roster) > (after.orders.max_replicas or len(after.roster)):
+        if came and len(after.roster) > (after.overrides.max_replicas or len(after.roster)):
             raise Violation(
-                f"{came} joined in epoch {after.epoch} above {after.orders.max_replicas} replicas"
+                f"{came} joined in epoch {after.epoch} above {after.overrides.max_replicas} replicas"
             )
 
     def paths(self, before: Record | None, after: Record) -> list[str]:

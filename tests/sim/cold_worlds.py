@@ -363,8 +363,8 @@ def forget_who_was_replaced(patch: Patch) -> None:
     """Contact is known by the replica's name alone."""
     opened, hear = Liveness.opened, Liveness.hear
 
-    def heard(live: Liveness, pulse: m.TrainerStatus, member: Entry | None, now: float) -> Any:
-        known = hear(live, pulse, member, now)
+    def heard(live: Liveness, status: m.TrainerStatus, member: Entry | None, now: float) -> Any:
+        known = hear(live, status, member, now)
         live.elsewhere.clear()
         return known
 
@@ -424,8 +424,8 @@ def take_the_stopped_for_dead(patch: Patch) -> None:
     confirmed = Liveness.proven_dead
 
     def ended(live: Liveness, member: Entry) -> str:
-        pulse = live._pulse(member)
-        stopped = pulse is not None and pulse.trainer == "stopped"
+        status = live._status(member)
+        stopped = status is not None and status.trainer == "stopped"
         return confirmed(live, member) or ("it is stopped" if stopped else "")
 
     patch.setattr(Liveness, "proven_dead", ended)
@@ -444,10 +444,10 @@ def begin_before_all_servers_are_heard(patch: Patch) -> None:
     patch.setattr(Liveness, "servers_to_hear", lambda live, roster, now: {})
     held = BaseChoice.held_states
 
-    def by_pulses_alone(bases: BaseChoice, peers: list[Any]) -> Any:
+    def by_statuses_alone(bases: BaseChoice, peers: list[Any]) -> Any:
         return bases.state.liveness.whole(1 + len(peers[0].session.ranks)) or held(bases, peers)
 
-    patch.setattr(BaseChoice, "held_states", by_pulses_alone)
+    patch.setattr(BaseChoice, "held_states", by_statuses_alone)
 
 
 MUTATIONS: dict[str, Callable[[Patch], None]] = {

@@ -164,7 +164,7 @@ class Faults:
     def _pause_trainer(self, name: str, _: str) -> None:
         self._pause(self.world.hosts[name].trainer, self._long_or_short())
         server = self.world.hosts[name].server
-        server.after(0.01, server.pulse)
+        server.after(0.01, server.status)
 
     def _pause_host(self, name: str, _: str) -> None:
         seconds = self._long_or_short()

@@ -30,7 +30,7 @@ class Lighthouse(Process):
         self.revision = 0
         self.lease_end = 0.0  # by my own clock
         self.sessions: dict[str, tuple[int, Connection]] = {}  # replica -> incarnation, connection
-        self.pulses: dict[tuple[str, str, int], Connection] = {}
+        self.statuses: dict[tuple[str, str, int], Connection] = {}
         self._opening: tuple[str, int, Connection] | None = None  # the session whose first message is heard
         self._armed: float | None = None
         self._feeding = False
@@ -66,7 +66,7 @@ class Lighthouse(Process):
     def _elected(self, revision: int, record: Record | None) -> None:
         if self.core is not None and self.revision == revision:
             self.clockwork.trace(self.name, f"elected {revision}")
-            if record is not None and record.orders != OperatorOverrides():
+            if record is not None and record.overrides != OperatorOverrides():
                 self.clockwork.counts["orders: known to the next leader"] += 1
             self.feed(io.Elected(self.store.name, record, 1e9 + self.clockwork.now + self.world.time_error()))
             chance = random.Random(f"crowd {self.clockwork.seed}/{revision}")
@@ -90,10 +90,10 @@ class Lighthouse(Process):
         self.store.resign(self.revision)
         for _, connection in list(self.sessions.values()):
             connection.close(1, "not the leader")
-        for connection in list(self.pulses.values()):
+        for connection in list(self.statuses.values()):
             connection.close(1, "not the leader")
         self.sessions.clear()
-        self.pulses.clear()
+        self.statuses.clear()
 
     def holds(self) -> bool:
         """Asked before every act as a leader: whether the lease cannot have ended yet."""
@@ -208,7 +208,7 @@ class Lighthouse(Process):
             effect.record, effect.previous, self.revision, lambda o: self.run(lambda: answered(o))
         )
 
-    # --- sessions and pulses -----------------------------------------------------------------------
+    # --- sessions and statuses -----------------------------------------------------------------------
 
     def on_session(self, connection: Connection, data: object) -> None:
         """A message on a session; the first one says whose it is."""
@@ -246,17 +246,17 @@ class Lighthouse(Process):
                 if self.core is not None:
                     self.feed(io.SessionClosed(replica, incarnation))
 
-    def on_pulse(self, connection: Connection, data: object) -> None:
+    def on_status(self, connection: Connection, data: object) -> None:
         if not self.holds():
             connection.close(1, "not the leader")
             return
-        pulse = cast(m.TrainerStatus, decode(data))
-        self.pulses[pulse.replica, pulse.ckpt, pulse.rank] = connection
-        self.feed(io.TrainerStatusSeen(pulse))
+        status = cast(m.TrainerStatus, decode(data))
+        self.statuses[status.replica, status.ckpt, status.rank] = connection
+        self.feed(io.TrainerStatusSeen(status))
 
-    def on_pulse_closed(self, connection: Connection) -> None:
-        for (replica, ckpt, rank), known in list(self.pulses.items()):
+    def on_status_closed(self, connection: Connection) -> None:
+        for (replica, ckpt, rank), known in list(self.statuses.items()):
             if known is connection:
-                del self.pulses[replica, ckpt, rank]
+                del self.statuses[replica, ckpt, rank]
                 if self.core is not None:
                     self.feed(io.TrainerStatusClosed(replica, ckpt, rank))

@@ -119,16 +119,16 @@ class OrderWorld(World):
         record = self.store.record
         if record is not None and not record.complete:
             least = self.settings.min_replicas
-            needed = max(record.min_replicas or least, record.orders.min_replicas or least)
+            needed = max(record.min_replicas or least, record.overrides.min_replicas or least)
             there = sum(not h.drained for h in self.hosts.values())
-            if len(record.roster) < needed and (there < needed or record.orders.paused):
+            if len(record.roster) < needed and (there < needed or record.overrides.paused):
                 self._is_taken_back(record)
         return super()._is_finished()
 
     def _is_taken_back(self, record: Record) -> bool:
         """Whether no order holds any more. Then whoever was sent away is started again, as nothing but the
         operator does it: without them a job that was scaled down may lack what its policy needs."""
-        if record.orders != OperatorOverrides():
+        if record.overrides != OperatorOverrides():
             if self.clockwork.now - self.asked > 0.5:
                 self.asked = self.clockwork.now
                 self._take_back()

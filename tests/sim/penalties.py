@@ -60,7 +60,7 @@ class Penalties:
         at = self._asked.get(after.nonce, self._now())
         kept_out = {name for name in self._failures if self._is_kept_out(name, at)}
         self.met += bool(kept_out)
-        least = after.orders.min_replicas or self._least
+        least = after.overrides.min_replicas or self._least
         if after.generation == before.generation:
             came = [x.replica for x in after.roster if not before.lists(x.replica, x.incarnation)]
             enough = len(before.roster) >= least
@@ -71,7 +71,7 @@ class Penalties:
         wrong = sorted(kept_out & set(came))
         suspects = {name for name in came if self._is_suspect(name, at)} - kept_out
         self.suspects += bool(suspects)
-        room = (after.orders.max_replicas or self._full) - len(before.roster)
+        room = (after.overrides.max_replicas or self._full) - len(before.roster)
         others = len(set(came) - suspects)
         if after.generation == before.generation and suspects and len(suspects) > max(0, room - others):
             return f"{sorted(suspects)} came in with epoch {after.epoch} although the job had its members"

@@ -102,7 +102,7 @@ class Lane:
         if trainer.alive:
             trainer.kill()
             self.network.death(trainer)
-            trainer.server.after(self.clockwork.between(0.0, 0.01), trainer.server.pulse)
+            trainer.server.after(self.clockwork.between(0.0, 0.01), trainer.server.status)
 
 
 class RankMain(MainThread):
@@ -390,7 +390,7 @@ class RankWorld(World):
         elif kind == "pause rank":
             victim.pause()
             clockwork.at(clockwork.between(0.02, 2.0), victim.resume)
-            victim.server.after(0.01, victim.server.pulse)
+            victim.server.after(0.01, victim.server.status)
         elif kind == "reset rank link" and victim.link is not None:
             victim.link[0].reset("connection reset")
         elif kind == "kill rank server" and victim.server.alive:

@@ -1,4 +1,4 @@
-"""A checkpoint server process: its memory outlives the trainer, and its pulse says how the trainer is."""
+"""A checkpoint server process: its memory outlives the trainer, and its status says how the trainer is."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sim.trainer import Trainer
     from sim.world import World
 
-PULSE_S = 0.1
+STATUS_S = 0.1
 # How long a lighthouse leaves the server's pings unanswered before the server tries another one.
 PING_S = 1.5
 ALWAYS = 2
@@ -69,7 +69,7 @@ class Server(Process):
 
     def attach(self, trainer: "Trainer") -> None:
         self.trainer = trainer
-        self.after(0.0, self.pulse)
+        self.after(0.0, self.status)
 
     def state_of_trainer(self) -> str:
         if self.trainer is None:
@@ -96,12 +96,12 @@ class Server(Process):
         while len(gradients) > (LISTENING if listening else ALWAYS):
             del gradients[next(iter(gradients))]
 
-    # --- pulse -------------------------------------------------------------------------------------
+    # --- status -------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        self.after(PULSE_S, self._beat)
+        self.after(STATUS_S, self._beat)
         self._ping()
-        self.pulse()
+        self.status()
 
     def _ping(self) -> None:
         """Close the connection to a lighthouse that is stopped."""
@@ -111,7 +111,7 @@ class Server(Process):
             self._connection.close(0, "no answer to a ping")
             self._connection = None
 
-    def pulse(self) -> None:
+    def status(self) -> None:
         """Say how the trainer is, to whichever lighthouse leads and can be reached."""
         if self._connection is None:
             self._connect()
@@ -154,8 +154,8 @@ class Server(Process):
         far = End(
             leader,
             leader.name,
-            lambda message: leader.on_pulse(holder[0], message),
-            lambda _: leader.on_pulse_closed(holder[0]),
+            lambda message: leader.on_status(holder[0], message),
+            lambda _: leader.on_status_closed(holder[0]),
         )
         self._connection = Connection(self.world.network, near, far)
         holder.append(self._connection)

@@ -194,7 +194,7 @@ class World:
         trainer.kill()
         del self.by_key[trainer.host, trainer.incarnation]
         self.network.death(trainer)
-        host.server.after(self.clockwork.between(0.0, 0.01), host.server.pulse)
+        host.server.after(self.clockwork.between(0.0, 0.01), host.server.status)
         self._restart_later(host, restart_s)
         return True
 

@@ -156,7 +156,7 @@ DOCUMENT: dict[str, Any] = {
         "/healthz": _get("The process answers.", _JSON, is_open=True),
         "/metrics": _get("Prometheus' text format.", _TEXT, is_open=True),
         "/openapi.json": _get("This document.", _JSON),
-        "/debug/state": _get("The trainer, the pulse, and every slot of shared memory.", _JSON),
+        "/debug/state": _get("The trainer, the status, and every slot of shared memory.", _JSON),
         "/debug/stacks": _of_the_trainer(
             _get("The stacks of all threads of the trainer, and what the kernel says of them.", _JSON)
         ),

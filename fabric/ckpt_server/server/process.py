@@ -52,7 +52,7 @@ JOB_END_STORED_S = 5.0
 class ServerSettings:
     """``bind`` and ``port`` (a port or range): where HTTP listens; ``advertise``: the host others dial,
     empty for the bound one. ``token_file`` None: no token. ``lighthouse``: base URLs, empty for no
-    pulse. ``rank``: whose server this is in a replica of several ranks. ``tls``: how it
+    status. ``rank``: whose server this is in a replica of several ranks. ``tls``: how it
     is reached, and reaches the lighthouse. ``orphan_s``: how long to live
     without a trainer."""
 

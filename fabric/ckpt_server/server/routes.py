@@ -225,7 +225,7 @@ class CkptRoutes:
         return self._not_held(GRADIENT, f"the gradient of step {step} {why}", gone)
 
     async def state(self, request: web.Request) -> web.Response:
-        """The trainer by its own word and the kernel's, the pulse, and every slot with its readers."""
+        """The trainer by its own word and the kernel's, the status, and every slot with its readers."""
         parts, status_sender = self._parts, self._parts.probe.status_sender
         trainer, says, why = parts.trainer, None, ""
         try:
@@ -328,7 +328,7 @@ def _tensor(request: web.Request, content: SlotContent) -> TensorSpan | web.Resp
 
 def _near(name: str, known: Iterable[str]) -> list[str]:
     """Up to three names like it, of those that stand around it in order: to compare it with every one of a
-    hundred thousand would stop the server, and its pulse, for seconds."""
+    hundred thousand would stop the server, and its status, for seconds."""
     ordered = sorted(known)
     at = bisect(ordered, name)
     return difflib.get_close_matches(name, ordered[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS], n=3)

@@ -71,7 +71,7 @@ class StatusSender:
         timing: StatusTiming | None = None,
         tls: Tls | None = None,
     ) -> None:
-        query = f"/v1/jobs/{quote(job, safe='')}/pulse?replica={quote(replica, safe='')}"
+        query = f"/v1/jobs/{quote(job, safe='')}/trainer-status?replica={quote(replica, safe='')}"
         self._targets = [URL(url.rstrip("/") + query, encoded=True) for url in urls]
         self._tokens = TokenFile.of(token)
         self._vitals = vitals

@@ -14,7 +14,7 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.runtime.config import parse_replicas
 
-MAX_PULSE_BYTES = 64 * 1024
+MAX_STATUS_BYTES = 64 * 1024
 # A report may list every micro-batch of a step. A session names all ranks, a beat what each micro-batch took.
 MAX_MESSAGE_BYTES = 64 * 1024
 _MORE_BYTES = {m.OpenSession: 256 * 1024, m.Heartbeat: 256 * 1024, m.Report: wire.MAX_BYTES}
@@ -105,29 +105,29 @@ def decode_member(data: str) -> m.MemberMessage:
     return cast(m.MemberMessage, message)
 
 
-def decode_pulse(data: str) -> m.TrainerStatus:
+def decode_status(data: str) -> m.TrainerStatus:
     """One beat of a checkpoint server. Raises ProtocolError."""
     message = wire.decode(data)
     if not isinstance(message, m.TrainerStatus):
-        raise ProtocolError(f"a checkpoint server sends Pulses, not a {type(message).__name__}")
+        raise ProtocolError(f"a checkpoint server sends a TrainerStatus, not a {type(message).__name__}")
     check_name("replica", message.replica)
     _check_ckpt(message.ckpt)
     _check_snapshots(message)
     if len(message.parts) not in (0, len(message.snapshots)):
-        raise ProtocolError("Pulse.parts must have one number for each of snapshots, or none")
+        raise ProtocolError("TrainerStatus.parts must have one number for each of snapshots, or none")
     if len(message.ages_s) not in (0, len(message.snapshots)) or any(age_s < 0 for age_s in message.ages_s):
-        raise ProtocolError("Pulse.ages_s must have one number from 0 for each of snapshots, or none")
+        raise ProtocolError("TrainerStatus.ages_s must have one number from 0 for each of snapshots, or none")
     if not 0 <= message.rank < MAX_RANKS:
-        raise ProtocolError(f"Pulse.rank must be from 0 to {MAX_RANKS - 1}")
+        raise ProtocolError(f"TrainerStatus.rank must be from 0 to {MAX_RANKS - 1}")
     if len(message.deaths) > MAX_DEATHS:
-        raise ProtocolError(f"Pulse.deaths must be a list of at most {MAX_DEATHS}")
+        raise ProtocolError(f"TrainerStatus.deaths must be a list of at most {MAX_DEATHS}")
     for death in message.deaths:
         if min(death.incarnation, death.step) < 0 or not 0 <= death.micro_batch < MAX_MICRO_BATCHES:
             raise ProtocolError(
-                f"Pulse.deaths must name steps from 0 and micro-batches up to {MAX_MICRO_BATCHES}"
+                f"TrainerStatus.deaths must name steps from 0 and micro-batches up to {MAX_MICRO_BATCHES}"
             )
     if message.trainer not in _TRAINER_STATES:
-        raise ProtocolError(f"Pulse.trainer must be one of {', '.join(_TRAINER_STATES)}")
+        raise ProtocolError(f"TrainerStatus.trainer must be one of {', '.join(_TRAINER_STATES)}")
     if not _is_sentence(message.durable_error):
         return replace(message, durable_error=_sentence(message.durable_error))
     return message

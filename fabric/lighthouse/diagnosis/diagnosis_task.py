@@ -62,10 +62,10 @@ class FailureSnapshot:
         member = self.record.member(replica)
         if member is not None and liveness.proof_of_death(member):
             return "gone"
-        pulse = liveness.statuses().get(replica)
-        if pulse is None or pulse.incarnation != incarnation:
+        status = liveness.statuses().get(replica)
+        if status is None or status.incarnation != incarnation:
             return "unknown"
-        return pulse.trainer if pulse.connected else "silent"
+        return status.trainer if status.connected else "silent"
 
     def places(self, names: tuple[str, ...], addresses: PeerAddresses) -> list[ProbeTarget]:
         """Every rank of these replicas, up to the limit of probes."""

@@ -1,4 +1,4 @@
-"""Where the sessions and pulses of a job come from: the kernel's word, not the members'.
+"""Where the sessions and statuses of a job come from: the kernel's word, not the members'.
 
 A member names the address of its checkpoint server itself. The lighthouse asks there when something has
 failed, and shows the job's token. So it asks only at an address from which that member, or its checkpoint
@@ -16,7 +16,7 @@ from fabric.runtime.http.token_file import is_same
 @dataclass(slots=True)
 class _Source:
     session: str = ""
-    pulse: str = ""
+    status: str = ""
     is_trusted: bool = False
     incarnation: int = -1
     secret: str = ""
@@ -24,7 +24,7 @@ class _Source:
 
 @dataclass(slots=True)
 class PeerAddresses:
-    """By replica and rank. A session speaks for every rank of its replica, a pulse for one."""
+    """By replica and rank. A session speaks for every rank of its replica, a status for one."""
 
     _sources: dict[tuple[str, int], _Source] = field(default_factory=dict)
 
@@ -49,12 +49,12 @@ class PeerAddresses:
 
     def status(self, replica: str, rank: int, address: str) -> None:
         """A checkpoint server has spoken for a rank."""
-        self._sources.setdefault((replica, rank), _Source()).pulse = address
+        self._sources.setdefault((replica, rank), _Source()).status = address
 
     def of(self, replica: str, rank: int) -> frozenset[str]:
         """From where the rank's processes have connected."""
         first, own = self._sources.get((replica, 0)), self._sources.get((replica, rank))
-        return frozenset(filter(None, (first.session if first else "", own.pulse if own else "")))
+        return frozenset(filter(None, (first.session if first else "", own.status if own else "")))
 
     def is_trusted(self, replica: str) -> bool:
         """Whether the replica's newest session showed the lighthouse's own token."""

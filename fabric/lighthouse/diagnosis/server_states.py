@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from fabric.model import Member, SnapshotRef
-from fabric.protocol.leader.liveness import PulseState
+from fabric.protocol.leader.liveness import LastStatus
 from fabric.protocol.leader.view import LeaderView, LivenessView
 from fabric.protocol.messages.network import TrainerStatus
 
-# A pulse comes every quarter of a second, in large jobs every second.
+# A status comes every quarter of a second, in large jobs every second.
 SILENT_S = 5.0
 
 
@@ -50,7 +50,7 @@ class CheckpointServers:
     def _look_at_storage(self, liveness: LivenessView) -> None:
         newest = max(liveness.durable(), key=lambda ref: (ref.generation, ref.step), default=None)
         statuses = liveness.statuses().items()
-        errors = {name: pulse.durable_error for name, pulse in statuses if pulse.durable_error}
+        errors = {name: status.durable_error for name, status in statuses if status.durable_error}
         if newest != self._newest:
             self.failing.clear()
         for name, error in errors.items():
@@ -65,16 +65,16 @@ def silence(liveness: LivenessView, member: Member, now: float) -> str:
     peer = liveness.peers.get(member.replica)
     if peer is None or not peer.connected or peer.incarnation != member.incarnation:
         return ""
-    for rank, pulse in _pulses(liveness, member):
-        quiet_s = now - pulse.seen
-        if pulse.incarnation == member.incarnation and quiet_s >= SILENT_S + liveness.lateness_s:
+    for rank, status in _statuses(liveness, member):
+        quiet_s = now - status.seen
+        if status.incarnation == member.incarnation and quiet_s >= SILENT_S + liveness.lateness_s:
             whose = f"the checkpoint server of its rank {rank}" if rank else "its checkpoint server"
             return f"{whose} has not answered for {quiet_s:.0f} s"
     return ""
 
 
-def _pulses(liveness: LivenessView, member: Member) -> Iterator[tuple[int, PulseState]]:
+def _statuses(liveness: LivenessView, member: Member) -> Iterator[tuple[int, LastStatus]]:
     for rank in range(len(member.addresses)):
-        pulse = liveness.statuses(rank).get(member.replica)
-        if pulse is not None:
-            yield rank, pulse
+        status = liveness.statuses(rank).get(member.replica)
+        if status is not None:
+            yield rank, status

@@ -197,8 +197,8 @@ def _waiting_for_members(view: LeaderView, record: Record, _: float) -> str:
     if len(record.roster) >= view.min_members:
         return ""
     text = f"replicas: {len(record.roster)} of at least {view.min_members} are members"
-    if record.orders.paused:
-        return f"{text}; joins are paused {record.orders.paused}"
+    if record.overrides.paused:
+        return f"{text}; joins are paused {record.overrides.paused}"
     outside = sorted(view.notified_refusals.items())[:_NAMED]
     return text + "".join(f"; {name} is outside: {why}" for name, why in outside)
 

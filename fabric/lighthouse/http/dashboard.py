@@ -31,7 +31,7 @@ COOKIE_S = 12 * 3600
 # Lighthouses that take over from each other may differ by so much.
 _CLOCK_S = 300
 # WebSockets of trainers and checkpoint servers: a page has no business there.
-_FOR_PROCESSES = ("/session", "/pulse")
+_FOR_PROCESSES = ("/session", "/trainer-status")
 _KINDS = {"index.html": "text/html", "dashboard.js": "text/javascript", "dashboard.css": "text/css"}
 OPEN_PATHS = frozenset({"/", LOGIN, "/dashboard.js", "/dashboard.css"})
 # The page's own script and style, and nothing from anywhere else.

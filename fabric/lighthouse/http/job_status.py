@@ -9,7 +9,7 @@ from fabric.lighthouse.diagnosis.status_text import time_of_day, waiting_for
 from fabric.lighthouse.history.recoverable import recoverable
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import Member, Record, counted
-from fabric.protocol.leader.liveness import Peer, PulseState
+from fabric.protocol.leader.liveness import LastStatus, Peer
 from fabric.protocol.leader.view import LeaderView
 
 
@@ -24,7 +24,7 @@ def job_line(job: Job) -> dict[str, Any]:
         "members": len(record.roster) if record else 0,
         "sessions": len(job.connections.sessions),
         "complete": bool(record and record.complete),
-        "paused": record.orders.paused if record else "",
+        "paused": record.overrides.paused if record else "",
         "failed": job.view.failed_reason,
         "waiting_for": waiting_for(job.view, job.now),
     }
@@ -41,18 +41,14 @@ def job_view(job: Job) -> dict[str, Any]:
         **job_line(job),
         "record": _record_view(record),
         "roster": [member.replica for member in roster],
-        "policy": {
-            **asdict(view.policy),
-            "min_replicas": view.min_members,
-            "max_replicas": view.max_members,
-        },
+        "policy": {**asdict(view.policy), "min_replicas": view.min_members, "max_replicas": view.max_members},
         "penalties": [asdict(penalty) for penalty in view.penalties()],
         "hosts": view.hosts_that_failed(),
         "members": [_member_view(view, member, now) for member in roster],
         "joiners": [_joiner_view(view, peer, now) for peer in outside if peer.connected],
         "checkpoint_servers": [
-            {"replica": name, "rank": rank, "incarnation": pulse.incarnation, **_pulse_view(pulse, now)}
-            for name, rank, pulse in _servers(view)
+            {"replica": name, "rank": rank, "incarnation": status.incarnation, **_status_view(status, now)}
+            for name, rank, status in _servers(view)
         ],
         "data_shards": shard_readers(record),
         "recoverable": recoverable(view, now),
@@ -62,20 +58,19 @@ def job_view(job: Job) -> dict[str, Any]:
     }
 
 
-def _servers(view: LeaderView) -> list[tuple[str, int, PulseState]]:
+def _servers(view: LeaderView) -> list[tuple[str, int, LastStatus]]:
     """Every checkpoint server that has spoken, by replica and rank; of a complete job those that still do."""
     servers = [
-        (name, rank, pulse)
+        (name, rank, status)
         for rank in view.liveness.status_ranks
-        for name, pulse in view.liveness.statuses(rank).items()
-        if pulse.connected or not view.is_complete
+        for name, status in view.liveness.statuses(rank).items()
+        if status.connected or not view.is_complete
     ]
     return sorted(servers, key=lambda entry: entry[:2])
 
 
 def _durable(view: LeaderView) -> dict[str, Any] | None:
-    """The newest durable checkpoint that anybody has found or written, and how old it is in committed
-    steps."""
+    """Return the newest durable checkpoint, and how many committed steps it is behind."""
     newest = max(
         view.liveness.durable(), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None
     )
@@ -94,25 +89,25 @@ def _record_view(record: Record | None) -> dict[str, Any] | None:
 
 def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]:
     liveness, epoch = view.liveness, view.epoch
-    peer, pulse = liveness.peers.get(member.replica), liveness.statuses().get(member.replica)
+    peer, status = liveness.peers.get(member.replica), liveness.statuses().get(member.replica)
     verdict = epoch.pending_evictions.get(member.replica) or liveness.failure_reason(member, now)
     is_complete = view.is_complete
     if is_complete:
-        pulse = pulse if pulse and pulse.connected else None  # they end a moment after the job
+        status = status if status and status.connected else None  # they end a moment after the job
         verdict = "finished"
     elif not verdict and member.replica in epoch.aborted:
         verdict = f"aborted: {epoch.aborted[member.replica].why}"
     session = _session_view(peer if peer and peer.incarnation == member.incarnation else None, now)
-    alive = pulse is not None and pulse.incarnation == member.incarnation and pulse.ckpt
+    alive = status is not None and status.incarnation == member.incarnation and status.ckpt
     return {
         **asdict(member),
         # A server that was started again listens elsewhere than the record says.
-        "ckpt": pulse.ckpt if pulse is not None and alive else "" if is_complete else member.ckpt,
+        "ckpt": status.ckpt if status is not None and alive else "" if is_complete else member.ckpt,
         "running": member.replica in epoch.running,
         **session,
         "phase": "" if is_complete else session["phase"],
         "step": view.top_step() if is_complete else session["step"],
-        "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == member.incarnation else None,
+        "trainer_status": _status_of(status, member.incarnation, now),
         "verdict": verdict
         or (f"alive, but {trouble}" if (trouble := silence(liveness, member, now)) else "alive"),
     }
@@ -120,7 +115,7 @@ def _member_view(view: LeaderView, member: Member, now: float) -> dict[str, Any]
 
 def _joiner_view(view: LeaderView, peer: Peer, now: float) -> dict[str, Any]:
     session = peer.session
-    pulse = view.liveness.statuses().get(session.replica)
+    status = view.liveness.statuses().get(session.replica)
     if view.record is None:
         verdict = "waits for the first start"
     elif session.replica in view.finished:
@@ -149,7 +144,7 @@ def _joiner_view(view: LeaderView, peer: Peer, now: float) -> dict[str, Any]:
         "ckpt": session.ckpt,
         "spare": session.spare,
         **_session_view(peer, now),
-        "pulse": _pulse_view(pulse, now) if pulse and pulse.incarnation == session.incarnation else None,
+        "trainer_status": _status_of(status, session.incarnation, now),
         "verdict": verdict,
     }
 
@@ -170,11 +165,15 @@ def _session_view(peer: Peer | None, now: float) -> dict[str, Any]:
     }
 
 
-def _pulse_view(pulse: PulseState, now: float) -> dict[str, Any]:
+def _status_of(status: LastStatus | None, incarnation: int, now: float) -> dict[str, Any] | None:
+    return _status_view(status, now) if status and status.incarnation == incarnation else None
+
+
+def _status_view(status: LastStatus, now: float) -> dict[str, Any]:
     return {
-        "trainer": pulse.trainer,
-        "age_s": round(now - pulse.seen, 3),
-        "connected": pulse.connected,
-        "ckpt": pulse.ckpt,
-        "snapshots": [asdict(ref) for ref in pulse.snapshots],
+        "trainer": status.trainer,
+        "age_s": round(now - status.seen, 3),
+        "connected": status.connected,
+        "ckpt": status.ckpt,
+        "snapshots": [asdict(ref) for ref in status.snapshots],
     }

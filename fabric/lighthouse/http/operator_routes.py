@@ -115,11 +115,11 @@ def _note(job: Job, action: str) -> str:
 
 
 def _check_scale(job: Job, asked: io.Operator) -> None:
-    orders, policy = job.view.overrides, job.view.policy
+    overrides, policy = job.view.overrides, job.view.policy
     if asked.min_replicas is None and asked.max_replicas is None:
         raise ProtocolError('give "min", "max" or both: counts of replicas, 0 for what the replicas ask for')
-    least = orders.min_replicas if asked.min_replicas is None else asked.min_replicas
-    most = orders.max_replicas if asked.max_replicas is None else asked.max_replicas
+    least = overrides.min_replicas if asked.min_replicas is None else asked.min_replicas
+    most = overrides.max_replicas if asked.max_replicas is None else asked.max_replicas
     # A minimum above the replicas' own maximum raises that too; one above an ordered maximum is a slip.
     if most and (least or policy.min_replicas) > most:
         both = asked.min_replicas is not None and asked.max_replicas is not None

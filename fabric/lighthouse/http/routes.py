@@ -123,7 +123,7 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     add("/v1/jobs/{job}/hosts", routes.hosts)
     add("/v1/jobs/{job}/live", routes.live)
     add("/v1/jobs/{job}/session", routes.session)
-    add("/v1/jobs/{job}/pulse", routes.pulse)
+    add("/v1/jobs/{job}/trainer-status", routes.trainer_status)
     dashboard.add_routes(app, tokens)
     add_commands(app, lambda: parts.jobs)
     return app
@@ -260,9 +260,9 @@ class LighthouseRoutes:
         """A trainer's WebSocket."""
         return await self._come_again() or await websockets.session(request, self._parts.jobs)
 
-    async def pulse(self, request: web.Request) -> web.StreamResponse:
+    async def trainer_status(self, request: web.Request) -> web.StreamResponse:
         """A checkpoint server's WebSocket."""
-        return await self._come_again() or await websockets.pulse(request, self._parts.jobs)
+        return await self._come_again() or await websockets.trainer_status(request, self._parts.jobs)
 
     async def _come_again(self) -> web.Response | None:
         """None when it is this one's turn to be let in."""

@@ -1,4 +1,4 @@
-"""The two WebSockets of a job: a trainer's session, and the pulse of a checkpoint server.
+"""The two WebSockets of a job: a trainer's session, and the trainer statuses of a checkpoint server.
 
 A message that cannot be understood ends its own connection with a sentence, and nothing else. There are no
 pings on a session: a trainer may hold the interpreter's lock for long, and must not lose its session
@@ -17,10 +17,10 @@ from fabric.errors import FabricError, ProtocolError, StoreUnavailable
 from fabric.lighthouse.connections.connection import MALFORMED, NOT_THE_LEADER, FrameCache, MemberConnection
 from fabric.lighthouse.connections.fast_frames import FastFrames
 from fabric.lighthouse.connections.validation import (
-    MAX_PULSE_BYTES,
+    MAX_STATUS_BYTES,
     decode_member,
-    decode_pulse,
     decode_session,
+    decode_status,
     parse_policy,
 )
 from fabric.lighthouse.http.tokens import opened_with_own
@@ -32,7 +32,7 @@ from fabric.protocol.messages.network import OpenSession, Rejected
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_S = 10.0
-PULSE_SILENCE_S = 10.0
+STATUS_SILENCE_S = 10.0
 _CLOSE_S = 2.0
 _KEEP_ALIVE = (
     (sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1),
@@ -75,15 +75,15 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     return socket
 
 
-async def pulse(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
-    """``GET /v1/jobs/{job}/pulse``: one Pulse after the other until either side closes."""
+async def trainer_status(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
+    """``GET /v1/jobs/{job}/trainer-status``: one TrainerStatus after the other until either side closes."""
     name = request.match_info["job"]
     jobs.find(name)
-    socket, connection = await _accept(request, MAX_PULSE_BYTES, silence_s=PULSE_SILENCE_S)
+    socket, connection = await _accept(request, MAX_STATUS_BYTES, silence_s=STATUS_SILENCE_S)
     place = JobLookup(jobs, name)
 
     def on_text(text: str) -> bool:
-        status = decode_pulse(text)
+        status = decode_status(text)
         if connection.replica not in ("", status.replica):
             raise ProtocolError("a checkpoint server speaks for one replica: open another connection")
         if connection.rank not in (-1, status.rank):

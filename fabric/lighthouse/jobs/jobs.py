@@ -1,6 +1,6 @@
 """All jobs of this lighthouse: made from their records when it is elected, dropped when it leads no longer.
 
-A job begins to exist here with the first session or pulse for it, and in the store with its first epoch.
+A job begins to exist here with the first session or status for it, and in the store with its first epoch.
 The logs of events outlive a term, so that a short trouble with the store does not make history vanish.
 """
 

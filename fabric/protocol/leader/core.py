@@ -21,7 +21,7 @@ from fabric.protocol.leader.endings import Endings
 from fabric.protocol.leader.evictions import Evictions
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.joins import Joins
-from fabric.protocol.leader.liveness import Peer, PulseState
+from fabric.protocol.leader.liveness import LastStatus, Peer
 from fabric.protocol.leader.orders import OperatorOrders
 from fabric.protocol.leader.outbox import LeaderOutbox
 from fabric.protocol.leader.progress import Progress
@@ -120,7 +120,7 @@ class LeaderCore:
         """Whether this says no more than that somebody lives and where it is, that one more has come, or one
         of those who all must answer has."""
         if isinstance(event, io.TrainerStatusSeen):
-            return event.pulse.trainer == "running"
+            return event.status.trainer == "running"
         if isinstance(event, io.FromMember):
             kind, record = type(event.message), self.state.record
             if kind is m.Heartbeat:
@@ -167,7 +167,7 @@ class LeaderCore:
         state.record = record
         state.unix_offset_s = event.unix_s - state.now
         if record is not None:
-            self.limits.overrides = record.orders
+            self.limits.overrides = record.overrides
             self.evidence.recall(record)
             self.writer.data_slots = {x.replica: x.data_slot for x in record.roster}
         state.liveness.elected = state.now
@@ -316,46 +316,46 @@ class LeaderCore:
             peer.connected = False
             peer.closed = self.state.now
 
-    def on_pulse(self, event: io.TrainerStatusSeen) -> None:
-        pulse, member = (
-            event.pulse,
-            self.state.record.member(event.pulse.replica) if self.state.record else None,
+    def on_status(self, event: io.TrainerStatusSeen) -> None:
+        status, member = (
+            event.status,
+            self.state.record.member(event.status.replica) if self.state.record else None,
         )
-        before = self.state.liveness.hear(pulse, member, self.state.now)
-        if member is not None and pulse.trainer == "gone":
+        before = self.state.liveness.hear(status, member, self.state.now)
+        if member is not None and status.trainer == "gone":
             self.state.liveness.note_end(member)
-        listed = member is not None and member.incarnation == pulse.incarnation
-        counts = listed or self.state.liveness.pulses_of(pulse.rank)[pulse.replica].says(pulse)
-        if counts and (before is None or not before.says(pulse)) and pulse.trainer in ("gone", "stopped"):
+        listed = member is not None and member.incarnation == status.incarnation
+        counts = listed or self.state.liveness.statuses_of(status.rank)[status.replica].says(status)
+        if counts and (before is None or not before.says(status)) and status.trainer in ("gone", "stopped"):
             incident_id = (
                 self.state.next_incident_id()
                 if listed and not (self.state.record and self.state.record.complete)
                 else ""
             )
             self.outbox.record_event(
-                "trainer " + pulse.trainer, pulse.replica, "seen by its checkpoint server", incident_id
+                "trainer " + status.trainer, status.replica, "seen by its checkpoint server", incident_id
             )
-        self.endings.note_ended(pulse.replica, pulse.ended)
-        self._record_durable(pulse, before)
+        self.endings.note_ended(status.replica, status.ended)
+        self._record_durable(status, before)
 
-    def _record_durable(self, pulse: m.TrainerStatus, known: PulseState | None) -> None:
-        if pulse.durable and (known is None or pulse.durable != known.durable):
+    def _record_durable(self, status: m.TrainerStatus, known: LastStatus | None) -> None:
+        if status.durable and (known is None or status.durable != known.durable):
             self.outbox.record_event(
-                "durable", pulse.replica, f"the checkpoint of step {pulse.durable[-1].step} is complete"
+                "durable", status.replica, f"the checkpoint of step {status.durable[-1].step} is complete"
             )
-        if pulse.durable_error and (known is None or pulse.durable_error != known.durable_error):
-            self.outbox.record_event("durable failed", pulse.replica, pulse.durable_error)
+        if status.durable_error and (known is None or status.durable_error != known.durable_error):
+            self.outbox.record_event("durable failed", status.replica, status.durable_error)
 
-    def on_pulse_closed(self, event: io.TrainerStatusClosed) -> None:
+    def on_status_closed(self, event: io.TrainerStatusClosed) -> None:
         member = self.state.record.member(event.replica) if self.state.record is not None else None
-        pulse = self.state.liveness.pulse_closed(
+        status = self.state.liveness.status_closed(
             event.replica, event.ckpt, event.rank, member, self.state.now
         )
-        if pulse is None:
+        if status is None:
             return
         belongs = event.replica in self.state.liveness.peers or self.state.lists(event.replica)
-        if not (belongs or pulse.deaths or pulse.durable):
-            del self.state.liveness.pulses_of(event.rank)[
+        if not (belongs or status.deaths or status.durable):
+            del self.state.liveness.statuses_of(event.rank)[
                 event.replica
             ]  # it was never let in, and leaves nothing to know
 
@@ -419,8 +419,8 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.SessionOpened: LeaderCore.on_opened,
     io.SessionClosed: LeaderCore.on_closed,
     io.FromMember: LeaderCore.on_member,
-    io.TrainerStatusSeen: LeaderCore.on_pulse,
-    io.TrainerStatusClosed: LeaderCore.on_pulse_closed,
+    io.TrainerStatusSeen: LeaderCore.on_status,
+    io.TrainerStatusClosed: LeaderCore.on_status_closed,
     io.RecordWritten: LeaderCore.on_written,
     io.RecordRead: LeaderCore.on_read,
     io.WriteFailed: LeaderCore.on_write_failed,

@@ -1,4 +1,4 @@
-"""Who is alive, from two sources: the trainer's session, and the pulse of its checkpoint server.
+"""Who is alive, from two sources: the trainer's session, and the status of its checkpoint server.
 
 The kernel's word (gone, stopped) counts at once; silence counts only when both sources are silent, for
 trainers may hold the GIL for long. A verdict is a sentence that says what was seen, or empty: alive.
@@ -27,7 +27,7 @@ BEHIND_S = 0.25
 @dataclass(frozen=True, slots=True)
 class LivenessConfig:
     """Seconds. ``stopped_s``: how long a stopped trainer is waited for. ``reconnect_s``: how long a
-    session may be away while the pulse says that the trainer runs. ``silence_s``: both sources silent.
+    session may be away while the status says that the trainer runs. ``silence_s``: both sources silent.
     ``grace_s``: after an election, after the last return of a member, and after the last that was made to
     wait, by the door or by a leader that cannot keep up, nobody is dead for silence or absence.
     ``overload_s``: being made to wait counts so long at most."""
@@ -71,7 +71,7 @@ class Peer:
 
 
 @dataclass(slots=True)
-class PulseState:
+class LastStatus:
     """One checkpoint server: what it last said of the trainer, and since when. ``taken``: when the
     state of each of ``snapshots`` was its trainer's; ``parts``: of how many ranks it is. ``closed``: when its
     connection ended."""
@@ -90,9 +90,9 @@ class PulseState:
     parts: tuple[int, ...] = ()
     closed: float = 0.0
 
-    def says(self, pulse: TrainerStatus) -> bool:
-        """Whether this pulse tells the same of the same process."""
-        return (self.incarnation, self.trainer) == (pulse.incarnation, pulse.trainer)
+    def says(self, status: TrainerStatus) -> bool:
+        """Whether this status tells the same of the same process."""
+        return (self.incarnation, self.trainer) == (status.incarnation, status.trainer)
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Liveness:
     ``late_s``: how much longer than usual silence is tolerated now, see ``tick_was_late``.
 
     A replica may have several processes at a time: the scheduler starts it elsewhere while the old one is
-    only out of sight. ``peers`` and ``pulses`` hold the process and the server that count for each replica.
+    only out of sight. ``peers`` and ``statuses`` hold the process and the server that count for each replica.
     ``former`` holds earlier processes that the record names, ``elsewhere`` the other servers of a replica,
     and ``ended`` why it is certain that a process has ended.
     """
@@ -109,16 +109,16 @@ class Liveness:
     config: LivenessConfig
     elected: float
     peers: dict[str, Peer] = field(default_factory=dict)
-    pulses: dict[str, PulseState] = field(default_factory=dict)
+    statuses: dict[str, LastStatus] = field(default_factory=dict)
     late_s: float = 0.0
     returned: float = -math.inf  # when a member was last heard for the first time after the election
     overloaded_until: float = -math.inf  # until when those who want to come back may be made to wait
     began: float = -math.inf  # when the generation did: of those in it silence counts from then on
     _late_before_s: float = 0.0
     # Of replicas of several ranks: rank (from 1) -> replica -> what that rank's checkpoint server says.
-    rank_pulses: dict[int, dict[str, PulseState]] = field(default_factory=dict)
+    rank_statuses: dict[int, dict[str, LastStatus]] = field(default_factory=dict)
     former: dict[tuple[str, int], Peer] = field(default_factory=dict)
-    elsewhere: dict[str, dict[tuple[str, int], PulseState]] = field(default_factory=dict)
+    elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)
     proven_ends: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def opened(self, session: OpenSession, now: float, is_named: bool) -> None:
@@ -139,9 +139,9 @@ class Liveness:
         self.proven_ends = {key: why for key, why in self.proven_ends.items() if key in named}
         for replica, servers in list(self.elsewhere.items()):
             left = {
-                at: pulse
-                for at, pulse in servers.items()
-                if pulse.connected or (replica, pulse.incarnation) in named
+                at: status
+                for at, status in servers.items()
+                if status.connected or (replica, status.incarnation) in named
             }
             self.elsewhere[replica] = left
             if not left:
@@ -180,48 +180,48 @@ class Liveness:
         if by_s >= BEHIND_S and now - by_s < self.grace_until:
             self.note_overload(now + self.config.reconnect_s)
 
-    def pulses_of(self, rank: int) -> dict[str, PulseState]:
+    def statuses_of(self, rank: int) -> dict[str, LastStatus]:
         """By replica, of the checkpoint servers of this rank."""
-        return self.rank_pulses.setdefault(rank, {}) if rank else self.pulses
+        return self.rank_statuses.setdefault(rank, {}) if rank else self.statuses
 
-    def hear(self, pulse: TrainerStatus, member: Member | None, now: float) -> PulseState | None:
-        """Take a pulse of a replica that the roster has as ``member``. Returns what was known of this server
+    def hear(self, status: TrainerStatus, member: Member | None, now: float) -> LastStatus | None:
+        """Take a status of a replica that the roster has as ``member``. Returns what was known of this server
         before."""
-        pulses, key = self.pulses_of(pulse.rank), pulse.replica
-        current, aside = pulses.get(key), self.elsewhere.get(key, {})
-        at = (pulse.ckpt, pulse.rank)
-        is_current = current is not None and current.ckpt == pulse.ckpt
-        if is_current and current is not None and pulse.incarnation < current.incarnation:
+        statuses, key = self.statuses_of(status.rank), status.replica
+        current, aside = statuses.get(key), self.elsewhere.get(key, {})
+        at = (status.ckpt, status.rank)
+        is_current = current is not None and current.ckpt == status.ckpt
+        if is_current and current is not None and status.incarnation < current.incarnation:
             return current  # from before its newer trainer
-        same_trainer = current is not None and current.incarnation == pulse.incarnation
+        same_trainer = current is not None and current.incarnation == status.incarnation
         known = current if is_current or (same_trainer and at not in aside) else aside.get(at)
-        state = _state_of(pulse, known, now)
-        if current is not None and not is_current and not self._counts(pulse, current, member):
+        state = _state_of(status, known, now)
+        if current is not None and not is_current and not self._counts(status, current, member):
             self.elsewhere.setdefault(key, {})[at] = state
             return known
         if current is not None and not is_current:
-            self.elsewhere.setdefault(key, {})[current.ckpt, pulse.rank] = current
+            self.elsewhere.setdefault(key, {})[current.ckpt, status.rank] = current
         if at in aside:
             del aside[at]
-        pulses[key] = state
+        statuses[key] = state
         return known
 
-    def _counts(self, pulse: TrainerStatus, current: PulseState, member: Member | None) -> bool:
-        """Whether this pulse is believed of its replica rather than that of ``current``, another server. A
+    def _counts(self, status: TrainerStatus, current: LastStatus, member: Member | None) -> bool:
+        """Whether this status is believed of its replica rather than that of ``current``, another server. A
         process that was let in (a session of it was taken, or the roster has it) is not silenced by one that
         was not: that may be a second one of the same id, which is refused. Else the newer one counts."""
-        peer = self.peers.get(pulse.replica)
+        peer = self.peers.get(status.replica)
         let_in = {x.incarnation for x in (peer, member) if x is not None}
-        if (pulse.incarnation in let_in) != (current.incarnation in let_in):
-            return pulse.incarnation in let_in
-        return pulse.incarnation >= current.incarnation
+        if (status.incarnation in let_in) != (current.incarnation in let_in):
+            return status.incarnation in let_in
+        return status.incarnation >= current.incarnation
 
-    def pulse_closed(
+    def status_closed(
         self, replica: str, ckpt: str, rank: int, member: Member | None, now: float
-    ) -> PulseState | None:
+    ) -> LastStatus | None:
         """The connection of this server has ended; returns the server where it is the one that counts. Of the
         others those are kept whose process the roster has as ``member``."""
-        current, aside = self.pulses_of(rank).get(replica), self.elsewhere.get(replica, {})
+        current, aside = self.statuses_of(rank).get(replica), self.elsewhere.get(replica, {})
         if current is not None and current.ckpt == ckpt:
             if current.connected:
                 current.connected, current.closed = False, now
@@ -236,39 +236,39 @@ class Liveness:
     def held(self) -> dict[SnapshotRef, set[str]]:
         """Every snapshot that a checkpoint server which is heard holds, and where: URLs of all ranks."""
         found: dict[SnapshotRef, set[str]] = {}
-        for pulse in self._holders():
-            for ref in pulse.snapshots:
-                found.setdefault(ref, set()).add(pulse.ckpt)
+        for status in self._holders():
+            for ref in status.snapshots:
+                found.setdefault(ref, set()).add(status.ckpt)
         return found
 
     def age_s(self, state: SnapshotRef, now: float) -> float | None:
         """How long ago that state was the trainers', by who says the most; None where nobody says."""
         taken = [
             when
-            for pulse in self._holders()
-            for ref, when in zip(pulse.snapshots, pulse.taken, strict=False)
+            for status in self._holders()
+            for ref, when in zip(status.snapshots, status.taken, strict=False)
             if ref == state
         ]
         return now - min(taken) if taken else None
 
-    def _holders(self) -> list[PulseState]:
+    def _holders(self) -> list[LastStatus]:
         """Checkpoint servers that are heard and say where they are, of all ranks."""
-        return [pulse for pulse in self._servers() if pulse.connected and pulse.ckpt]
+        return [status for status in self._servers() if status.connected and status.ckpt]
 
-    def _servers(self) -> list[PulseState]:
+    def _servers(self) -> list[LastStatus]:
         """Every checkpoint server that has been heard, of all ranks."""
-        counting = [p for pulses in (self.pulses, *self.rank_pulses.values()) for p in pulses.values()]
-        return counting + [p for aside in self.elsewhere.values() for p in aside.values()]
+        counting = [s for table in (self.statuses, *self.rank_statuses.values()) for s in table.values()]
+        return counting + [s for aside in self.elsewhere.values() for s in aside.values()]
 
     def heard_servers(self) -> set[str]:
         """The URLs of all checkpoint servers that are heard now."""
-        return {pulse.ckpt for pulse in self._servers() if pulse.connected}
+        return {status.ckpt for status in self._servers() if status.connected}
 
     def servers_to_hear(self, roster: Sequence[Member], now: float) -> dict[str, float]:
         """Checkpoint servers that the roster or a session names and that are not heard, by URL: until when
         each is waited for. It may hold the newest state, and connect again in a moment."""
         heard = self.heard_servers()
-        closed = {pulse.ckpt: pulse.closed for pulse in self._servers() if not pulse.connected}
+        closed = {status.ckpt: status.closed for status in self._servers() if not status.connected}
         named = [(member, self.elected) for member in roster]
         named += [
             (as_member(p.session), max(self.elected, p.opened)) for p in self.peers.values() if p.connected
@@ -276,8 +276,8 @@ class Liveness:
         found: dict[str, float] = {}
         for member, since in named:
             for rank, address in enumerate(member.addresses):
-                pulse = self._pulse(member, rank)
-                if address.ckpt in heard or (pulse is not None and pulse.connected) or not address.ckpt:
+                status = self._status(member, rank)
+                if address.ckpt in heard or (status is not None and status.connected) or not address.ckpt:
                     continue
                 until = max(since, closed.get(address.ckpt, since)) + self.config.grace_s
                 until = max(until, self.overload_grace_until)
@@ -288,15 +288,15 @@ class Liveness:
     def durable(self) -> set[SnapshotRef]:
         """Every durable checkpoint that anybody has found or written. Whoever wrote it may be gone by now."""
         found = {ref for peer in self.peers.values() for ref in peer.session.durable}
-        return found | {ref for pulse in self._servers() for ref in pulse.durable}
+        return found | {ref for status in self._servers() for ref in status.durable}
 
     def whole(self, ranks: int) -> dict[SnapshotRef, set[str]]:
         """Those of ``held`` of which every lane has a living holder, whichever replicas those are in.
         ``ranks``: how many lanes a state has where nobody says it."""
         parts = {
             ref: count
-            for pulse in self._holders()
-            for ref, count in zip(pulse.snapshots, pulse.parts, strict=False)
+            for status in self._holders()
+            for ref, count in zip(status.snapshots, status.parts, strict=False)
         }
         return {ref: urls for ref, urls in self.held().items() if lanes(urls) >= parts.get(ref, ranks)}
 
@@ -308,21 +308,21 @@ class Liveness:
         """Where the checkpoint server of each rank is, by its own word where it has spoken."""
         found = []
         for rank, address in enumerate(member.addresses):
-            pulse = self._pulse(member, rank)
-            found.append(pulse.ckpt if pulse is not None and pulse.ckpt else address.ckpt)
+            status = self._status(member, rank)
+            found.append(status.ckpt if status is not None and status.ckpt else address.ckpt)
         return found
 
     def rank_trouble(self, member: Member, now: float) -> str:
         """Why a rank other than 0 holds its replica up or has ended it, or empty. It is no proof that rank 0,
         which decides, has ended too."""
         for rank in range(1, len(member.addresses)):
-            pulse = self._pulse(member, rank)
-            if pulse is None or not pulse.connected:
+            status = self._status(member, rank)
+            if status is None or not status.connected:
                 continue
-            if pulse.trainer == "gone":
+            if status.trainer == "gone":
                 return f"the process of its rank {rank} is gone"
-            if pulse.trainer == "stopped" and now - pulse.since >= self.config.stopped_s:
-                return f"the process of its rank {rank} has been stopped for {now - pulse.since:.2f} s"
+            if status.trainer == "stopped" and now - status.since >= self.config.stopped_s:
+                return f"the process of its rank {rank} has been stopped for {now - status.since:.2f} s"
         return ""
 
     def failure_reason(self, member: Member, now: float) -> str:
@@ -332,8 +332,8 @@ class Liveness:
         said = self.kernel_evidence(member, now)
         if said:
             return said
-        config, pulse, credit = self.config, self._pulse(member), now < self.grace_until
-        heard = self._pulse_heard(pulse, now) or (credit and pulse is None)
+        config, status, credit = self.config, self._status(member), now < self.grace_until
+        heard = self._status_heard(status, now) or (credit and status is None)
         peer = self._peer(member)
         away = peer is None or not peer.connected
         if (peer is None and credit) or (away and now < self.overload_grace_until):
@@ -352,10 +352,10 @@ class Liveness:
         confirmed = self.proven_dead(member)
         if confirmed:
             return confirmed
-        pulse = self._pulse(member)
-        stopped = pulse is not None and pulse.connected and pulse.trainer == "stopped"
-        if pulse is not None and stopped and now - pulse.since >= self.config.stopped_s:
-            return f"its trainer has been stopped for {now - pulse.since:.2f} s"
+        status = self._status(member)
+        stopped = status is not None and status.connected and status.trainer == "stopped"
+        if status is not None and stopped and now - status.since >= self.config.stopped_s:
+            return f"its trainer has been stopped for {now - status.since:.2f} s"
         return self.rank_trouble(member, now)
 
     def suspects(self, roster: Sequence[Process], now: float) -> list[Process]:
@@ -363,7 +363,7 @@ class Liveness:
         everybody nearly always the session is there and was heard, or need not be back yet, and its
         checkpoint server says nothing else. One loop without calls, for there are thousands several times a
         second."""
-        peers, pulses, since = self.peers, self.pulses, now - self.config.silence_s
+        peers, statuses, since = self.peers, self.statuses, now - self.config.silence_s
         credit = now < self.grace_until
         found = []
         for member in roster:
@@ -373,8 +373,8 @@ class Liveness:
                 if peer is None
                 else peer.connected and peer.seen > since and peer.session.incarnation == member.incarnation
             ):
-                pulse = pulses.get(member.replica)
-                if pulse is None or pulse.trainer == "running":
+                status = statuses.get(member.replica)
+                if status is None or status.trainer == "running":
                     continue
             found.append(member)
         return found
@@ -385,8 +385,8 @@ class Liveness:
 
     def proven_dead(self, member: Member) -> str:
         """Why it is certain that this process has ended, or empty."""
-        pulse, newest = self._pulse(member), self.peers.get(member.replica)
-        if pulse is not None and pulse.trainer == "gone":
+        status, newest = self._status(member), self.peers.get(member.replica)
+        if status is not None and status.trainer == "gone":
             return GONE
         if newest is not None and newest.incarnation > member.incarnation and vouches(newest.session, member):
             return FOUND_GONE
@@ -404,26 +404,26 @@ class Liveness:
 
     def last_contact(self, member: Member, now: float) -> float:
         """When this process was last heard of, the election at the earliest."""
-        peer, pulse = self._peer(member), self._pulse(member)
+        peer, status = self._peer(member), self._status(member)
         heard = [self.elected]
         if peer is not None:
             heard.append(now if peer.connected else peer.closed)
-        if pulse is not None and pulse.trainer != "gone":
-            heard.append(pulse.seen)
+        if status is not None and status.trainer != "gone":
+            heard.append(status.seen)
         return max(heard)
 
     def heard_at(self, member: Member) -> float:
         """When its trainer or its checkpoint server last said anything; -inf where neither has."""
-        peer, pulse = self._peer(member), self._pulse(member)
-        return max((x.seen for x in (peer, pulse) if x is not None), default=-math.inf)
+        peer, status = self._peer(member), self._status(member)
+        return max((x.seen for x in (peer, status) if x is not None), default=-math.inf)
 
     def next_check(self, roster: tuple[Member, ...], now: float) -> float | None:
         """When a verdict may change by time alone: soon while anybody is in doubt, else in a while."""
         for member in self.suspects(roster, now):
-            peer, pulse = self._peer(member), self._pulse(member)
-            stopped = pulse is not None and pulse.trainer == "stopped"
-            for pulses in self.rank_pulses.values():
-                other = pulses.get(member.replica)
+            peer, status = self._peer(member), self._status(member)
+            stopped = status is not None and status.trainer == "stopped"
+            for statuses in self.rank_statuses.values():
+                other = statuses.get(member.replica)
                 stopped = stopped or (other is not None and other.trainer == "stopped")
             away = (peer is None or not peer.connected) and now >= self.overload_grace_until
             if away or stopped:
@@ -433,8 +433,8 @@ class Liveness:
 
     def says_running(self, member: Member, now: float) -> bool:
         """Whether the checkpoint server of this very process is heard, and says that it runs."""
-        pulse = self._pulse(member)
-        return pulse is not None and self._pulse_heard(pulse, now) and pulse.trainer == "running"
+        status = self._status(member)
+        return status is not None and self._status_heard(status, now) and status.trainer == "running"
 
     def _peer(self, member: Member) -> Peer | None:
         peer = self.peers.get(member.replica)
@@ -442,35 +442,35 @@ class Liveness:
             return peer
         return self.former.get((member.replica, member.incarnation))
 
-    def _pulse(self, member: Member, rank: int = 0) -> PulseState | None:
+    def _status(self, member: Member, rank: int = 0) -> LastStatus | None:
         """What the checkpoint server of this very process says."""
-        current = self.pulses_of(rank).get(member.replica)
+        current = self.statuses_of(rank).get(member.replica)
         if current is not None and current.incarnation == member.incarnation:
             return current
         aside = self.elsewhere.get(member.replica)
         of_it = [
             p for (_, r), p in (aside or {}).items() if r == rank and p.incarnation == member.incarnation
         ]
-        return max(of_it, key=lambda pulse: (pulse.connected, pulse.seen), default=None)
+        return max(of_it, key=lambda status: (status.connected, status.seen), default=None)
 
-    def _pulse_heard(self, pulse: PulseState | None, now: float) -> bool:
-        return pulse is not None and pulse.connected and now - pulse.seen < self.config.silence_s
+    def _status_heard(self, status: LastStatus | None, now: float) -> bool:
+        return status is not None and status.connected and now - status.seen < self.config.silence_s
 
 
-def _state_of(pulse: TrainerStatus, known: PulseState | None, now: float) -> PulseState:
-    """The pulse as it is kept, where the server was ``known`` before."""
-    return PulseState(
-        incarnation=pulse.incarnation,
-        trainer=pulse.trainer,
-        since=known.since if known is not None and known.says(pulse) else now,
+def _state_of(status: TrainerStatus, known: LastStatus | None, now: float) -> LastStatus:
+    """The status as it is kept, where the server was ``known`` before."""
+    return LastStatus(
+        incarnation=status.incarnation,
+        trainer=status.trainer,
+        since=known.since if known is not None and known.says(status) else now,
         seen=now,
-        ckpt=pulse.ckpt,
-        snapshots=pulse.snapshots,
-        deaths=pulse.deaths,
-        taken=tuple(now - age_s for age_s in pulse.ages_s) if pulse.ages_s else (),
-        durable=pulse.durable or (known.durable if known is not None else ()),
-        durable_error=pulse.durable_error,
-        parts=pulse.parts,
+        ckpt=status.ckpt,
+        snapshots=status.snapshots,
+        deaths=status.deaths,
+        taken=tuple(now - age_s for age_s in status.ages_s) if status.ages_s else (),
+        durable=status.durable or (known.durable if known is not None else ()),
+        durable_error=status.durable_error,
+        parts=status.parts,
     )
 
 

@@ -63,7 +63,7 @@ class RecordWriter:
         record = replace(
             record,
             nonce=nonce,
-            orders=self.limits.overrides,
+            overrides=self.limits.overrides,
             failures=self.evidence.failures,
             hosts=self.evidence.hosts,
             autonomy_s=autonomy_s,
@@ -120,7 +120,7 @@ class RecordWriter:
         """Whether a leader that followed now would not know them."""
         record = self.state.record
         return record is None or (self.limits.overrides, self.evidence.failures, self.evidence.hosts) != (
-            record.orders,
+            record.overrides,
             record.failures,
             record.hosts,
         )

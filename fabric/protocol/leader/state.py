@@ -172,8 +172,8 @@ class JobState:
 
     def addressed(self, member: Member) -> Member:
         """With its checkpoint servers where they are now: one that died was started again elsewhere."""
-        pulse = self.liveness.pulses.get(member.replica)
-        if not member.ranks and (pulse is None or pulse.ckpt == member.ckpt):
+        status = self.liveness.statuses.get(member.replica)
+        if not member.ranks and (status is None or status.ckpt == member.ckpt):
             return member
         urls = self.liveness.ckpts(member)
         if urls == [a.ckpt for a in member.addresses]:
@@ -190,7 +190,8 @@ class JobState:
 
     def deaths(self) -> list[tuple[str, tuple[Death, ...]]]:
         """Which micro-batches processes died at, as their checkpoint servers say."""
-        return [(replica, pulse.deaths) for replica, pulse in self.liveness.pulses.items() if pulse.deaths]
+        statuses = self.liveness.statuses.items()
+        return [(replica, status.deaths) for replica, status in statuses if status.deaths]
 
     def micro_batches(self) -> int:
         return next(iter(self.liveness.peers.values())).session.micro_batches

@@ -12,7 +12,7 @@ from fabric.model import Member, OperatorOverrides, Policy, Record, SnapshotRef
 from fabric.protocol.leader.admission import Backoff
 from fabric.protocol.leader.evidence import Penalty
 from fabric.protocol.leader.joins import Serving
-from fabric.protocol.leader.liveness import Liveness, Peer, PulseState
+from fabric.protocol.leader.liveness import LastStatus, Liveness, Peer
 from fabric.protocol.leader.state import EpochState
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -44,15 +44,15 @@ class LivenessView:
         """How much longer than usual silence is tolerated, because the leader itself was late."""
         return self._liveness.late_s
 
-    def statuses(self, rank: int = 0) -> Mapping[str, PulseState]:
+    def statuses(self, rank: int = 0) -> Mapping[str, LastStatus]:
         """Replica -> the newest status from the checkpoint server of this rank."""
-        pulses = self._liveness.rank_pulses.get(rank, {}) if rank else self._liveness.pulses
-        return MappingProxyType(pulses)
+        statuses = self._liveness.rank_statuses.get(rank, {}) if rank else self._liveness.statuses
+        return MappingProxyType(statuses)
 
     @property
     def status_ranks(self) -> tuple[int, ...]:
         """The ranks whose checkpoint servers have reported."""
-        return (0, *self._liveness.rank_pulses)
+        return (0, *self._liveness.rank_statuses)
 
     def durable(self) -> set[SnapshotRef]:
         """Every durable checkpoint that a process has found or written."""

@@ -41,7 +41,7 @@ class FromMember:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatusSeen:
-    pulse: TrainerStatus
+    status: TrainerStatus
 
 
 @dataclass(frozen=True, slots=True)

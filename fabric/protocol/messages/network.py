@@ -405,7 +405,7 @@ class TrainerStatus:
 @dataclass(frozen=True, slots=True)
 class EpochNotice:
     """The epoch in force and what it answers, for the server's log and state: nothing is decided by it.
-    ``every_s``: how often an unchanged pulse is wanted, where that is less often than the server's own.
+    ``every_s``: how often an unchanged status is wanted, where that is less often than the server's own.
     ``complete``: the job is, and that is on record."""
 
     fence: Fence

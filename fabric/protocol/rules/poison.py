@@ -1,7 +1,7 @@
 """Which micro-batches kill whoever computes them, from what checkpoint servers saw. Pure.
 
 A trainer notes in its server's memory which micro-batch its main thread is at; the server survives it, and
-its pulse names the micro-batch that the process died at. One death proves nothing: machines die. Two
+its status names the micro-batch that the process died at. One death proves nothing: machines die. Two
 processes that died at the same micro-batch of the same step are taken as proof.
 """
 
@@ -19,11 +19,11 @@ Deaths = Mapping[tuple[int, int], frozenset[tuple[str, int]]]
 
 
 def proven(
-    pulses: Iterable[tuple[str, Iterable[Death]]], excused: Collection[tuple[str, Death]] = ()
+    statuses: Iterable[tuple[str, Iterable[Death]]], excused: Collection[tuple[str, Death]] = ()
 ) -> Deaths:
-    """The micro-batches at which enough processes died; ``pulses`` are (replica, what its server saw)."""
+    """The micro-batches at which enough processes died; ``statuses`` are (replica, what its server saw)."""
     found: dict[tuple[int, int], set[tuple[str, int]]] = {}
-    for replica, deaths in pulses:
+    for replica, deaths in statuses:
         for death in deaths:
             if (replica, death) not in excused:
                 who = found.setdefault((death.step, death.micro_batch), set())

@@ -142,9 +142,9 @@ function showJob(job) {
   say($("ledger"), ["training", "degraded", "recovering", "stalled"]
     .filter((name) => job.ledger[name]).map((name) => `${name} ${spent(job.ledger[name])}`).join(" \u00b7 "));
   say($("recoverable"), recoverable(job));
-  const orders = job.record ? job.record.orders : {};
+  const overrides = job.record ? job.record.overrides : {};
   say($("paused"), [job.paused ? `Joins are paused ${job.paused}.` : "",
-    orders.scaled ? `Scaled ${orders.scaled}.` : ""].filter(Boolean).join(" "));
+    overrides.scaled ? `Scaled ${overrides.scaled}.` : ""].filter(Boolean).join(" "));
   say($("joins"), `${job.paused ? "resume" : "pause"} joins`);
   showPenalties(job.penalties);
   showHosts(job.hosts, job.complete);
@@ -218,7 +218,7 @@ function emptyRow(columns) {
 const isFine = (entry) => entry.connected && (entry.verdict === "alive" || entry.verdict === "finished");
 
 function fillRow(tr, entry, role, penalised, over) {
-  const trainer = entry.pulse ? entry.pulse.trainer : "";
+  const trainer = entry.trainer_status ? entry.trainer_status.trainer : "";
   const phase = (entry.busy ? `busy: ${entry.busy}` : entry.phase) + (entry.connected || over ? "" : " (away)");
   const values = [[entry.replica], [role], [phase], [entry.step], [(entry.waiting_for || []).join(", ")],
     [trainer, trainer === "gone" || trainer === "stopped" ? "bad" : ""],
@@ -395,9 +395,9 @@ function decide(action, about = "") {
   const form = $("act-form");
   Object.assign(form.dataset, { action, about, job: state.job });
   $("sizes").hidden = action !== "scale";
-  const orders = state.view && state.view.record ? state.view.record.orders : {};
-  $("least").value = orders.min_replicas || 0;
-  $("most").value = orders.max_replicas || 0;
+  const overrides = state.view && state.view.record ? state.view.record.overrides : {};
+  $("least").value = overrides.min_replicas || 0;
+  $("most").value = overrides.max_replicas || 0;
   $("act").showModal();
 }
 

@@ -1,8 +1,9 @@
 """Between a model's gradients and one flat buffer: gather before the round, scatter after the commit.
 
-The buffer is bytes. Parameters of one dtype lie together in a *lane*, the last one first, because backward
-finishes them in that order; there are no gaps within a lane. Lanes start at multiples of ALIGNMENT_BYTES, and
-the gaps between them are zero, so that the digest of the buffer is a digest of the gradients. A lane is cut
+The buffer is bytes. Parameters of one dtype lie together in a *section*, the last one first, because
+backward finishes them in that order; there are no gaps within a section. Sections start at multiples of
+ALIGNMENT_BYTES, and the gaps between them are zero, so that the digest of the buffer is a digest of the
+gradients. A section is cut
 into *buckets* of whole parameters, about BUCKET_BYTES each: a bucket is one all-reduce, and may begin as soon
 as the gradients in it are final. Buckets follow from the parameters alone, so they are the same on all
 members, whatever buckets others (DDP) have. The layout hash covers names, shapes, dtypes and order: members
@@ -202,7 +203,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lay_out(parameters: tuple[NamedParameter, ...], bucket_bytes: int) -> list[Bucket]:
-    """Buckets in the order of their bytes: lane by lane, in the order given."""
+    """Buckets in the order of their bytes: section by section, in the order given."""
     buckets: list[Bucket] = []
     end = 0
     for dtype in dict.fromkeys(p.dtype for _, p in parameters):

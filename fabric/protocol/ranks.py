@@ -3,7 +3,7 @@
 Rank 0 runs the member core, which knows nothing of ranks: ``Ranks`` stands between it and the ranks. Every
 operation that the core orders becomes one order per rank, and their outcomes become the one event that the
 core awaits: linked when all are, exchanged when all are, failed as soon as one fails. So a round is held
-when every lane of it is reduced at every rank, a commit is decided once, and commit, abort and switch reach
+when its shard is reduced at every rank, a commit is decided once, and commit, abort and switch reach
 each rank in order over its own link. A replica's digests are digests of all its ranks' digests. Messages to
 peers and to the leader are rank 0's alone.
 
@@ -310,7 +310,7 @@ class Ranks:
             self._record_event(event, now)
 
     def _on_exchanged(self, rank: int, event: io.Exchanged, now: float) -> None:
-        """Held by the replica when every rank has reduced its lanes: never one lane at a time."""
+        """Held by the replica when every rank has reduced its shard: never one rank at a time."""
         key = (event.epoch, event.step)
         results = self._reduced.setdefault(key, {})
         while len(self._reduced) > _MAX_ROUNDS:

@@ -30,13 +30,14 @@ from fabric.ckpt_server.format.safetensors_file import (
     file_order,
     read_preamble,
 )
-from fabric.ckpt_server.format.tensor_regions import RegionRead, TensorRegion
+from fabric.ckpt_server.format.tensor_regions import RegionRead
 from fabric.ckpt_server.reshard.rank_files import Allocate, RankFile
 from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, local_shape
 from fabric.ckpt_server.state.training_state import FORMAT, tensor_at
 from fabric.ckpt_server.state.training_state import parse_description as step_and_tree
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
+from fabric.protocol.rules.tensor_region import TensorRegion
 
 
 class Misfit(StateError):

@@ -23,10 +23,10 @@ from fabric.ckpt_server.format.safetensors_file import (
     parse_json,
     read_preamble,
 )
-from fabric.ckpt_server.format.tensor_regions import TensorRegion
 from fabric.ckpt_server.format.tensor_slices import Shard
 from fabric.errors import StateError
 from fabric.protocol.messages.rank_messages import replica_digest
+from fabric.protocol.rules.tensor_region import TensorRegion
 
 if TYPE_CHECKING:
     from fabric.cli.states.state_source import BlockState

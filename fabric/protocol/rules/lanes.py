@@ -1,0 +1,229 @@
+"""Lanes: the parts of the parameters that ranks of differently cut replicas exchange with each other.
+
+Every replica holds the whole model, each in its own layout: one process, ranks of FSDP2 or tensor parallel,
+pipeline stages that own whole parameters. The layouts of all replicas together cut each parameter into
+*pieces*, the coarsest ones that no layout cuts further. A *lane* is the pieces that lie together: in every
+replica one rank holds all of them. Those ranks form a ring and reduce the lane. A rank takes part in as many
+lanes as it holds.
+
+A part that several ranks of a replica hold has copies. Copy i of one replica meets copy i of the others. A
+replica with fewer copies repeats its own, so such a rank reduces the piece more than once. It keeps the
+result of its first lane with that piece. Equal layouts make one lane per rank: rank k with rank k.
+
+The lanes do not depend on the order of the replicas, nor on how many of them have the same layout.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fabric.errors import ConfigError
+from fabric.protocol.rules.tensor_region import TensorRegion
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParameter:
+    """The part of one parameter that a rank holds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]  # of the whole parameter
+    region: TensorRegion  # empty where a rank's share of a small parameter is nothing
+
+    @property
+    def whole(self) -> str:
+        """The whole parameter for people."""
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLayout:
+    """The parameters of every rank of one replica, by rank."""
+
+    ranks: tuple[tuple[HeldParameter, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a parameter that one rank of every replica holds."""
+
+    name: str
+    dtype: str
+    region: TensorRegion
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Pieces that the same ranks hold, in order of their names and places."""
+
+    holders: tuple[int, ...]  # the rank that takes part, of each replica
+    pieces: tuple[Piece, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(piece.region.elements for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A region of a parameter, and the ranks of one replica that hold it, lowest first."""
+
+    region: TensorRegion
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How one layout cuts one parameter."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[_Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _CommonPiece:
+    """A region that no layout cuts further, and the ranks that hold it, by layout."""
+
+    region: TensorRegion
+    ranks: tuple[tuple[int, ...], ...]
+
+    def holders(self) -> Iterator[tuple[int, ...]]:
+        """The holder of each layout, for one copy after the other."""
+        for copy in range(max(map(len, self.ranks))):
+            yield tuple(ranks[copy % len(ranks)] for ranks in self.ranks)
+
+
+def lanes_of(layouts: Mapping[str, ReplicaLayout]) -> tuple[Lane, ...]:
+    """The lanes of these replicas, equal for everyone who asks; holders are in the order of ``layouts``.
+
+    Raises ConfigError where a replica does not hold the whole of the model that the others hold, or cuts a
+    parameter into parts that overlap.
+    """
+    kinds: dict[ReplicaLayout, str] = {}  # the first replica of each layout
+    first_alike = [kinds.setdefault(layout, replica) for replica, layout in layouts.items()]
+    cuts = {replica: _cuts(replica, layout) for layout, replica in kinds.items()}
+    _check_equal_models(cuts)
+    places = [list(cuts).index(replica) for replica in first_alike]
+    pieces: dict[tuple[int, ...], list[Piece]] = {}
+    refined: dict[tuple[_Cut, ...], list[_CommonPiece]] = {}  # most parameters of a model are cut alike
+    for name in sorted(next(iter(cuts.values()), {})):
+        together = tuple(by_name[name] for by_name in cuts.values())
+        if together not in refined:
+            refined[together] = _refine(together)
+        for common in refined[together]:
+            for holders in common.holders():
+                piece = Piece(name, together[0].dtype, common.region)
+                pieces.setdefault(holders, []).append(piece)
+    return tuple(
+        Lane(tuple(holders[place] for place in places), tuple(shared)) for holders, shared in pieces.items()
+    )
+
+
+def lanes_of_rank(lanes: Sequence[Lane], place: int, rank: int) -> tuple[int, ...]:
+    """The numbers of the lanes in which ``rank`` takes part, of the replica at ``place`` of the layouts."""
+    return tuple(number for number, lane in enumerate(lanes) if lane.holders[place] == rank)
+
+
+def _refine(cuts: Sequence[_Cut]) -> list[_CommonPiece]:
+    """The coarsest pieces of one parameter that respect every cut, in order of their places."""
+    pieces = [_CommonPiece(TensorRegion.whole(cuts[0].shape), ())]
+    for cut in cuts:
+        pieces = [
+            _CommonPiece(region, (*piece.ranks, part.ranks))
+            for piece in pieces
+            for part in cut.parts
+            if (region := piece.region.common(part.region)).elements
+        ]
+    return sorted(pieces, key=lambda piece: piece.region.begin)
+
+
+def _check_equal_models(cuts: Mapping[str, Mapping[str, _Cut]]) -> None:
+    """Raises ConfigError where replicas hold different parameters."""
+    for replica, cut_by_name in cuts.items():
+        first, reference = next(iter(cuts.items()))
+        missing = sorted(reference.keys() ^ cut_by_name.keys())
+        if missing:
+            here, there = (first, replica) if missing[0] in reference else (replica, first)
+            raise ConfigError(
+                f"{here} has the parameter {missing[0]} and {there} has not: start every replica with the "
+                "same model"
+            )
+        for name, cut in cut_by_name.items():
+            if (cut.dtype, cut.shape) != (reference[name].dtype, reference[name].shape):
+                raise ConfigError(
+                    f"{name} is {reference[name].dtype}{list(reference[name].shape)} in {first} and "
+                    f"{cut.dtype}{list(cut.shape)} in {replica}: start every replica with the same model"
+                )
+
+
+def _cuts(replica: str, layout: ReplicaLayout) -> dict[str, _Cut]:
+    """How ``replica`` cuts every parameter. Raises ConfigError."""
+    return {name: _cut(replica, name, held) for name, held in _by_name(replica, layout).items()}
+
+
+def _by_name(replica: str, layout: ReplicaLayout) -> dict[str, dict[int, HeldParameter]]:
+    """The parts of every parameter by rank. Raises ConfigError for a name that a rank has twice."""
+    held: dict[str, dict[int, HeldParameter]] = {}
+    for rank, parameters in enumerate(layout.ranks):
+        for parameter in parameters:
+            ranks = held.setdefault(parameter.name, {})
+            if rank in ranks:
+                raise ConfigError(
+                    f"rank {rank} of {replica} has two parameters named {parameter.name}: give every one its "
+                    "own name"
+                )
+            ranks[rank] = parameter
+    return held
+
+
+def _cut(replica: str, name: str, held: Mapping[int, HeldParameter]) -> _Cut:
+    """How ``replica`` cuts one parameter. Raises ConfigError where its parts are not the whole, once."""
+    first_rank, first = next(iter(held.items()))
+    ranks: dict[TensorRegion, list[int]] = {}
+    for rank, parameter in held.items():
+        if (parameter.dtype, parameter.shape) != (first.dtype, first.shape):
+            raise ConfigError(
+                f"{name} is {first.whole} at rank {first_rank} of {replica} and {parameter.whole} at rank "
+                f"{rank}: give parameters of different pipeline stages different names"
+            )
+        if not _is_inside(parameter):
+            raise ConfigError(
+                f"rank {rank} of {replica} describes a part of {name} that lies outside of {first.whole}: "
+                "describe it by its offset and its sizes in the whole"
+            )
+        if parameter.region.elements:
+            ranks.setdefault(parameter.region, []).append(rank)
+    _check_parts(replica, first, ranks)
+    parts = sorted((_Part(region, tuple(holders)) for region, holders in ranks.items()), key=_place)
+    return _Cut(first.dtype, first.shape, tuple(parts))
+
+
+def _is_inside(parameter: HeldParameter) -> bool:
+    region, shape = parameter.region, parameter.shape
+    if not len(region.begin) == len(region.sizes) == len(shape):
+        return False
+    return all(
+        at >= 0 and size >= 0 and at + size <= length
+        for at, size, length in zip(region.begin, region.sizes, shape, strict=True)
+    )
+
+
+def _check_parts(replica: str, parameter: HeldParameter, ranks: Mapping[TensorRegion, list[int]]) -> None:
+    regions = list(ranks)
+    for number, region in enumerate(regions):
+        for other in regions[:number]:
+            if region.common(other).elements:
+                raise ConfigError(
+                    f"ranks {ranks[other][0]} and {ranks[region][0]} of {replica} hold parts of "
+                    f"{parameter.name} that overlap and are not equal: cut it into parts that do not overlap"
+                )
+    count, covered = TensorRegion.whole(parameter.shape).elements, sum(r.elements for r in regions)
+    if covered != count:
+        raise ConfigError(
+            f"the ranks of {replica} hold {covered} of the {count} elements of {parameter.name}: have every "
+            "replica hold the whole model"
+        )
+
+
+def _place(part: _Part) -> tuple[int, ...]:
+    return part.region.begin

@@ -1,0 +1,116 @@
+"""Cut work to measured speeds: micro-batches to replicas, layers to stages, ranks to a tensor-parallel group.
+
+A speed is a throughput; only its ratio to the other speeds counts. The speed 0 belongs to a dead device.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+def micro_batch_shares(total: int, speeds: Sequence[float], least: int = 1) -> tuple[int, ...]:
+    """Split ``total`` micro-batches in proportion to ``speeds``, by the largest remainder; ties go to the
+    first.
+
+    A replica with a speed gets at least ``least``, so that its speed stays measured. A replica without gets
+    0. Raises ValueError for values that are not speeds, and where ``least`` for each is more than ``total``.
+    """
+    check_speeds(speeds, "replica")
+    able = [place for place, speed in enumerate(speeds) if speed > 0]
+    if not able:
+        raise ValueError("all replicas have the speed 0: no replica can compute the micro-batches")
+    if least * len(able) > total:
+        raise ValueError(f"{total} micro-batches are too few for {len(able)} replicas: use fewer replicas")
+    shares = [0] * len(speeds)
+    while able:
+        rest, weight = total - sum(shares), math.fsum(speeds[place] for place in able)
+        quotas = {place: rest * speeds[place] / weight for place in able}
+        small = [place for place in able if quotas[place] < least]
+        if not small:
+            _largest_remainder(shares, rest, quotas)
+            break
+        # The slowest gets its least part first: it makes the quotas of the others smaller.
+        slowest = min(small, key=lambda place: (speeds[place], place))
+        shares[slowest] = least
+        able.remove(slowest)
+    return tuple(shares)
+
+
+def _largest_remainder(shares: list[int], total: int, quotas: Mapping[int, float]) -> None:
+    for place, quota in quotas.items():
+        shares[place] = math.floor(quota)
+    left = total - sum(shares[place] for place in quotas)
+    by_remainder = sorted(quotas, key=lambda place: (math.floor(quotas[place]) - quotas[place], place))
+    for place in by_remainder[:left]:
+        shares[place] += 1
+
+
+def cut_layers(layers: int, speeds: Sequence[float], most: int = 0) -> tuple[int, ...]:
+    """Cut ``layers`` equal layers into stages, at least 1 each, with the smallest slowest stage.
+
+    The slowest stage has max(l_s / v_s). Greedy: the next layer goes to the stage with the smallest
+    (l_s + 1) / v_s, ties to the first; for equal layers no cut is better. ``most``: the layers that the
+    memory of a stage takes; 0 means no limit. Raises ValueError where no such cut exists.
+    """
+    check_speeds(speeds, "stage")
+    stages = len(speeds)
+    if not stages or min(speeds) == 0:
+        raise ValueError("a stage has the speed 0: leave it out before you cut the layers")
+    if layers < stages:
+        raise ValueError(f"{layers} layers cannot be cut into {stages} stages: use at most {layers} stages")
+    most = most or layers
+    if layers > most * stages:
+        raise ValueError(f"{stages} stages of at most {most} layers cannot hold {layers}: use more stages")
+    cut = [1] * stages
+    queue = [(2 / speed, stage) for stage, speed in enumerate(speeds) if most > 1]
+    heapq.heapify(queue)
+    for _ in range(layers - stages):
+        _, stage = heapq.heappop(queue)
+        cut[stage] += 1
+        if cut[stage] < most:
+            heapq.heappush(queue, ((cut[stage] + 1) / speeds[stage], stage))
+    return tuple(cut)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """The ranks that work as one tensor-parallel or FSDP group."""
+
+    ranks: tuple[int, ...]  # ascending
+    standbys: tuple[int, ...]  # living ranks that stay out
+    speed: float  # k times the slowest rank's speed
+
+
+def select_group(speeds: Mapping[int, float], sizes: Iterable[int]) -> GroupChoice:
+    """Choose the k fastest living ranks for which k * min(speed) is largest; ties go to the smaller k.
+
+    ``speeds``: rank -> speed. ``sizes``: the numbers of ranks that the model allows. Raises ValueError where
+    no size fits the living ranks.
+    """
+    check_speeds(tuple(speeds.values()), "rank")
+    fastest = sorted((rank for rank in speeds if speeds[rank] > 0), key=lambda rank: (-speeds[rank], rank))
+    fitting = sorted({size for size in sizes if 1 <= size <= len(fastest)})
+    if not fitting:
+        raise ValueError(
+            f"no group of the {len(fastest)} living ranks has a size that the model allows: add a machine"
+        )
+    best = max(fitting, key=lambda size: (size * speeds[fastest[size - 1]], -size))
+    return GroupChoice(
+        tuple(sorted(fastest[:best])),
+        tuple(sorted(fastest[best:])),
+        best * speeds[fastest[best - 1]],
+    )
+
+
+def group_sizes(ranks: int, heads: int, hidden: int, least: int = 1) -> tuple[int, ...]:
+    """The powers of two from ``least`` (memory) to ``ranks`` that divide the heads and the hidden size."""
+    powers = (1 << power for power in range(max(ranks, 0).bit_length()))
+    return tuple(k for k in powers if least <= k <= ranks and heads % k == 0 and hidden % k == 0)
+
+
+def check_speeds(speeds: Sequence[float], what: str) -> None:
+    """Raise ValueError for the first speed that is not a finite number of at least 0."""
+    for place, speed in enumerate(speeds):
+        if not (math.isfinite(speed) and speed >= 0):
+            raise ValueError(f"{what} {place} has the speed {speed:g}: measure it again before you plan")

@@ -1,0 +1,96 @@
+"""Two rules that raise an alarm when observed times leave the predicted ones behind.
+
+`CusumAlarm` adds up how much later than usual something is, so it also sees a slowdown of a few percent that
+lasts. It cannot see one below its slack (2 %, or 1.5 times the noise), nor one that was there in the
+warm-up; and a slowdown that begins more slowly than the prediction follows (some 200 samples) is learnt as
+normal.
+
+`RatioAlarm` is the published rule: observed above 1.25 times predicted. It needs no history of errors, but it
+cannot see what makes an iteration less than 25 % longer. In split 1F1B with four stages that is one stage
+(the second) slower by less than 1.72, 1.45 or 1.34 times, for 4, 8 or 16 micro-batches.
+"""
+
+import math
+from collections import deque
+from typing import Protocol
+
+from fabric.health.statistics import median, spread
+
+WINDOW = 128  # errors that say what is usual
+FEW = 10  # with fewer errors there is no saying what is usual
+LARGEST = 0.7  # one error counts as at most twice the time
+SLACK, SLACK_SIGMAS = 0.02, 1.5
+THRESHOLD, THRESHOLD_SIGMAS = 0.12, 8.0
+RATIO = 1.25
+
+
+class AlarmRule(Protocol):
+    """A rule that a detector can use."""
+
+    is_raised: bool
+
+    @property
+    def statistic(self) -> float:
+        """Above zero where something may be slow: nothing is learnt meanwhile."""
+
+    def observe(self, observed: float, predicted: float) -> bool:
+        """Take one pair of times above zero; return whether the alarm is raised now."""
+
+
+class CusumAlarm:
+    """One-sided cumulative sum over ln(observed / predicted); raised until the sum is back at zero."""
+
+    def __init__(self) -> None:
+        self.is_raised = False
+        self._sum = 0.0
+        self._usual: deque[float] = deque(maxlen=WINDOW)
+        self._doubtful: list[float] = []  # errors since the sum left zero; they count when there was no alarm
+        self._centre = self._sigma = 0.0
+
+    @property
+    def statistic(self) -> float:
+        return self._sum
+
+    @property
+    def threshold(self) -> float:
+        return max(THRESHOLD, THRESHOLD_SIGMAS * self._sigma)
+
+    def observe(self, observed: float, predicted: float) -> bool:
+        error = math.log(observed / predicted)
+        if len(self._usual) < FEW:
+            self._learn([error])
+            return False
+        slack = max(SLACK, SLACK_SIGMAS * self._sigma)
+        # The bound lets the alarm end within some ten good samples, however long it was raised.
+        self._sum = min(max(0.0, self._sum + min(error - self._centre, LARGEST) - slack), 2 * self.threshold)
+        self.is_raised = self._sum > (0.0 if self.is_raised else self.threshold)
+        if self.is_raised:
+            self._doubtful.clear()
+        elif self._sum > 0:
+            self._doubtful.append(error)
+        else:
+            self._learn([*self._doubtful, error])
+            self._doubtful.clear()
+        return self.is_raised
+
+    def _learn(self, errors: list[float]) -> None:
+        self._usual.extend(errors)
+        self._centre = median(self._usual)
+        self._sigma = spread(self._usual, self._centre)
+
+
+class RatioAlarm:
+    """Raised while the newest time is above 1.25 times the predicted one."""
+
+    def __init__(self) -> None:
+        self.is_raised = False
+        self._excess = 0.0
+
+    @property
+    def statistic(self) -> float:
+        return self._excess
+
+    def observe(self, observed: float, predicted: float) -> bool:
+        self._excess = max(0.0, observed / predicted - RATIO)
+        self.is_raised = self._excess > 0
+        return self.is_raised

@@ -1,0 +1,310 @@
+"""Detectors fed with observed times: of one unit, of a pipeline, of the replicas of a job.
+
+Only time spent computing counts. The caller leaves out steps with an evaluation, a snapshot, a join or
+announced work of the user (`session.busy`), and takes out the time that a unit waited for others.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from fabric.health.alarm import AlarmRule, CusumAlarm
+from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
+from fabric.health.pipeline import PipelineCosts, PipelineSchedule, makespan
+from fabric.health.predictor import WARM_UP, Sample, WorkPredictor
+from fabric.health.statistics import median
+from fabric.health.work import WorkAmount, is_time
+
+RECENT = 5  # samples that say how slow something is now: two outliers among them change nothing
+SPEED_SAMPLES = 16  # samples that a measured speed rests on
+# A replica that was slow from its first step is compared with the others; their hardware may differ a little.
+ALWAYS_SLOW = 1.25
+MOST_MODELS = 16  # that say what is usual: in a job of thousands, each report asks a few
+MOST_BEHIND = 50  # a replica whose newest report is older by so many steps holds no comparison up
+FIRST_STEPS = 3  # of a process: kernels are compiled and caches filled in them
+
+MakeAlarm = Callable[[], AlarmRule]
+
+
+class UnitDetector:
+    """Predicts one unit's times and says whether it got slow."""
+
+    def __init__(self, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP) -> None:
+        self.predictor = WorkPredictor(warm_up)
+        self.alarm = alarm()
+        self._recent: deque[float] = deque(maxlen=RECENT)  # observed / predicted
+        # Iterations since the statistic of the alarm left zero: not learnt before it is back there.
+        self._doubtful: list[Sequence[Sample]] = []
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times the predicted time it takes now; None without enough samples."""
+        return median(self._recent) if len(self._recent) > RECENT // 2 else None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the alarm is raised and most of the recent samples are slow."""
+        return self.alarm.is_raised and (self.ratio or 1.0) > SLOW
+
+    def observe(self, samples: Sequence[Sample]) -> None:
+        """Take the micro-batches of one step; impossible samples do not count."""
+        pairs = [
+            (work, seconds, self.predictor.predict(work)) for work, seconds in samples if is_time(seconds)
+        ]
+        usable = [(seconds, predicted) for _, seconds, predicted in pairs if predicted is not None]
+        if not usable:
+            self.predictor.learn(samples)
+            return
+        observed, predicted = sum(seconds for seconds, _ in usable), sum(expected for _, expected in usable)
+        self.alarm.observe(observed, predicted)
+        self._recent.append(observed / predicted)
+        self._learn(samples)
+
+    def _learn(self, samples: Sequence[Sample]) -> None:
+        """Learn what is certainly no fault: while the statistic is above zero samples wait for its return."""
+        if self.alarm.is_raised:
+            self._doubtful.clear()
+        elif self.alarm.statistic > 0:
+            self._doubtful.append(samples)
+        else:
+            for iteration in [*self._doubtful, samples]:
+                self.predictor.learn(iteration)
+            self._doubtful.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """How a replica runs its iterations."""
+
+    stages: int
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    transfer_s: float = 0.0  # P2P between neighbouring stages
+    forward_share: float = 1 / 3  # of a micro-batch's time
+    backward_share: float = 1 / 3  # the gradient of the input; the rest is the gradient of the weights
+
+    def iteration_s(self, times: Sequence[Sequence[float]]) -> float:
+        """The makespan, from the time of each micro-batch at each stage."""
+        weight_share = 1.0 - self.forward_share - self.backward_share
+
+        def table(share: float) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(share * time for time in row) for row in times)
+
+        costs = PipelineCosts(table(self.forward_share), table(self.backward_share), table(weight_share))
+        return makespan(self.schedule, costs, self.transfer_s)
+
+
+class PipelineDetector:
+    """One replica of pipeline stages: an alarm on its iterations, and one on each stage."""
+
+    def __init__(
+        self, replica: str, shape: PipelineShape, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP
+    ) -> None:
+        self.shape = shape
+        self.iteration = alarm()
+        self.predicted_s: float | None = None  # of the newest iteration
+        self._replica = replica
+        self._stages = [UnitDetector(alarm, warm_up) for _ in range(shape.stages)]
+
+    @property
+    def is_raised(self) -> bool:
+        """Whether the alarm of the iterations or of a stage is raised."""
+        return self.iteration.is_raised or any(stage.alarm.is_raised for stage in self._stages)
+
+    def predict_micro_batches(self, works: Sequence[WorkAmount]) -> list[list[float]] | None:
+        """The seconds of each micro-batch at each stage, or None in the warm-up."""
+        rows = [[stage.predictor.predict(work) for work in works] for stage in self._stages]
+        times = [[time for time in row if time is not None] for row in rows]
+        return times if works and all(len(row) == len(works) for row in times) else None
+
+    def predict(self, works: Sequence[WorkAmount]) -> float | None:
+        """The seconds of an iteration over these micro-batches, or None in the warm-up."""
+        times = self.predict_micro_batches(works)
+        return self.shape.iteration_s(times) if times is not None else None
+
+    def observe(
+        self, works: Sequence[WorkAmount], times: Sequence[Sequence[float]], iteration_s: float
+    ) -> None:
+        """Take one iteration: ``times`` of each micro-batch by stage, and the whole iteration's."""
+        self.predicted_s = self.predict(works)
+        if self.predicted_s is not None and is_time(iteration_s):
+            self.iteration.observe(iteration_s, self.predicted_s)
+        for stage, row in zip(self._stages, times, strict=True):
+            stage.observe(list(zip(works, row, strict=True)))
+
+    def unit_ratios(self) -> dict[Unit, float]:
+        """The ratio of each stage that has one; 1 where its alarm is silent."""
+        return {
+            Unit(self._replica, number): (stage.ratio or 1.0) if stage.is_slow else 1.0
+            for number, stage in enumerate(self._stages)
+        }
+
+    def slowdowns(self) -> list[Slowdown]:
+        return localise(self.unit_ratios())
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpeed:
+    """One replica, measured."""
+
+    replica: str
+    ratio: float | None  # observed over predicted, from its own past
+    relative: float | None  # its time over that which the replicas' models predict in the middle for the work
+    seconds: float  # computing, in its newest step
+    predicted_s: float | None
+    is_slow: bool
+    note: str  # why the declared work is not used, or empty
+
+    @property
+    def speed(self) -> float:
+        """Relative to the middle of all replicas: 0.5 is half of its speed; 1 where nothing is known."""
+        return 1.0 / self.relative if self.relative is not None else 1.0
+
+
+class _Replica:
+    """The memory of one process of a replica."""
+
+    def __init__(self, replica: str, incarnation: int, alarm: MakeAlarm, warm_up: int) -> None:
+        self.replica = replica
+        self.incarnation = incarnation
+        self.unit = UnitDetector(alarm, warm_up)
+        self.step = -1
+        self.skip = FIRST_STEPS
+        self.newest: tuple[WorkAmount, float] | None = None
+        self.predicted_s: float | None = None
+        self.relative: deque[tuple[int, float]] = deque(maxlen=2 * SPEED_SAMPLES)  # by step
+        self.ratios: deque[tuple[int, float]] = deque(maxlen=2 * SPEED_SAMPLES)
+
+    def forget(self) -> None:
+        """Drop what is known by step, for the steps begin again."""
+        self.relative.clear()
+        self.ratios.clear()
+
+
+class JobDetector:
+    """The replicas of one job, each one unit."""
+
+    def __init__(self, alarm: MakeAlarm = CusumAlarm, warm_up: int = WARM_UP, floor_s: float = 0.0) -> None:
+        self._alarm, self._warm_up = alarm, warm_up
+        self._floor_s = floor_s  # a replica that costs a step less than this is not accused
+        self._replicas: dict[str, _Replica] = {}
+
+    def observe(self, replica: str, incarnation: int, step: int, work: WorkAmount, seconds: float) -> None:
+        """Take the report of one step; one that came before, or an impossible one, does not count.
+
+        Steps may go back, when the job begins from an older state.
+        """
+        watched = self._replicas.get(replica)
+        if watched is None or watched.incarnation != incarnation:
+            watched = self._replicas[replica] = _Replica(replica, incarnation, self._alarm, self._warm_up)
+        if step < watched.step:
+            watched.forget()
+        if step == watched.step or not work.is_valid or not is_time(seconds):
+            return
+        watched.step = step
+        if watched.skip > 0:
+            watched.skip -= 1
+            return
+        watched.predicted_s = watched.unit.predictor.predict(work)
+        watched.newest = (work, seconds)
+        expected = self._in_the_middle(work)
+        if expected is not None:
+            watched.relative.append((step, seconds / expected))
+        if watched.predicted_s is not None:
+            watched.ratios.append((step, seconds / watched.predicted_s))
+        watched.unit.observe([(work, seconds)])
+
+    def _in_the_middle(self, work: WorkAmount) -> float | None:
+        """The middle of the times that the replicas' models predict for this work."""
+        asked = islice(self._replicas.values(), MOST_MODELS)
+        predicted = [watched.unit.predictor.predict(work) for watched in asked]
+        times = [seconds for seconds in predicted if seconds is not None]
+        return median(times) if times else None
+
+    def keep(self, members: Collection[str]) -> None:
+        """Forget the replicas that are not in ``members``."""
+        for name in set(self._replicas) - set(members):
+            del self._replicas[name]
+
+    def speeds(self) -> list[ReplicaSpeed]:
+        """Every replica that has reported, by name."""
+        return [
+            self._speed(name, watched) for name, watched in sorted(self._replicas.items()) if watched.newest
+        ]
+
+    def _speed(self, name: str, watched: _Replica) -> ReplicaSpeed:
+        assert watched.newest is not None
+        unit = watched.unit
+        # Of a replica that got slow, the older samples are from before.
+        samples = RECENT if unit.is_slow else SPEED_SAMPLES
+        return ReplicaSpeed(
+            replica=name,
+            ratio=unit.ratio,
+            relative=_newest(watched.relative, samples, RECENT),
+            seconds=watched.newest[1],
+            predicted_s=watched.predicted_s,
+            is_slow=unit.is_slow,
+            note=unit.predictor.note,
+        )
+
+    def slowdowns(self, failed: Collection[str] = ()) -> list[Slowdown]:
+        """The slow replicas, or the whole job; ``failed`` replicas accuse nobody and are not accused."""
+        speeds = {x.replica: x for x in self.speeds() if x.replica not in failed}
+        replicas = [self._replicas[name] for name in speeds]
+        until = self._same_step(replicas)
+        newest = {Unit(x.replica): _newest(x.ratios, RECENT, RECENT // 2 + 1, until) for x in replicas}
+        ratios = {unit: ratio for unit, ratio in newest.items() if ratio is not None}
+        changed = [x for x in localise(ratios) if self._is_alarmed(x, speeds)]
+        if any(slowdown.scope is Scope.JOB for slowdown in changed):
+            return changed
+        accused = {slowdown.replica for slowdown in changed}
+        changed += [x for x in self._since_they_came(replicas, until) if x.replica not in accused]
+        return [x for x in changed if self._cost_s(speeds[x.replica], x.factor) >= self._floor_s]
+
+    @staticmethod
+    def _same_step(replicas: Sequence[_Replica]) -> int:
+        """The newest step that all have reported: beyond it, the first to tell of a slow job would be
+        accused."""
+        steps = [watched.step for watched in replicas if watched.ratios]
+        newest = max(steps, default=0)
+        return min((step for step in steps if step > newest - MOST_BEHIND), default=0)
+
+    @staticmethod
+    def _is_alarmed(slowdown: Slowdown, speeds: Mapping[str, ReplicaSpeed]) -> bool:
+        """Whether the accused has an alarm; for the whole job, more than half of the replicas."""
+        if slowdown.scope is Scope.JOB:
+            return 2 * sum(x.is_slow for x in speeds.values()) > len(speeds)
+        return speeds[slowdown.replica].is_slow
+
+    @staticmethod
+    def _cost_s(speed: ReplicaSpeed, factor: float) -> float:
+        """The seconds of its newest step that the slowness makes up."""
+        return speed.seconds * (1.0 - 1.0 / factor)
+
+    @staticmethod
+    def _since_they_came(replicas: Sequence[_Replica], until: int) -> list[Slowdown]:
+        """The model of a replica that was slow in its warm-up has slow times: only the others tell."""
+        samples = {x.replica: _newest(x.relative, SPEED_SAMPLES, SPEED_SAMPLES, until) for x in replicas}
+        relative = {replica: value for replica, value in samples.items() if value is not None}
+        slowdowns = []
+        usual = median(list(relative.values())) if relative else 1.0
+        for replica, own in relative.items():
+            if own <= SLOW * usual:
+                continue
+            others = [value for other, value in relative.items() if other != replica]
+            factor = own / median(others) if others else 1.0
+            if factor > ALWAYS_SLOW:
+                evidence = (
+                    f"replica {replica} takes {factor:.2f} times as long as its equals for the same work "
+                    f"({len(others)} others compared)"
+                )
+                slowdowns.append(Slowdown(Scope.REPLICA, (Unit(replica),), factor, evidence))
+        return slowdowns
+
+
+def _newest(
+    values: Sequence[tuple[int, float]], samples: int, at_least: int, until: int | None = None
+) -> float | None:
+    """The middle of the newest ``samples`` of these values by step, up to step ``until``."""
+    newest = [value for step, value in values if until is None or step <= until][-samples:]
+    return median(newest) if len(newest) >= at_least else None

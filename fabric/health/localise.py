@@ -1,0 +1,188 @@
+"""Say where a slowdown is: in a rank, a stage, a link, a whole replica, or in the whole job.
+
+The input is how much longer than predicted each unit takes. Waiting for others is not part of it, and units
+that have failed are left out: a failure comes before a slowdown.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fabric.health.statistics import median
+
+SLOW = 1.10  # more than this over what the same unit of other replicas does
+SLOW_LINK = 1.5  # transfers vary more than computation
+MANY = 64  # a unit is compared with about so many equals
+MAX_SUSPECTS = 4
+CONFIRM_S = 2.0  # a bound on the micro-benchmarks of one confirmation
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Unit:
+    """One device of a job."""
+
+    replica: str
+    stage: int = 0
+    rank: int = 0  # within the stage
+
+
+class Scope(StrEnum):
+    """The extent of a slowdown."""
+
+    RANK = "rank"
+    STAGE = "stage"
+    LINK = "link"
+    REPLICA = "replica"
+    JOB = "job"
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """One slow thing, with the evidence."""
+
+    scope: Scope
+    units: tuple[Unit, ...]  # the accused; the two ends of a link; none where the whole job is slow
+    factor: float  # how many times longer than its equals it takes
+    evidence: str
+
+    @property
+    def replica(self) -> str:
+        return self.units[0].replica if self.units else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmationRequest:
+    """Micro-benchmarks to run at the next step boundary, by these units and over these links alone."""
+
+    matrix_products: tuple[Unit, ...]
+    transfers: tuple[tuple[Unit, Unit], ...]
+    at_most_s: float = CONFIRM_S
+
+
+Ratios = Mapping[Unit, float]
+LinkRatios = Mapping[tuple[Unit, Unit], float]
+
+
+def localise(ratios: Ratios, links: LinkRatios | None = None, failed: Collection[str] = ()) -> list[Slowdown]:
+    """The slow things, the slowest first; empty where nothing is slow.
+
+    ``ratios``: observed over predicted seconds; ``links``: the same for transfers; ``failed``: replicas of
+    which a process has failed or is suspected.
+    """
+    living = {u: r for u, r in ratios.items() if u.replica not in failed and math.isfinite(r) and r > 0}
+    equals = _Equals(living)
+    relative = {unit: ratio / equals.usual(unit) for unit, ratio in living.items() if ratio > SLOW}
+    slow = {unit for unit, factor in relative.items() if factor > SLOW}
+    slowdowns = [_accuse(scope, units, relative, living) for scope, units in _groups(slow, living)]
+    if slowdowns:
+        return sorted(slowdowns, key=lambda slowdown: -slowdown.factor)
+    common = median(list(living.values())) if living else 1.0
+    if common > SLOW:
+        return [_whole_job(common, living)]
+    return _slow_links(links or {}, failed)
+
+
+class _Equals:
+    """The ratios of the units, by what they are equal in."""
+
+    def __init__(self, ratios: Ratios) -> None:
+        self._ratios = ratios
+        self._by_place: dict[tuple[int, ...], list[tuple[str, float]]] = {}
+        for unit, ratio in ratios.items():
+            for place in ((unit.stage, unit.rank), (unit.stage,)):
+                self._by_place.setdefault(place, []).append((unit.replica, ratio))
+
+    def usual(self, unit: Unit) -> float:
+        """The ratio of the unit's equals: the same rank elsewhere, or else the other units of its replica."""
+        for place in ((unit.stage, unit.rank), (unit.stage,)):
+            there = self._by_place[place]
+            if len(there) > MANY:  # one of so many does not move the middle
+                there = there[:: len(there) // MANY]
+            elsewhere = [ratio for replica, ratio in there if replica != unit.replica]
+            if elsewhere:
+                return median(elsewhere)
+        beside = [r for u, r in self._ratios.items() if u.replica == unit.replica and u != unit]
+        return median(beside) if beside else self._ratios[unit]
+
+
+def _groups(slow: Collection[Unit], ratios: Ratios) -> Iterable[tuple[Scope, tuple[Unit, ...]]]:
+    """The slow units, put together where they make a stage or a replica."""
+    for replica in sorted({unit.replica for unit in slow}):
+        units = {unit for unit in ratios if unit.replica == replica}
+        guilty = {unit for unit in slow if unit.replica == replica}
+        if guilty == units:
+            yield Scope.REPLICA, tuple(sorted(guilty))
+            continue
+        for stage in sorted({unit.stage for unit in guilty}):
+            members = {unit for unit in units if unit.stage == stage}
+            if members <= guilty and members != units:
+                yield Scope.STAGE, tuple(sorted(members))
+            else:
+                yield from ((Scope.RANK, (unit,)) for unit in sorted(guilty & members))
+
+
+def _accuse(scope: Scope, units: tuple[Unit, ...], relative: Ratios, ratios: Ratios) -> Slowdown:
+    factor = median([relative[unit] for unit in units])
+    own = median([ratios[unit] for unit in units])
+    place = {
+        Scope.REPLICA: f"replica {units[0].replica}",
+        Scope.STAGE: f"stage {units[0].stage} of replica {units[0].replica}",
+        Scope.RANK: f"rank {units[0].rank} of stage {units[0].stage} of replica {units[0].replica}",
+    }[scope]
+    others = len(ratios) - len(units)
+    return Slowdown(
+        scope,
+        units,
+        factor,
+        f"{place} takes {own:.2f} times as long as predicted for its work, and {factor:.2f} times as long as "
+        f"its equals ({others} others compared)",
+    )
+
+
+def _whole_job(common: float, ratios: Ratios) -> Slowdown:
+    replicas = len({unit.replica for unit in ratios})
+    text = f"takes {common:.2f} times as long as predicted"
+    compared = f"none of {replicas} replicas is slower than its equals"
+    if len(ratios) == 1:
+        compared = "there is nothing to compare it with"
+    return Slowdown(Scope.JOB, (), common, f"the whole job {text}: {compared}")
+
+
+def _slow_links(links: LinkRatios, failed: Collection[str]) -> list[Slowdown]:
+    living = {
+        ends: ratio
+        for ends, ratio in links.items()
+        if not {unit.replica for unit in ends} & set(failed) and math.isfinite(ratio) and ratio > 0
+    }
+    slowdowns = []
+    for ends, ratio in living.items():
+        others = [other for pair, other in living.items() if pair != ends]
+        factor = ratio / median(others) if others else ratio
+        if factor > SLOW_LINK and ratio > SLOW_LINK:
+            a, b = ends
+            place = f"the link from stage {a.stage} of {a.replica} to stage {b.stage} of {b.replica}"
+            evidence = f"{place} takes {factor:.2f} times as long as the others, and no unit computes slowly"
+            slowdowns.append(Slowdown(Scope.LINK, ends, factor, evidence))
+    return sorted(slowdowns, key=lambda slowdown: -slowdown.factor)
+
+
+def confirmation(slowdowns: Iterable[Slowdown], units: int) -> ConfirmationRequest | None:
+    """Ask the suspects for a micro-benchmark; None where there are none, or half of all ``units`` or more."""
+    computing: list[Unit] = []
+    transfers: list[tuple[Unit, Unit]] = []
+    for slowdown in slowdowns:
+        if slowdown.scope is Scope.LINK:
+            transfers.append((slowdown.units[0], slowdown.units[1]))
+        else:
+            computing.extend(slowdown.units)
+    if not (computing or transfers) or 2 * len(computing) > units:
+        return None
+    return ConfirmationRequest(tuple(computing[:MAX_SUSPECTS]), tuple(transfers[:MAX_SUSPECTS]))
+
+
+def is_confirmed(seconds: float, reference_s: float) -> bool:
+    """Whether a suspect's micro-benchmark is slow against the reference; an impossible time confirms
+    nothing."""
+    is_measured = all(math.isfinite(x) and x > 0 for x in (seconds, reference_s))
+    return is_measured and seconds > SLOW * reference_s

@@ -1,0 +1,126 @@
+"""Where a slowdown is: rank, stage, link, replica or job, and whom it may be asked to confirm."""
+
+import math
+
+import pytest
+
+from fabric.health.localise import MAX_SUSPECTS, Scope, Unit, confirmation, is_confirmed, localise
+
+
+def job(replicas=2, stages=2, ranks=2, **slow: float) -> dict[Unit, float]:
+    """Ratios of all units; ``r0s1k0=1.5`` names a slow one, ``r0s1`` a stage, ``r0`` a replica."""
+    units = [Unit(f"r{r}", s, k) for r in range(replicas) for s in range(stages) for k in range(ranks)]
+    return {
+        unit: next(
+            (f for place, f in slow.items() if f"{unit.replica}s{unit.stage}k{unit.rank}".startswith(place)),
+            1.0,
+        )
+        for unit in units
+    }
+
+
+def places(ratios, **more) -> list[tuple[Scope, tuple[Unit, ...]]]:
+    return [(x.scope, x.units) for x in localise(ratios, **more)]
+
+
+def test_nothing_slow_accuses_nobody():
+    assert localise(job()) == []
+    assert localise(job(r0s1k0=1.09)) == []
+    assert localise({}) == []
+
+
+def test_one_rank():
+    assert places(job(r0s1k0=1.5)) == [(Scope.RANK, (Unit("r0", 1, 0),))]
+
+
+def test_one_stage():
+    assert places(job(r1s0=1.3)) == [(Scope.STAGE, (Unit("r1", 0, 0), Unit("r1", 0, 1)))]
+
+
+def test_one_stage_of_the_only_replica():
+    assert places(job(1, 4, 1, r0s2=1.5)) == [(Scope.STAGE, (Unit("r0", 2, 0),))]
+
+
+def test_a_whole_replica():
+    (slowdown,) = localise(job(3, r2=1.4))
+    assert (slowdown.scope, slowdown.replica, len(slowdown.units)) == (Scope.REPLICA, "r2", 4)
+    assert slowdown.factor == pytest.approx(1.4)
+    assert "replica r2 takes 1.40 times as long as predicted" in slowdown.evidence
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (3, 2, 2), (16, 4, 8)])
+def test_a_slowdown_of_all_accuses_nobody(shape):
+    ratios = dict.fromkeys(job(*shape), 1.5)
+    (slowdown,) = localise(ratios)
+    assert (slowdown.scope, slowdown.units) == (Scope.JOB, ())
+    assert confirmation([slowdown], len(ratios)) is None
+
+
+def test_the_slowest_of_a_slow_fleet_is_accused():
+    ratios = dict.fromkeys(job(4, 1, 1), 1.5) | {Unit("r3"): 3.0}
+    (slowdown,) = localise(ratios)
+    assert (slowdown.replica, slowdown.factor) == ("r3", 2.0)
+
+
+def test_a_failed_replica_is_left_out_and_compared_with_by_none():
+    assert localise(job(3, 1, 1, r0=5.0), failed={"r0"}) == []
+    # Without the failed ones r1 has nothing to be compared with but the prediction.
+    (slowdown,) = localise(job(2, 1, 1, r0=1.5, r1=1.5), failed={"r0"})
+    assert slowdown.scope is Scope.JOB
+
+
+def test_several_slow_things_come_with_the_slowest_first():
+    assert [x.replica for x in localise(job(5, 1, 1, r1=1.3, r3=2.0))] == ["r3", "r1"]
+
+
+def test_a_link_is_blamed_where_all_compute_as_predicted():
+    ends = [(Unit(f"r{r}", s), Unit(f"r{r}", s + 1)) for r in range(2) for s in range(3)]
+    links = dict.fromkeys(ends, 1.0) | {ends[1]: 3.0}
+    (slowdown,) = localise(job(2, 4, 1), links)
+    assert (slowdown.scope, slowdown.units) == (Scope.LINK, ends[1])
+    assert places(job(2, 4, 1, r0s2=1.5), links=links) == [(Scope.STAGE, (Unit("r0", 2),))]
+    assert localise(job(2, 4, 1), dict.fromkeys(ends, 3.0)) == []
+    assert localise(job(2, 4, 1), links, failed={"r0"}) == []
+
+
+def test_impossible_ratios_do_not_count():
+    bad = {Unit("r7"): math.nan, Unit("r8"): -1.0, Unit("r9"): 0.0, Unit("ra"): math.inf}
+    assert localise(bad) == []
+    assert places(job(3, 1, 1, r0=1.5) | bad) == [(Scope.REPLICA, (Unit("r0"),))]
+    assert localise({}, {(Unit("r0"), Unit("r1")): math.nan}) == []
+
+
+def test_a_job_of_thousands_is_judged_by_some_equals():
+    ratios = job(3000, 1, 1) | {Unit("r77"): 1.6}
+    assert places(ratios) == [(Scope.REPLICA, (Unit("r77"),))]
+
+
+# --- confirmation -----------------------------------------------------------------------------------------
+
+
+def test_only_suspects_are_asked_and_only_for_a_bounded_time():
+    ratios = job(8, 1, 1, r0=1.5)
+    request = confirmation(localise(ratios), len(ratios))
+    assert request.matrix_products == (Unit("r0"),) and request.transfers == ()
+    assert 0 < request.at_most_s <= 2
+
+
+def test_a_few_suspects_at_most_and_never_everybody():
+    ratios = dict.fromkeys(job(20, 1, 1), 1.0) | {Unit(f"r{n}"): 2.0 for n in range(7)}
+    assert len(confirmation(localise(ratios), 20).matrix_products) == MAX_SUSPECTS
+    assert confirmation(localise(ratios), 12) is None
+    assert confirmation([], 8) is None
+
+
+def test_a_slow_link_is_confirmed_by_its_two_ends():
+    ends = (Unit("r0", 0), Unit("r0", 1))
+    others = {(Unit("r1", 0), Unit("r1", 1)): 1.0, (Unit("r2", 0), Unit("r2", 1)): 1.0}
+    request = confirmation(localise({}, {ends: 4.0, **others}), 6)
+    assert request.transfers == (ends,) and request.matrix_products == ()
+
+
+def test_a_measured_time_confirms_only_where_it_is_slow_and_possible():
+    assert is_confirmed(1.2, 1.0)
+    assert not is_confirmed(1.05, 1.0)
+    for bad in (math.nan, -1.0, 0.0, math.inf):
+        assert not is_confirmed(bad, 1.0) and not is_confirmed(1.0, bad)

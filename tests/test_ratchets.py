@@ -28,7 +28,7 @@ LIMITS = {
     "reads of a core's fields by a shell": 0,
     "banned phrases in docstrings and comments": 27,
     "banned phrases in pages": 10,
-    "lines of fabric/": 54_394,
+    "lines of fabric/": 53_897,
 }
 
 MAX_ATTRIBUTES = 20

@@ -18,7 +18,8 @@ from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
 from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
 from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, SlowReplicas, preset
 from fabric.plan.failures import FailureModel
-from fabric.plan.published import ASSUMPTIONS, Figure, reproduce
+from fabric.plan.figures import Figure
+from fabric.plan.published import ASSUMPTIONS, reproduce
 from fabric.plan.report import report
 from fabric.plan.traces import phases_of, read_trace
 
@@ -256,15 +257,16 @@ def reproduce_command(as_json: bool, quick: bool) -> None:
 
 
 def _figures(figures: list[Figure]) -> Table:
-    table = Table("figure", "source", "published", "ours", "tolerance", "")
+    table = Table("figure", "source", "published", "ours", "deviation", "tolerance", "")
     for figure in figures:
         tolerance = f"± {figure.tolerance:.4g}" if figure.tolerance is not None else figure.bound
         table.add_row(
             figure.id,
             figure.source,
-            "-" if figure.published is None else f"{figure.published:g}",
+            "-" if figure.published is None else f"{figure.published:.5g}",
             f"{figure.ours:.5g}",
+            "-" if figure.deviation is None else f"{figure.deviation:+.1%}",
             "-" if figure.published is None else tolerance,
-            "" if figure.published is None else ("ok" if figure.ok else "OUTSIDE"),
+            "" if figure.published is None or figure.bound == "shape" else ("ok" if figure.ok else "OUTSIDE"),
         )
     return table

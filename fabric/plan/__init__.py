@@ -4,8 +4,9 @@
 - `endurance`: how many failures a layout masks, exact or by Monte Carlo;
 - `failures`: when units fail and how long their repair takes;
 - `engine` and `policies`: one simulator for every policy, step by step;
+- `pipelines`, `pipeline_policies` and `pipeline_runs`: replicas of pipelines whose devices die or get slow;
 - `advice`: the comparison of policies for one cluster, and a recommendation;
-- `published`: every published figure beside ours;
+- `published` and `published_pipelines`: every published figure beside ours;
 - `report`: the same as a page.
 
 Everything is seeded: equal arguments give equal results. Times are in seconds.

@@ -7,24 +7,18 @@ Where a source leaves something open, the assumption that we made stands in `ASS
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 
-from fabric.plan import closed_forms
+from fabric.plan import closed_forms, published_pipelines
 from fabric.plan.endurance import endurance_exact
 from fabric.plan.engine import FailurePolicy, SimulatedJob, TimeLedger, simulate
 from fabric.plan.failures import FailureModel, Fixed, Poisson, Repair, WeibullRenewal
+from fabric.plan.figures import AIM, FT_HSDP, SPARE, TORCHPASS, Figure
 from fabric.plan.parallel import process_pool
 from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, Spare
 from fabric.protocol.rules.spare import StackedShards, golomb_offsets, ring_layout
-
-SPARE, FT_HSDP, TORCHPASS, AIM = (
-    "SPARe, arXiv 2603.00357",
-    "FT-HSDP, arXiv 2602.00277",
-    "TorchPass benchmark",
-    "aim",
-)
 
 ASSUMPTIONS = (
     "SPARe: a group that fails during a global restart begins its restart again; a survivor's failure"
@@ -42,28 +36,8 @@ ASSUMPTIONS = (
     "TorchPass: step time, restart time and the cost of exchanges between replicas are not published."
     " They are fitted"
     " to its three results, so these rows show what the results imply and test nothing.",
+    *published_pipelines.ASSUMPTIONS,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One figure. ``published`` and ``tolerance`` are None where nothing was published: ``ok`` is then
-    True.
-
-    ``tolerance`` is absolute, in the unit of the figure. ``bound``: "within" it of ``published``, or "at
-    most" or "more than" the published value.
-    """
-
-    id: str
-    source: str
-    published: float | None
-    ours: float
-    tolerance: float | None
-    ok: bool
-    bound: str = "within"
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def _within(id_: str, source: str, published: float, ours: float, tolerance: float) -> Figure:
@@ -357,6 +331,7 @@ def reproduce(
             spare_figures(pool, groups),
             low_redundancy_figure(pool),
             torchpass_figures(),
+            published_pipelines.pipeline_figures(seeds),
         ):
             for figure in part:
                 figures.append(figure)

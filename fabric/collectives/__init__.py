@@ -1,1 +1,0 @@
-"""Recorded collectives of all ranks: read without trust, compared, and explained in sentences."""

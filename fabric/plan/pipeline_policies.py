@@ -1,0 +1,252 @@
+"""Policies for replicas of pipelines: what a step costs under each while some devices are dead or slow.
+
+A policy sees the devices' speeds and says how long a step takes; `pipeline_runs` plays failures over time.
+ReCycle and Oobleck are as their papers describe them in a sentence; the rules that they leave open are said
+here.
+"""
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from fabric.health.planning.layout import ModelCut, StageLayout, exclude
+from fabric.health.planning.partition import cut_layers, micro_batch_shares, select_group
+from fabric.plan.pipelines import Grid, Owners, StepWork, at_home, migrated, rerouted, step_time
+
+Devices = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]  # replica, stage, rank -> speed; 0: dead
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineJob:
+    """A job of equal replicas, each a pipeline of tensor-parallel groups."""
+
+    cut: ModelCut
+    replicas: int = 2
+    stages: int = 4
+    group: int = 4  # ranks of a stage
+    micro_batches: int = 16  # per replica and step
+    layer_s: float = 0.01  # seconds of one operation (F, B or W) of one layer on a whole healthy group
+    transfer_s: float = 0.001  # between neighbouring stages
+
+    def __post_init__(self) -> None:
+        if min(self.replicas, self.stages, self.group, self.micro_batches) < 1:
+            raise ValueError("a job of pipelines has at least 1 replica, stage, rank and micro-batch")
+        if not (self.layer_s > 0 and math.isfinite(self.layer_s) and self.transfer_s >= 0):
+            raise ValueError(f"a layer takes {self.layer_s:g} s: give more than zero")
+        if self.cut.layers < self.stages:
+            raise ValueError(f"{self.cut.layers} layers cannot be cut into {self.stages} stages")
+
+    @property
+    def total(self) -> int:
+        """Micro-batches of the global batch."""
+        return self.replicas * self.micro_batches
+
+    def healthy(self) -> Devices:
+        return np.ones((self.replicas, self.stages, self.group))
+
+    def even_layers(self, stages: int) -> tuple[int, ...]:
+        return cut_layers(self.cut.layers, [1.0] * stages)
+
+    def work(self, layers: tuple[int, ...], speeds: Grid, counts: tuple[int, ...]) -> StepWork:
+        """A step of replicas with one split of the layers; ``speeds``: of groups, 0 for a dead one."""
+        with np.errstate(divide="ignore"):
+            times = np.array(layers) * self.layer_s / (speeds / self.group)
+        return StepWork(times, counts, self.transfer_s)
+
+    def alone(self, layers: tuple[int, ...], speeds: tuple[float, ...], count: int) -> float:
+        """The seconds in which one replica computes ``count`` micro-batches."""
+        if count == 0:
+            return 0.0
+        work = self.work(layers, np.array([speeds]), (count,))
+        return step_time(work, at_home(work))
+
+
+class PipelinePolicy(Hashable, Protocol):
+    """The reaction of a job to dead and slow devices."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def stall_s(self) -> float:
+        """How long everybody waits after each failure."""
+
+    @property
+    def away_s(self) -> float:
+        """How long the replica that failed is away after that, while the others step."""
+
+    def step_s(self, job: PipelineJob, devices: Devices) -> float:
+        """The seconds of a step; inf where the job cannot go on."""
+
+
+def group_speeds(devices: Devices) -> Grid:
+    """The speed of each group as it is: its slowest rank decides, and a dead rank ends it."""
+    speeds: Grid = devices.shape[2] * devices.min(axis=2)
+    return speeds
+
+
+def chosen_speeds(job: PipelineJob, devices: Devices) -> Grid:
+    """The speed of each group after selective exclusion; 0 where the model allows no group."""
+    speeds = np.zeros(devices.shape[:2])
+    for place in np.ndindex(speeds.shape):
+        living = int((devices[place] > 0).sum())
+        if sizes := {*job.cut.allows(living), *([job.group] if living == job.group else [])}:
+            speeds[place] = select_group(dict(enumerate(devices[place].tolist())), sizes).speed
+    return speeds
+
+
+@dataclass(frozen=True, slots=True)
+class ReCycle:
+    """ReCycle (arXiv 2405.14009): data-parallel peers of a dead stage compute its micro-batches, partly in
+    bubbles.
+
+    One dead rank ends its group. Slow devices are not seen. Ours: where a stage is dead in all replicas the
+    living groups form whole pipelines by a restart.
+    """
+
+    label: str = "ReCycle"
+    stall_s: float = 30.0
+    away_s: float = 0.0
+
+    def step_s(self, job: PipelineJob, devices: Devices) -> float:
+        speeds = group_speeds(devices)
+        counts = (job.micro_batches,) * job.replicas
+        work = replace(job.work(job.even_layers(job.stages), speeds, counts), defers_weights=True)
+        owners = rerouted(work)
+        if owners is not None:
+            return step_time(work, owners)
+        return _whole_pipelines(job, speeds)
+
+
+def _whole_pipelines(job: PipelineJob, speeds: Grid) -> float:
+    living = np.sort(speeds[speeds > 0])[::-1]
+    pipelines = len(living) // job.stages
+    if not pipelines:
+        return math.inf
+    grid = living[: pipelines * job.stages].reshape(pipelines, job.stages)
+    counts = micro_batch_shares(job.total, [1.0] * pipelines)
+    work = replace(job.work(job.even_layers(job.stages), grid, counts), defers_weights=True)
+    return step_time(work, at_home(work))
+
+
+@dataclass(frozen=True, slots=True)
+class Oobleck:
+    """Oobleck (arXiv 2309.08125): a pipeline goes on with fewer nodes, by a template made before the job.
+
+    Ours: a node is the group of a stage, a dead rank ends it, templates split the layers evenly,
+    micro-batches follow the nodes of a pipeline, and slow devices are not seen. A pipeline that is too small
+    for the model pauses.
+    """
+
+    label: str = "Oobleck"
+    stall_s: float = 60.0
+    away_s: float = 0.0
+
+    def step_s(self, job: PipelineJob, devices: Devices) -> float:
+        pipelines = [tuple(row[row > 0].tolist()) for row in group_speeds(devices)]
+        most = job.cut.most_layers or job.cut.layers
+        able = [speeds for speeds in pipelines if len(speeds) * most >= job.cut.layers]
+        if not able:
+            return math.inf
+        counts = micro_batch_shares(job.total, [float(len(speeds)) for speeds in able])
+        return max(
+            job.alone(job.even_layers(len(speeds)), speeds, count)
+            for speeds, count in zip(able, counts, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResiHp:
+    """ResiHP (arXiv 2605.06374): exclusion, one split of the layers for all replicas, and migration in the
+    step."""
+
+    excludes: bool = True
+    repartitions: bool = True
+    migrates: bool = True
+    delta: float = 0.5
+    stall_s: float = 30.0
+    away_s: float = 0.0
+    name: str = "ResiHP"
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    def step_s(self, job: PipelineJob, devices: Devices) -> float:
+        speeds = chosen_speeds(job, devices) if self.excludes else group_speeds(devices)
+        layers = job.even_layers(job.stages)
+        if self.repartitions:
+            # Ours: a stage counts with what all replicas can compute of it, as migration makes them one.
+            together = speeds.sum(axis=0) if self.migrates else speeds[(speeds > 0).all(axis=1)].min(axis=0)
+            if together.size and (together > 0).all():
+                layers = cut_layers(job.cut.layers, together.tolist(), job.cut.most_layers)
+        if not self.migrates:
+            return _whole_replicas(job, layers, speeds)
+        work = job.work(layers, speeds, (job.micro_batches,) * job.replicas)
+        # Ours: the memory takes twice what 1F1B needs. With less, replicas wait for each other's stages.
+        work = replace(work, extra_in_flight=job.stages)
+        owners: Owners | None = migrated(work, self.delta, room=2.0)
+        return math.inf if owners is None else step_time(work, owners)
+
+
+def _whole_replicas(job: PipelineJob, layers: tuple[int, ...], speeds: Grid) -> float:
+    """Replicas with a dead stage are away; the others share the batch evenly, as without a scheduler."""
+    able = [tuple(row.tolist()) for row in speeds if (row > 0).all()]
+    if not able:
+        return math.inf
+    counts = micro_batch_shares(job.total, [1.0] * len(able))
+    return max(job.alone(layers, row, count) for row, count in zip(able, counts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """This project's policy: each replica in its own best layout, and shares by what each can compute.
+
+    The planner's own functions choose (`fabric.health.planning`). A replica that changes leaves and rejoins
+    while the others step. ``repartitions`` False keeps the layers even.
+    """
+
+    stall_s: float = 0.5
+    away_s: float = 60.0
+    label: str = "fabric"
+    shares: bool = True
+    repartitions: bool = True
+
+    def step_s(self, job: PipelineJob, devices: Devices) -> float:
+        cut = replace(job.cut, can_repartition=self.repartitions)
+        able = [layout_speeds for row in devices if (layout_speeds := _own_layout(job, cut, row)) is not None]
+        if not able:
+            return math.inf
+        capacities = [1 / max(n / v for n, v in zip(*pair, strict=True)) for pair in able]
+        counts = micro_batch_shares(job.total, capacities if self.shares else [1.0] * len(able))
+        return max(job.alone(*pair, count) for pair, count in zip(able, counts, strict=True))
+
+
+def _own_layout(
+    job: PipelineJob, cut: ModelCut, row: np.ndarray[tuple[int, int], np.dtype[np.float64]]
+) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+    """The layers and the speeds of the stages of one replica in its best layout, None where it has none."""
+    ranks = np.arange(row.size).reshape(row.shape)
+    usual = StageLayout(tuple(map(tuple, ranks.tolist())), job.even_layers(job.stages))
+    speeds = tuple(row.reshape(-1).tolist())
+    try:
+        layout = exclude(usual, speeds, cut)
+    except ValueError:
+        return None
+    return layout.layers, layout.stage_speeds(speeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Unmitigated:
+    """Hybrid parallelism as it is: the slowest device decides, and a dead one stops its replica."""
+
+    stall_s: float = 0.0
+    away_s: float = 0.0
+    label: str = "unmitigated"
+    _even: ResiHp = field(default=ResiHp(excludes=False, repartitions=False, migrates=False))
+
+    def step_s(self, job: PipelineJob, devices: Devices) -> float:
+        return self._even.step_s(job, devices)
